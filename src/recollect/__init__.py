@@ -1,0 +1,84 @@
+"""recollect: sequence layers as associative memory.
+
+State a layer by six choices, and get the exact layer, a fast parallel form, constant-state
+decoding, a language model, and the experiments to judge it::
+
+    import recollect as rc
+
+    recipe = rc.Recipe(bias=rc.bias.L2(), retention=rc.retention.Decay(when="before"))
+    print(rc.explain(recipe))
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from recollect.choices import algorithm, bias, context, features, memory, retention
+from recollect.choices.member import RecipeError, member, quantity
+from recollect.engines.state import State
+from recollect.recall import read, recall
+from recollect.recipe import Recipe
+
+if TYPE_CHECKING:
+    from recollect import experiments, lm, tasks, zoo
+    from recollect.cost import Cost, cost
+    from recollect.experiments import compare
+    from recollect.explain import Explanation, explain
+    from recollect.layer import LayerState, MemoryLayer
+    from recollect.options import GateOptions, LayerOptions
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cost",
+    "Explanation",
+    "GateOptions",
+    "LayerOptions",
+    "LayerState",
+    "MemoryLayer",
+    "Recipe",
+    "RecipeError",
+    "State",
+    "algorithm",
+    "bias",
+    "compare",
+    "context",
+    "cost",
+    "experiments",
+    "explain",
+    "features",
+    "lm",
+    "member",
+    "memory",
+    "quantity",
+    "read",
+    "recall",
+    "retention",
+    "tasks",
+    "zoo",
+]
+
+# Loaded on first use: they need optional dependencies, or cost time that a recipe does not.
+_MODULES = ("experiments", "lm", "tasks", "zoo")
+_LAZY = {
+    "Cost": "cost",
+    "cost": "cost",
+    "compare": "experiments",
+    "Explanation": "explain",
+    "explain": "explain",
+    "LayerState": "layer",
+    "MemoryLayer": "layer",
+    "GateOptions": "options",
+    "LayerOptions": "options",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"recollect.{name}")
+    if name in _LAZY:
+        value = getattr(importlib.import_module(f"recollect.{_LAZY[name]}"), name)
+        globals()[name] = value  # the module of the same name must not shadow the function
+        return value
+    raise AttributeError(f"module 'recollect' has no attribute {name!r}")

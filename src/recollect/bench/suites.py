@@ -1,0 +1,169 @@
+"""What `recollect bench` times: named suites of cases over the public functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recollect.bench.harness import BenchResult, Case
+from recollect.cost import cost
+from recollect.recall import recall
+from recollect.recipe import Recipe
+from recollect.zoo import get
+
+__all__ = ["SUITES", "Shape", "Suite", "ratios"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of one measured call; float32 unless ``dtype`` says otherwise."""
+
+    B: int = 1
+    T: int = 4096
+    H: int = 8
+    K: int = 64
+    V: int = 64
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A set of cases to be timed in one run.
+
+    Attributes:
+        about: one line for ``--list``.
+        cases: the cases at a shape.
+        baseline: the case that ratios refer to.
+        pairs: (what, numerator, denominator) of further ratios worth printing.
+    """
+
+    about: str
+    cases: Callable[[Shape], list[Case]]
+    baseline: str
+    pairs: Callable[[Shape], list[tuple[str, str, str]]]
+
+
+_SHALLOW = ("linear_attention", "retnet", "gla", "delta_net", "gated_delta_net", "longhorn")
+
+
+def _tensors(shape: Shape, *, grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The same q, k (unit norm) and v for every case."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(size: int) -> Tensor:
+        x = torch.randn(shape.B, shape.T, shape.H, size, generator=generator)
+        return x.to(device=shape.device, dtype=shape.dtype)
+
+    q, k = (functional.normalize(draw(shape.K), dim=-1) for _ in range(2))
+    return tuple(x.requires_grad_(grad) for x in (q, k, draw(shape.V)))  # type: ignore[return-value]
+
+
+def _gates(recipe: Recipe, shape: Shape, *, grad: bool) -> dict[str, Tensor]:
+    """Gates as a layer makes them at the start of training: steps in (0, 1), decays near 1."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = recipe.axes(shape.K, shape.V)
+    found: dict[str, Tensor] = {}
+    for gate in recipe.gates():
+        axes = [sizes[axis] for axis in gate.axes]
+        u = torch.rand(shape.B, shape.T, shape.H, *axes, generator=generator)
+        x = -0.1 * u if gate.name.startswith("log_decay") else 0.1 + 0.8 * u
+        found[gate.name] = x.to(device=shape.device).requires_grad_(grad)
+    return found
+
+
+def _params(recipe: Recipe, shape: Shape) -> dict[str, Tensor]:
+    sizes = recipe.axes(shape.K, shape.V)
+    return {
+        param.name: torch.full(
+            (shape.H, *(sizes[axis] for axis in param.axes)), 0.95, device=shape.device
+        )
+        for param in recipe.params()
+    }
+
+
+def recall_case(name: str, label: str, shape: Shape, *, backward: bool = False) -> Case:
+    """A zoo recipe through `recollect.recall`, forward or forward and backward."""
+    recipe = get(name).recipe
+
+    def make() -> Callable[[], object]:
+        q, k, v = _tensors(shape, grad=backward)
+        gates, params = _gates(recipe, shape, grad=backward), _params(recipe, shape)
+
+        def forward() -> Tensor:
+            return recall(recipe, q, k, v, gates, params=params, output_state=False)[0]
+
+        return _stepper(forward, [q, k, v, *gates.values()]) if backward else forward
+
+    price = cost(recipe, B=shape.B, H=shape.H, T=shape.T, K=shape.K, V=shape.V)
+    flops = price.training_flops if backward else price.forward_flops
+    return Case(name=label, make=make, flops=float(flops))
+
+
+def sdpa_case(label: str, shape: Shape, *, backward: bool = False) -> Case:
+    """Causal `scaled_dot_product_attention` on contiguous ``[B, H, T, D]``, its best layout."""
+
+    def make() -> Callable[[], object]:
+        q, k, v = (
+            x.detach().transpose(1, 2).contiguous().requires_grad_(backward)
+            for x in _tensors(shape, grad=False)
+        )
+
+        def forward() -> Tensor:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return _stepper(forward, [q, k, v]) if backward else forward
+
+    # Two products over the lower triangle; the backward pass has five.
+    products = 2 * shape.B * shape.H * shape.T * shape.T * (shape.K + shape.V) / 2
+    return Case(name=label, make=make, flops=products * (3.5 if backward else 1))
+
+
+def _stepper(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Callable[[], object]:
+    def step() -> object:
+        y = forward()
+        return torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
+
+    return step
+
+
+def _linear_cases(shape: Shape) -> list[Case]:
+    cases = [sdpa_case("sdpa", shape), sdpa_case("sdpa, fwd+bwd", shape, backward=True)]
+    for name in _SHALLOW:
+        cases.append(recall_case(name, name, shape))
+        cases.append(recall_case(name, f"{name}, fwd+bwd", shape, backward=True))
+    double = Shape(**{**shape.__dict__, "T": 2 * shape.T})
+    for name in ("linear_attention", "gated_delta_net"):
+        cases.append(recall_case(name, f"{name}, 2T", double))
+    return cases
+
+
+def _linear_pairs(shape: Shape) -> list[tuple[str, str, str]]:
+    pairs = [(f"{name}: fwd+bwd / fwd", f"{name}, fwd+bwd", name) for name in _SHALLOW]
+    for name in ("linear_attention", "gated_delta_net"):
+        pairs.append((f"{name}: 2T / T", f"{name}, 2T", name))
+    return pairs
+
+
+SUITES: dict[str, Suite] = {
+    "linear": Suite(
+        about="the linear engine against SDPA: forward, forward+backward, twice the length",
+        cases=_linear_cases,
+        baseline="sdpa",
+        pairs=_linear_pairs,
+    ),
+}
+
+
+def ratios(suite: Suite, shape: Shape, result: BenchResult) -> dict[str, float]:
+    """Median over rounds of the suite's further ratios, each taken within a round."""
+    found: dict[str, float] = {}
+    for what, above, below in suite.pairs(shape):
+        rounds = zip(result[above].seconds, result[below].seconds, strict=True)
+        found[what] = statistics.median(a / b for a, b in rounds)
+    return found

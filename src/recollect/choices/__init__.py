@@ -1,0 +1,1 @@
+"""The six choices, one file each, and `member`: what every member of a choice is made of."""

@@ -1,0 +1,463 @@
+"""Algorithm: how the objective is minimised, one step per token.
+
+The gradient g_t comes from the bias and the context; the algorithm turns it into the step that is
+added to the decayed memory, and keeps what it needs (momentum, moments) in named slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from recollect.choices.member import (
+    Member,
+    RecipeError,
+    integer,
+    member,
+    number,
+    option,
+    quantity,
+)
+
+if TYPE_CHECKING:
+    from recollect.recipe import Recipe
+
+__all__ = [
+    "Adam",
+    "Algorithm",
+    "Analytic",
+    "GradientDescent",
+    "Implicit",
+    "Momentum",
+    "Muon",
+    "Normalized",
+    "RMSProp",
+    "Step",
+    "newton_schulz",
+]
+
+Slots = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What an algorithm sees at one token, for one map; numbers broadcast to ``[B, H, out, in]``.
+
+    Attributes:
+        gradient: g_t.
+        write: the part of g_t that does not depend on the prediction (−b·v kᵀ summed over the
+            context), when the bias is affine.
+        lr, momentum: η_t and θ_t; 1 and 0 where the algorithm has none.
+        count: number of this token in its document, from 1, ``[B, 1, 1, 1]``.
+    """
+
+    gradient: Tensor
+    write: Tensor | None
+    lr: Tensor
+    momentum: Tensor
+    count: Tensor
+
+
+class Algorithm(Member):
+    """How the memory moves.
+
+    Attributes:
+        batch: b, tokens whose gradients are taken at the same W°.
+        steps: associations per token (or full-batch steps under `context.Prefix`).
+        slots: names of the state it keeps beside A, each shaped like the weights.
+        linear: whether the step is linear in the gradients.
+        solves: whether it reaches the minimum in closed form.
+        full_batch: whether it can use all of the past at once.
+        splits: whether it needs the error's affine parts apart.
+        every: ``"batch"`` when the memory moves only at the inner batch's border.
+    """
+
+    choice = "algorithm"
+
+    batch: int = 1
+    steps: int = 1
+    slots: tuple[str, ...] = ()
+    linear: bool = True
+    solves: bool = False
+    full_batch: bool = False
+    splits: bool = False
+    every: str = "token"
+    reduce: str = "sum"
+
+    def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
+        """η_t given κ(k, k) and the error's slope a; only key-dependent rates override this."""
+        return lr
+
+    @property
+    def keyed(self) -> bool:
+        """Whether the rate depends on the key."""
+        return type(self).rate is not Algorithm.rate
+
+    @property
+    def momentum_of(self) -> str | None:
+        """Which linear recursion `update` is: ``"none"``: −η g; ``"gradient"``: S = θS − ηg;
+        ``"value"``: θ on the write only. ``None`` is any other, so a new rule fails safe.
+        """
+        return "none" if type(self).update is Algorithm.update else None
+
+    def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
+        """New slots and what is added to the decayed memory."""
+        return {}, -step.lr * step.gradient
+
+    def settle(self, slots: Slots, lr: Tensor) -> Tensor:
+        """The one step of a whole inner batch when ``every == "batch"``, from its last slots."""
+        raise RecipeError(f"{self.title} moves at every token")
+
+    def story(self) -> str:
+        """The rule in words, for `explain`."""
+        return "one gradient step"
+
+
+_PER = {"head": (), "value": ("V",)}
+
+
+def _rate(default: float | str = "token", init: float = 0.5) -> float | str:
+    """The field every descending algorithm shares: η ≥ 0."""
+    return quantity(
+        default,
+        name="lr",
+        at_least=0,
+        init=init,
+        axes=lambda a: _PER[getattr(a, "per", "head")],
+        kinds=("token", "static", "log_token"),
+    )
+
+
+class _Descent(Algorithm):
+    """Joint checks of the algorithms that follow a gradient."""
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        if getattr(self, "per", "head") == "value" and not recipe.memory.channelled:
+            yield (
+                f"{self.title}(per='value') needs value channels of a linear map, which "
+                f"{recipe.memory.title} does not have: use per='head'"
+            )
+        if self.splits and (recipe.bias.affine is None or not recipe.memory.linear):
+            yield (
+                f"{self.title}(of='value') keeps momentum on the write only, which needs an error "
+                f"affine in the prediction and a linear memory; {recipe.bias.title} with "
+                f"{recipe.memory.title} has no such parts: use of='gradient'"
+            )
+
+
+@member
+class GradientDescent(_Descent):
+    """A_t = α_t A_{t−1} − η_t g_t.
+
+    Args:
+        batch: b; gradients inside an inner batch are all taken at its start W°.
+        steps: n associations per token, one sequential sub-step each (DeltaProduct); k, v, lr and
+            travelling gates get an axis n after H. Under `context.Prefix`: n full-batch steps from
+            the origin at every t (TTR 20–23).
+        lr: η ≥ 0: the gate ``"lr"`` (``"log_token"``: the gate ``"log_lr"``), a constant or a param.
+        per: ``"value"`` for one rate per value channel.
+        reduce: ``"mean"``: averaged over the open inner batch, W̃_t = W° − τ_t Σ_{s≤t} η_s g_s with
+            τ_t = 1/(tokens so far in the batch) + offset, at least 0 (TTT).
+        offset: a learned correction to τ, one per place in the batch (``"static"``), or a constant.
+    """
+
+    batch: int = integer(1, at_least=1)
+    steps: int = integer(1, at_least=1)
+    lr: float | str = _rate()
+    per: str = option("head", "value")
+    reduce: str = option("sum", "mean")
+    offset: float | str = quantity(0.0, axes=("b",), kinds=("static",), init=0.0)
+
+    full_batch = True
+
+    def validate(self) -> None:
+        if self.steps > 1 and self.batch > 1:
+            raise RecipeError(
+                f"algorithm.GradientDescent(batch={self.batch}, steps={self.steps}): the sub-steps of "
+                "a token are sequential, so they need batch=1"
+            )
+        if self.reduce == "sum" and self.offset != 0.0:
+            raise RecipeError(
+                "algorithm.GradientDescent(offset=...) corrects the mean: set reduce='mean'"
+            )
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        if self.reduce == "mean" and (recipe.retention.decay or recipe.retention.linked):
+            yield (
+                f"algorithm.GradientDescent(reduce='mean') averages steps from W°, which "
+                f"{recipe.retention.title} would forget: use retention.Keep() or reduce='sum'"
+            )
+        if recipe.context.horizon is None and (self.batch > 1 or self.reduce == "mean"):
+            yield (
+                "algorithm.GradientDescent under context.Prefix is a full pass from the origin at "
+                "every token: use batch=1 and reduce='sum'"
+            )
+        if self.steps > 1 and recipe.context.horizon not in (1, None):
+            yield (
+                f"algorithm.GradientDescent(steps={self.steps}) takes several associations per token, "
+                f"which {recipe.context.title} cannot count: use context.Online()"
+            )
+
+
+@member
+class Momentum(_Descent):
+    """S_t = θ_t S_{t−1} − η_t g_t, A_t = α_t A_{t−1} + S_t (Titans).
+
+    Args:
+        momentum: θ in [0, 1): the gate ``"momentum"``, a constant or a param.
+        of: ``"gradient"``, or ``"value"``: on the write only, C_t = θ C_{t−1} + η v kᵀ, while the
+            erasure acts at once (DeltaNet + momentum, AM T2).
+    """
+
+    batch: int = integer(1, at_least=1)
+    lr: float | str = _rate()
+    momentum: float | str = quantity("token", at_least=0, below=1, init=0.9)
+    of: str = option("gradient", "value")
+    per: str = option("head", "value")
+
+    slots = ("momentum",)
+
+    @property
+    def splits(self) -> bool:  # type: ignore[override]
+        return self.of == "value"
+
+    @property
+    def momentum_of(self) -> str:
+        return self.of
+
+    def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
+        if self.of == "gradient":
+            S = step.momentum * slots["momentum"] - step.lr * step.gradient
+            return {"momentum": S}, S
+        assert step.write is not None  # requires() admits affine errors only
+        S = step.momentum * slots["momentum"] - step.lr * step.write
+        return {"momentum": S}, S - step.lr * (step.gradient - step.write)
+
+    def story(self) -> str:
+        return "momentum"
+
+
+_NS = (3.4445, -4.7750, 2.0315)
+
+
+def newton_schulz(S: Tensor, steps: int) -> Tensor:
+    """Push the singular values of ``S [..., out, in]`` towards 1 (ATLAS 5.1).
+
+    X ← aX + (b XXᵀ + c (XXᵀ)²) X from S/(‖S‖_F + 1e-7), on the smaller side, in S's own dtype. Zero
+    steps are the identity, without normalisation.
+    """
+    if steps == 0:
+        return S
+    a, b, c = _NS
+    tall = S.shape[-2] > S.shape[-1]
+    X = S.transpose(-1, -2) if tall else S
+    squared = X.square().sum(dim=(-2, -1), keepdim=True)
+    size = torch.where(squared == 0, 0.0, torch.where(squared == 0, 1.0, squared).sqrt())
+    X = X / (size + 1e-7)
+    for _ in range(steps):
+        gram = X @ X.transpose(-1, -2)
+        X = a * X + (b * gram + c * gram @ gram) @ X
+    return X.transpose(-1, -2) if tall else X
+
+
+@member
+class Muon(_Descent):
+    """Orthogonalised momentum, per linear map and head (ATLAS 32–33).
+
+    ``scale="outer"``: S_t = θ_t S_{t−1} − g_t, A_t = α_t A_{t−1} + η_t NS(S_t).
+    ``scale="inner"``: S_t = θ_t S_{t−1} − η_t g_t, A_t = α_t A_{t−1} + NS(S_t) (D.4: η cancels).
+
+    Args:
+        newton_steps: Newton–Schulz iterations; 0 is the identity.
+        every: ``"batch"``: tokens read W°, one update at the border of the inner batch, with the
+            product of its decays and the mean of its rates.
+    """
+
+    batch: int = integer(1, at_least=1)
+    lr: float | str = _rate(init=0.05)
+    momentum: float | str = quantity("token", at_least=0, below=1, init=0.9)
+    newton_steps: int = integer(5)
+    scale: str = option("outer", "inner")
+    every: str = option("token", "batch")
+
+    slots = ("momentum",)
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        return self.newton_steps == 0
+
+    def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
+        inner = step.lr * step.gradient if self.scale == "inner" else step.gradient
+        S = step.momentum * slots["momentum"] - inner
+        moved = newton_schulz(S, self.newton_steps)
+        return {"momentum": S}, step.lr * moved if self.scale == "outer" else moved
+
+    def settle(self, slots: Slots, lr: Tensor) -> Tensor:
+        moved = newton_schulz(slots["momentum"], self.newton_steps)
+        return lr * moved if self.scale == "outer" else moved
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        if recipe.memory.diagonal:
+            yield (
+                "algorithm.Muon orthogonalises matrices, and memory.Vector has none: use "
+                "algorithm.Momentum()"
+            )
+        if self.every == "batch" and self.batch == 1:
+            yield (
+                "algorithm.Muon(every='batch') updates at the border of an inner batch: set "
+                "batch > 1, or every='token'"
+            )
+
+    def story(self) -> str:
+        return f"Muon, {self.newton_steps} Newton–Schulz steps"
+
+
+class _Keyed(_Descent):
+    """Rules whose rate depends on κ(k, k): they solve for one association in closed form."""
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        affine = recipe.bias.affine
+        if affine is None or affine[0] <= 0:
+            yield (
+                f"{self.title} takes the size of its step from an error that grows with the "
+                f"prediction, and {recipe.bias.title} has no such slope: use bias.L2()"
+            )
+        if not recipe.memory.linear or recipe.memory.diagonal:
+            yield f"{self.title} needs memory.Matrix, not {recipe.memory.title}"
+        if recipe.context.horizon != 1 or recipe.context.gates():
+            yield f"{self.title} solves for one association: use context.Online()"
+
+
+@member
+class Implicit(_Keyed):
+    """An implicit (proximal) step, η = δ/(1 + δ a κ(k, k)) (Longhorn, TTR 30–31).
+
+    W_t = argmin ½‖W − W_{t−1}‖² + δ ℓ(W k_t, v_t) for ℓ = L2; a is the error's slope.
+
+    Args:
+        lr: δ ≥ 0: the gate ``"lr"``, a constant or a param.
+    """
+
+    lr: float | str = _rate()
+
+    def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
+        return lr / (1 + lr * slope * kappa)
+
+    def story(self) -> str:
+        return "implicit step, η_t = δ_t/(1 + δ_t ‖k_t‖²)"
+
+
+@member
+class Normalized(_Keyed):
+    """NLMS / Kaczmarz: η = μ/(a κ(k, k)), 0 where k = 0 (TTR 33).
+
+    With μ = 1 the newest association is stored exactly: a·W_t k_t = b·v_t.
+
+    Args:
+        lr: μ ≥ 0; 1 by default.
+    """
+
+    lr: float | str = _rate(1.0, init=1.0)
+
+    def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
+        zero = kappa == 0
+        return torch.where(zero, 0.0, lr / torch.where(zero, 1.0, slope * kappa))
+
+    def story(self) -> str:
+        return "projection, η_t = 1/‖k_t‖²"
+
+
+@member
+class Analytic(Algorithm):
+    """The minimum in closed form, for memories without weights.
+
+    Args:
+        ridge: added to the non-constant terms of a local polynomial.
+    """
+
+    ridge: float = number(0.0, at_least=0)
+
+    solves = True
+    full_batch = True
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        if recipe.memory.degree is None:
+            yield (
+                f"algorithm.Analytic is the closed form of local regressors, and "
+                f"{recipe.memory.title} has weights: use memory.LocalConstant() with "
+                "context.Similar(), or algorithm.GradientDescent()"
+            )
+
+    def story(self) -> str:
+        return "closed form"
+
+
+class _Elementwise(_Descent):
+    """Optimizers of `torch.optim` that act entry by entry."""
+
+    linear = False
+
+
+@member
+class RMSProp(_Elementwise):
+    """u_t = ρ u_{t−1} + (1 − ρ) g_t², A_t = α_t A_{t−1} − η_t g_t/(√u_t + ε), as torch.optim.RMSprop.
+
+    Args:
+        decay_rate: ρ.
+    """
+
+    batch: int = integer(1, at_least=1)
+    lr: float | str = _rate(init=0.01)
+    decay_rate: float = number(0.99, at_least=0, below=1)
+    eps: float = number(1e-8, above=0)
+
+    slots = ("square",)
+
+    def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
+        u = self.decay_rate * slots["square"] + (1 - self.decay_rate) * step.gradient.square()
+        return {"square": u}, -step.lr * step.gradient / (_root(u) + self.eps)
+
+    def story(self) -> str:
+        return "RMSProp"
+
+
+@member
+class Adam(_Elementwise):
+    """Adam entry by entry with bias correction by the token's number, as torch.optim.Adam.
+
+    Args:
+        beta1, beta2: decay rates of the moments.
+    """
+
+    batch: int = integer(1, at_least=1)
+    lr: float | str = _rate(init=0.01)
+    beta1: float = number(0.9, at_least=0, below=1)
+    beta2: float = number(0.999, at_least=0, below=1)
+    eps: float = number(1e-8, above=0)
+
+    slots = ("mean", "square")
+
+    def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
+        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * step.gradient
+        square = self.beta2 * slots["square"] + (1 - self.beta2) * step.gradient.square()
+        first = mean / (1 - self.beta1**step.count)
+        second = _root(square / (1 - self.beta2**step.count))
+        return {"mean": mean, "square": square}, -step.lr * first / (second + self.eps)
+
+    def story(self) -> str:
+        return "Adam"
+
+
+def _root(x: Tensor) -> Tensor:
+    """√x with gradient 0 at 0."""
+    zero = x == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())

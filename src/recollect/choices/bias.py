@@ -1,0 +1,293 @@
+"""Attentional bias: what counts as an error on one association.
+
+A bias states a ``loss`` of the prediction, or its gradient ``error``, or both; autograd supplies
+what is not stated. Its gates travel with the association, and arrive with a trailing axis (1, or V
+per channel) so that they broadcast against ``[..., V]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from recollect.choices.member import (
+    Gate,
+    Member,
+    RecipeError,
+    member,
+    number,
+    option,
+    quantity,
+    slot,
+)
+
+if TYPE_CHECKING:
+    from recollect.recipe import Recipe
+
+__all__ = ["L2", "Bias", "DotProduct", "Huber", "Lp", "Probe", "ValueRobust"]
+
+Values = Mapping[str, Tensor]
+
+
+@member
+class Probe(Member):
+    """Erase and write apart: A ← αA − (A w) bᵀ + η v kᵀ, with w a key of its own.
+
+    Args:
+        at: ``"key"``: w = φ(k). ``"token"``: w comes from the gate ``"probe" [B, T, H, K]``.
+        write: where the erasure is written: b = rate · φ(k) (``"key"``) or rate ⊙ φ(w) (``"probe"``,
+            as in RWKV-7).
+        rate: the gate ``"erase"``, a constant or a param; ``per="key"`` gives it one value per
+            feature channel.
+    """
+
+    choice = "probe"
+
+    at: str = option("token", "key")
+    write: str = option("key", "probe")
+    rate: float | str = quantity(
+        "token", name="erase", at_least=0, init=0.5, axes=lambda p: ("F",) * (p.per == "key")
+    )
+    per: str = option("head", "key")
+
+    def gates(self) -> tuple[Gate, ...]:
+        own = Gate(name="probe", owner=self.title, axes=("K",))
+        return (*((own,) if self.at == "token" else ()), *super().gates())
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        if not recipe.memory.linear:
+            yield (
+                f"bias.Probe erases what a linear memory predicts at another key, and "
+                f"{recipe.memory.title} is not linear in its weights: use memory.Matrix"
+            )
+        if recipe.context.horizon != 1 or recipe.context.gates():
+            yield f"bias.Probe needs context.Online(), not {recipe.context.title}"
+        algorithm = recipe.algorithm
+        if algorithm.slots or not algorithm.linear or algorithm.batch != 1 or algorithm.keyed:
+            yield (
+                "bias.Probe needs algorithm.GradientDescent() token by token (batch=1), not "
+                f"{recipe.algorithm.title}"
+            )
+
+
+class Bias(Member):
+    """ℓ(M(W; k), v), the loss of one association.
+
+    Attributes:
+        affine: ``(a, b)`` when the error is a·prediction − b·value, else ``None``. Declaring it opens
+            the linear engine; the contract suite checks it against the gradient.
+        probe: where the erasure is measured and written, if not at the key.
+    """
+
+    choice = "bias"
+
+    affine: tuple[float, float] | None = None
+    probe: Probe | None = None
+
+    def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        """ℓ ``[...]`` of ``prediction`` and ``value`` ``[..., V]``."""
+        raise RecipeError(f"{self.title} states no loss")
+
+    def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        """∂ℓ/∂prediction ``[..., V]``; by autograd from `loss` unless overridden."""
+        with torch.enable_grad():
+            point = prediction if prediction.requires_grad else prediction.detach()
+            point = point.requires_grad_() if not point.requires_grad else point
+            total = self.loss(point, value, gates).sum()
+            (gradient,) = torch.autograd.grad(total, point, create_graph=True)
+        return gradient if torch.is_grad_enabled() else gradient.detach()
+
+    @property
+    def states_loss(self) -> bool:
+        """Whether the inner gradient is that of `loss`; otherwise `error` *is* the definition."""
+        return type(self).loss is not Bias.loss
+
+    @property
+    def separable(self) -> bool:
+        """Whether each value channel's error depends on that channel alone (affine ones do)."""
+        return self.affine is not None
+
+    def validate(self) -> None:
+        if type(self).loss is Bias.loss and type(self).error is Bias.error:
+            raise RecipeError(f"{self.title} must override loss or error")
+
+    def term(self, prediction: str, value: str) -> str:
+        """The loss as it is written in an equation."""
+        return f"ℓ({prediction}, {value})"
+
+
+@member
+class DotProduct(Bias):
+    """ℓ = −⟨M(k), v⟩ (TTR 24; ATLAS's sign corrected)."""
+
+    affine = (0.0, 1.0)
+
+    def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        return -(prediction * value).sum(-1)
+
+    def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        return -value
+
+    def term(self, prediction: str, value: str) -> str:
+        return f"−⟨{prediction}, {value}⟩"
+
+
+@member
+class L2(Bias):
+    """ℓ = ½‖M(k) − v‖²; its error is e = M(k) − v, so the delta rule's β is exactly η."""
+
+    affine = (1.0, 1.0)
+    probe: Probe | None = slot(None, "probe", optional=True)
+
+    def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        return 0.5 * (prediction - value).square().sum(-1)
+
+    def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        return prediction - value
+
+    def term(self, prediction: str, value: str) -> str:
+        return f"½‖{prediction} − {value}‖²"
+
+
+def _safe_power(x: Tensor, exponent: float) -> Tensor:
+    """x^exponent for x ≥ 0, with value and gradient 0 at 0 when exponent > 0."""
+    zero = x == 0
+    return torch.where(zero, torch.zeros_like(x), torch.where(zero, 1.0, x).pow(exponent))
+
+
+@member
+class Lp(Bias):
+    """ℓ = ‖M(k) − v‖_p^p, smoothed: Σ (e² + ε)^{p/2} (MIRAS 11).
+
+    Its error p·e·(e² + ε)^{(p−2)/2} is a true gradient, and exact at p = 2.
+
+    Args:
+        p: ≥ 1; p = 1 is the value-less memory.
+        eps: ε ≥ 0; 0 is exact.
+        smooth: ``"root"`` as above, or ``"tanh"``: p·tanh(e/√ε)·(e² + ε)^{(p−1)/2}, the papers'
+            practice (MIRAS after 29), which is the gradient of no loss.
+    """
+
+    p: float = number(3.0, at_least=1)
+    eps: float = number(1e-6, at_least=0)
+    smooth: str = option("root", "tanh")
+
+    def validate(self) -> None:
+        super().validate()
+        if self.smooth == "tanh" and self.eps == 0:
+            raise RecipeError("bias.Lp(smooth='tanh') needs eps > 0: its slope is 1/sqrt(eps)")
+
+    @property
+    def states_loss(self) -> bool:
+        return self.smooth == "root"
+
+    def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        squared = (prediction - value).square() + self.eps
+        if self.eps == 0:
+            return _safe_power((prediction - value).abs(), self.p).sum(-1)
+        return squared.pow(self.p / 2).sum(-1)
+
+    def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        e = prediction - value
+        if self.smooth == "tanh":
+            root = (e.square() + self.eps).sqrt()
+            return self.p * torch.tanh(e / self.eps**0.5) * root.pow(self.p - 1)
+        if self.eps == 0:
+            return self.p * e.sign() * _safe_power(e.abs(), self.p - 1)
+        return self.p * e * (e.square() + self.eps).pow((self.p - 2) / 2)
+
+    @property
+    def separable(self) -> bool:
+        return True
+
+    def term(self, prediction: str, value: str) -> str:
+        return f"‖{prediction} − {value}‖_{self.p:g}^{self.p:g}"
+
+
+def _norm(e: Tensor) -> Tensor:
+    """‖e‖₂ over the last axis, kept, with gradient 0 at e = 0."""
+    squared = e.square().sum(-1, keepdim=True)
+    zero = squared == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, squared).sqrt())
+
+
+@member
+class Huber(Bias):
+    """ℓ₂ near, ℓ₁ far: robust to extreme tokens (MIRAS 13–16).
+
+    Args:
+        form: ``"coordinate"``: Σ_j H(e_j), H = ½e² for |e| ≤ δ, else δ(|e| − δ/2) (13).
+            ``"norm"``: H(‖e‖₂) (15). ``"switch"``: ½‖e‖² while ‖e‖₂ ≤ δ, else δ‖e‖₁ (16, YAAD); its
+            error is e inside and δ·sign(e) outside.
+        threshold: δ > 0: the gate ``"threshold"``, a constant, or a param.
+        per: ``"head"``, or ``"value"`` for one δ per channel (coordinate form only).
+    """
+
+    form: str = option("switch", "coordinate", "norm")
+    threshold: float | str = quantity(
+        "token", above=0, init=1.0, axes=lambda b: ("V",) * (b.per == "value")
+    )
+    per: str = option("head", "value")
+
+    def validate(self) -> None:
+        super().validate()
+        if self.per == "value" and self.form != "coordinate":
+            raise RecipeError(
+                f"bias.Huber(form={self.form!r}) compares one δ with the whole error: use "
+                "per='head', or form='coordinate' for one δ per channel"
+            )
+
+    def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        e, delta = prediction - value, gates["threshold"]
+        if self.form == "coordinate":
+            far = delta * (e.abs() - 0.5 * delta)
+            return torch.where(e.abs() <= delta, 0.5 * e.square(), far).sum(-1)
+        size = _norm(e)
+        near = 0.5 * e.square().sum(-1, keepdim=True)
+        if self.form == "norm":
+            far = delta * (size - 0.5 * delta)
+        else:
+            far = delta * e.abs().sum(-1, keepdim=True)
+        return torch.where(size <= delta, near, far).squeeze(-1)
+
+    def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        e, delta = prediction - value, gates["threshold"]
+        if self.form == "coordinate":
+            return e.clamp(-delta, delta)
+        size = _norm(e)
+        if self.form == "norm":
+            return torch.where(size <= delta, e, delta * e / torch.where(size == 0, 1.0, size))
+        return torch.where(size <= delta, e, delta * e.sign())
+
+    def term(self, prediction: str, value: str) -> str:
+        return f"huber_δ({prediction} − {value})"
+
+
+@member
+class ValueRobust(Bias):
+    """ℓ = ½‖e‖² + Δ‖e‖₂: the worst case over values moved by at most Δ (MIRAS 17).
+
+    The constant ½Δ² is dropped. Its error is e + Δ e/‖e‖ (0 at e = 0).
+
+    Args:
+        radius: Δ ≥ 0: a constant, the gate ``"value_radius"``, or a param.
+    """
+
+    radius: float | str = quantity("token", name="value_radius", at_least=0, init=0.1)
+
+    def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        e = prediction - value
+        size = _norm(e)
+        return (0.5 * e.square().sum(-1, keepdim=True) + gates["value_radius"] * size).squeeze(-1)
+
+    def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        e = prediction - value
+        size = _norm(e)
+        return e + gates["value_radius"] * e / torch.where(size == 0, 1.0, size)
+
+    def term(self, prediction: str, value: str) -> str:
+        return f"½‖{prediction} − {value}‖² + Δ‖{prediction} − {value}‖"

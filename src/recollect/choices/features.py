@@ -1,0 +1,229 @@
+"""Features: how keys and queries are lifted before the memory sees them.
+
+A finite map answers ``dim`` and ``phi``; an infinite one (a *kernel*) answers ``kappa`` only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import combinations_with_replacement
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recollect.choices.member import Member, Param, integer, member, number
+
+__all__ = [
+    "EluPlusOne",
+    "Exponential",
+    "Features",
+    "Identity",
+    "Kernel",
+    "Polynomial",
+    "Relu",
+    "Silu",
+    "Taylor",
+]
+
+
+class Features(Member):
+    """What keys and queries become: φ with φ(q)·φ(k) = κ(q, k).
+
+    Override `phi` (and `dim` when the width changes) for a finite map, or extend `Kernel`.
+    """
+
+    choice = "features"
+
+    @property
+    def finite(self) -> bool:
+        """Whether φ(x) can be written down as a vector."""
+        return True
+
+    def dim(self, K: int) -> int:
+        """F, the number of features of a key of size K."""
+        return K
+
+    def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
+        """Lift ``x [B, T, H, N, K]`` to ``[B, T, H, N, F]``.
+
+        Args:
+            x: keys (N = 1) or queries (N = queries per memory).
+            params: this map's learned tensors, each ``[H, ...]``.
+            side: ``"key"`` or ``"query"``, for maps that treat them apart.
+            position: index of the token in its document, ``[B, T]``, from 0.
+        """
+        raise NotImplementedError(f"{self.title} must override phi")
+
+    def kappa(self, q: Tensor, k: Tensor) -> Tensor:
+        """κ(q, k) for every pair: ``[..., M, K], [..., N, K] -> [..., M, N]``."""
+        raise NotImplementedError(f"{self.title} has no closed kernel; use phi")
+
+    def lift(self, x: str) -> str:
+        """How φ(x) is written in an equation."""
+        return f"φ({x})"
+
+
+class Kernel(Features):
+    """Infinitely many features, known only through κ(q, k)."""
+
+    @property
+    def finite(self) -> bool:
+        return False
+
+    def dim(self, K: int) -> int:
+        raise ValueError(f"{self.title} has infinitely many features")
+
+
+@member
+class Identity(Features):
+    """φ(x) = x."""
+
+    def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
+        return x
+
+    def kappa(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.transpose(-1, -2)
+
+    def lift(self, x: str) -> str:
+        return x
+
+
+@member
+class EluPlusOne(Features):
+    """φ(x) = elu(x) + 1 > 0 (Katharopoulos et al. 2020, eq. 7)."""
+
+    def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
+        return functional.elu(x) + 1
+
+
+@member
+class Relu(Features):
+    """φ(x) = max(x, 0)."""
+
+    def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
+        return functional.relu(x)
+
+    def lift(self, x: str) -> str:
+        return f"relu({x})"
+
+
+@member
+class Silu(Features):
+    """φ(x) = x · sigmoid(x)."""
+
+    def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
+        return functional.silu(x)
+
+    def lift(self, x: str) -> str:
+        return f"silu({x})"
+
+
+@lru_cache(maxsize=32)
+def _monomials(K: int, degree: int) -> tuple[tuple[tuple[int, ...], ...], tuple[float, ...]]:
+    """Index tuples of all monomials of exactly ``degree`` in K variables, and their multinomials.
+
+    (q·k)^p = Σ_j multinomial_j · monomial_j(q) · monomial_j(k).
+    """
+    indices = tuple(combinations_with_replacement(range(K), degree))
+    weights: list[float] = []
+    for index in indices:
+        ways = math.factorial(degree)
+        for variable in set(index):
+            ways //= math.factorial(index.count(variable))
+        weights.append(float(ways))
+    return indices, tuple(weights)
+
+
+def _polynomial(x: Tensor, coefficients: list[Tensor]) -> Tensor:
+    """Features with φ(q)·φ(k) = Σ_i a_i (q·k)^i; each a_i is broadcastable to ``x[..., :1]``."""
+    K = x.shape[-1]
+    blocks: list[Tensor] = []
+    for degree, coefficient in enumerate(coefficients):
+        if degree == 0:
+            block = torch.ones_like(x[..., :1])
+        else:
+            indices, weights = _monomials(K, degree)
+            table = torch.tensor(indices, device=x.device)  # [J, degree]
+            block = x[..., table[:, 0]]
+            for column in range(1, degree):
+                block = block * x[..., table[:, column]]
+            block = block * torch.tensor(weights, dtype=x.dtype, device=x.device).sqrt()
+        blocks.append(coefficient.sqrt() * block)
+    return torch.cat(blocks, dim=-1)
+
+
+@member
+class Polynomial(Features):
+    """All monomials of total degree ≤ p, weighted so that φ(q)·φ(k) = Σ_{i≤p} a_i (q·k)^i.
+
+    a_i = exp(raw_i) is learned per head, starting at 1/i! (ATLAS eq. 5); F = C(K + p, p).
+
+    Args:
+        degree: p ≥ 1. Cost and state grow with F: degree 2 at K = 64 is 2145 features.
+    """
+
+    degree: int = integer(2, at_least=1)
+
+    def dim(self, K: int) -> int:
+        return math.comb(K + self.degree, self.degree)
+
+    def params(self) -> tuple[Param, ...]:
+        """``log_coefficients [H, degree + 1]``, raw_i = log a_i."""
+        init = tuple(-math.lgamma(i + 1) for i in range(self.degree + 1))
+        return (Param(name="log_coefficients", owner=self.title, axes=("degree",), init=init),)
+
+    def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
+        raw = params["log_coefficients"].to(x.dtype)  # [H, degree + 1]
+        return _polynomial(x, [raw[:, i].exp()[:, None, None] for i in range(self.degree + 1)])
+
+
+@member
+class Taylor(Features):
+    """The Taylor polynomial of exp(q·k/τ): φ(q)·φ(k) = Σ_{i≤p} (q·k/τ)^i / i! (Based).
+
+    Args:
+        order: p ≥ 1.
+        temperature: τ > 0; ``None`` is √K, softmax attention's scale.
+    """
+
+    order: int = integer(2, at_least=1)
+    temperature: float | None = number(None, above=0, optional=True)
+
+    def dim(self, K: int) -> int:
+        return math.comb(K + self.order, self.order)
+
+    def _tau(self, K: int) -> float:
+        return math.sqrt(K) if self.temperature is None else self.temperature
+
+    def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
+        tau = self._tau(x.shape[-1])
+        a = [x.new_tensor(tau**-i / math.factorial(i)) for i in range(self.order + 1)]
+        return _polynomial(x, a)
+
+
+@member
+class Exponential(Kernel):
+    """κ(q, k) = exp(q·k/τ), softmax attention's similarity (TTR 50).
+
+    Args:
+        temperature: τ > 0; ``None`` is √K.
+    """
+
+    temperature: float | None = number(None, above=0, optional=True)
+
+    def tau(self, K: int) -> float:
+        """The temperature for keys of size K."""
+        return math.sqrt(K) if self.temperature is None else self.temperature
+
+    def log_kappa(self, q: Tensor, k: Tensor) -> Tensor:
+        """log κ, so that a softmax never overflows."""
+        return q @ k.transpose(-1, -2) / self.tau(q.shape[-1])
+
+    def kappa(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.log_kappa(q, k).exp()
+
+    def lift(self, x: str) -> str:
+        return f"φ*({x})"

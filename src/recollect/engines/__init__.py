@@ -1,0 +1,1 @@
+"""How a recipe is run: the reference, fast engines, and the selector between them."""

@@ -1,0 +1,222 @@
+"""Checks of a call: each failure is one sentence that says what, where, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from recollect.choices.member import Gate, RecipeError
+from recollect.engines.state import State
+from recollect.typing import Init
+
+if TYPE_CHECKING:
+    from recollect.recipe import Recipe
+
+__all__ = ["check_call", "check_gates", "check_params", "check_values"]
+
+
+def check_call(
+    recipe: Recipe,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: State | None,
+    init: Init | None,
+    mask: Tensor | None,
+    borders: Tensor | None,
+) -> None:
+    """Shapes, devices and dtypes of q, k, v, and arguments that exclude each other.
+
+    Raises:
+        ValueError: with names and shapes.
+        RecipeError: a memory whose sizes do not fit, or ``init`` together with ``state``.
+    """
+    n = recipe.associations
+    keys = "[B, T, H, K]" if n == 1 else f"[B, T, H, {n}, K]"
+    for name, x, want, dims in (
+        ("q", q, "[B, T, H, K]", 4),
+        ("k", k, keys, 4 + (n > 1)),
+        ("v", v, keys.replace("K", "V"), 4 + (n > 1)),
+    ):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor {want}, not {type(x).__name__}")
+        if x.dim() != dims:
+            raise ValueError(f"{name} must have shape {want}, not {list(x.shape)}")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be floating point, not {x.dtype}")
+        if x.dtype != q.dtype:
+            raise ValueError(
+                f"q, k and v must share one dtype; {name} is {x.dtype} and q is {q.dtype}: cast them"
+            )
+        if x.device != q.device:
+            raise ValueError(
+                f"q, k and v must be on one device; {name} is on {x.device} and q on {q.device}"
+            )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"k and v must agree in all axes but the last; k is {list(k.shape)} and v {list(v.shape)}"
+        )
+    if n > 1 and k.shape[3] != n:
+        raise ValueError(
+            f"this recipe takes {n} associations per token, so k and v need axis 3 of size {n}, not "
+            f"{k.shape[3]}"
+        )
+    if q.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"q and k must agree in batch and tokens; q is {list(q.shape)} and k {list(k.shape)}"
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"queries and keys must have one size K; q has {q.shape[-1]} and k {k.shape[-1]}"
+        )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q has {q.shape[2]} heads, which must be a positive multiple of the {k.shape[2]} of k and v"
+        )
+    K, V = k.shape[-1], v.shape[-1]
+    if K == 0 or V == 0:
+        raise ValueError(f"keys and values need at least one channel; K = {K} and V = {V}")
+    if not recipe.nonparametric:
+        recipe.shapes(K, V)
+    if state is not None and init is not None:
+        raise RecipeError("init and state exclude each other: a state already holds its memory")
+    if mask is not None and borders is not None:
+        raise ValueError("attention_mask and cu_seqlens exclude each other: packed rows have no padding")
+    if mask is not None and tuple(mask.shape) != tuple(k.shape[:2]):
+        raise ValueError(
+            f"attention_mask must have shape {list(k.shape[:2])} [B, T], not {list(mask.shape)}"
+        )
+    rows = k.shape[0]
+    if borders is not None:
+        rows = _check_borders(borders, k)
+    if state is not None:
+        if state.rows != rows:
+            what = "documents" if borders is not None else "rows"
+            raise ValueError(f"the state has {state.rows} rows and this call {rows} {what}")
+        if state.sizes != (k.shape[2], K, V):
+            raise ValueError(
+                f"the state is of (H, K, V) = {state.sizes} and this call of {(k.shape[2], K, V)}"
+            )
+        if state.position.device != k.device:
+            raise ValueError(
+                f"the state is on {state.position.device} and k on {k.device}: use state.to(device=...)"
+            )
+
+
+def _check_borders(borders: Tensor, k: Tensor) -> int:
+    if k.shape[0] != 1:
+        raise ValueError(f"cu_seqlens packs documents in one row, so B must be 1, not {k.shape[0]}")
+    if borders.dim() != 1 or borders.numel() < 2 or borders.is_floating_point():
+        raise ValueError("cu_seqlens must be whole numbers [N + 1], from 0 to T")
+    ends = borders.tolist()
+    if ends[0] != 0 or ends[-1] != k.shape[1] or any(a > b for a, b in zip(ends, ends[1:])):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to T = {k.shape[1]} without falling, not {_short(ends)}"
+        )
+    return len(ends) - 1
+
+
+def _short(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:6]))}, ...]"
+
+
+def _wanted(gate: Gate, recipe: Recipe, sizes: Mapping[str, int], lead: list[int]) -> list[int]:
+    several = recipe.associations > 1 and (gate.travels or gate.name in ("lr", "log_lr"))
+    extra = [recipe.associations] if several else []
+    return [*lead, *extra, *(sizes[axis] for axis in gate.axes)]
+
+
+def check_gates(
+    recipe: Recipe, gates: Mapping[str, Tensor], *, q: Tensor, k: Tensor, v: Tensor
+) -> None:
+    """Names, shapes and devices of the gates.
+
+    Raises:
+        RecipeError: missing, unknown, or of the wrong shape or device.
+    """
+    asked = {gate.name: gate for gate in recipe.gates()}
+    missing, unknown = asked.keys() - gates.keys(), gates.keys() - asked.keys()
+    lead = list(k.shape[:3])
+    sizes = {} if recipe.nonparametric else recipe.axes(k.shape[-1], v.shape[-1])
+    if missing:
+        name = sorted(missing)[0]
+        gate = asked[name]
+        shape = _wanted(gate, recipe, sizes, lead)
+        raise RecipeError(
+            f"gate {name!r} is missing: {gate.owner} needs it with shape {shape}, values {gate.range}"
+        )
+    if unknown:
+        needs = ", ".join(sorted(asked)) or "none"
+        raise RecipeError(f"gate {sorted(unknown)[0]!r} is unknown to this recipe, which needs: {needs}")
+    for name, gate in asked.items():
+        x, shape = gates[name], _wanted(gate, recipe, sizes, lead)
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise RecipeError(f"gate {name!r} must be a floating-point tensor of shape {shape}")
+        if list(x.shape) != shape:
+            raise RecipeError(
+                f"gate {name!r} of {gate.owner} must have shape {shape}, not {list(x.shape)}"
+            )
+        if x.device != q.device:
+            raise RecipeError(f"gate {name!r} is on {x.device} and q on {q.device}: move it")
+
+
+def check_values(recipe: Recipe, gates: Mapping[str, Tensor]) -> None:
+    """Ranges of the gates, on the CPU (a GPU would have to wait for the answer).
+
+    Raises:
+        RecipeError: a value outside its range.
+    """
+    for gate in recipe.gates():
+        x = gates[gate.name].detach()
+        if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
+            continue
+        low, high, span = float(x.min()), float(x.max()), gate.range
+        bad = (
+            low
+            if span.low is not None and (low < span.low or (span.low_open and low == span.low))
+            else high
+            if span.high is not None and (high > span.high or (span.high_open and high == span.high))
+            else None
+        )
+        if bad is not None:
+            hint = " (decays are given as logarithms)" if gate.name.startswith("log_") else ""
+            raise RecipeError(
+                f"gate {gate.name!r} of {gate.owner} must be {span}, and holds {bad:.4g}{hint}"
+            )
+
+
+def check_params(
+    recipe: Recipe, params: Mapping[str, Tensor], *, H: int, K: int, V: int, like: Tensor
+) -> None:
+    """Names, shapes and devices of the params.
+
+    Raises:
+        RecipeError: missing, unknown, or of the wrong shape or device.
+    """
+    asked = {param.name: param for param in recipe.params()}
+    sizes = {} if recipe.nonparametric else recipe.axes(K, V)
+    missing, unknown = asked.keys() - params.keys(), params.keys() - asked.keys()
+    if missing:
+        param = asked[sorted(missing)[0]]
+        shape = [H, *(sizes[axis] for axis in param.axes)]
+        raise RecipeError(
+            f"param {param.name!r} is missing: {param.owner} needs it with shape {shape}"
+        )
+    if unknown:
+        needs = ", ".join(sorted(asked)) or "none"
+        raise RecipeError(f"param {sorted(unknown)[0]!r} is unknown to this recipe, which needs: {needs}")
+    for name, param in asked.items():
+        shape = [H, *(sizes[axis] for axis in param.axes)]
+        if list(params[name].shape) != shape:
+            raise RecipeError(
+                f"param {name!r} of {param.owner} must have shape {shape}, not "
+                f"{list(params[name].shape)}"
+            )
+        if params[name].device != like.device:
+            raise RecipeError(
+                f"param {name!r} is on {params[name].device} and q on {like.device}: move it"
+            )

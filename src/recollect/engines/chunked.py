@@ -1,0 +1,499 @@
+"""The linear engine in chunks: exact at every token, and parallel in time.
+
+Inside a chunk the state is affine in what stood at its start, so one unit-lower-triangular system per
+chunk gives the predictions of all its tokens at once (3-algorithms §3.3):
+
+    (I + E⁻ ⊙ (W Dᵀ)) X = [known part | coefficients of A° | coefficients of S°]
+
+with W the keys at which predictions are measured, D the directions in which they are written, and E⁻
+the coefficients of earlier steps. Solved against coefficients instead of the states themselves, all
+chunks are solved in parallel; what remains sequential is one small affine map per chunk,
+
+    [A; S] ← M [A; S] + N,
+
+which is a single batched product. Decay, momentum, step and window enter through coefficients only.
+
+Layout: chunks first and contiguous, ``[N, B, H, C, ·]``, so that a step of the sequential pass reads
+consecutive memory. States are kept transposed, ``[B, H, K, V]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.engines.coefficients import Coefficients, coefficients, cumulated, shift
+from recollect.engines.gram import decayed_gram, decayed_mix
+from recollect.engines.recurrent import recurrent
+
+__all__ = ["CHUNK", "chunked"]
+
+CHUNK = 64
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    lr: Tensor,
+    affine: tuple[float, float] = (1.0, 1.0),
+    log_decay: Tensor | None = None,
+    log_decay_value: Tensor | None = None,
+    before: bool = False,
+    momentum: Tensor | None = None,
+    momentum_of: str = "gradient",
+    window: Tensor | None = None,
+    k_past: Tensor | None = None,
+    v_past: Tensor | None = None,
+    past_mask: Tensor | None = None,
+    probe: Tensor | None = None,
+    erase: Tensor | None = None,
+    A0: Tensor | None = None,
+    S0: Tensor | None = None,
+    live: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run a matrix memory under an error a·prediction − b·value.
+
+    Per head and token, with D_t the decay, P_t = A_{t−1} (``before``: D_t A_{t−1}) and i the
+    associations of the window::
+
+        g_t = Σ_i γ_(t,i) (a P_t k_i − b v_i) k_iᵀ
+        S_t = θ_t S_{t−1} − η_t g_t           (momentum_of="value": on the part −b v kᵀ only)
+        A_t = D_t A_{t−1} + S_t               (no momentum: D_t A_{t−1} − η_t g_t)
+        A_t = D_t A_{t−1} − a (P_t w_t) e_tᵀ + η_t b v_t k_tᵀ       with a probe w and direction e
+
+    Args:
+        q: ``[B, T, H, G, K]``. k: ``[B, T, H, K]``. v: ``[B, T, H, V]``. lr: η ``[B, T, H]``.
+        log_decay: ``[B, T, H]``, or ``[B, T, H, K]`` over columns of A; ≤ 0, −inf forgets all.
+        log_decay_value: ``[B, T, H, V]`` over rows of A; needs a = 0.
+        momentum: θ in [0, 1), ``[B, T, H]``.
+        window: γ ``[B, T, H, c]``, entry m for association t − m; absent associations come in
+            ``k_past, v_past [B, c − 1, H, ·]`` where ``past_mask``.
+        probe, erase: w and e, ``[B, T, H, K]``.
+        A0, S0: ``[B, H, V, K]``, zeros when omitted.
+        live: ``[B, T]``; False only on the right. Dead tokens move nothing.
+        chunk_size: tokens per chunk; no influence on results.
+
+    Returns:
+        y ``[B, T, H, G, V]``, A and S (``None`` without momentum) in float32 (float64 for float64
+        inputs).
+
+    Raises:
+        ValueError: a decay over value channels with an error that sees the prediction.
+    """
+    if log_decay_value is not None and affine[0] != 0:
+        raise ValueError("a decay over value channels needs a = 0: give each channel its own head")
+    channels = log_decay is not None and log_decay.dim() == 4
+    if q.shape[1] == 0 or q.shape[0] == 0 or (momentum is not None and (channels or log_decay_value is not None)):
+        # Momentum under a decay per channel is a difference of two separable terms that cancel.
+        return recurrent(
+            *(q, k, v),
+            lr=lr,
+            affine=affine,
+            log_decay=log_decay,
+            log_decay_value=log_decay_value,
+            before=before,
+            momentum=momentum,
+            momentum_of=momentum_of,
+            window=window,
+            k_past=k_past,
+            v_past=v_past,
+            past_mask=past_mask,
+            probe=probe,
+            erase=erase,
+            A0=A0,
+            S0=S0,
+            live=live,
+        )
+    T = q.shape[1]
+    work = torch.float64 if v.dtype == torch.float64 else torch.float32
+    cut = _Cut(T=T, C=min(chunk_size or CHUNK, T))
+    gamma = None if window is None else window.to(work)
+    step = lr.to(work)
+    alive = None if live is None else live.to(work)
+    if alive is None and momentum is not None and T % cut.C:
+        alive = step.new_ones(step.shape[:2])  # the last chunk's own padding must not move A by S
+    if alive is not None:
+        step = step * alive.unsqueeze(-1)
+        log_decay = _idle(log_decay, alive, 0.0)
+        log_decay_value = _idle(log_decay_value, alive, 0.0)
+        momentum = _idle(momentum, alive, 1.0)
+    keys, values, weights = _rows(
+        k.to(work), v.to(work), step, gamma, k_past, v_past, past_mask, cut
+    )
+    scalar = None if log_decay is None or channels else cut.scalars(log_decay)
+    like = cut.scalars(step)
+    table = coefficients(
+        scalar,
+        None if momentum is None else cut.scalars(momentum.to(work), fill=1.0),
+        None if alive is None or momentum is None else cut.scalars(alive.unsqueeze(-1)),
+        like,
+    )
+    total = cumulated(cut.split(log_decay), -2) if channels and log_decay is not None else None
+    total_v = None if log_decay_value is None else cumulated(cut.split(log_decay_value), -2)
+    queries = cut.split(q.to(work).flatten(2, 3)).unflatten(2, (q.shape[2], q.shape[3]))
+    queries = queries.transpose(3, 4).flatten(3, 4)  # [N, B, H, C G, K]
+    flow = _Flow(
+        table=table,
+        total=total,
+        total_v=total_v,
+        before=before,
+        tokens=cut.C,
+        has_momentum=momentum is not None,
+    )
+    if affine[0] == 0:
+        streams = _Streams(known=(keys * weights, affine[1] * values))
+    elif probe is not None and erase is not None:
+        drop = cut.split(erase.to(work))
+        if alive is not None:
+            drop = drop * cut.scalars(alive.unsqueeze(-1)).unsqueeze(-1)
+        streams = _Streams(
+            measured=cut.split(probe.to(work)),
+            direction=affine[0] * drop,
+            known=(keys * weights, affine[1] * values),
+        )
+    elif momentum_of == "value" and momentum is not None:
+        streams = _Streams(
+            measured=keys,
+            direction=affine[0] * keys * weights,
+            known=(keys * weights, affine[1] * values),
+            erases_at_once=True,
+        )
+    else:
+        # Erase and write share keys and coefficients: solve for the error itself.
+        streams = _Streams(
+            measured=affine[0] * keys, direction=keys * weights, target=affine[1] * values
+        )
+    Z = _start(A0, like, k.shape[-1], v.shape[-1])
+    Zs = _start(S0, like, k.shape[-1], v.shape[-1]) if momentum is not None else None
+    y, Z, Zs = _solve(flow, streams, queries, Z, Zs)
+    y = cut.join(y.unflatten(3, (cut.C, q.shape[3])).transpose(3, 4).flatten(2, 3))
+    y = y.unflatten(2, (q.shape[2], q.shape[3]))
+    return y, Z.transpose(-1, -2), None if Zs is None else Zs.transpose(-1, -2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """T tokens in N chunks of C, padded at the end with zeros."""
+
+    T: int
+    C: int
+
+    @property
+    def N(self) -> int:
+        return -(-self.T // self.C)
+
+    def split(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """``[B, T, H, D] -> [N, B, H, C, D]``."""
+        missing = self.N * self.C - self.T
+        if missing:
+            x = torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), fill)], dim=1)
+        return x.unflatten(1, (self.N, self.C)).permute(1, 0, 3, 2, 4).contiguous()
+
+    def scalars(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """``[B, T, H] -> [N, B, H, C]``."""
+        return self.split(x.unsqueeze(-1), fill).squeeze(-1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """``[N, B, H, C, D] -> [B, T, H, D]``."""
+        return x.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : self.T]
+
+
+def _idle(x: Tensor | None, alive: Tensor, value: float) -> Tensor | None:
+    """Numbers of padded tokens replaced by the one that does nothing."""
+    if x is None:
+        return None
+    return torch.where(alive.bool().view(*alive.shape, *(1,) * (x.dim() - 2)), x, value)
+
+
+def _start(state: Tensor | None, like: Tensor, K: int, V: int) -> Tensor:
+    if state is None:
+        return like.new_zeros(*like.shape[1:3], K, V)
+    return state.to(like.dtype).transpose(-1, -2)
+
+
+def _rows(
+    k: Tensor,
+    v: Tensor,
+    step: Tensor,
+    gamma: Tensor | None,
+    k_past: Tensor | None,
+    v_past: Tensor | None,
+    past_mask: Tensor | None,
+    cut: _Cut,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and η γ of every row ``[N, B, H, C c, ·]``: c rows per token under a window."""
+    if gamma is None:
+        return cut.split(k), cut.split(v), cut.scalars(step).unsqueeze(-1)
+    B, T, H = k.shape[:3]
+    c = gamma.shape[-1]
+    past = k.new_zeros(B, c - 1)
+    if k_past is None or v_past is None:
+        k_past, v_past = k.new_zeros(B, c - 1, *k.shape[2:]), v.new_zeros(B, c - 1, *v.shape[2:])
+    else:
+        past = past + 1 if past_mask is None else past_mask.to(k.dtype)
+    # Row (t, m) is association t − m: the joined run seen from c − 1 − m tokens in.
+    joined = [torch.cat([a.to(k.dtype), x], dim=1) for a, x in ((k_past, k), (v_past, v))]
+    present = torch.cat([past, k.new_ones(B, T)], dim=1)
+
+    def seen(x: Tensor) -> Tensor:
+        return torch.stack([x[:, c - 1 - m : c - 1 - m + T] for m in range(c)], dim=3)
+
+    def flat(x: Tensor) -> Tensor:  # [B, T, H, c, D] -> [N, B, H, C c, D]
+        D = x.shape[-1]
+        return cut.split(x.flatten(3)).unflatten(-1, (c, D)).flatten(3, 4)
+
+    there = torch.stack([present[:, c - 1 - m : c - 1 - m + T] for m in range(c)], dim=-1)
+    weights = step.unsqueeze(-1) * gamma * there.unsqueeze(2)  # [B, T, H, c]
+    return flat(seen(joined[0])), flat(seen(joined[1])), flat(weights.unsqueeze(-1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Streams:
+    """Rank-one contributions of a chunk's steps.
+
+    Attributes:
+        measured: keys w at which the unknown predictions (or errors) are taken, ``[..., J, K]``.
+        direction: e, in which they are subtracted.
+        target: subtracted from a·prediction, when the unknown is the error itself.
+        known: directions and values that need no prediction.
+        erases_at_once: the unknown stream bypasses momentum.
+    """
+
+    measured: Tensor | None = None
+    direction: Tensor | None = None
+    target: Tensor | None = None
+    known: tuple[Tensor, Tensor] | None = None
+    erases_at_once: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flow:
+    """How contributions and states travel inside a chunk: coefficients, or decays per channel."""
+
+    table: Coefficients
+    total: Tensor | None
+    total_v: Tensor | None
+    before: bool
+    tokens: int
+    has_momentum: bool
+
+    def _per_row(self, x: Tensor, rows: int) -> Tensor:
+        each = rows // self.tokens
+        return (x if each == 1 else x.repeat_interleave(each, dim=-1)).unsqueeze(-1)
+
+    def _matrix(self, E: Tensor, left: int, right: int) -> Tensor:
+        a, b = left // self.tokens, right // self.tokens
+        E = E if a == 1 else E.repeat_interleave(a, dim=-2)
+        return E if b == 1 else E.repeat_interleave(b, dim=-1)
+
+    def meet(self, x: Tensor, y: Tensor, *, predict: bool, at_once: bool = False) -> Tensor:
+        """Coefficient times inner product of every x row with every earlier y row.
+
+        ``predict``: x is measured before its own step; ``at_once``: y's contributions bypass momentum.
+        """
+        if self.total is not None:
+            seen = self.total if self.before or not predict else shift(self.total, -2, 0.0)
+            return decayed_gram(x, seen, y, self.total, strict=predict)
+        E = self.table.P if at_once else self.table.E
+        if predict:
+            E = self.table.matrix_before(E, decayed=self.before)
+        return (x @ y.transpose(-1, -2)) * self._matrix(E, x.shape[-2], y.shape[-2])
+
+    def from_start(self, x: Tensor, *, predict: bool) -> Tensor:
+        """x times the coefficient of A° at its token."""
+        rows = x.shape[-2]
+        if self.total is not None:
+            seen = self.total if self.before or not predict else shift(self.total, -2, 0.0)
+            scale = seen.to(x.dtype).exp()
+            each = rows // self.tokens
+            return x * (scale if each == 1 else scale.repeat_interleave(each, dim=-2))
+        a = self.table.a
+        if predict:
+            a = self.table.before(a, decayed=self.before, first=1.0)
+        return x * self._per_row(a, rows)
+
+    def from_momentum(self, x: Tensor, *, predict: bool) -> Tensor:
+        """x times the coefficient of S° at its token."""
+        m = self.table.m
+        assert m is not None
+        if predict:
+            m = self.table.before(m, decayed=self.before, first=0.0)
+        return x * self._per_row(m, x.shape[-2])
+
+    def to_end(self, y: Tensor, *, at_once: bool = False) -> Tensor:
+        """y times the coefficient of its step in A_C."""
+        if self.total is not None:
+            rest = (self.total[..., -1:, :] - self.total).to(y.dtype).exp()
+            each = y.shape[-2] // self.tokens
+            return y * (rest if each == 1 else rest.repeat_interleave(each, dim=-2))
+        E = self.table.P if at_once else self.table.E
+        return y * self._per_row(E[..., -1, :], y.shape[-2])
+
+    def to_momentum(self, y: Tensor) -> Tensor:
+        """y times the coefficient of its step in S_C."""
+        assert self.table.theta is not None
+        return y * self._per_row(self.table.theta[..., -1, :], y.shape[-2])
+
+    def value_to_end(self, values: Tensor) -> Tensor:
+        """Values times their channels' decay to the end of the chunk."""
+        if self.total_v is None:
+            return values
+        rest = (self.total_v[..., -1:, :] - self.total_v).to(values.dtype).exp()
+        each = values.shape[-2] // self.tokens
+        return values * (rest if each == 1 else rest.repeat_interleave(each, dim=-2))
+
+    def kept(self, like: Tensor) -> Tensor:
+        """The factor of A° in A_C, as rows of the transposed state ``[N, B, H, K or 1, V or 1]``."""
+        if self.total is not None:
+            factor = self.total[..., -1, :].to(like.dtype).exp().unsqueeze(-1)
+        else:
+            factor = self.table.a[..., -1][..., None, None]
+        if self.total_v is not None:
+            factor = factor * self.total_v[..., -1, :].to(like.dtype).exp().unsqueeze(-2)
+        return factor
+
+
+def _solve(
+    flow: _Flow, streams: _Streams, queries: Tensor, Z: Tensor, Zs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Outputs ``[N, B, H, C G, V]`` and the transposed states after the last chunk."""
+    N = torch.zeros((), dtype=Z.dtype, device=Z.device)
+    V = Z.shape[-1]
+    # What is written without a prediction, and its part of the next chunk's start.
+    added: list[Tensor] = []
+    if streams.known is not None:
+        direction, values = streams.known
+        N = flow.to_end(direction).transpose(-1, -2) @ flow.value_to_end(values)
+        if Zs is not None:
+            added.append(flow.to_momentum(direction).transpose(-1, -2) @ values)
+    unknown = None
+    if streams.measured is not None and streams.direction is not None:
+        unknown = _unknown(flow, streams, Zs is not None, V)
+        end = flow.to_end(streams.direction, at_once=streams.erases_at_once).transpose(-1, -2)
+        N = N - end @ unknown.constant
+    starts, moments, Z, Zs = _scan(flow, streams, unknown, N, added, Z, Zs)
+    y = flow.from_start(queries, predict=False) @ starts
+    if flow.total_v is not None:
+        each = queries.shape[-2] // flow.tokens
+        y = y * flow.total_v.to(y.dtype).exp().repeat_interleave(each, dim=-2)
+    if moments is not None:
+        y = y + flow.from_momentum(queries, predict=False) @ moments
+    if streams.known is not None:
+        direction, values = streams.known
+        scores = flow.meet(queries, direction, predict=False)
+        if flow.total_v is None:
+            y = y + scores @ values
+        else:
+            y = y + decayed_mix(scores, values, flow.total_v)
+    if unknown is not None and streams.direction is not None:
+        x = unknown.constant + unknown.of_start @ starts
+        if moments is not None and unknown.of_momentum is not None:
+            x = x + unknown.of_momentum @ moments
+        scores = flow.meet(
+            queries, streams.direction, predict=False, at_once=streams.erases_at_once
+        )
+        y = y - scores @ x
+    return y, Z, Zs
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unknown:
+    """The unknown rows as an affine function of the chunk's start: constant + of_start A°ᵀ + …"""
+
+    constant: Tensor
+    of_start: Tensor
+    of_momentum: Tensor | None
+
+
+def _unknown(flow: _Flow, streams: _Streams, moving: bool, V: int) -> _Unknown:
+    """Solve the triangular system of every chunk at once."""
+    w, e = streams.measured, streams.direction
+    assert w is not None and e is not None
+    at_once = streams.erases_at_once
+    system = flow.meet(w, e, predict=True, at_once=at_once)
+    if streams.target is not None:
+        constant = -streams.target
+    else:
+        assert streams.known is not None
+        direction, values = streams.known
+        constant = flow.meet(w, direction, predict=True) @ values
+    sides = [constant, flow.from_start(w, predict=True)]
+    if moving:
+        sides.append(flow.from_momentum(w, predict=True))
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat(sides, dim=-1), upper=False, unitriangular=True
+    )
+    K = w.shape[-1]
+    return _Unknown(
+        constant=solved[..., :V],
+        of_start=solved[..., V : V + K],
+        of_momentum=solved[..., V + K :] if moving else None,
+    )
+
+
+def _scan(
+    flow: _Flow,
+    streams: _Streams,
+    unknown: _Unknown | None,
+    N: Tensor,
+    added: list[Tensor],
+    Z: Tensor,
+    Zs: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """The states at every chunk's start, and after the last: one affine map per chunk."""
+    kept = flow.kept(Z)
+    if unknown is None and Zs is None:
+        starts, end = _decaying_sum(kept, N, Z)
+        return starts, None, end, None
+    K = Z.shape[-2]
+    eye = torch.eye(K, dtype=Z.dtype, device=Z.device)
+    M = eye * kept
+    if unknown is not None:
+        assert streams.direction is not None
+        end = flow.to_end(streams.direction, at_once=streams.erases_at_once).transpose(-1, -2)
+        M = M - end @ unknown.of_start
+    if Zs is None:
+        stacked = Z
+    else:
+        table = flow.table
+        assert table.m is not None and table.theta_end is not None
+        M_s = eye * table.m[..., -1][..., None, None]
+        S_s = eye * table.theta_end[..., None, None]
+        S_z = torch.zeros_like(S_s)
+        N_s = added[0] if added else torch.zeros_like(N)
+        if unknown is not None and unknown.of_momentum is not None:
+            assert streams.direction is not None
+            M_s = M_s - end @ unknown.of_momentum  # pyright: ignore[reportPossiblyUnboundVariable]
+            if not streams.erases_at_once:
+                into = flow.to_momentum(streams.direction).transpose(-1, -2)
+                S_z = S_z - into @ unknown.of_start
+                S_s = S_s - into @ unknown.of_momentum
+                N_s = N_s - into @ unknown.constant
+        M = torch.cat([torch.cat([M, M_s], -1), torch.cat([S_z, S_s], -1)], -2)
+        N = torch.cat([N, N_s], -2)
+        stacked = torch.cat([Z, Zs], -2)
+    shape = stacked.shape
+    state = stacked.reshape(-1, *shape[-2:])
+    starts: list[Tensor] = []
+    for m, n in zip(M.flatten(1, 2).unbind(0), N.flatten(1, 2).unbind(0), strict=True):
+        starts.append(state)
+        state = torch.baddbmm(n, m, state)
+    each = torch.stack(starts).unflatten(1, shape[:2])
+    state = state.reshape(shape)
+    if Zs is None:
+        return each, None, state, None
+    return each[..., :K, :], each[..., K:, :], state[..., :K, :], state[..., K:, :]
+
+
+def _decaying_sum(kept: Tensor, N: Tensor, Z: Tensor) -> tuple[Tensor, Tensor]:
+    """Z ← kept ⊙ Z + N over chunks: the state before each, and after the last."""
+    starts: list[Tensor] = []
+    for factor, n in zip(kept.expand(N.shape[0], *kept.shape[1:]).unbind(0), N.unbind(0), strict=True):
+        starts.append(Z)
+        Z = torch.addcmul(n, factor, Z)
+    return torch.stack(starts), Z

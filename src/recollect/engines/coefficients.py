@@ -1,0 +1,120 @@
+"""Coefficient matrices of one chunk: decay, momentum, step and window as one small matrix per head.
+
+With P^a[t, i] = Π_{j=i+1..t} a_j (lower triangular, ones on the diagonal), the state after token t of
+a chunk that began with A°, S° is
+
+    A_t = a_t A° + m_t S° + Σ_i E[t, i] (contribution of step i),   E = P^α diag(σ) P^θ,
+    a = cumprod(α),   m = P^α (σ ⊙ cumprod(θ)),
+
+where σ is 0 at padded tokens and 1 elsewhere (without momentum E = P^α). Letters as in 3-algorithms
+§3.1: ``[..., C]`` per-token numbers in, ``[..., C, C]`` matrices out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Coefficients", "coefficients", "cumulated", "decay_matrix", "product_matrix", "shift"]
+
+FORGOTTEN = -1e3
+"""A log decay at which nothing is left in float64; lower ones are cut here, so that −inf has no NaN."""
+
+
+def cumulated(log_decay: Tensor, dim: int) -> Tensor:
+    """Inclusive sums of log decays in float64.
+
+    A chunk may hold both −50 and −0.01 per token: in float32 their sum would lose the small ones, and
+    differences of these sums are what is needed.
+    """
+    return log_decay.double().clamp_min(FORGOTTEN).cumsum(dim)
+
+
+def decay_matrix(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """P^α from inclusive sums ``[..., C]`` of log decays; exponents are masked before ``exp``."""
+    C = total.shape[-1]
+    rest = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(dtype)
+    future = torch.ones(C, C, dtype=torch.bool, device=total.device).triu(1)
+    return rest.masked_fill(future, -torch.inf).exp()
+
+
+def product_matrix(theta: Tensor) -> Tensor:
+    """P^θ by masked products, because θ may be exactly 0 and logs of it may not be subtracted."""
+    C = theta.shape[-1]
+    later = torch.ones(C, C, dtype=torch.bool, device=theta.device).tril(-1)  # t > i
+    factors = torch.where(later, theta.unsqueeze(-1), 1.0)
+    return factors.cumprod(-2).tril()
+
+
+def shift(x: Tensor, dim: int, first: float) -> Tensor:
+    """The value one token earlier; ``first`` stands before the first."""
+    head = torch.full_like(x.narrow(dim, 0, 1), first)
+    return torch.cat([head, x.narrow(dim, 0, x.shape[dim] - 1)], dim=dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coefficients:
+    """Coefficients of one chunk with decay per head.
+
+    Attributes:
+        a, m: of A° and S° in A_t, ``[..., C]``; m is ``None`` without momentum.
+        E: of step i in A_t, ``[..., C, C]``, lower triangular.
+        P: of step i in A_t by decay alone (what momentum does not touch).
+        theta: P^θ, of step i in S_t, or ``None``; ``theta_end``: of S° in S_C, ``[...]``.
+        alpha: α_t = exp(log decay), ``[..., C]``.
+    """
+
+    a: Tensor
+    E: Tensor
+    P: Tensor
+    alpha: Tensor
+    m: Tensor | None = None
+    theta: Tensor | None = None
+    theta_end: Tensor | None = None
+
+    def before(self, x: Tensor, *, decayed: bool, first: float) -> Tensor:
+        """A coefficient of A_{t−1} (``decayed``: of α_t A_{t−1}) from that of A_t, ``[..., C]``."""
+        earlier = shift(x, -1, first)
+        return self.alpha * earlier if decayed else earlier
+
+    def matrix_before(self, x: Tensor, *, decayed: bool) -> Tensor:
+        """The same for matrices ``[..., C, C]``: strictly lower triangular."""
+        earlier = shift(x, -2, 0.0)
+        return self.alpha.unsqueeze(-1) * earlier if decayed else earlier
+
+
+def coefficients(
+    log_decay: Tensor | None, theta: Tensor | None, live: Tensor | None, like: Tensor
+) -> Coefficients:
+    """All coefficients of chunks ``[..., C]``.
+
+    Args:
+        log_decay: per token, 0 at padded ones, or ``None``.
+        theta: momentum per token, 1 at padded ones, or ``None``.
+        live: 1 at real tokens and 0 at padded ones, or ``None``.
+        like: a tensor ``[..., C]`` of the working dtype.
+    """
+    C = like.shape[-1]
+    if log_decay is None:
+        a = alpha = torch.ones_like(like)
+        P = torch.ones(C, C, dtype=like.dtype, device=like.device).tril()
+    else:
+        total = cumulated(log_decay, -1)
+        P = decay_matrix(total, like.dtype)
+        a, alpha = total.to(like.dtype).exp(), log_decay.to(like.dtype).exp()
+    if theta is None:
+        return Coefficients(a=a, E=P, P=P, alpha=alpha)
+    products = product_matrix(theta)
+    reach = theta.cumprod(-1)
+    gated = P if live is None else P * live.unsqueeze(-2)
+    return Coefficients(
+        a=a,
+        E=gated @ products,
+        P=P,
+        alpha=alpha,
+        m=(gated @ reach.unsqueeze(-1)).squeeze(-1),
+        theta=products,
+        theta_end=reach[..., -1],
+    )

@@ -1,0 +1,162 @@
+"""Products inside a chunk under a decay per channel, exact in float32.
+
+``decayed_gram`` is Σ_k x[t, k] y[i, k] exp(X[t, k] − Y[i, k]) for i ≤ t, with X and Y cumulated log
+decays: splitting it into exp(X) and exp(−Y) overflows when a chunk decays by more than e^−88. Three
+ways, chosen by the data:
+
+1. the whole chunk decays by less than e^−30: absorb plainly;
+2. otherwise sub-chunks of 16: a block below the diagonal is referenced to the start of the query's
+   sub-chunk, so that no exponent is positive; a diagonal block is absorbed plainly while its
+   sub-chunk decays by less than e^−30;
+3. or computed from explicit differences ``[16, 16, K]``, which costs several times more.
+
+``decayed_mix`` is the same for decays over value channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["SAFE", "decayed_gram", "decayed_mix"]
+
+SAFE = 30.0
+SUB = 16
+
+
+def _spread(total: Tensor, rows: int) -> Tensor:
+    """Per-token numbers ``[..., C, D]`` to ``rows`` rows per token."""
+    return total if rows == 1 else total.repeat_interleave(rows, dim=-2)
+
+
+def _starts(total: Tensor) -> list[tuple[int, int]]:
+    C = total.shape[-2]
+    return [(s, min(s + SUB, C)) for s in range(0, C, SUB)]
+
+
+def _drop(total: Tensor) -> float:
+    """The largest decay within a chunk, as a positive exponent."""
+    return float(-total.detach().amin()) if total.numel() else 0.0
+
+
+def _block_drop(total: Tensor, reference: Tensor) -> float:
+    return float((reference - total).detach().amax()) if total.numel() else 0.0
+
+
+def decayed_gram(
+    x: Tensor, x_total: Tensor, y: Tensor, y_total: Tensor, *, strict: bool
+) -> Tensor:
+    """``[..., C a, K], [..., C b, K] -> [..., C a, C b]``; zero where y is later than x.
+
+    Args:
+        x, y: a (or b) rows per token, tokens in order.
+        x_total, y_total: float64 cumulated log decays per token ``[..., C, K]``; x's may lag one token
+            behind.
+        strict: whether y's own token is excluded.
+    """
+    C = x_total.shape[-2]
+    a, b = x.shape[-2] // C, y.shape[-2] // C
+    if _drop(y_total) < SAFE:
+        left = x * _spread(x_total.to(x.dtype).exp(), a)
+        right = y * _spread((-y_total).to(y.dtype).exp(), b)
+        return (left @ right.transpose(-1, -2)) * _causal(C, a, b, strict, x)
+    rows: list[Tensor] = []
+    for start, stop in _starts(x_total):
+        here = slice(start * a, stop * a)
+        reference = _reference(y_total, start)  # [..., 1, K]
+        scaled = x[..., here, :] * _exp(x_total[..., start:stop, :] - reference, a, x)
+        parts: list[Tensor] = []
+        if start:
+            past = y[..., : start * b, :] * _exp(reference - y_total[..., :start, :], b, y)
+            parts.append(scaled @ past.transpose(-1, -2))
+        parts.append(
+            _diagonal(
+                x[..., here, :],
+                x_total[..., start:stop, :],
+                y[..., start * b : stop * b, :],
+                y_total[..., start:stop, :],
+                reference,
+                strict,
+            )
+        )
+        if stop < C:
+            shape = (*x.shape[:-2], (stop - start) * a, (C - stop) * b)
+            parts.append(x.new_zeros(shape))
+        rows.append(torch.cat(parts, dim=-1))
+    return torch.cat(rows, dim=-2)
+
+
+def _reference(total: Tensor, start: int) -> Tensor:
+    """The cumulated log decay just before a sub-chunk."""
+    if start == 0:
+        return torch.zeros_like(total[..., :1, :])
+    return total[..., start - 1 : start, :]
+
+
+def _exp(exponent: Tensor, rows: int, like: Tensor) -> Tensor:
+    return _spread(exponent.to(like.dtype).exp(), rows)
+
+
+def _causal(C: int, a: int, b: int, strict: bool, like: Tensor) -> Tensor:
+    mask = torch.ones(C, C, dtype=like.dtype, device=like.device).tril(-1 if strict else 0)
+    return mask.repeat_interleave(a, 0).repeat_interleave(b, 1)
+
+
+def _diagonal(
+    x: Tensor, x_total: Tensor, y: Tensor, y_total: Tensor, reference: Tensor, strict: bool
+) -> Tensor:
+    C = x_total.shape[-2]
+    a, b = x.shape[-2] // C, y.shape[-2] // C
+    if _block_drop(y_total, reference) < SAFE:
+        left = x * _exp(x_total - reference, a, x)
+        right = y * _exp(reference - y_total, b, y)
+        return (left @ right.transpose(-1, -2)) * _causal(C, a, b, strict, x)
+    rest = (x_total.unsqueeze(-2) - y_total.unsqueeze(-3)).to(x.dtype)  # [..., C, C, K]
+    future = torch.ones(C, C, dtype=torch.bool, device=x.device).triu(0 if strict else 1)
+    factor = rest.masked_fill(future.unsqueeze(-1), -torch.inf).exp()
+    rows_x, rows_y = x.unflatten(-2, (C, a)), y.unflatten(-2, (C, b))
+    product = torch.einsum("...tak,...tik,...ibk->...taib", rows_x, factor, rows_y)
+    return product.flatten(-4, -3).flatten(-2, -1)
+
+
+def decayed_mix(scores: Tensor, values: Tensor, total: Tensor) -> Tensor:
+    """Σ_i scores[t, i] exp(total[t, v] − total[i, v]) values[i, v] for causal scores.
+
+    Args:
+        scores: ``[..., C g, C b]``, g query rows and b value rows per token, zero above the diagonal.
+        values: ``[..., C b, V]``.
+        total: float64 cumulated log decays per token and value channel ``[..., C, V]``.
+    """
+    C = total.shape[-2]
+    g, b = scores.shape[-2] // C, values.shape[-2] // C
+    if _drop(total) < SAFE:
+        scaled = values * _exp(-total, b, values)
+        return (scores @ scaled) * _exp(total, g, values)
+    rows: list[Tensor] = []
+    for start, stop in _starts(total):
+        here = total[..., start:stop, :]
+        reference = _reference(total, start)
+        block = scores[..., start * g : stop * g, :]
+        after = _exp(here - reference, g, values)
+        own = values[..., start * b : stop * b, :]
+        inner = block[..., start * b : stop * b]
+        if _block_drop(here, reference) < SAFE:
+            mixed = (inner @ (own * _exp(reference - here, b, values))) * after
+        else:
+            rest = (here.unsqueeze(-2) - here.unsqueeze(-3)).to(values.dtype)
+            size = stop - start
+            future = torch.ones(size, size, dtype=torch.bool, device=values.device).triu(1)
+            factor = rest.masked_fill(future.unsqueeze(-1), -torch.inf).exp()
+            mixed = torch.einsum(
+                "...tgib,...tiv,...ibv->...tgv",
+                inner.unflatten(-2, (size, g)).unflatten(-1, (size, b)),
+                factor,
+                own.unflatten(-2, (size, b)),
+            ).flatten(-3, -2)
+        if start:
+            past = values[..., : start * b, :] * _exp(
+                reference - total[..., :start, :], b, values
+            )
+            mixed = mixed + (block[..., : start * b] @ past) * after
+        rows.append(mixed)
+    return torch.cat(rows, dim=-2)

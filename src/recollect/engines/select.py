@@ -1,0 +1,98 @@
+"""The selector: one place that decides how a recipe runs, and says why.
+
+Engines answer structural questions of the recipe; the first that refuses for no reason runs. Adding
+an engine is adding it to `ENGINES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from recollect.choices.member import RecipeError
+from recollect.engines import kernel, linear, reference
+from recollect.engines.problem import Problem
+from recollect.engines.state import State
+
+if TYPE_CHECKING:
+    from recollect.recipe import Recipe
+
+__all__ = ["ENGINES", "Engine", "Selection", "select"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A way to run recipes.
+
+    Attributes:
+        refuses: reasons why it cannot run a recipe; none means it can.
+        describes: how it would run it, in a few words.
+        run: outputs and final state of a problem.
+    """
+
+    name: str
+    refuses: Callable[[Recipe], list[str]]
+    describes: Callable[[Recipe], str]
+    run: Callable[[Problem], tuple[Tensor, State]]
+
+
+ENGINES: tuple[Engine, ...] = (
+    Engine(name="linear", refuses=linear.refuses, describes=linear.describes, run=linear.run),
+    Engine(name="kernel", refuses=kernel.refuses, describes=kernel.describes, run=kernel.run),
+    Engine(
+        name="reference",
+        refuses=lambda recipe: [],
+        describes=lambda recipe: "token by token, inner gradient by autograd",
+        run=reference.run,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The engine that runs a recipe, and why the faster ones do not.
+
+    Attributes:
+        refused: reasons by engine name, for the engines tried before.
+    """
+
+    engine: Engine
+    how: str
+    refused: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        lines = [f"{self.engine.name} ({self.how})"]
+        lines += [f"not {name}: {reasons[0]}" for name, reasons in self.refused.items()]
+        return "\n".join(lines)
+
+
+def select(recipe: Recipe, method: str = "auto") -> Selection:
+    """Choose an engine for a recipe.
+
+    Args:
+        method: ``"auto"``, ``"reference"``, or an engine's name.
+
+    Raises:
+        ValueError: an unknown method.
+        RecipeError: a method asked for by name that cannot run this recipe.
+    """
+    names = [engine.name for engine in ENGINES]
+    if method not in ("auto", *names):
+        raise ValueError(f"method={method!r} is unknown: use 'auto' or one of {', '.join(names)}")
+    refused: dict[str, list[str]] = {}
+    for engine in ENGINES:
+        reasons = engine.refuses(recipe)
+        if method == engine.name and reasons:
+            able = [e.name for e in ENGINES if not e.refuses(recipe)]
+            raise RecipeError(
+                f"method={method!r} cannot run this recipe: {reasons[0]}; these can: "
+                f"{', '.join(able)}"
+            )
+        if not reasons and method in ("auto", engine.name):
+            return Selection(engine=engine, how=engine.describes(recipe), refused=refused)
+        if reasons:
+            refused[engine.name] = reasons
+    raise AssertionError("the reference runs every recipe")

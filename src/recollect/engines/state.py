@@ -1,0 +1,312 @@
+"""State: everything a recipe remembers between calls, the same for every engine.
+
+Weights are those at the *start* of the open inner batch; the raw associations of that batch and of
+the window stand beside them in fixed slots, so any engine continues any other's state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from recollect.choices.member import RecipeError
+from recollect.typing import Init, Weights
+
+if TYPE_CHECKING:
+    from recollect.recipe import Recipe
+
+__all__ = ["Buffer", "State", "initial_state", "roll"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """Raw associations with their gates, newest last and aligned right.
+
+    Attributes:
+        k: ``[B, n, H, K]``. v: ``[B, n, H, V]``.
+        rates: every resolved number by name, ``[B, n, H, ...]``.
+        mask: ``[B, n]``, False where a slot holds nothing (its numbers are then 0).
+    """
+
+    k: Tensor
+    v: Tensor
+    rates: Mapping[str, Tensor]
+    mask: Tensor
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Buffer:
+        """Apply ``f`` to every tensor."""
+        return Buffer(
+            k=f(self.k),
+            v=f(self.v),
+            rates={name: f(x) for name, x in self.rates.items()},
+            mask=f(self.mask),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What a recipe remembers; rows are independent sequences.
+
+    Attributes:
+        weights: A, one tensor per map, ``[B, H, *shape]``; empty for nonparametric memories.
+        slots: the algorithm's own state by name (momentum, moments), shaped like ``weights``.
+        position: tokens seen of the current document, ``[B]``.
+        buffer: associations of the window and of the open inner batch, or all of them (a KV cache).
+        ones: the normaliser's memory of ones ``[B, H, 1, F]``.
+        log_scale: running maximum m of a stabilised memory ``[B, H]``; A is stored times exp(−m).
+        sizes: (H, K, V).
+    """
+
+    weights: Weights
+    position: Tensor
+    sizes: tuple[int, int, int]
+    slots: Mapping[str, Weights] = field(default_factory=dict)
+    buffer: Buffer | None = None
+    ones: Tensor | None = None
+    log_scale: Tensor | None = None
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> State:
+        """Apply ``f`` to every tensor; the root of all methods below."""
+        return State(
+            sizes=self.sizes,
+            weights=tuple(f(w) for w in self.weights),
+            position=f(self.position),
+            slots={name: tuple(f(w) for w in slot) for name, slot in self.slots.items()},
+            buffer=None if self.buffer is None else self.buffer.map(f),
+            ones=None if self.ones is None else f(self.ones),
+            log_scale=None if self.log_scale is None else f(self.log_scale),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor, in a fixed order."""
+        found: list[Tensor] = []
+
+        def note(x: Tensor) -> Tensor:
+            found.append(x)
+            return x
+
+        self.map(note)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.numel() * x.element_size() for x in self.tensors())
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.position.shape[0]
+
+    def detach(self) -> State:
+        """Cut the graph (truncated backpropagation)."""
+        return self.map(Tensor.detach)
+
+    def select(self, rows: Tensor) -> State:
+        """Rows by index, e.g. the survivors of a beam."""
+        return self.map(lambda x: x.index_select(0, rows.to(x.device)))
+
+    def repeat(self, n: int) -> State:
+        """Each row n times in a row."""
+        return self.map(lambda x: x.repeat_interleave(n, dim=0))
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None):  # noqa: ANN201
+        """Move; ``dtype`` applies to floating-point tensors."""
+        return self.map(
+            lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None)
+        )
+
+    def reset(self, mask: Tensor, init: Init | None = None) -> State:
+        """Rows where ``mask [B]`` is True start anew, from ``init`` (zeros when omitted)."""
+        rows = mask.to(self.position.device)
+        starts = [torch.zeros_like(w) for w in self.weights]
+        if init is not None:
+            given = (init,) if isinstance(init, Tensor) else tuple(init)
+            starts = [
+                a.to(w.dtype).expand_as(w) for a, w in zip(given, self.weights, strict=True)
+            ]
+
+        def clear(x: Tensor) -> Tensor:
+            shaped = rows.view(-1, *(1,) * (x.dim() - 1))
+            return torch.where(shaped, torch.zeros((), dtype=x.dtype, device=x.device), x)
+
+        fresh = self.map(clear)
+        shaped = [rows.view(-1, *(1,) * (w.dim() - 1)) for w in self.weights]
+        weights = tuple(
+            torch.where(r, a, w) for r, a, w in zip(shaped, starts, self.weights, strict=True)
+        )
+        return dataclasses.replace(fresh, weights=weights)
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Flat names to plain tensors, ready for safetensors."""
+        flat = {"position": self.position, "sizes": torch.tensor(self.sizes)}
+        flat.update({f"weights.{i}": w for i, w in enumerate(self.weights)})
+        for name, slot in self.slots.items():
+            flat.update({f"slots.{name}.{i}": w for i, w in enumerate(slot)})
+        if self.buffer is not None:
+            flat.update({"buffer.k": self.buffer.k, "buffer.v": self.buffer.v})
+            flat["buffer.mask"] = self.buffer.mask
+            flat.update({f"buffer.rates.{n}": x for n, x in self.buffer.rates.items()})
+        if self.ones is not None:
+            flat["ones"] = self.ones
+        if self.log_scale is not None:
+            flat["log_scale"] = self.log_scale
+        return flat
+
+    @classmethod
+    def from_dict(cls, flat: Mapping[str, Tensor]) -> State:
+        """Rebuild what `to_dict` wrote.
+
+        Raises:
+            ValueError: a name that no state has, or ``position`` missing.
+        """
+        known = ("position", "sizes", "weights.", "slots.", "buffer.", "ones", "log_scale")
+        for name in flat:
+            if not name.startswith(known):
+                raise ValueError(f"{name!r} is no part of a recollect state")
+        for name in ("position", "sizes"):
+            if name not in flat:
+                raise ValueError(f"this is no recollect state: it has no {name!r}")
+
+        def numbered(prefix: str) -> Weights:
+            found = {int(n[len(prefix) :]): x for n, x in flat.items() if n.startswith(prefix)}
+            return tuple(found[i] for i in sorted(found))
+
+        slot_names = dict.fromkeys(n.split(".")[1] for n in flat if n.startswith("slots."))
+        buffer = None
+        if "buffer.k" in flat:
+            head = "buffer.rates."
+            buffer = Buffer(
+                k=flat["buffer.k"],
+                v=flat["buffer.v"],
+                mask=flat["buffer.mask"],
+                rates={n[len(head) :]: x for n, x in flat.items() if n.startswith(head)},
+            )
+        H, K, V = flat["sizes"].tolist()
+        return cls(
+            sizes=(H, K, V),
+            weights=numbered("weights."),
+            slots={name: numbered(f"slots.{name}.") for name in slot_names},
+            position=flat["position"],
+            buffer=buffer,
+            ones=flat.get("ones"),
+            log_scale=flat.get("log_scale"),
+        )
+
+
+def initial_state(
+    recipe: Recipe,
+    *,
+    B: int,
+    H: int,
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    init: Init | None = None,
+) -> State:
+    """The state before the first token: A₀ = ``init``, or zeros where that can learn.
+
+    Raises:
+        RecipeError: a deep memory without ``init``, or one of the wrong shapes.
+    """
+    shapes = recipe.shapes(K, V)
+    if init is None:
+        if recipe.needs_init():
+            wanted = ", ".join(str([H, *shape]) for shape in shapes)
+            raise RecipeError(
+                f"{recipe.memory.title} needs init: a deep memory of zeros has zero gradients and "
+                f"never learns; give one tensor per map, of shapes {wanted}"
+            )
+        weights = tuple(torch.zeros(B, H, *s, dtype=dtype, device=device) for s in shapes)
+    else:
+        given = (init,) if isinstance(init, Tensor) else tuple(init)
+        if len(given) != len(shapes):
+            raise RecipeError(
+                f"{recipe.memory.title} has {len(shapes)} map(s) and init has {len(given)} tensor(s)"
+            )
+        for a, shape in zip(given, shapes, strict=True):
+            if tuple(a.shape) not in ((H, *shape), (B, H, *shape)):
+                raise RecipeError(
+                    f"init of {recipe.memory.title} must have shape {[H, *shape]} (or one per row, "
+                    f"{[B, H, *shape]}), not {list(a.shape)}"
+                )
+        weights = tuple(
+            a.to(dtype=dtype, device=device).expand(B, H, *s)
+            for a, s in zip(given, shapes, strict=True)
+        )
+    read = recipe.memory.read
+    normalized = read.normalize != "none"
+
+    def blank(w: Tensor) -> Tensor:
+        # A normalised memory moves with its memory of ones, one more row.
+        return w.new_zeros(*w.shape[:-2], w.shape[-2] + 1, w.shape[-1]) if normalized else torch.zeros_like(w)
+
+    slots = {name: tuple(blank(w) for w in weights) for name in recipe.algorithm.slots}
+    F = recipe.features.dim(K) if recipe.features.finite else 0
+    ones = {"dtype": dtype, "device": device}
+    return State(
+        sizes=(H, K, V),
+        weights=weights,
+        slots=slots,
+        position=torch.zeros(B, dtype=torch.long, device=device),
+        ones=torch.zeros(B, H, 1, F, **ones) if normalized else None,
+        log_scale=(
+            torch.zeros(B, H, **ones) if read.normalize == "floor" else None
+        ),
+    )
+
+
+def roll(
+    recipe: Recipe,
+    old: Buffer | None,
+    *,
+    k: Tensor,
+    v: Tensor,
+    rates: Mapping[str, Tensor],
+    lengths: Tensor | None,
+    position: Tensor,
+) -> Buffer | None:
+    """The buffer after new tokens: per row, those of the window and of the open inner batch.
+
+    ``position`` is that after the new tokens. Cost O(n) in the number of slots, not in T.
+    """
+    span = recipe.span
+    if span == 0:
+        return None
+    B, T = k.shape[:2]
+    held = 0 if old is None else old.k.shape[1]
+    count = torch.full((B,), T, device=k.device) if lengths is None else lengths
+    slots = held + T if span is None else span
+    # Joined tokens form one run per row: old ones aligned right, new ones aligned left.
+    end = held + count  # [B]
+    index = end[:, None] - slots + torch.arange(slots, device=k.device)  # [B, n]
+    history = recipe.history
+    wanted = position if history is None else position % recipe.algorithm.batch + history
+    wanted = torch.minimum(position, wanted)
+    mask = (index >= end[:, None] - wanted[:, None]) & (index >= 0)
+    if old is not None:
+        inside = index.clamp(0, held - 1) if held else index
+        mask &= torch.where(index < held, old.mask.gather(1, inside), True) if held else True
+    index = index.clamp(0, max(held + T - 1, 0))
+
+    def pick(new: Tensor, past: Tensor | None) -> Tensor:
+        # Slice before joining so that a long call does not copy all of its tokens.
+        joined = new if past is None else torch.cat([past.to(new.dtype), new], dim=1)
+        shaped = index.view(B, slots, *(1,) * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
+        kept = mask.view(B, slots, *(1,) * (new.dim() - 2))
+        if joined.shape[1] == 0:
+            return new.new_zeros(B, slots, *new.shape[2:])
+        return torch.where(kept, joined.gather(1, shaped), torch.zeros((), dtype=new.dtype).to(new))
+
+    return Buffer(
+        k=pick(k, None if old is None else old.k),
+        v=pick(v, None if old is None else old.v),
+        rates={n: pick(x, None if old is None else old.rates[n]) for n, x in rates.items()},
+        mask=mask,
+    )

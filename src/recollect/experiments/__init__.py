@@ -1,0 +1,7 @@
+"""Experiments: comparisons of recipes, and (as they are added) figures and tables of the papers."""
+
+from recollect.experiments.compare import Comparison, ModelRun, Sizes, compare
+from recollect.experiments.compare_report import save_comparison
+from recollect.experiments.training import Schedule
+
+__all__ = ["Comparison", "ModelRun", "Schedule", "Sizes", "compare", "save_comparison"]

@@ -1,0 +1,277 @@
+"""The functional face: `recall` memorises and reads, `read` only reads.
+
+Everything that is the same for all engines happens here, once: checks, packing, padding, grouped
+query heads, several associations per token, and the normaliser. Engines see dense right-padded rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from recollect.choices.member import RecipeError
+from recollect.engines import reference
+from recollect.engines.checks import check_call, check_gates, check_params, check_values
+from recollect.engines.lowering import Lowered, lower
+from recollect.engines.packing import compact, pack_rows, scatter
+from recollect.engines.problem import Problem, resolve, state_dtype
+from recollect.engines.select import select
+from recollect.engines.state import State, initial_state
+from recollect.recipe import Recipe
+from recollect.typing import Gates, Init, Params
+
+__all__ = ["read", "recall"]
+
+
+def recall(
+    recipe: Recipe,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | None = None,
+    *,
+    params: Params | None = None,
+    init: Init | None = None,
+    state: State | None = None,
+    method: str = "auto",
+    causal: bool = True,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    output_state: bool = True,
+) -> tuple[Tensor, State | None]:
+    """Memorise each association, then read: y_t = M(W_t; φ(q_t)).
+
+    Args:
+        recipe: the regression problem.
+        q: queries ``[B, T, Hq, K]``; Hq is a multiple of H, and query head h reads memory
+            h // (Hq / H).
+        k: keys ``[B, T, H, K]`` (``[B, T, H, n, K]`` with n associations per token).
+        v: values ``[B, T, H, V]`` (or with n).
+        gates: per-token numbers by name, as ``recipe.gates()`` asks: ``[B, T, H]`` or with one more
+            axis.
+        params: learned tensors by name, as ``recipe.params()`` asks, each ``[H, ...]``.
+        init: initial memory A₀: one ``[H, out, in]`` tensor per map in order of application, or a
+            single tensor. Zeros when omitted, where a zero memory can learn.
+        state: continue from here; not together with ``init``.
+        method: ``"auto"``, ``"reference"``, or an engine's name.
+        causal: False memorises everything first and then reads.
+        attention_mask: ``[B, T]``, nonzero at real tokens; masked ones leave the state untouched and
+            read 0.
+        cu_seqlens: ``[N + 1]`` borders of N documents packed in one row (B = 1); the memory starts
+            anew at each, and states have one row per document.
+        chunk_size: an execution detail; it does not change results.
+        output_state: False returns ``None`` in place of the final state.
+
+    Returns:
+        ``y [B, T, Hq, V]`` in v's dtype, and the state after the last token. States are float32
+        (float64 when an input is), attached to autograd.
+
+    Raises:
+        RecipeError: gates or params missing, unknown or of the wrong shape; a method that cannot run.
+        ValueError: tensors whose shapes, devices or dtypes do not fit, or with NaN.
+    """
+    gates, params = dict(gates or {}), dict(params or {})
+    check_call(recipe, q, k, v, state=state, init=init, mask=attention_mask, borders=cu_seqlens)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
+    check_gates(recipe, gates, q=q, k=k, v=v)
+    check_params(recipe, params, H=k.shape[2], K=q.shape[-1], V=v.shape[-1], like=q)
+    if not causal and any(part.horizon is not None for part in recipe.context.within):
+        raise RecipeError(
+            "causal=False reads after everything is memorised, and a window of the context would "
+            "only see the end: use context.Similar(kernel=...) without within"
+        )
+    engine = select(recipe, method).engine
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, gates: Gates, lengths: Tensor | None, start: State | None
+    ) -> tuple[Tensor, State]:
+        return _run(
+            recipe,
+            engine.run,
+            *(q, k, v),
+            gates=gates,
+            params=params,
+            init=init,
+            state=start,
+            lengths=lengths,
+            causal=causal,
+            chunk_size=chunk_size,
+        )
+
+    # Padding holds valid numbers, so that what is discarded cannot poison a gradient.
+    fills = {gate.name: gate.init for gate in recipe.gates()}
+    if cu_seqlens is not None:
+        y, after = pack_rows(call, q, k, v, gates, cu_seqlens, state, fills)
+    elif attention_mask is not None:
+        rows = compact(attention_mask)
+        squeezed = {name: rows.gather(x, fills[name]) for name, x in gates.items()}
+        y, after = call(
+            rows.gather(q), rows.gather(k), rows.gather(v), squeezed, rows.lengths, state
+        )
+        y = scatter(y, rows)
+    else:
+        y, after = call(q, k, v, gates, None, state)
+    return y, after if output_state else None
+
+
+def _run(
+    recipe: Recipe,
+    run: Callable[[Problem], tuple[Tensor, State]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    gates: Gates,
+    params: Params,
+    init: Init | None,
+    state: State | None,
+    lengths: Tensor | None,
+    causal: bool,
+    chunk_size: int | None,
+) -> tuple[Tensor, State]:
+    """One dense, right-padded call of an engine."""
+    for name, x in {"q": q, "k": k, "v": v, **{f"gate {n!r}": g for n, g in gates.items()}}.items():
+        _refuse_nan(name, x)
+    check_values(recipe, gates)
+    B, T, H = k.shape[:3]
+    dtype = state_dtype(q, k, v)
+    if state is None:
+        state = initial_state(
+            recipe,
+            **{"B": B, "H": H, "K": k.shape[-1], "V": v.shape[-1]},
+            dtype=dtype,
+            device=k.device,
+            init=init,
+        )
+    rates = resolve(recipe, gates, params, B=B, T=T, H=H, dtype=dtype, device=k.device)
+    problem = Problem(
+        recipe=recipe,
+        q=q.unflatten(2, (H, q.shape[2] // H)) if H else q.unsqueeze(3),
+        k=k,
+        v=v,
+        rates=rates,
+        params=params,
+        lengths=lengths,
+        state=state,
+        chunk_size=chunk_size,
+    )
+    lowered: Lowered = lower(problem)
+    y, after = run(lowered.problem)
+    if not causal:
+        after_all = lowered.finish_state(after)
+        y = _read_from(recipe, problem, after_all)
+        return y.flatten(2, 3), after_all
+    return lowered.finish(y).flatten(2, 3), lowered.finish_state(after)
+
+
+def _refuse_nan(name: str, x: Tensor) -> None:
+    """Refuse NaN on the CPU, where looking costs one pass; a GPU would have to wait for it."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.is_floating_point():
+        return
+    # A finite sum proves that there is none; only otherwise look at every entry.
+    if not torch.isfinite(x.detach().sum()) and bool(x.detach().isnan().any()):
+        row, token = (x.detach().isnan().nonzero()[0, :2]).tolist()
+        raise ValueError(
+            f"{name} has a NaN at row {row}, token {token}: the memory would carry it to every later "
+            "token; mask that token or mend its source"
+        )
+
+
+def read(
+    recipe: Recipe,
+    q: Tensor,
+    *,
+    gates: Gates | None = None,
+    state: State | None = None,
+    init: Init | None = None,
+    params: Params | None = None,
+) -> Tensor:
+    """Read without writing: y_t = M(W; φ(q_t)) for every query, W the memory as it stands.
+
+    Args:
+        recipe: the regression problem.
+        q: queries ``[B, T, Hq, K]``.
+        gates: only those of a link that has gates (a ball's radius, an elastic net's threshold).
+        state: what was memorised; or
+        init: a memory A₀ as for `recall`, when nothing was memorised yet.
+        params: learned tensors, as for `recall`.
+
+    Returns:
+        ``[B, T, Hq, V]`` in q's dtype.
+
+    Raises:
+        RecipeError: neither or both of ``state`` and ``init``; gates the read needs are missing.
+    """
+    if (state is None) == (init is None):
+        raise RecipeError("rc.read needs something to read: give state=... or init=..., not both")
+    if q.dim() != 4:
+        raise ValueError(f"q must have shape [B, T, H, K], not {list(q.shape)}")
+    params, gates = dict(params or {}), dict(gates or {})
+    B, T, Hq, K = q.shape
+    if state is None:
+        assert init is not None
+        last = init if isinstance(init, Tensor) else tuple(init)[-1]
+        if recipe.memory.channelled is False:
+            raise RecipeError(
+                f"{recipe.memory.title} does not tell its value size from init: read from a state"
+            )
+        diagonal = recipe.memory.diagonal
+        H, V = last.shape[-2 if diagonal else -3], last.shape[-1 if diagonal else -2]
+        dtype = state_dtype(q)
+        state = initial_state(
+            recipe, B=B, H=H, K=K, V=V, dtype=dtype, device=q.device, init=init
+        )
+    if state.rows != B:
+        raise ValueError(f"q has {B} rows and the state has {state.rows}")
+    H, held_k, V = state.sizes
+    if held_k != K:
+        raise ValueError(f"q has K = {K} and the state's keys have K = {held_k}")
+    if Hq % H:
+        raise ValueError(f"q has {Hq} heads, which is no multiple of the {H} memories")
+    wanted = {gate.name: gate for gate in recipe.retention.gates() if "decay" not in gate.name}
+    for name in wanted.keys() - gates.keys():
+        raise RecipeError(f"rc.read needs the gate {name!r} of {wanted[name].owner}, [B, T, H]")
+    check_params(recipe, params, H=H, K=K, V=V, like=q)
+    shell = Problem(
+        recipe=recipe,
+        q=q.unflatten(2, (H, Hq // H)),
+        k=q.new_zeros(B, 0, H, K),
+        v=q.new_zeros(B, 0, H, V),
+        rates=resolve(recipe, {}, params, B=B, T=0, H=H, dtype=state_dtype(q), device=q.device),
+        params=params,
+        state=state,
+    )
+    return _read_from(recipe, shell, state, gates=gates).flatten(2, 3)
+
+
+def _read_from(
+    recipe: Recipe, problem: Problem, state: State, gates: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    B, T, H = problem.q.shape[:3]
+    dtype, device = state_dtype(problem.q, problem.k), problem.q.device
+    known = {name: x for name, x in problem.rates.items() if x.shape[1] == T and T}
+    rates = {
+        **resolve(recipe, gates or {}, problem.params, B=B, T=T, H=H, dtype=dtype, device=device),
+        **known,
+    }
+    empty = dataclasses.replace(
+        problem,
+        k=problem.k[:, :0],
+        v=problem.v[:, :0],
+        rates=_empty_rates(problem, state),
+        lengths=None,
+        state=state,
+    )
+    lowered = lower(empty, reading=True)
+    return lowered.divide(reference.read(lowered.problem, rates), after_all=True)
+
+
+def _empty_rates(problem: Problem, state: State) -> dict[str, Tensor]:
+    if state.buffer is not None:
+        return {name: x[:, :0] for name, x in state.buffer.rates.items()}
+    return {name: x[:, :0] for name, x in problem.rates.items()}

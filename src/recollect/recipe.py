@@ -1,0 +1,332 @@
+"""The recipe: six choices that state the regression problem a sequence layer solves.
+
+A recipe is immutable, hashable data. It owns no tensor, validates itself when it is made, and
+writes itself to JSON and back without running anybody's code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from recollect.choices.algorithm import Algorithm, GradientDescent
+from recollect.choices.bias import L2, Bias
+from recollect.choices.context import Context, Online
+from recollect.choices.features import Features, Identity
+from recollect.choices.member import Gate, Member, Param, RecipeError, decode
+from recollect.choices.memory import Matrix, Memory, Read
+from recollect.choices.retention import Keep, Retention
+from recollect.rewrites import REWRITES
+
+__all__ = ["SCHEMA", "Recipe", "RecipeError"]
+
+SCHEMA = 1
+CHOICES = ("memory", "features", "bias", "context", "retention", "algorithm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A sequence layer, stated as a regression problem.
+
+    With nothing said it is Matrix, Identity, L2, Online, Keep, GradientDescent: DeltaNet.
+
+    Args:
+        memory: what function stores the associations, and how it is read.
+        features: how keys and queries are lifted first.
+        bias: what counts as an error on one association.
+        context: which associations count at time t, and how much.
+        retention: what keeps the memory near its past and bounded.
+        algorithm: how the objective is minimised.
+
+    Raises:
+        RecipeError: choices that contradict each other, naming both and what would fit.
+    """
+
+    memory: Memory = field(default_factory=Matrix)
+    features: Features = field(default_factory=Identity)
+    bias: Bias = field(default_factory=L2)
+    context: Context = field(default_factory=Online)
+    retention: Retention = field(default_factory=Keep)
+    algorithm: Algorithm = field(default_factory=GradientDescent)
+
+    def __post_init__(self) -> None:
+        for name, kind in zip(
+            CHOICES, (Memory, Features, Bias, Context, Retention, Algorithm), strict=True
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                hint = f"rc.{name}.{value.__name__}()" if isinstance(value, type) else f"rc.{name}"
+                raise RecipeError(
+                    f"Recipe({name}=...) must be a member such as {hint}, not {value!r}"
+                )
+        reasons = list(dict.fromkeys(self._reasons()))
+        if reasons:
+            raise RecipeError("; also: ".join(reasons))
+
+    def _reasons(self) -> Iterator[str]:
+        for part in self.members():
+            yield from part.requires(self)
+        yield from _joint_rules(self)
+        yield from self._shared_names()
+
+    def _shared_names(self) -> Iterator[str]:
+        """Engines know numbers by name alone, however they are given: a name has one owner."""
+        owners: dict[str, list[str]] = {}
+        for part in self.members():
+            asked = {item.name for item in (*part.gates(), *part.params())} | part.constants().keys()
+            for name in sorted({name.removeprefix("log_") for name in asked}):
+                owners.setdefault(name, []).append(part.title)
+        for name, titles in owners.items():
+            if len(titles) > 1:
+                yield (
+                    f"the number {name!r} belongs to {' and '.join(titles)}: drop one of them, or "
+                    "give its quantity another name"
+                )
+        for what, asked in (("gate", self.gates()), ("param", self.params())):
+            counts = Counter(item.name for item in asked)
+            for name, count in counts.items():
+                if count > 1:
+                    owners = " and ".join(item.owner for item in asked if item.name == name)
+                    yield (
+                        f"the {what} {name!r} is asked for by {owners}: give one of them a constant "
+                        "or drop it"
+                    )
+
+    def members(self) -> tuple[Member, ...]:
+        """The six members in order."""
+        return tuple(getattr(self, name) for name in CHOICES)
+
+    def gates(self) -> tuple[Gate, ...]:
+        """Per-token numbers that `recall` needs."""
+        return tuple(gate for part in self.members() for gate in part.gates())
+
+    def params(self) -> tuple[Param, ...]:
+        """Learned tensors that `recall` needs."""
+        return tuple(param for part in self.members() for param in part.params())
+
+    def constants(self) -> dict[str, float]:
+        """Numbers fixed by the recipe, by engine-side name (decays as logs)."""
+        found: dict[str, float] = {}
+        for part in self.members():
+            found.update(part.constants())
+        return found
+
+    def logs(self) -> frozenset[str]:
+        """Params that engines receive as logarithms."""
+        return frozenset().union(*(part.logs() for part in self.members()))
+
+    @property
+    def associations(self) -> int:
+        """n, associations per token."""
+        return 1 if self.context.horizon is None else self.algorithm.steps
+
+    @property
+    def nonparametric(self) -> bool:
+        """Whether the memory keeps associations instead of weights."""
+        return self.memory.degree is not None
+
+    @property
+    def history(self) -> int | None:
+        """Past associations that later tokens or reads still need; ``None`` for all."""
+        horizon = self.context.horizon
+        if horizon is None:
+            return None
+        # A window of weights has already written its newest association; attention has not.
+        return horizon if self.nonparametric else horizon - 1
+
+    @property
+    def span(self) -> int | None:
+        """Raw associations a state must hold: history and open inner batch; ``None`` for all."""
+        return None if self.history is None else (self.algorithm.batch - 1) + self.history
+
+    @property
+    def at_border(self) -> bool:
+        """Whether the link acts only at the borders of inner batches longer than one token."""
+        return (
+            self.retention.linked and self.retention.every == "batch" and self.algorithm.batch > 1
+        )
+
+    def axes(self, K: int, V: int) -> dict[str, int]:
+        """Sizes of the symbolic axes for keys of size K and values of size V.
+
+        Raises:
+            RecipeError: the memory needs K = V.
+        """
+        if getattr(self.memory, "residual", False) and K != V:
+            raise RecipeError(
+                f"{self.memory.title}(residual=True) adds the key to the prediction and needs K = V, "
+                f"not K = {K} and V = {V}: use residual=False or equal sizes"
+            )
+        F = self.features.dim(K)
+        sizes = {"K": K, "V": V, "F": F, "b": self.algorithm.batch, "n": self.associations}
+        sizes["in"], sizes["out"] = F, V
+        sizes["c"] = self.context.horizon or 1
+        sizes["degree"] = getattr(self.features, "degree", 0) + 1
+        return sizes
+
+    def shapes(self, K: int, V: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the memory's weights, without batch and head."""
+        if self.nonparametric:
+            return ()
+        return self.memory.shapes(self.axes(K, V)["F"], V)
+
+    def needs_init(self) -> bool:
+        """Whether a zero memory would never learn, so that ``init`` is required."""
+        return not self.nonparametric and not self.memory.linear
+
+    def but(self, **changes: Any) -> Recipe:
+        """This recipe with some choices replaced."""
+        unknown = sorted(set(changes) - set(CHOICES))
+        if unknown:
+            raise RecipeError(f"a recipe has no choice {unknown[0]!r}; it has {', '.join(CHOICES)}")
+        return dataclasses.replace(self, **changes)
+
+    def canonical(self) -> Recipe:
+        """The simplest recipe with the same meaning, by the named rewrites of `recollect.rewrites`."""
+        recipe = self
+        while True:
+            before = recipe
+            for rewrite in REWRITES.values():
+                recipe = rewrite(recipe)
+            if recipe == before:
+                return recipe
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data with every default written out and a ``schema`` number."""
+        return {"schema": SCHEMA, **{name: getattr(self, name).to_dict() for name in CHOICES}}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Recipe:
+        """Rebuild a recipe; choices left out take their defaults.
+
+        Raises:
+            RecipeError: another schema, an unknown choice or field, or an unregistered member.
+        """
+        if not isinstance(data, dict):
+            raise RecipeError(f"a recipe is a mapping of choices, not {type(data).__name__}")
+        schema = data.get("schema", SCHEMA)
+        if schema != SCHEMA:
+            raise RecipeError(
+                f"this recipe has schema {schema!r} and this version of recollect reads schema "
+                f"{SCHEMA}: install the version that wrote it"
+            )
+        unknown = sorted(set(data) - {"schema", *CHOICES}, key=str)
+        if unknown:
+            raise RecipeError(f"a recipe has no choice {unknown[0]!r}; it has {', '.join(CHOICES)}")
+        return cls(**{name: decode(data[name]) for name in CHOICES if name in data})
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        """`from_dict` of JSON text.
+
+        Raises:
+            RecipeError: the text is not JSON, or not a recipe.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise RecipeError(f"this recipe is not JSON: {error}") from None
+        return cls.from_dict(data)
+
+
+def _joint_rules(recipe: Recipe) -> Iterator[str]:
+    """Rules that no single member can know."""
+    memory, algorithm, retention = recipe.memory, recipe.algorithm, recipe.retention
+    if recipe.nonparametric:
+        yield from _nonparametric_rules(recipe)
+        return
+    if not recipe.features.finite:
+        yield (
+            f"{recipe.features.title} has infinitely many features, which {memory.title} cannot hold "
+            "as weights: use features.Taylor(), or memory.LocalConstant() with "
+            "context.Similar(kernel=...)"
+        )
+    changes = retention.decay is not None or retention.linked or not retention.additive
+    if recipe.context.horizon is None and changes:
+        yield (
+            f"{recipe.context.title} solves from the origin at every token, so {retention.title} "
+            "would forget nothing: use retention.Keep() and Prefix(decay=...)"
+        )
+    if recipe.bias.probe is not None and (retention.linked or not retention.additive):
+        yield (
+            f"bias.Probe erases from the state itself, and {retention.title} puts a link between "
+            "state and weights: use retention.Keep() or Decay()"
+        )
+    if recipe.bias.probe is not None and (memory.diagonal or algorithm.reduce == "mean"):
+        yield (
+            f"bias.Probe needs memory.Matrix with algorithm.GradientDescent(reduce='sum'), not "
+            f"{memory.title} with {algorithm.title}"
+        )
+    if memory.read != Read():
+        yield from _read_rules(recipe)
+
+
+def _nonparametric_rules(recipe: Recipe) -> Iterator[str]:
+    memory = recipe.memory.title
+    if recipe.context.kernel is None:
+        yield (
+            f"{memory} weighs associations by their likeness to the query, and "
+            f"{recipe.context.title} states no similarity: use context.Similar()"
+        )
+    if recipe.bias.affine is None or recipe.bias.probe is not None:
+        yield f"{memory} has no closed form under {recipe.bias.title}: use bias.L2() or DotProduct()"
+    retention = recipe.retention
+    if retention.decay is not None or retention.linked or not retention.additive:
+        yield (
+            f"{memory} has no state to decay, and {retention.title} changes one: use "
+            "retention.Keep()"
+        )
+    if recipe.features != Identity():
+        yield (
+            f"{memory} compares keys through context.Similar(kernel=...), so {recipe.features.title} "
+            "has no place: use features.Identity()"
+        )
+
+
+def _read_rules(recipe: Recipe) -> Iterator[str]:
+    read, algorithm, decay = recipe.memory.read, recipe.algorithm, recipe.retention.decay
+    per = decay.per if decay is not None else "head"
+    if read.normalize != "none":
+        what = f"memory.Read(normalize={read.normalize!r})"
+        if recipe.bias.affine is None or recipe.bias.affine[0] != 0:
+            yield (
+                f"{what} divides by a dot-product memory of ones, which {recipe.bias.title} is not: "
+                "use bias.DotProduct()"
+            )
+        if not algorithm.linear:
+            yield f"{what} needs an algorithm linear in the gradient, not {algorithm.title}"
+        if per not in ("head", "key") or getattr(algorithm, "per", "head") != "head":
+            yield (
+                f"{what} needs one rate for all value channels, and {recipe.retention.title} or "
+                f"{algorithm.title} has one per channel: use per='head' or 'key'"
+            )
+        if read.bonus != 0.0 or recipe.memory.diagonal:
+            yield f"{what} needs memory.Matrix and no bonus"
+    if read.bonus != 0.0 and recipe.memory.diagonal:
+        yield "memory.Read(bonus=...) is ⟨q, u ⊙ k⟩ v, which needs memory.Matrix, not memory.Vector"
+    if read.normalize == "floor" and (
+        per != "head"
+        or algorithm.slots
+        or algorithm.steps > 1
+        or algorithm.batch > 1
+        or recipe.context.horizon != 1
+    ):
+        yield (
+            "memory.Read(normalize='floor') keeps a running maximum of scalar gates: use "
+            "context.Online(), algorithm.GradientDescent() token by token, and one decay per head"
+        )
+    if (read.when == "before" or read.bonus != 0.0) and (
+        algorithm.batch > 1 or algorithm.steps > 1 or recipe.context.horizon is None
+    ):
+        yield (
+            f"memory.Read(when={read.when!r}, bonus=...) speaks of the current token's write: use "
+            f"batch=1 and steps=1 in {algorithm.title}"
+        )

@@ -1,0 +1,102 @@
+"""Where a number was measured: device, versions, commit, date."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What one must know to measure the same thing again.
+
+    Args:
+        device: the processor or GPU, by its own name.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        threads: how many threads torch used on the CPU.
+        python: version of Python.
+        torch: version of torch.
+        system: operating system and machine type.
+        commit: of the source tree, with ``-dirty`` if it had changes; ``"unknown"`` outside one.
+        date: UTC, ISO 8601 to the second.
+    """
+
+    device: str
+    device_type: str
+    threads: int
+    python: str
+    torch: str
+    system: str
+    commit: str
+    date: str
+
+    def facts(self) -> dict[str, str]:
+        """The same as words to print, in reading order."""
+        return {
+            "device": f"{self.device}, {self.threads} CPU threads",
+            "software": f"torch {self.torch}, Python {self.python}, {self.system}",
+            "commit": self.commit,
+            "date": self.date,
+        }
+
+    def to_dict(self) -> dict[str, str | int]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def describe_environment(device: torch.device | str | None = None) -> Environment:
+    """Describe this machine and this source tree.
+
+    Args:
+        device: where the work runs; by default a GPU if there is one, else the CPU.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    return Environment(
+        device=name,
+        device_type=device.type,
+        threads=torch.get_num_threads(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        system=f"{platform.system()} {platform.machine()}",
+        commit=_commit(Path(__file__).parent),
+        date=now.isoformat().replace("+00:00", "Z"),
+    )
+
+
+def _processor() -> str:
+    """The model of the CPU where the system tells it, else what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit(folder: Path) -> str:
+    """The commit of this package's own tree; an installed copy inside another tree has none."""
+    try:
+        tracked = _git(folder, "ls-files", "--", "environment.py")
+        commit = _git(folder, "rev-parse", "--short=12", "HEAD")
+        if not tracked:
+            return "unknown"
+        return commit + ("-dirty" if _git(folder, "status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()

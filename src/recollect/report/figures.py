@@ -1,0 +1,282 @@
+"""Figures that a person can read: in colour, in grey, on a phone, in print.
+
+Each series has a colour of a palette that colour-blind readers can tell apart (Okabe and Ito 2008),
+and a marker and a line style of its own, so that colour is never the only difference. Matplotlib is
+imported when a figure is drawn, and no window or global state is touched.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recollect.report.files import write_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+# Yellow is left out: it cannot be seen on white paper.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
+_LINES = ("-", (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 1, 1, 1, 1, 1)))
+_HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
+_STYLE = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.axisbelow": True,
+    "figure.facecolor": "white",
+    "font.size": 10.0,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "savefig.facecolor": "white",
+    "svg.fonttype": "path",  # a reader's machine may lack the font
+    "svg.hashsalt": "recollect",  # the same figure gives the same bytes
+}
+_LEGEND_BELOW = 9  # names of more series than this go below the axes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One line of a figure.
+
+    Args:
+        name: what the legend says.
+        x: places on the horizontal axis, at least one, finite.
+        y: as many values; NaN leaves a gap.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y) or not len(self.x):
+            raise ValueError(
+                f"Series {self.name!r}: x has {len(self.x)} and y has {len(self.y)} values; "
+                f"give as many of both, and at least one"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FigureFiles:
+    """A finished figure as the bytes of its two files.
+
+    Args:
+        png: raster image, 200 dots per inch.
+        svg: vector image without external parts.
+    """
+
+    png: bytes
+    svg: str
+
+    def save(self, path: str | PathLike[str]) -> tuple[Path, Path]:
+        """Write ``path`` with the endings .png and .svg; returns both paths."""
+        stem = Path(path)
+        if stem.suffix in (".png", ".svg"):
+            stem = stem.with_suffix("")
+        return (
+            write_atomic(stem.with_name(stem.name + ".png"), self.png),
+            write_atomic(stem.with_name(stem.name + ".svg"), self.svg),
+        )
+
+
+def line_figure(
+    series: Sequence[Series],
+    *,
+    x: str,
+    y: str,
+    title: str,
+    baselines: Mapping[str, float] | None = None,
+    log_x: bool = False,
+    y_range: tuple[float, float] | None = None,
+) -> FigureFiles:
+    """Lines over a common horizontal axis.
+
+    Args:
+        series: one or more lines.
+        x: the horizontal axis with its unit, as in ``"training tokens"``.
+        y: the vertical axis with its unit, as in ``"held-out bits per byte"``.
+        title: what the figure shows.
+        baselines: horizontal dashed lines by name, such as a bigram's bits per byte.
+        log_x: whether the horizontal axis is logarithmic (base 2), with a tick at each value.
+        y_range: bottom and top of the vertical axis; by default what the data needs.
+
+    Returns:
+        The figure's files.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+        ValueError: if there is nothing to draw.
+    """
+    if not series:
+        raise ValueError(f"line_figure {title!r}: there is no series to draw")
+    with _axes(title, x, y) as (canvas, axes):
+        for index, line in enumerate(series):
+            axes.plot(
+                line.x,
+                line.y,
+                label=line.name,
+                color=_COLOURS[index % len(_COLOURS)],
+                linestyle=_LINES[index % len(_LINES)],
+                marker=_MARKERS[index % len(_MARKERS)],
+                markersize=5,
+                # Markers of crowded lines would hide the lines; some ten of each are enough.
+                markevery=max(1, len(line.x) // 10),
+                linewidth=1.6,
+            )
+        for index, (name, level) in enumerate((baselines or {}).items()):
+            axes.axhline(
+                level,
+                label=f"{name} ({level:.3g})",
+                color="0.35",
+                linestyle=("--", ":", "-.")[index % 3],
+                linewidth=1.4,
+            )
+        ticks = sorted({value for line in series for value in line.x})
+        if log_x:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
+            axes.minorticks_off()
+        elif max(map(abs, ticks)) >= 10_000:
+            axes.xaxis.set_major_formatter(_engineering())
+        if y_range is not None:
+            axes.set_ylim(*y_range)
+        _legend(canvas, axes, len(series) + len(baselines or {}))
+        return _files(canvas)
+
+
+def bar_figure(
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    *,
+    y: str,
+    title: str,
+    x: str = "",
+    baselines: Mapping[str, float] | None = None,
+) -> FigureFiles:
+    """Bars in groups: one bar per series over each group.
+
+    Args:
+        groups: names along the horizontal axis.
+        series: for each name of the legend, one value per group; NaN leaves the bar out.
+        y: the vertical axis with its unit.
+        title: what the figure shows.
+        x: the horizontal axis, if the groups' names do not say it.
+        baselines: horizontal dashed lines by name.
+
+    Returns:
+        The figure's files.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+        ValueError: if there is nothing to draw, or a series has not one value per group.
+    """
+    if not groups or not series:
+        raise ValueError(f"bar_figure {title!r}: there is nothing to draw")
+    for name, values in series.items():
+        if len(values) != len(groups):
+            raise ValueError(
+                f"bar_figure {title!r}: series {name!r} has {len(values)} values for "
+                f"{len(groups)} groups"
+            )
+    width = 0.8 / len(series)
+    with _axes(title, x, y) as (canvas, axes):
+        for index, (name, values) in enumerate(series.items()):
+            shift = (index - (len(series) - 1) / 2) * width
+            bars = axes.bar(
+                [place + shift for place in range(len(groups))],
+                list(values),
+                width * 0.92,
+                label=name,
+                color=_COLOURS[index % len(_COLOURS)],
+                hatch=_HATCHES[index % len(_HATCHES)],
+                edgecolor="white",
+                linewidth=0.5,
+            )
+            if len(groups) * len(series) <= 12:
+                axes.bar_label(bars, labels=list(map(_short, values)), padding=2, fontsize=8)
+        for index, (name, level) in enumerate((baselines or {}).items()):
+            axes.axhline(
+                level,
+                label=f"{name} ({level:.3g})",
+                color="0.35",
+                linestyle=("--", ":", "-.")[index % 3],
+                linewidth=1.4,
+            )
+        crowded = max(map(len, groups)) * len(groups) > 60
+        axes.set_xticks(
+            range(len(groups)),
+            list(groups),
+            rotation=30 if crowded else 0,
+            ha="right" if crowded else "center",
+        )
+        axes.grid(visible=False, axis="x")
+        if max(abs(value) for values in series.values() for value in values) >= 10_000:
+            axes.yaxis.set_major_formatter(_engineering())
+        if len(series) > 1 or baselines:
+            _legend(canvas, axes, len(series) + len(baselines or {}))
+        return _files(canvas)
+
+
+@contextmanager
+def _axes(title: str, x: str, y: str) -> Iterator[tuple[Canvas, Axes]]:
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure as Canvas
+    except ImportError as error:
+        raise ImportError(
+            "figures need matplotlib; install it with: pip install 'recollect[plot]'"
+        ) from error
+    with matplotlib.rc_context(_STYLE):  # pyright: ignore[reportArgumentType]
+        # Made directly rather than by pyplot, which would keep every figure alive.
+        canvas = Canvas(figsize=(7.2, 4.4), layout="constrained")
+        FigureCanvasAgg(canvas)
+        axes = canvas.subplots()
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        yield canvas, axes
+
+
+def _engineering() -> Any:
+    from matplotlib.ticker import EngFormatter
+
+    return EngFormatter(sep="")
+
+
+def _short(value: float) -> str:
+    """A bar's value in some three digits: 0.0312, 1.4k, 25k; nothing for a bar left out."""
+    if math.isnan(value):
+        return ""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def _legend(canvas: Canvas, axes: Axes, entries: int) -> None:
+    """Outside the axes, where constrained layout makes room and no line is hidden."""
+    handles, labels = axes.get_legend_handles_labels()
+    if entries > _LEGEND_BELOW or max(map(len, labels)) > 28:
+        columns = 1 if max(map(len, labels)) > 40 else 2
+        canvas.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3.5)
+    else:
+        canvas.legend(handles, labels, loc="outside right upper", handlelength=3.5)
+
+
+def _files(canvas: Canvas) -> FigureFiles:
+    png, svg = io.BytesIO(), io.StringIO()
+    canvas.savefig(png, format="png", dpi=200, metadata={"Software": None})
+    canvas.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    return FigureFiles(png=png.getvalue(), svg=svg.getvalue())

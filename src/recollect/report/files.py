@@ -1,0 +1,43 @@
+"""Writing a file so that a reader sees the old one or the new one, never half of either."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
+    """Write a file under its name only once it is whole and on disk.
+
+    Args:
+        path: where to; missing folders are made.
+        data: the content; text is written as UTF-8.
+
+    Returns:
+        The path.
+
+    Raises:
+        OSError: if the folder cannot be written or the disk is full; the old file stays as it was.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = data.encode("utf-8") if isinstance(data, str) else data
+    # Beside the target, because a rename is atomic only within one file system.
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files that only their owner may read; a report is meant to be shared.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    return path

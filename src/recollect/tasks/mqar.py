@@ -1,0 +1,132 @@
+"""Multi-query associative recall (MQAR): hear key-value pairs, then answer keys with values.
+
+An instance of length T with P pairs is laid out as in the zoology benchmark (Arora et al. 2023)::
+
+    k1 v1 k2 v2 ... kP vP | 0 0 k2 0 0 0 k1 0 ...          inputs
+     .  .  .  . ...  .  . | . . v2 . . . v1 . ...          labels (. is IGNORE)
+
+Keys are P different tokens of 1 .. V/2 - 1 and values P different tokens of V/2 .. V - 1. The part
+after the pairs is cut into slots of two positions; each key is asked once, at the first position of
+a slot of its own, and slots are drawn without replacement with probability proportional to
+``i**(power - 1)`` for slot i = 1, 2, ... A small power puts most queries soon after the pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+"""The label of a position at which nothing is asked; PyTorch's cross entropy skips it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MqarConfig:
+    """What an instance looks like.
+
+    Args:
+        vocab: V, the number of tokens: 0 is filler, the lower half keys, the upper half values.
+        pairs: P, the number of key-value pairs, each of which is asked once.
+        length: T, the number of tokens of an instance; even, and at least 4 P.
+        power: a, the exponent of the distribution of query slots; above 0. At 1 it is uniform.
+        fill: what stands where nothing is asked: token 0, as in the published experiments, or
+            tokens drawn from the whole vocabulary, which may collide with keys and is harder.
+
+    Raises:
+        ValueError: if no instance has this shape, saying which number to change.
+    """
+
+    vocab: int
+    pairs: int
+    length: int
+    power: float = 0.01
+    fill: Literal["zero", "random"] = "zero"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "pairs", "length"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(
+                    f"MqarConfig: {name} must be a whole number above 0, got {value!r}"
+                )
+        if self.length % 2:
+            raise ValueError(
+                f"MqarConfig: length must be even, because pairs and query slots take two "
+                f"positions each; got {self.length}, try {self.length + 1}"
+            )
+        if self.length < 4 * self.pairs:
+            raise ValueError(
+                f"MqarConfig: {self.pairs} pairs and their queries need a length of at least "
+                f"{4 * self.pairs}, got {self.length}"
+            )
+        if self.keys < self.pairs:
+            raise ValueError(
+                f"MqarConfig: a vocabulary of {self.vocab} has {max(self.keys, 0)} keys, fewer "
+                f"than the {self.pairs} pairs; vocab must be at least {2 * self.pairs + 2}"
+            )
+        if not 0 < self.power < float("inf"):
+            raise ValueError(f"MqarConfig: power must be above 0 and finite, got {self.power!r}")
+        if self.fill not in ("zero", "random"):
+            raise ValueError(f"MqarConfig: fill must be 'zero' or 'random', got {self.fill!r}")
+
+    @property
+    def keys(self) -> int:
+        """How many different keys there are: the tokens 1 .. V/2 - 1."""
+        return self.vocab // 2 - 1
+
+    @property
+    def slots(self) -> int:
+        """How many places a query can take after the pairs."""
+        return self.length // 2 - self.pairs
+
+
+def mqar(config: MqarConfig, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw a batch of instances.
+
+    The result depends on nothing but ``config``, ``batch`` and the state of ``generator``.
+
+    Args:
+        config: what an instance looks like.
+        batch: B, how many instances; 0 gives empty tensors.
+        generator: where the randomness comes from; the result lives on its device.
+
+    Returns:
+        ``(inputs, labels)``, both int64 ``[B, T]``. A query's label stands at the query's own
+        position; every other label is :data:`IGNORE`.
+
+    Raises:
+        ValueError: if ``batch`` is negative.
+    """
+    if batch < 0:
+        raise ValueError(f"mqar: batch must not be negative, got {batch}")
+    device, pairs, half = generator.device, config.pairs, config.vocab // 2
+
+    def choose(count: int, log_weight: Tensor | None = None) -> Tensor:
+        """``pairs`` different indices below ``count`` per row, in random order: [B, P]."""
+        # The largest of log-weight plus Gumbel noise are a sample without replacement (Gumbel
+        # top-k). float64 makes ties, which would favour low indices, too rare to matter.
+        noise = torch.rand(batch, count, generator=generator, device=device, dtype=torch.float64)
+        score = -(-noise.clamp_min(torch.finfo(noise.dtype).tiny).log()).log()
+        if log_weight is not None:
+            score = score + log_weight
+        return score.topk(pairs, dim=1).indices
+
+    keys = 1 + choose(config.keys)
+    values = half + choose(config.vocab - half)
+    ranks = torch.arange(1, config.slots + 1, device=device, dtype=torch.float64)
+    positions = 2 * pairs + 2 * choose(config.slots, (config.power - 1) * ranks.log())
+
+    shape = (batch, config.length)
+    if config.fill == "random":
+        inputs = torch.randint(config.vocab, shape, generator=generator, device=device)
+    else:
+        inputs = torch.zeros(shape, dtype=torch.int64, device=device)
+    inputs[:, 0 : 2 * pairs : 2] = keys
+    inputs[:, 1 : 2 * pairs : 2] = values
+    inputs.scatter_(1, positions, keys)
+    labels = torch.full(shape, IGNORE, dtype=torch.int64, device=device)
+    labels.scatter_(1, positions, values)
+    return inputs, labels

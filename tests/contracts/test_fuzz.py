@@ -1,0 +1,147 @@
+"""Random recipes: what validates runs, splits, round-trips, differentiates, and agrees.
+
+A draw either raises `RecipeError` when it is made, or everything that `check` asks holds for it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import recollect as rc
+from recollect.choices.member import all_members
+from recollect.engines.select import select
+from recollect.recipe import CHOICES
+from tests.contracts import generate
+
+CI, ALL = 50, 1000
+
+# The same float64 operations in another grouping: rounding only. Norm-wise, relative.
+SPLIT = 1e-10
+# Another order of summation and a triangular solve, at well-conditioned sizes.
+ENGINE = 1e-9
+
+
+def check(recipe: rc.Recipe, index: int) -> None:
+    """Everything that holds for a valid recipe; raises AssertionError with what does not."""
+    x = generate.small_inputs(recipe, index)
+    y, state, slopes = generate.gradients(recipe, x, method="reference")
+    for name, tensor in {"y": y, **generate.parts(state), **slopes}.items():
+        assert torch.isfinite(tensor).all(), f"{name} is not finite"
+
+    cuts = generate.random_cuts(x.T, index)
+    y2, state2 = generate.split(recipe, x, cuts)
+    assert generate.error(y2, y) < SPLIT, f"outputs differ when split at {cuts}"
+    wrong, name = generate.worst(generate.parts(state2), generate.parts(state))
+    assert wrong < SPLIT, f"{name} of the state differs when split at {cuts}: {wrong:.1e}"
+
+    _check_masked(recipe, x, index, "reference")
+    again = rc.Recipe.from_json(recipe.to_json())
+    assert again == recipe
+    assert hash(again) == hash(recipe)
+    assert again.to_json() == recipe.to_json()
+
+    simple = recipe.canonical()
+    assert simple.canonical() == simple
+    if simple != recipe:
+        twin = generate.run(simple, _for(simple, x), method="reference")[0]
+        assert generate.error(twin, y) < SPLIT, "the canonical form computes something else"
+
+    engine = select(recipe).engine.name
+    if engine != "reference":
+        y3, state3, slopes3 = generate.gradients(recipe, x, method="auto")
+        assert generate.error(y3, y) < ENGINE, f"outputs of {engine}: {generate.error(y3, y):.1e}"
+        for what, found, expected in (
+            ("state", generate.parts(state3), generate.parts(state)),
+            ("gradient", slopes3, slopes),
+        ):
+            wrong, name = generate.worst(found, expected)
+            assert wrong < ENGINE, f"{what} {name} of {engine}: {wrong:.1e}"
+        _check_masked(recipe, x, index, "auto")
+
+
+def _check_masked(recipe: rc.Recipe, x: generate.Inputs, index: int, method: str) -> None:
+    """Poisoned gaps under an attention mask: each row equals its real tokens run alone."""
+    g = torch.Generator().manual_seed(index)
+    mask = torch.rand(x.q.shape[:2], generator=g) < 0.7
+
+    def poison(a: torch.Tensor) -> torch.Tensor:
+        gaps = ~mask.view(*mask.shape, *(1,) * (a.dim() - 2))
+        return torch.where(gaps, torch.nan, a)
+
+    y, state, slopes = generate.gradients(
+        recipe, x.tokens(poison), attention_mask=mask, method=method
+    )
+    assert all(torch.isfinite(slope).all() for slope in slopes.values()), "poison under a mask"
+    for row in range(mask.shape[0]):
+        real = mask[row]
+        alone = x.rows(row).tokens(lambda a, real=real: a[:, real])
+        y1, state1 = generate.run(recipe, alone, method=method)
+        assert generate.error(y[row : row + 1, real], y1) < SPLIT, f"masked outputs of {method}"
+        assert not y[row, ~real].any(), "a masked token reads 0"
+        if recipe.span is not None:  # an unbounded cache keeps its padding
+            here = generate.parts(state.select(torch.tensor([row])))
+            wrong, name = generate.worst(here, generate.parts(state1))
+            assert wrong < SPLIT, f"masked {name} of the state of {method}: {wrong:.1e}"
+
+
+def _for(recipe: rc.Recipe, x: generate.Inputs) -> generate.Inputs:
+    """Inputs without the gates and params that a simpler recipe no longer asks for."""
+    gates = {gate.name: x.gates[gate.name] for gate in recipe.gates()}
+    params = {param.name: x.params[param.name] for param in recipe.params()}
+    return generate.Inputs(q=x.q, k=x.k, v=x.v, gates=gates, params=params, init=x.init)
+
+
+def sweep(count: int) -> None:
+    """Check ``count`` valid recipes, and that what is refused is refused with a reason."""
+    done, index, refused = 0, 0, 0
+    failures: list[str] = []
+    while done < count:
+        try:
+            recipe = generate.draw(index)
+        except rc.RecipeError as error:
+            refused += 1
+            assert any(choice in str(error) for choice in (*CHOICES, "read", "probe")), str(error)
+            index += 1
+            continue
+        try:
+            check(recipe, index)
+        except Exception as error:
+            failures.append(f"draw {index}: {type(error).__name__}: {error}\n    {recipe}")
+        done, index = done + 1, index + 1
+    print(f"{count} valid of {index} draws ({count / index:.0%}); {refused} refused with a reason")
+    assert not failures, f"{len(failures)} of {count} fail:\n" + "\n".join(failures[:20])
+    # Fewer would mean that validation refuses, or the generator draws, next to nothing.
+    assert count / index > 0.1
+
+
+def test_random_recipes() -> None:
+    sweep(CI)
+
+
+@pytest.mark.slow
+def test_many_random_recipes() -> None:
+    sweep(ALL)
+
+
+def test_every_member_is_drawn() -> None:
+    """Among the recipes of the slow sweep every registered member stands in a valid one."""
+    seen: set[str] = set()
+    for _, recipe in generate.valid(ALL):
+        waiting = list(recipe.members())
+        while waiting:
+            part = waiting.pop()
+            seen.add(type(part).__name__)
+            waiting.extend(part.parts())
+    library = {n for n, c in all_members().items() if c.__module__.startswith("recollect.")}
+    assert library - seen == set()
+
+
+def test_draws_are_reproducible() -> None:
+    (index, recipe), *_ = generate.valid(1)
+    assert generate.draw(index) == recipe
+    one, two = generate.small_inputs(recipe, index), generate.small_inputs(recipe, index)
+    assert all(torch.equal(a, two.tensors()[name]) for name, a in one.tensors().items())
+    assert math.isfinite(float(generate.run(recipe, one)[0].sum()))

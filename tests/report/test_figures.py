@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from recollect.report import FigureFiles, Series, bar_figure, line_figure
+from recollect.report import figures as module
+
+
+def lines(count: int, points: int = 5) -> list[Series]:
+    return [
+        Series(
+            name=f"model {i}",
+            x=[20_000 * p for p in range(points)],
+            y=[i + math.exp(-p) for p in range(points)],
+        )
+        for i in range(count)
+    ]
+
+
+def check(figure: FigureFiles) -> None:
+    assert figure.png.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", figure.png[16:24])
+    assert (width, height) == (1440, 880)
+    root = ElementTree.fromstring(figure.svg)
+    assert root.tag.endswith("svg")
+    links = [v for e in root.iter() for k, v in e.attrib.items() if k.endswith("href")]
+    assert all(link.startswith(("#", "data:")) for link in links), "nothing outside the file"
+
+
+@pytest.mark.parametrize("count", [1, 5, 12])
+def test_a_line_figure(count: int) -> None:
+    check(line_figure(lines(count), x="tokens", y="bits", title="T", baselines={"bigram": 3.7}))
+
+
+def test_a_line_figure_on_a_logarithmic_axis_with_gaps() -> None:
+    series = [Series(name="a", x=[2, 4, 8], y=[1.0, math.nan, 0.2])]
+    check(line_figure(series, x="pairs", y="accuracy", title="T", log_x=True, y_range=(0, 1)))
+
+
+def test_a_bar_figure() -> None:
+    values = {"train": [2e4, 3e4], "decode": [1e3, math.nan]}
+    check(bar_figure(["a", "b"], values, y="tokens per second", title="T", baselines={"x": 1e4}))
+    check(bar_figure(["one"], {"s": [math.nan]}, y="y", title="T"))
+
+
+def test_the_same_figure_gives_the_same_bytes() -> None:
+    first, again = (line_figure(lines(3), x="x", y="y", title="T") for _ in range(2))
+    assert first == again
+
+
+def test_no_two_lines_look_alike_even_in_grey() -> None:
+    n = 12
+    looks = {
+        (module._MARKERS[i % len(module._MARKERS)], str(module._LINES[i % len(module._LINES)]))
+        for i in range(10)
+    }
+    assert len(looks) == 10
+    coloured = {
+        (i % len(module._COLOURS), i % len(module._MARKERS), i % len(module._LINES))
+        for i in range(n)
+    }
+    assert len(coloured) == n
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a", "softmax_attention"],
+        [f"name {i}" for i in range(14)],
+        ["a name so long that it would take more than half of the figure's width on its own"],
+    ],
+)
+def test_the_legend_is_inside_the_figure_and_off_the_axes(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    save = module._files
+
+    def look(canvas):  # type: ignore[no-untyped-def]
+        files = save(canvas)
+        box = canvas.legends[0].get_window_extent()
+        axes = canvas.axes[0].get_window_extent()
+        page = canvas.bbox
+        inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= page.x1 and box.y1 <= page.y1
+        seen.append(inside and not box.overlaps(axes))
+        return files
+
+    monkeypatch.setattr(module, "_files", look)
+    series = [Series(name=name, x=[1, 2], y=[1, 2]) for name in names]
+    line_figure(series, x="x", y="y", title="T")
+    assert seen == [True]
+
+
+def test_saving_writes_both_files(tmp_path: Path) -> None:
+    figure = line_figure(lines(1), x="x", y="y", title="T")
+    for name in ("v1.5", "v1.5.png"):
+        png, svg = figure.save(tmp_path / name)
+        assert (png.name, svg.name) == ("v1.5.png", "v1.5.svg")
+        assert png.read_bytes() == figure.png
+        assert svg.read_text("utf-8") == figure.svg
+
+
+def test_values_are_shortened() -> None:
+    shown = [module._short(v) for v in (0.03125, 7.0, 1400.0, 25_000.0, 3e6, -2e9, math.nan)]
+    assert shown == ["0.0312", "7", "1.4k", "25k", "3M", "-2G", ""]
+
+
+def test_nothing_to_draw_is_refused() -> None:
+    with pytest.raises(ValueError, match="no series"):
+        line_figure([], x="x", y="y", title="T")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        bar_figure([], {}, y="y", title="T")
+    with pytest.raises(ValueError, match="has 1 values for 2 groups"):
+        bar_figure(["a", "b"], {"s": [1.0]}, y="y", title="T")
+    with pytest.raises(ValueError, match="x has 2 and y has 1"):
+        Series(name="s", x=[1, 2], y=[1])
+    with pytest.raises(ValueError, match="x has 0"):
+        Series(name="s", x=[], y=[])
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"recollect\[plot\]"):
+        line_figure(lines(1), x="x", y="y", title="T")

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from recollect.report import write_atomic
+
+
+def test_it_makes_folders_and_replaces(tmp_path: Path) -> None:
+    path = write_atomic(tmp_path / "a" / "b.txt", "first")
+    write_atomic(path, "zweites, größer".encode())
+    assert path.read_text("utf-8") == "zweites, größer"
+    assert [p.name for p in path.parent.iterdir()] == ["b.txt"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_rubbish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_atomic(tmp_path / "b.txt", "old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        mode = write_atomic(tmp_path / "b.txt", "x").stat().st_mode
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(mode) == 0o644

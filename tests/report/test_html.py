@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from recollect.report import Figure, FigureFiles, Note, Report, Table
+
+VOID = {"meta", "img"}
+EVIL = "<script>alert(\"a & 'b'\")</script>"
+
+
+class Reader(HTMLParser):
+    """Collects tags and text, and fails on tags that do not match."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def a_page(word: str = "word") -> str:
+    figure = FigureFiles(png=b"", svg="<svg xmlns='http://www.w3.org/2000/svg'/>")
+    return Report(
+        title=word,
+        command=word,
+        summary=word,
+        facts={word: word},
+        sections=[
+            Table(columns=[word, "n"], rows=[[word, 1]], title=word, caption=word),
+            Figure(files=figure, alt=word, title=word, caption=word),
+            Note(text=word, title=word),
+            Note(text=word, code=True),
+        ],
+    ).render()
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else() -> None:
+    page = Reader(a_page())
+    assert page.links
+    assert all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    style = a_page().split("<style>")[1].split("</style>")[0]
+    assert "url(" not in style
+    assert "@import" not in style
+    for use in ("prefers-color-scheme: dark", "@media print"):
+        assert use in style
+    assert 'name="viewport"' in a_page()
+
+
+def test_every_text_is_escaped() -> None:
+    page = a_page(EVIL)
+    assert "<script" not in page
+    shown = "".join(Reader(page).text)
+    # title twice, command, summary, fact twice, table four times, figure's title and caption,
+    # note's title and text, code
+    assert shown.count(EVIL) == 15
+
+
+def test_numbers_stand_to_the_right_under_their_heading() -> None:
+    table = Table(
+        columns=["model", "size", "loss", "note"],
+        rows=[["a", 12345, 1.23456, 3], ["b", None, 2.0, "text"]],
+    ).render()
+    cells = re.findall(r"<t[hd]( [^>]*)?>([^<]*)<", table)
+    text = [value for _, value in cells]
+    assert text[:4] == ["model", "size", "loss", "note"]
+    assert text[4:] == ["a", "12,345", "1.235", "3", "b", "–", "2", "text"]
+    right = ["number" in attributes for attributes, _ in cells]
+    assert right == [False, True, True, False] * 3
+
+
+def test_an_empty_table_is_a_table() -> None:
+    assert "<td" not in Table(columns=["a"], rows=[]).render()
+
+
+def test_a_ragged_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="row 1 has 1 cells for 2 columns"):
+        Table(columns=["a", "b"], rows=[[1, 2], [3]], title="t")
+
+
+def test_saving(tmp_path: Path) -> None:
+    path = Report(title="Größe").save(tmp_path / "runs" / "report.html")
+    assert path.read_text("utf-8") == Report(title="Größe").render()
