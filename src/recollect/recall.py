@@ -137,7 +137,11 @@ def _run(
     """One dense, right-padded call of an engine."""
     for name, x in {"q": q, "k": k, "v": v, **{f"gate {n!r}": g for n, g in gates.items()}}.items():
         _refuse_nan(name, x)
-    check_values(recipe, gates)
+    for name, x in params.items():
+        _refuse_nan(f"param {name!r}", x, tokens=False)
+    for x in () if init is None else (init,) if isinstance(init, Tensor) else init:
+        _refuse_nan("init", x, tokens=False)
+    check_values(recipe, gates, params)
     B, T, H = k.shape[:3]
     dtype = state_dtype(q, k, v)
     if state is None:
@@ -169,12 +173,14 @@ def _run(
     return lowered.finish(y).flatten(2, 3), lowered.finish_state(after)
 
 
-def _refuse_nan(name: str, x: Tensor) -> None:
+def _refuse_nan(name: str, x: Tensor, *, tokens: bool = True) -> None:
     """Refuse NaN on the CPU, where looking costs one pass; a GPU would have to wait for it."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.is_floating_point():
         return
     # A finite sum proves that there is none; only otherwise look at every entry.
     if not torch.isfinite(x.detach().sum()) and bool(x.detach().isnan().any()):
+        if not tokens:
+            raise ValueError(f"{name} has a NaN: every output would be one; mend its source")
         row, token = (x.detach().isnan().nonzero()[0, :2]).tolist()
         raise ValueError(
             f"{name} has a NaN at row {row}, token {token}: the memory would carry it to every later "
@@ -236,6 +242,15 @@ def read(
     wanted = {gate.name: gate for gate in recipe.retention.gates() if "decay" not in gate.name}
     for name in wanted.keys() - gates.keys():
         raise RecipeError(f"rc.read needs the gate {name!r} of {wanted[name].owner}, [B, T, H]")
+    for name in sorted(gates.keys() - {gate.name for gate in recipe.gates()}):
+        raise RecipeError(f"gate {name!r} is unknown to this recipe")
+    gates = {name: x for name, x in gates.items() if name in wanted}
+    for name, x in gates.items():
+        if list(x.shape) != [B, T, H]:
+            raise RecipeError(
+                f"gate {name!r} of {wanted[name].owner} must have shape {[B, T, H]}, not "
+                f"{list(x.shape)}"
+            )
     check_params(recipe, params, H=H, K=K, V=V, like=q)
     shell = Problem(
         recipe=recipe,

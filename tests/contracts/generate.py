@@ -281,6 +281,14 @@ def small_inputs(recipe: rc.Recipe, index: int, *, longest: int = 9) -> Inputs:
     )
 
 
+def smaller(recipe: rc.Recipe, x: Inputs, size: float = 0.05) -> Inputs:
+    """The same inputs with smaller values, memories and positive gates."""
+    scaled = {gate.name for gate in recipe.gates() if gate.range.low == 0 and not gate.range.high}
+    gates = {name: size * a if name in scaled else a for name, a in x.gates.items()}
+    init = None if x.init is None else tuple(size * a for a in x.init)
+    return dataclasses.replace(x, v=size * x.v, gates=gates, init=init)
+
+
 # -- running and comparing ---------------------------------------------------------------------
 
 

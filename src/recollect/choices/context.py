@@ -117,7 +117,7 @@ class Similar(Context):
         within: contexts whose weights multiply, e.g. ``(Window(size=64, gated=False),)``.
     """
 
-    kernel: Kernel = slot(Exponential(), "features")
+    kernel: Kernel | None = slot(Exponential(), "features")
     within: tuple[Context, ...] = slot((), "context", many=True)
 
     @property
@@ -129,8 +129,8 @@ class Similar(Context):
         yield from super().requires(recipe)
         if not isinstance(self.kernel, Kernel):
             yield (
-                f"context.Similar needs a kernel such as features.Exponential(), and "
-                f"{self.kernel.title} is a finite map"
+                "context.Similar needs a kernel such as features.Exponential(), and "
+                f"{self.kernel!r} is a finite map"
             )
         if recipe.memory.degree is None:
             yield (

@@ -478,11 +478,8 @@ _REGISTRY: dict[str, type[Member]] = {}
 M = TypeVar("M", bound=type[Member])
 
 
-@dataclass_transform(
-    kw_only_default=True,
-    frozen_default=True,
-    field_specifiers=(quantity, number, integer, option, flag, slot, text),
-)
+# No field_specifiers: to a type checker, what a field is assigned is its default, as for the reader.
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 def member(cls: M) -> M:
     """Class decorator: freeze a member, make it keyword-only, and register it by its class name.
 

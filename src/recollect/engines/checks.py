@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.member import Gate, RecipeError
+from recollect.choices.member import Gate, Param, RecipeError
 from recollect.engines.state import State
-from recollect.typing import Init
+from recollect.typing import Init, Params
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -86,10 +86,12 @@ def check_call(
         raise RecipeError("init and state exclude each other: a state already holds its memory")
     if mask is not None and borders is not None:
         raise ValueError("attention_mask and cu_seqlens exclude each other: packed rows have no padding")
-    if mask is not None and tuple(mask.shape) != tuple(k.shape[:2]):
-        raise ValueError(
-            f"attention_mask must have shape {list(k.shape[:2])} [B, T], not {list(mask.shape)}"
-        )
+    if mask is not None:
+        found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        if found != list(k.shape[:2]):
+            raise ValueError(
+                f"attention_mask must have shape {list(k.shape[:2])} [B, T], not {found}"
+            )
     rows = k.shape[0]
     if borders is not None:
         rows = _check_borders(borders, k)
@@ -105,13 +107,35 @@ def check_call(
             raise ValueError(
                 f"the state is on {state.position.device} and k on {k.device}: use state.to(device=...)"
             )
+        _check_state(recipe, state, K, V)
+
+
+def _check_state(recipe: Recipe, state: State, K: int, V: int) -> None:
+    """That a state could be this recipe's: parts and shapes, not values."""
+    shapes, buffer, read = recipe.shapes(K, V), state.buffer, recipe.memory.read
+    held = None if buffer is None else buffer.k.shape[1]
+    asked = {gate.name for gate in recipe.gates()}
+    pairs = (
+        ("weights of shapes", [list(w.shape[2:]) for w in state.weights], [list(s) for s in shapes]),
+        ("slots", sorted(state.slots), sorted(recipe.algorithm.slots)),
+        ("a memory of ones", state.ones is not None, read.normalize != "none"),
+        ("a scale", state.log_scale is not None, read.normalize == "floor"),
+        ("associations kept", held, held if buffer is None else recipe.span or held),
+        ("gates kept", sorted(asked & set(buffer.rates)) if buffer else sorted(asked), sorted(asked)),
+    )
+    for what, has, needs in pairs:
+        if has != needs:
+            raise RecipeError(
+                f"this state belongs to another recipe: it has {what} {has}, and this one needs {needs}"
+            )
 
 
 def _check_borders(borders: Tensor, k: Tensor) -> int:
     if k.shape[0] != 1:
         raise ValueError(f"cu_seqlens packs documents in one row, so B must be 1, not {k.shape[0]}")
-    if borders.dim() != 1 or borders.numel() < 2 or borders.is_floating_point():
-        raise ValueError("cu_seqlens must be whole numbers [N + 1], from 0 to T")
+    tensor = isinstance(borders, Tensor)
+    if not tensor or borders.dim() != 1 or borders.numel() < 2 or borders.is_floating_point():
+        raise ValueError("cu_seqlens must be a tensor of whole numbers [N + 1], from 0 to T")
     ends = borders.tolist()
     if ends[0] != 0 or ends[-1] != k.shape[1] or any(a > b for a, b in zip(ends, ends[1:])):
         raise ValueError(
@@ -164,17 +188,21 @@ def check_gates(
             raise RecipeError(f"gate {name!r} is on {x.device} and q on {q.device}: move it")
 
 
-def check_values(recipe: Recipe, gates: Mapping[str, Tensor]) -> None:
-    """Ranges of the gates, on the CPU (a GPU would have to wait for the answer).
+def check_values(recipe: Recipe, gates: Mapping[str, Tensor], params: Params) -> None:
+    """Ranges of gates and params, on the CPU (a GPU would have to wait for the answer).
 
     Raises:
         RecipeError: a value outside its range.
     """
-    for gate in recipe.gates():
-        x = gates[gate.name].detach()
+    asked: list[tuple[str, Gate | Param, Tensor]] = [
+        *(("gate", gate, gates[gate.name]) for gate in recipe.gates()),
+        *(("param", param, params[param.name]) for param in recipe.params()),
+    ]
+    for kind, item, given in asked:
+        x = given.detach()
         if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
             continue
-        low, high, span = float(x.min()), float(x.max()), gate.range
+        low, high, span = float(x.min()), float(x.max()), item.range
         bad = (
             low
             if span.low is not None and (low < span.low or (span.low_open and low == span.low))
@@ -183,9 +211,9 @@ def check_values(recipe: Recipe, gates: Mapping[str, Tensor]) -> None:
             else None
         )
         if bad is not None:
-            hint = " (decays are given as logarithms)" if gate.name.startswith("log_") else ""
+            hint = " (decays are given as logarithms)" if item.name.startswith("log_") else ""
             raise RecipeError(
-                f"gate {gate.name!r} of {gate.owner} must be {span}, and holds {bad:.4g}{hint}"
+                f"{kind} {item.name!r} of {item.owner} must be {span}, and holds {bad:.4g}{hint}"
             )
 
 
@@ -210,7 +238,9 @@ def check_params(
         needs = ", ".join(sorted(asked)) or "none"
         raise RecipeError(f"param {sorted(unknown)[0]!r} is unknown to this recipe, which needs: {needs}")
     for name, param in asked.items():
-        shape = [H, *(sizes[axis] for axis in param.axes)]
+        shape, x = [H, *(sizes[axis] for axis in param.axes)], params[name]
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise RecipeError(f"param {name!r} must be a floating-point tensor of shape {shape}")
         if list(params[name].shape) != shape:
             raise RecipeError(
                 f"param {name!r} of {param.owner} must have shape {shape}, not "

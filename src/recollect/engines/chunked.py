@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from recollect.engines.coefficients import Coefficients, coefficients, cumulated, shift
-from recollect.engines.gram import decayed_gram, decayed_mix
+from recollect.engines.gram import absorbable, causal_mask, decayed_gram, decayed_mix
 from recollect.engines.recurrent import recurrent
 
 __all__ = ["CHUNK", "chunked"]
@@ -38,7 +38,7 @@ def chunked(
     k: Tensor,
     v: Tensor,
     *,
-    lr: Tensor,
+    lr: Tensor | None,
     affine: tuple[float, float] = (1.0, 1.0),
     log_decay: Tensor | None = None,
     log_decay_value: Tensor | None = None,
@@ -67,7 +67,8 @@ def chunked(
         A_t = D_t A_{t−1} − a (P_t w_t) e_tᵀ + η_t b v_t k_tᵀ       with a probe w and direction e
 
     Args:
-        q: ``[B, T, H, G, K]``. k: ``[B, T, H, K]``. v: ``[B, T, H, V]``. lr: η ``[B, T, H]``.
+        q: ``[B, T, H, G, K]``. k: ``[B, T, H, K]``. v: ``[B, T, H, V]``.
+        lr: η ``[B, T, H]``, or ``None`` where it is 1.
         log_decay: ``[B, T, H]``, or ``[B, T, H, K]`` over columns of A; ≤ 0, −inf forgets all.
         log_decay_value: ``[B, T, H, V]`` over rows of A; needs a = 0.
         momentum: θ in [0, 1), ``[B, T, H]``.
@@ -113,27 +114,34 @@ def chunked(
     work = torch.float64 if v.dtype == torch.float64 else torch.float32
     cut = _Cut(T=T, C=min(chunk_size or CHUNK, T))
     gamma = None if window is None else window.to(work)
-    step = lr.to(work)
+    step = None if lr is None else lr.to(work)
     alive = None if live is None else live.to(work)
     if alive is None and momentum is not None and T % cut.C:
-        alive = step.new_ones(step.shape[:2])  # the last chunk's own padding must not move A by S
+        # The last chunk's own padding must not move A by S.
+        alive = torch.ones(k.shape[:2], dtype=work, device=k.device)
     if alive is not None:
-        step = step * alive.unsqueeze(-1)
+        idle = alive.unsqueeze(-1).expand(k.shape[:3])
+        step = idle if step is None else step * idle
         log_decay = _idle(log_decay, alive, 0.0)
         log_decay_value = _idle(log_decay_value, alive, 0.0)
         momentum = _idle(momentum, alive, 1.0)
     keys, values, weights = _rows(
         k.to(work), v.to(work), step, gamma, k_past, v_past, past_mask, cut
     )
-    scalar = None if log_decay is None or channels else cut.scalars(log_decay)
-    like = cut.scalars(step)
-    table = coefficients(
-        scalar,
-        None if momentum is None else cut.scalars(momentum.to(work), fill=1.0),
-        None if alive is None or momentum is None else cut.scalars(alive.unsqueeze(-1)),
-        like,
-    )
-    total = cumulated(cut.split(log_decay), -2) if channels and log_decay is not None else None
+    like = cut.scalars(k.new_zeros(1, 1, 1, dtype=work).expand(k.shape[:3]))
+    total = None
+    if log_decay is not None and momentum is None:
+        total = cumulated(cut.split(log_decay if channels else log_decay.unsqueeze(-1)), -2)
+        if not channels and not absorbable(total):
+            total = None  # one decay per head has its coefficients in a matrix, exact at any depth
+    table = None
+    if total is None and (log_decay is not None or momentum is not None):
+        table = coefficients(
+            None if log_decay is None else cut.scalars(log_decay),
+            None if momentum is None else cut.scalars(momentum.to(work), fill=1.0),
+            None if alive is None or momentum is None else cut.scalars(alive.unsqueeze(-1)),
+            like,
+        )
     total_v = None if log_decay_value is None else cumulated(cut.split(log_decay_value), -2)
     queries = cut.split(q.to(work).flatten(2, 3)).unflatten(2, (q.shape[2], q.shape[3]))
     queries = queries.transpose(3, 4).flatten(3, 4)  # [N, B, H, C G, K]
@@ -143,31 +151,33 @@ def chunked(
         total_v=total_v,
         before=before,
         tokens=cut.C,
-        has_momentum=momentum is not None,
+        # Absorbing a decay needs the whole chunk within range; then it needs no matrix at all.
+        absorbed=total is None or absorbable(total),
     )
-    if affine[0] == 0:
-        streams = _Streams(known=(keys * weights, affine[1] * values))
+    slope, values = affine[0], values if affine[1] == 1 else affine[1] * values
+    measured = keys if slope == 1 else slope * keys
+    written = keys if weights is None else keys * weights
+    if slope == 0:
+        streams = _Streams(known=(written, values))
     elif probe is not None and erase is not None:
         drop = cut.split(erase.to(work))
         if alive is not None:
             drop = drop * cut.scalars(alive.unsqueeze(-1)).unsqueeze(-1)
         streams = _Streams(
             measured=cut.split(probe.to(work)),
-            direction=affine[0] * drop,
-            known=(keys * weights, affine[1] * values),
+            direction=drop if slope == 1 else slope * drop,
+            known=(written, values),
         )
     elif momentum_of == "value" and momentum is not None:
         streams = _Streams(
             measured=keys,
-            direction=affine[0] * keys * weights,
-            known=(keys * weights, affine[1] * values),
+            direction=written if slope == 1 else slope * written,
+            known=(written, values),
             erases_at_once=True,
         )
     else:
         # Erase and write share keys and coefficients: solve for the error itself.
-        streams = _Streams(
-            measured=affine[0] * keys, direction=keys * weights, target=affine[1] * values
-        )
+        streams = _Streams(measured=measured, direction=written, target=values)
     Z = _start(A0, like, k.shape[-1], v.shape[-1])
     Zs = _start(S0, like, k.shape[-1], v.shape[-1]) if momentum is not None else None
     y, Z, Zs = _solve(flow, streams, queries, Z, Zs)
@@ -219,16 +229,19 @@ def _start(state: Tensor | None, like: Tensor, K: int, V: int) -> Tensor:
 def _rows(
     k: Tensor,
     v: Tensor,
-    step: Tensor,
+    step: Tensor | None,
     gamma: Tensor | None,
     k_past: Tensor | None,
     v_past: Tensor | None,
     past_mask: Tensor | None,
     cut: _Cut,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys, values and η γ of every row ``[N, B, H, C c, ·]``: c rows per token under a window."""
     if gamma is None:
-        return cut.split(k), cut.split(v), cut.scalars(step).unsqueeze(-1)
+        weights = None if step is None else cut.scalars(step).unsqueeze(-1)
+        return cut.split(k), cut.split(v), weights
+    if step is None:
+        step = torch.ones_like(gamma[..., 0])
     B, T, H = k.shape[:3]
     c = gamma.shape[-1]
     past = k.new_zeros(B, c - 1)
@@ -271,90 +284,123 @@ class _Streams:
     erases_at_once: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Flow:
-    """How contributions and states travel inside a chunk: coefficients, or decays per channel."""
+    """How contributions and states travel inside a chunk: coefficients, or decays to absorb.
 
-    table: Coefficients
-    total: Tensor | None
-    total_v: Tensor | None
-    before: bool
-    tokens: int
-    has_momentum: bool
+    Args:
+        table: coefficients for one decay per head, with or without momentum; or
+        total: float64 cumulated log decays ``[N, B, H, C, K or 1]``; neither: nothing decays.
+        total_v: the same over value channels, or ``None``.
+        absorbed: whether ``total`` may be split into exp(X) and exp(−Y).
+    """
 
-    def _per_row(self, x: Tensor, rows: int) -> Tensor:
-        each = rows // self.tokens
-        return (x if each == 1 else x.repeat_interleave(each, dim=-1)).unsqueeze(-1)
+    def __init__(
+        self,
+        *,
+        table: Coefficients | None,
+        total: Tensor | None,
+        total_v: Tensor | None,
+        before: bool,
+        tokens: int,
+        absorbed: bool,
+    ) -> None:
+        self.table, self.total, self.total_v = table, total, total_v
+        self.before, self.tokens, self.absorbed = before, tokens, absorbed
+        # The same rows are scaled the same way for the system, the read-out and the start.
+        self._scaled: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
 
-    def _matrix(self, E: Tensor, left: int, right: int) -> Tensor:
-        a, b = left // self.tokens, right // self.tokens
-        E = E if a == 1 else E.repeat_interleave(a, dim=-2)
-        return E if b == 1 else E.repeat_interleave(b, dim=-1)
+    def _rows(self, x: Tensor, like: Tensor, dim: int) -> Tensor:
+        """Numbers per token spread over the rows that ``like`` has per token."""
+        each = like.shape[-2] // self.tokens
+        return x if each == 1 else x.repeat_interleave(each, dim=dim)
+
+    def _scale(self, x: Tensor, how: str) -> Tensor:
+        """x times exp of ±its token's cumulated decay, remembered."""
+        if self.total is None:
+            return x
+        key = (id(x), how)
+        if key not in self._scaled:
+            total = shift(self.total, -2, 0.0) if how == "earlier" else self.total
+            total = -total if how == "back" else total
+            factor = self._rows(total.exp().to(x.dtype), x, -2)
+            self._scaled[key] = (x, x * factor)  # x is kept, so that its id stays its own
+        return self._scaled[key][1]
+
+    def _seen(self, predict: bool) -> str:
+        return "earlier" if predict and not self.before else "now"
 
     def meet(self, x: Tensor, y: Tensor, *, predict: bool, at_once: bool = False) -> Tensor:
         """Coefficient times inner product of every x row with every earlier y row.
 
-        ``predict``: x is measured before its own step; ``at_once``: y's contributions bypass momentum.
+        ``predict``: x is measured before its own step, and only the strictly lower part of the
+        result means anything when x and y have one row per token; ``at_once``: y's contributions
+        bypass momentum.
         """
+        several = x.shape[-2] > self.tokens or y.shape[-2] > self.tokens
+        if self.table is None and self.absorbed:
+            product = self._scale(x, self._seen(predict)) @ self._scale(y, "back").mT
+            if several:
+                return product * causal_mask(x, y, self.tokens, strict=predict)
+            return product if predict else product.tril_()
         if self.total is not None:
-            seen = self.total if self.before or not predict else shift(self.total, -2, 0.0)
+            seen = shift(self.total, -2, 0.0) if self._seen(predict) == "earlier" else self.total
             return decayed_gram(x, seen, y, self.total, strict=predict)
+        assert self.table is not None
         E = self.table.P if at_once else self.table.E
         if predict:
             E = self.table.matrix_before(E, decayed=self.before)
-        return (x @ y.transpose(-1, -2)) * self._matrix(E, x.shape[-2], y.shape[-2])
+        E = self._rows(self._rows(E, x, -2), y, -1)
+        return (x @ y.mT) * E
 
     def from_start(self, x: Tensor, *, predict: bool) -> Tensor:
         """x times the coefficient of A° at its token."""
-        rows = x.shape[-2]
-        if self.total is not None:
-            seen = self.total if self.before or not predict else shift(self.total, -2, 0.0)
-            scale = seen.to(x.dtype).exp()
-            each = rows // self.tokens
-            return x * (scale if each == 1 else scale.repeat_interleave(each, dim=-2))
+        if self.table is None:
+            return self._scale(x, self._seen(predict))
         a = self.table.a
         if predict:
             a = self.table.before(a, decayed=self.before, first=1.0)
-        return x * self._per_row(a, rows)
+        return x * self._rows(a, x, -1).unsqueeze(-1)
 
     def from_momentum(self, x: Tensor, *, predict: bool) -> Tensor:
         """x times the coefficient of S° at its token."""
+        assert self.table is not None and self.table.m is not None
         m = self.table.m
-        assert m is not None
         if predict:
             m = self.table.before(m, decayed=self.before, first=0.0)
-        return x * self._per_row(m, x.shape[-2])
+        return x * self._rows(m, x, -1).unsqueeze(-1)
 
     def to_end(self, y: Tensor, *, at_once: bool = False) -> Tensor:
         """y times the coefficient of its step in A_C."""
         if self.total is not None:
-            rest = (self.total[..., -1:, :] - self.total).to(y.dtype).exp()
-            each = y.shape[-2] // self.tokens
-            return y * (rest if each == 1 else rest.repeat_interleave(each, dim=-2))
+            rest = (self.total[..., -1:, :] - self.total).exp().to(y.dtype)
+            return y * self._rows(rest, y, -2)
+        if self.table is None:
+            return y
         E = self.table.P if at_once else self.table.E
-        return y * self._per_row(E[..., -1, :], y.shape[-2])
+        return y * self._rows(E[..., -1, :], y, -1).unsqueeze(-1)
 
     def to_momentum(self, y: Tensor) -> Tensor:
         """y times the coefficient of its step in S_C."""
-        assert self.table.theta is not None
-        return y * self._per_row(self.table.theta[..., -1, :], y.shape[-2])
+        assert self.table is not None and self.table.theta is not None
+        return y * self._rows(self.table.theta[..., -1, :], y, -1).unsqueeze(-1)
 
     def value_to_end(self, values: Tensor) -> Tensor:
         """Values times their channels' decay to the end of the chunk."""
         if self.total_v is None:
             return values
-        rest = (self.total_v[..., -1:, :] - self.total_v).to(values.dtype).exp()
-        each = values.shape[-2] // self.tokens
-        return values * (rest if each == 1 else rest.repeat_interleave(each, dim=-2))
+        rest = (self.total_v[..., -1:, :] - self.total_v).exp().to(values.dtype)
+        return values * self._rows(rest, values, -2)
 
     def kept(self, like: Tensor) -> Tensor:
-        """The factor of A° in A_C, as rows of the transposed state ``[N, B, H, K or 1, V or 1]``."""
+        """The factor of A° in A_C, on the transposed state: ``[N, B, H, K or 1, V or 1]``."""
         if self.total is not None:
-            factor = self.total[..., -1, :].to(like.dtype).exp().unsqueeze(-1)
-        else:
+            factor = self.total[..., -1, :].exp().to(like.dtype).unsqueeze(-1)
+        elif self.table is not None:
             factor = self.table.a[..., -1][..., None, None]
+        else:
+            factor = like.new_ones(1, 1, 1, 1, 1)
         if self.total_v is not None:
-            factor = factor * self.total_v[..., -1, :].to(like.dtype).exp().unsqueeze(-2)
+            factor = factor * self.total_v[..., -1, :].exp().to(like.dtype).unsqueeze(-2)
         return factor
 
 
@@ -362,77 +408,83 @@ def _solve(
     flow: _Flow, streams: _Streams, queries: Tensor, Z: Tensor, Zs: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Outputs ``[N, B, H, C G, V]`` and the transposed states after the last chunk."""
-    N = torch.zeros((), dtype=Z.dtype, device=Z.device)
-    V = Z.shape[-1]
-    # What is written without a prediction, and its part of the next chunk's start.
-    added: list[Tensor] = []
+    N = N_s = None
     if streams.known is not None:
         direction, values = streams.known
-        N = flow.to_end(direction).transpose(-1, -2) @ flow.value_to_end(values)
+        N = flow.to_end(direction).mT @ flow.value_to_end(values)
         if Zs is not None:
-            added.append(flow.to_momentum(direction).transpose(-1, -2) @ values)
+            N_s = flow.to_momentum(direction).mT @ values
     unknown = None
-    if streams.measured is not None and streams.direction is not None:
-        unknown = _unknown(flow, streams, Zs is not None, V)
-        end = flow.to_end(streams.direction, at_once=streams.erases_at_once).transpose(-1, -2)
-        N = N - end @ unknown.constant
-    starts, moments, Z, Zs = _scan(flow, streams, unknown, N, added, Z, Zs)
+    if streams.measured is not None:
+        unknown = _unknown(flow, streams, moving=Zs is not None)
+    starts, moments, Z, Zs = _scan(flow, streams, unknown, N, N_s, Z, Zs)
     y = flow.from_start(queries, predict=False) @ starts
     if flow.total_v is not None:
-        each = queries.shape[-2] // flow.tokens
-        y = y * flow.total_v.to(y.dtype).exp().repeat_interleave(each, dim=-2)
+        y = y * flow._rows(flow.total_v.exp().to(y.dtype), queries, -2)
     if moments is not None:
-        y = y + flow.from_momentum(queries, predict=False) @ moments
+        y = _plus(y, flow.from_momentum(queries, predict=False), moments)
     if streams.known is not None:
         direction, values = streams.known
         scores = flow.meet(queries, direction, predict=False)
         if flow.total_v is None:
-            y = y + scores @ values
+            y = _plus(y, scores, values)
         else:
             y = y + decayed_mix(scores, values, flow.total_v)
     if unknown is not None and streams.direction is not None:
-        x = unknown.constant + unknown.of_start @ starts
+        x = _plus(unknown.constant, unknown.of_start, starts, -1)
         if moments is not None and unknown.of_momentum is not None:
-            x = x + unknown.of_momentum @ moments
+            x = _plus(x, unknown.of_momentum, moments, -1)
         scores = flow.meet(
             queries, streams.direction, predict=False, at_once=streams.erases_at_once
         )
-        y = y - scores @ x
+        y = _plus(y, scores, x)
     return y, Z, Zs
+
+
+def _plus(x: Tensor, left: Tensor, right: Tensor, sign: int = 1) -> Tensor:
+    """x ± left @ right in one pass, over all leading axes at once."""
+    lead = x.shape[:-2]
+    flat = torch.baddbmm(x.flatten(0, -3), left.flatten(0, -3), right.flatten(0, -3), alpha=sign)
+    return flat.unflatten(0, lead)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Unknown:
-    """The unknown rows as an affine function of the chunk's start: constant + of_start A°ᵀ + …"""
+    """Minus the unknown rows, as an affine function of the chunk's start.
+
+    −x = constant − of_start A°ᵀ − of_momentum S°ᵀ, what is added to the state in direction e.
+    """
 
     constant: Tensor
     of_start: Tensor
     of_momentum: Tensor | None
 
 
-def _unknown(flow: _Flow, streams: _Streams, moving: bool, V: int) -> _Unknown:
-    """Solve the triangular system of every chunk at once."""
+def _unknown(flow: _Flow, streams: _Streams, *, moving: bool) -> _Unknown:
+    """Solve the triangular system of every chunk at once.
+
+    The inverse is formed by substitution against the identity and then multiplied: for as many right
+    sides as a state has rows and columns that is faster than substitution against them, and as
+    accurate here (unit diagonal, entries bounded by η‖k‖²).
+    """
     w, e = streams.measured, streams.direction
     assert w is not None and e is not None
-    at_once = streams.erases_at_once
-    system = flow.meet(w, e, predict=True, at_once=at_once)
+    system = flow.meet(w, e, predict=True, at_once=streams.erases_at_once)
+    eye = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
+    inverse = torch.linalg.solve_triangular(
+        system, eye.expand_as(system), upper=False, unitriangular=True
+    )
     if streams.target is not None:
-        constant = -streams.target
+        constant = inverse @ streams.target
     else:
         assert streams.known is not None
         direction, values = streams.known
-        constant = flow.meet(w, direction, predict=True) @ values
-    sides = [constant, flow.from_start(w, predict=True)]
-    if moving:
-        sides.append(flow.from_momentum(w, predict=True))
-    solved = torch.linalg.solve_triangular(
-        system, torch.cat(sides, dim=-1), upper=False, unitriangular=True
-    )
-    K = w.shape[-1]
+        scores = flow.meet(w, direction, predict=True).tril(-1)
+        constant = -(inverse @ (scores @ values))
     return _Unknown(
-        constant=solved[..., :V],
-        of_start=solved[..., V : V + K],
-        of_momentum=solved[..., V + K :] if moving else None,
+        constant=constant,
+        of_start=inverse @ flow.from_start(w, predict=True),
+        of_momentum=inverse @ flow.from_momentum(w, predict=True) if moving else None,
     )
 
 
@@ -440,60 +492,64 @@ def _scan(
     flow: _Flow,
     streams: _Streams,
     unknown: _Unknown | None,
-    N: Tensor,
-    added: list[Tensor],
+    N: Tensor | None,
+    N_s: Tensor | None,
     Z: Tensor,
     Zs: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """The states at every chunk's start, and after the last: one affine map per chunk."""
     kept = flow.kept(Z)
     if unknown is None and Zs is None:
+        assert N is not None
         starts, end = _decaying_sum(kept, N, Z)
         return starts, None, end, None
-    K = Z.shape[-2]
-    eye = torch.eye(K, dtype=Z.dtype, device=Z.device)
-    M = eye * kept
-    if unknown is not None:
-        assert streams.direction is not None
-        end = flow.to_end(streams.direction, at_once=streams.erases_at_once).transpose(-1, -2)
-        M = M - end @ unknown.of_start
+    eye = torch.eye(Z.shape[-2], dtype=Z.dtype, device=Z.device)
+    M = eye * kept if unknown is None else (eye * kept).expand(*unknown.constant.shape[:3], -1, -1)
+    into_end = into_momentum = None
+    if unknown is not None and streams.direction is not None:
+        into_end = flow.to_end(streams.direction, at_once=streams.erases_at_once).mT
+        M = _plus(M, into_end, unknown.of_start, -1)
+        added = into_end @ unknown.constant
+        N = added if N is None else N + added
+        if Zs is not None and not streams.erases_at_once:
+            into_momentum = flow.to_momentum(streams.direction).mT
+            added = into_momentum @ unknown.constant
+            N_s = added if N_s is None else N_s + added
+    assert N is not None
     if Zs is None:
-        stacked = Z
-    else:
-        table = flow.table
-        assert table.m is not None and table.theta_end is not None
-        M_s = eye * table.m[..., -1][..., None, None]
-        S_s = eye * table.theta_end[..., None, None]
-        S_z = torch.zeros_like(S_s)
-        N_s = added[0] if added else torch.zeros_like(N)
-        if unknown is not None and unknown.of_momentum is not None:
-            assert streams.direction is not None
-            M_s = M_s - end @ unknown.of_momentum  # pyright: ignore[reportPossiblyUnboundVariable]
-            if not streams.erases_at_once:
-                into = flow.to_momentum(streams.direction).transpose(-1, -2)
-                S_z = S_z - into @ unknown.of_start
-                S_s = S_s - into @ unknown.of_momentum
-                N_s = N_s - into @ unknown.constant
-        M = torch.cat([torch.cat([M, M_s], -1), torch.cat([S_z, S_s], -1)], -2)
-        N = torch.cat([N, N_s], -2)
-        stacked = torch.cat([Z, Zs], -2)
-    shape = stacked.shape
-    state = stacked.reshape(-1, *shape[-2:])
-    starts: list[Tensor] = []
+        starts, end = _affine_scan(M, N, Z)
+        return starts, None, end, None
+    table = flow.table
+    assert table is not None and table.m is not None and table.theta_end is not None
+    assert N_s is not None
+    A_S = eye * table.m[..., -1][..., None, None]
+    S_S = eye * table.theta_end[..., None, None]
+    S_A = torch.zeros_like(S_S)
+    if unknown is not None and unknown.of_momentum is not None and into_end is not None:
+        A_S = A_S - into_end @ unknown.of_momentum
+        if into_momentum is not None:
+            S_A = S_A - into_momentum @ unknown.of_start
+            S_S = S_S - into_momentum @ unknown.of_momentum
+    whole = torch.cat([torch.cat([M, A_S], -1), torch.cat([S_A, S_S], -1)], -2)
+    starts, end = _affine_scan(whole, torch.cat([N, N_s], -2), torch.cat([Z, Zs], -2))
+    return *starts.chunk(2, dim=-2), *end.chunk(2, dim=-2)
+
+
+def _affine_scan(M: Tensor, N: Tensor, Z: Tensor) -> tuple[Tensor, Tensor]:
+    """Z ← M Z + N over chunks: the state before each, and after the last."""
+    lead = Z.shape[:2]
+    state, starts = Z.flatten(0, 1), []
     for m, n in zip(M.flatten(1, 2).unbind(0), N.flatten(1, 2).unbind(0), strict=True):
         starts.append(state)
         state = torch.baddbmm(n, m, state)
-    each = torch.stack(starts).unflatten(1, shape[:2])
-    state = state.reshape(shape)
-    if Zs is None:
-        return each, None, state, None
-    return each[..., :K, :], each[..., K:, :], state[..., :K, :], state[..., K:, :]
+    return torch.stack(starts).unflatten(1, lead), state.unflatten(0, lead)
 
 
 def _decaying_sum(kept: Tensor, N: Tensor, Z: Tensor) -> tuple[Tensor, Tensor]:
     """Z ← kept ⊙ Z + N over chunks: the state before each, and after the last."""
     starts: list[Tensor] = []
-    for factor, n in zip(kept.expand(N.shape[0], *kept.shape[1:]).unbind(0), N.unbind(0), strict=True):
+    factors = kept.expand(N.shape[0], *kept.shape[1:]).unbind(0)
+    for factor, n in zip(factors, N.unbind(0), strict=True):
         starts.append(Z)
         Z = torch.addcmul(n, factor, Z)
     return torch.stack(starts), Z

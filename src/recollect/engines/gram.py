@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["SAFE", "decayed_gram", "decayed_mix"]
+__all__ = ["absorbable", "causal_mask", "decayed_gram", "decayed_mix"]
 
 SAFE = 30.0
 SUB = 16
@@ -34,9 +34,9 @@ def _starts(total: Tensor) -> list[tuple[int, int]]:
     return [(s, min(s + SUB, C)) for s in range(0, C, SUB)]
 
 
-def _drop(total: Tensor) -> float:
-    """The largest decay within a chunk, as a positive exponent."""
-    return float(-total.detach().amin()) if total.numel() else 0.0
+def absorbable(total: Tensor) -> bool:
+    """Whether exp(total) and exp(−total) both stay far from the ends of float32."""
+    return not total.numel() or float(-total.detach().amin()) < SAFE
 
 
 def _block_drop(total: Tensor, reference: Tensor) -> float:
@@ -48,6 +48,8 @@ def decayed_gram(
 ) -> Tensor:
     """``[..., C a, K], [..., C b, K] -> [..., C a, C b]``; zero where y is later than x.
 
+    For chunks that decay too far to be absorbed at once (ways 2 and 3).
+
     Args:
         x, y: a (or b) rows per token, tokens in order.
         x_total, y_total: float64 cumulated log decays per token ``[..., C, K]``; x's may lag one token
@@ -56,10 +58,6 @@ def decayed_gram(
     """
     C = x_total.shape[-2]
     a, b = x.shape[-2] // C, y.shape[-2] // C
-    if _drop(y_total) < SAFE:
-        left = x * _spread(x_total.to(x.dtype).exp(), a)
-        right = y * _spread((-y_total).to(y.dtype).exp(), b)
-        return (left @ right.transpose(-1, -2)) * _causal(C, a, b, strict, x)
     rows: list[Tensor] = []
     for start, stop in _starts(x_total):
         here = slice(start * a, stop * a)
@@ -97,9 +95,11 @@ def _exp(exponent: Tensor, rows: int, like: Tensor) -> Tensor:
     return _spread(exponent.to(like.dtype).exp(), rows)
 
 
-def _causal(C: int, a: int, b: int, strict: bool, like: Tensor) -> Tensor:
-    mask = torch.ones(C, C, dtype=like.dtype, device=like.device).tril(-1 if strict else 0)
-    return mask.repeat_interleave(a, 0).repeat_interleave(b, 1)
+def causal_mask(x: Tensor, y: Tensor, tokens: int, *, strict: bool) -> Tensor:
+    """1 where a y row is not later than an x row (``strict``: earlier), for rows in token order."""
+    mask = torch.ones(tokens, tokens, dtype=x.dtype, device=x.device).tril(-1 if strict else 0)
+    rows, columns = x.shape[-2] // tokens, y.shape[-2] // tokens
+    return mask.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
 def _diagonal(
@@ -110,7 +110,7 @@ def _diagonal(
     if _block_drop(y_total, reference) < SAFE:
         left = x * _exp(x_total - reference, a, x)
         right = y * _exp(reference - y_total, b, y)
-        return (left @ right.transpose(-1, -2)) * _causal(C, a, b, strict, x)
+        return (left @ right.transpose(-1, -2)) * causal_mask(x, y, C, strict=strict)
     rest = (x_total.unsqueeze(-2) - y_total.unsqueeze(-3)).to(x.dtype)  # [..., C, C, K]
     future = torch.ones(C, C, dtype=torch.bool, device=x.device).triu(0 if strict else 1)
     factor = rest.masked_fill(future.unsqueeze(-1), -torch.inf).exp()
@@ -129,7 +129,7 @@ def decayed_mix(scores: Tensor, values: Tensor, total: Tensor) -> Tensor:
     """
     C = total.shape[-2]
     g, b = scores.shape[-2] // C, values.shape[-2] // C
-    if _drop(total) < SAFE:
+    if absorbable(total):
         scaled = values * _exp(-total, b, values)
         return (scores @ scaled) * _exp(total, g, values)
     rows: list[Tensor] = []

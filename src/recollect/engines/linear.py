@@ -109,7 +109,7 @@ class _Numbers:
     q: Tensor  # [B, T, H, G, F]
     k: Tensor  # [B, T, H, F]
     v: Tensor  # [B, T, H, V]
-    lr: Tensor  # [B, T, H] or [B, T, H, V]
+    lr: Tensor | None  # [B, T, H] or [B, T, H, V]; None is 1
     log_decay: Tensor | None = None
     log_decay_value: Tensor | None = None
     momentum: Tensor | None = None
@@ -133,7 +133,7 @@ def _numbers(problem: Problem) -> _Numbers:
     phi_k = problem.phi(problem.k.unsqueeze(3), "key", position).squeeze(3)
     lr = rates.get("lr", phi_k.new_ones(()).expand(phi_k.shape[:3]))
     if recipe.algorithm.keyed:
-        lr = recipe.algorithm.rate(lr, phi_k.square().sum(-1), affine[0])
+        lr = recipe.algorithm.rate(rates["lr"], phi_k.square().sum(-1), affine[0])
     if recipe.context.horizon == 1 and "window" in rates:
         # One association weighed by γ is a step of η γ.
         lr = lr * (rates["window"] if lr.dim() == 4 else rates["window"][..., 0])
@@ -206,9 +206,8 @@ def _split_values(n: _Numbers) -> _Numbers:
     values = channels(n.v)
     past = channels(n.v_past)
     A0, k, q = rows(n.A0), heads(n.k), heads(n.q)
-    lr = channels(n.lr) if n.lr.dim() == 4 else heads(n.lr)
+    lr = channels(n.lr) if n.lr is not None and n.lr.dim() == 4 else heads(n.lr)
     assert values is not None and A0 is not None and k is not None and q is not None
-    assert lr is not None
     return _Numbers(
         q=q,
         k=k,
@@ -259,7 +258,7 @@ def _solve(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     bonus = _bonus(problem, n)
     if split:
         n = _split_values(n)
-    elif n.lr.dim() == 4:
+    elif n.lr is not None and n.lr.dim() == 4:
         # The dot product's write is η ⊙ v: a rate per value channel is a change of value.
         n.v, n.lr = n.v * n.lr, torch.ones_like(n.lr[..., 0])
     y, A, S = _read_in_order(problem, n)
@@ -307,7 +306,7 @@ def _run_diagonal(problem: Problem) -> tuple[Tensor, State]:
 
     k, v, lr = single(n.k), single(n.v), channels(n.lr)
     decay = channels(n.log_decay if n.log_decay is not None else n.log_decay_value)
-    assert k is not None and v is not None and lr is not None
+    assert k is not None and v is not None
     one = _Numbers(
         q=n.q.transpose(3, 4).flatten(2, 3).unsqueeze(-1),  # [B, T, H V, G, 1]
         k=k,

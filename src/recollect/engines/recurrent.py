@@ -24,7 +24,7 @@ def recurrent(
     k: Tensor,
     v: Tensor,
     *,
-    lr: Tensor,
+    lr: Tensor | None,
     affine: tuple[float, float] = (1.0, 1.0),
     log_decay: Tensor | None = None,
     log_decay_value: Tensor | None = None,
@@ -63,8 +63,8 @@ def recurrent(
         j = held + t
         low = max(j - c + 1, 0)
         keys, values = k[:, low : j + 1].transpose(1, 2), v[:, low : j + 1].transpose(1, 2)
-        eta = lr[:, t].to(work)[..., None, None]
-        weight = eta  # [B, H, m, 1]
+        eta = 1.0 if lr is None else lr[:, t].to(work)[..., None, None]
+        weight = eta  # [B, H, m, 1] or [B, H, 1, 1]
         if window is not None:
             gamma = window[:, t, :, : j + 1 - low].to(work).flip(-1)
             if present is not None:

@@ -76,7 +76,7 @@ def read(problem: Problem, rates: Mapping[str, Tensor]) -> Tensor:
     return torch.stack(outputs, dim=1).to(problem.v.dtype) if outputs else empty
 
 
-# -- torch.inference_mode: the inner gradient needs tensors that autograd may keep ---------------
+# -- two gradients: the outer one only where asked, the inner one also in torch.inference_mode ----
 
 
 def _tensors(problem: Problem) -> Iterator[Tensor]:
@@ -86,6 +86,11 @@ def _tensors(problem: Problem) -> Iterator[Tensor]:
     yield from problem.state.tensors()
     if problem.lengths is not None:
         yield problem.lengths
+
+
+def _outer(problem: Problem) -> bool:
+    """Whether anybody can ask for an outer gradient; otherwise no graph is kept."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(problem))
 
 
 def _inferring(problem: Problem, *more: Tensor) -> bool:
@@ -169,7 +174,7 @@ def _as_matrix(w: Tensor) -> Tensor:
     if w.dim() == 4:
         return w
     if w.dim() < 4:
-        return w.reshape(*w.shape[:2], 1, -1)
+        return w.unsqueeze(2) if w.dim() == 3 else w[..., None, None]
     return w.flatten(3)
 
 
@@ -185,6 +190,7 @@ class _Walk:
     def __init__(self, problem: Problem) -> None:
         self.recipe = recipe = problem.recipe
         self.problem = problem
+        self.outer = _outer(problem)
         self.tokens = _tokens(problem)
         self.forward = _memory(problem)
         self.b = recipe.algorithm.batch
@@ -278,7 +284,7 @@ class _Walk:
         for name in (bias.constants().keys() | bias.static_quantities()) - gates.keys():
             x = tokens.rates[name][:, low : j + 1].transpose(1, 2)
             gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
-        outer = torch.is_grad_enabled()
+        outer = self.outer
         with torch.enable_grad():
             points = [
                 w if outer and w.requires_grad else w.detach().requires_grad_() for w in W
@@ -642,7 +648,7 @@ def _solve(problem: Problem, tokens: _Tokens, j: int) -> Weights:
         gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
     lr = tokens.rates["lr"][:, j]
     rate = lr.unsqueeze(-1) if lr.dim() == 3 else lr[..., None, None]
-    outer = torch.is_grad_enabled()
+    outer = _outer(problem)
     for _ in range(recipe.algorithm.steps):
         with torch.enable_grad():
             points = [w if outer and w.requires_grad else w.detach().requires_grad_() for w in W]

@@ -152,12 +152,10 @@ Named = str | Preset | tuple[str, Recipe] | tuple[str, Recipe, LayerOptions]
 
 
 def _named(model: Named) -> tuple[str, Recipe, LayerOptions]:
-    if isinstance(model, str):
-        model = get(model)
-    if isinstance(model, Preset):
-        return model.name, model.recipe, model.options
-    name, recipe, *rest = model
-    return name, recipe, rest[0] if rest else LayerOptions()
+    if isinstance(model, tuple):
+        return (*model, LayerOptions()) if len(model) == 2 else model
+    preset = get(model) if isinstance(model, str) else model
+    return preset.name, preset.recipe, preset.options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +183,8 @@ def compare(
     """Train each model on each task at equal parameters and tokens.
 
     Args:
-        models: zoo names, presets, or ``(name, recipe)`` or ``(name, recipe, options)`` of your own.
+        models: zoo names, presets, or ``(name, recipe)`` or ``(name, recipe, options)`` of your
+        own.
         tasks: out of `TASKS`.
         text: path of a text of your own; the default is the documentation installed with Python.
         corpus: a text already loaded, instead of ``text``.
@@ -350,9 +349,7 @@ def _device(model: nn.Module) -> torch.device:
 
 def _text_task(corpus: TextCorpus, size: Sizes, seed: int) -> _Task:
     generator = torch.Generator().manual_seed(seed)
-    stream = batches(
-        corpus, length=size.length, batch=size.schedule.batch, generator=generator
-    )
+    stream = batches(corpus, length=size.length, batch=size.schedule.batch, generator=generator)
     examples = Examples(next(stream) for _ in range(size.schedule.steps))
 
     def bits(model: nn.Module, limit: int | None) -> float:

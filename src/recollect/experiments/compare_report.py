@@ -43,7 +43,9 @@ def table(comparison: Comparison, task: str) -> Table:
         row += [f"{run.parameters:,}", f"{run.tokens:,}", _size(run)]
         row += [f"{run.tokens_per_second:,.0f}", "yes" if run.finished else "interrupted"]
         rows.append(row)
-    return Table(columns=columns, rows=rows, title=_TITLES[task], caption=_caption(comparison, task))
+    return Table(
+        columns=columns, rows=rows, title=_TITLES[task], caption=_caption(comparison, task)
+    )
 
 
 def _caption(comparison: Comparison, task: str) -> str:
@@ -51,7 +53,8 @@ def _caption(comparison: Comparison, task: str) -> str:
     shape = (
         f"{size.depth} layers of width {size.width}, {size.schedule.steps} steps of "
         f"{size.schedule.batch} × {size.length} tokens, peak learning rate {size.schedule.lr:g}, "
-        f"seed {comparison.seed}. The feed-forward width is set so that parameters are equal. State "
+        f"seed {comparison.seed}. The feed-forward width is set so that parameters are equal. "
+        "State "
         f"is what decoding keeps per sequence after {size.length} tokens."
     )
     if task == "text" and comparison.bigram is not None:
@@ -102,7 +105,11 @@ def _recall_by_pairs(comparison: Comparison) -> Figure | None:
         return None
     files = line_figure(
         [
-            Series(name=run.model, x=sorted(run.by_pairs), y=[run.by_pairs[c] for c in sorted(run.by_pairs)])
+            Series(
+                name=run.model,
+                x=sorted(run.by_pairs),
+                y=[run.by_pairs[c] for c in sorted(run.by_pairs)],
+            )
             for run in runs
         ],
         x="key–value pairs to remember",
@@ -131,7 +138,10 @@ def save_comparison(
     paths: dict[str, Path] = {}
     if comparison.interrupted:
         sections.append(
-            Note(title="Interrupted", text="This comparison was stopped early; it shows what was done.")
+            Note(
+                title="Interrupted",
+                text="This comparison was stopped early; it shows what was done.",
+            )
         )
     for task in comparison.sizes:
         if not comparison.of(task):
@@ -173,7 +183,9 @@ def _summary(comparison: Comparison) -> str:
     below = [r for r in comparison.of("text") if r.value is not None]
     if comparison.bigram is not None and below:
         count = sum((run.value or 0.0) < comparison.bigram for run in below)
-        parts.append(f"{count} of {len(below)} are below the byte bigram's {comparison.bigram:.3f}.")
+        parts.append(
+            f"{count} of {len(below)} are below the byte bigram's {comparison.bigram:.3f}."
+        )
     return " ".join(parts)
 
 
@@ -189,5 +201,3 @@ def _csv(runs: Sequence[ModelRun]) -> str:
             [getattr(run, name) for name in plain] + [run.by_pairs.get(c, "") for c in pairs]
         )
     return out.getvalue()
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -42,7 +43,7 @@ class Monitor:
             console=console, refresh_per_second=4, transient=True, get_renderable=self._view
         )
 
-    def __enter__(self) -> Monitor:
+    def __enter__(self) -> Self:
         if self.console.is_terminal:
             self.live.start()
         return self

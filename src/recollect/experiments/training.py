@@ -1,7 +1,8 @@
 """One training loop for every task model: `transformers.Trainer`, with its noise turned off.
 
 Examples are drawn beforehand from a generator, so every model of a comparison sees the same tokens
-in the same order. What is measured on the way is kept by a callback, so an interrupted run keeps it.
+in the same order. What is measured on the way is kept by a callback, so an interrupted run keeps
+it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,537 @@
+"""Every registered member: data, declared structure, and gradients.
+
+Members are found in the registry and made from what their fields declare, so a new one is held to
+all of this by being registered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import recollect as rc
+from recollect.choices.features import Kernel
+from recollect.choices.member import Member, decode, domain, registered
+from recollect.recipe import CHOICES
+from recollect.rewrites import REWRITES
+from tests.contracts import generate
+
+EXACT = 1e-12  # the same formula, rounded differently
+KINDS = (*CHOICES, "read", "probe")
+MEMBERS = [cls for kind in KINDS for cls in generate.members(kind)]
+
+
+def variants(cls: type[Member], count: int) -> list[Member]:
+    """Random members of a class: as it is by default, then ``count`` draws that are valid."""
+    rng = random.Random(cls.__name__)
+    found: list[Member] = []
+    for _ in range(50 * count):
+        if len(found) == count:
+            break
+        try:
+            made = generate.draw_member(rng, cls)
+        except rc.RecipeError:
+            continue
+        if made not in found:
+            found.append(made)
+    assert found, f"no draw of {cls.__name__} is valid"
+    return found
+
+
+def of(kind: str, count: int = 6) -> list[pytest.param]:
+    return [
+        pytest.param(made, id=f"{type(made).__name__}-{i}")
+        for cls in generate.members(kind)
+        for i, made in enumerate(variants(cls, count))
+    ]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
+# -- members are data --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", MEMBERS, ids=lambda cls: cls.__name__)
+def test_members_are_frozen_hashable_data(cls: type[Member]) -> None:
+    for made in variants(cls, 8):
+        text = json.dumps(made.to_dict(), allow_nan=False)
+        again = decode(json.loads(text))
+        assert again == made
+        assert type(again) is cls
+        assert hash(again) == hash(made)
+        assert json.dumps(again.to_dict()) == text
+        for field in dataclasses.fields(made):  # type: ignore[arg-type]
+            assert field.name in made.to_dict()
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(made, field.name, None)
+    assert registered(cls.__name__) is cls
+    assert cls.__doc__
+
+
+@pytest.mark.parametrize("cls", MEMBERS, ids=lambda cls: cls.__name__)
+def test_members_take_keywords_and_refuse_unknown_ones(cls: type[Member]) -> None:
+    with pytest.raises(TypeError):
+        cls(1.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="typo"):
+        cls(typo=1.0)  # type: ignore[call-arg]
+    data = {**variants(cls, 1)[0].to_dict(), "typo": 1}
+    with pytest.raises(rc.RecipeError, match="typo"):
+        decode(data)
+
+
+def _bad(field: dataclasses.Field[object]) -> list[object]:
+    """Values that a declared field must refuse."""
+    rule = domain(field)
+    if rule is None:
+        spec = field.metadata.get("recollect")
+        if spec is None:
+            return []
+        bad: list[object] = ["word", True, math.nan, math.inf, [1.0], torch.ones(())]
+        low, high = spec.range.low, spec.range.high
+        bad += [] if low is None else [low - 0.5, *([low] if spec.range.low_open else [])]
+        return bad + ([] if high is None else [high + 0.5, *([high] if spec.range.high_open else [])])
+    never: list[object] = [object(), torch.ones(()), *([] if rule.optional else [None])]
+    if rule.kind == "integer":
+        return [*never, 1.5, True, "2", int(rule.range.low or 0) - 1]
+    if rule.kind == "number":
+        low, high = rule.range.low, rule.range.high
+        never += [math.nan, math.inf, "2", True]
+        never += [] if low is None else [low - 0.5, *([low] if rule.range.low_open else [])]
+        return never + ([] if high is None else [high + 0.5])
+    if rule.kind == "slot":
+        return [*never, "L2", 1, rc.bias.L2] + ([rc.bias.L2()] if "bias" not in rule.words else [])
+    if rule.kind == "text":
+        return [*never, "", 1]
+    return [*never, "no such word", 2]
+
+
+@pytest.mark.parametrize("cls", MEMBERS, ids=lambda cls: cls.__name__)
+def test_bad_fields_are_refused_in_one_sentence(cls: type[Member]) -> None:
+    good = variants(cls, 1)[0]
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        for value in _bad(field):
+            with pytest.raises(rc.RecipeError) as caught:
+                dataclasses.replace(good, **{field.name: value})  # type: ignore[type-var]
+            message = str(caught.value)
+            assert cls.__name__ in message, message
+            assert field.name in message, message
+            assert "\n" not in message
+
+
+@pytest.mark.parametrize("cls", MEMBERS, ids=lambda cls: cls.__name__)
+def test_declared_numbers_are_asked_for_once(cls: type[Member]) -> None:
+    """Each quantity is a constant, or a gate, or a param, and its start lies in its range."""
+    for made in variants(cls, 12):
+        if any(isinstance(getattr(made, f.name), tuple) for f in dataclasses.fields(made)):  # type: ignore[arg-type]
+            continue  # a tuple may name one member twice; recipes refuse that
+        gates, params = made.gates(), made.params()
+        names = [g.name.removeprefix("log_") for g in gates]
+        names += [p.name for p in params]
+        names += [name.removeprefix("log_") for name in made.constants()]
+        assert len(names) == len(set(names)), names
+        for gate in gates:
+            assert gate.range.contains(gate.init), gate
+            assert gate.owner.split(".")[0] in KINDS
+        for param in params:
+            starts = param.init if isinstance(param.init, tuple) else (param.init,)
+            assert all(param.range.contains(start) for start in starts), param
+
+
+# -- bias --------------------------------------------------------------------------------------
+
+
+def _numbers(made: Member, count: int, V: int, seed: int) -> dict[str, Tensor]:
+    """A bias's numbers as they arrive: with a trailing axis of 1, or V."""
+    g = torch.Generator().manual_seed(seed)
+    found = {
+        name: torch.full((count, 1), value, dtype=torch.float64)
+        for name, value in made.constants().items()
+    }
+    for item in (*made.gates(), *made.params()):
+        u = torch.rand(count, V if item.axes else 1, generator=g, dtype=torch.float64)
+        found[item.name] = 0.1 + (item.range.low or 0.0) + u
+    return found
+
+
+@pytest.mark.parametrize("bias", of("bias", 10))
+def test_bias_gradients(bias: rc.bias.Bias) -> None:
+    """`error` is autograd's gradient of `loss`, and both are the central finite difference."""
+    count, V, h = 40, 3, 1e-6
+    p, v, gates = normal(count, V, seed=1), normal(count, V, seed=2), _numbers(bias, count, V, 3)
+    found = bias.error(p, v, gates)
+    assert found.shape == p.shape
+    if not bias.states_loss:
+        assert torch.isfinite(found).all()
+        return
+    point = p.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(bias.loss(point, v, gates).sum(), point)
+    torch.testing.assert_close(found, slope, atol=EXACT, rtol=EXACT)
+    for j in range(V):
+        step = h * torch.eye(V).double()[j]
+        ratio = (bias.loss(p + step, v, gates) - bias.loss(p - step, v, gates)) / (2 * h)
+        # Central differences err by h² f''' and by rounding/h ≈ 1e-10; kinks of measure zero (a
+        # threshold, a sign) are not hit by these draws, but e near 0 with p < 2 is steep.
+        near = (p - v)[:, j].abs() > 1e-3
+        torch.testing.assert_close(found[near, j], ratio[near], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", of("bias", 10))
+def test_declared_affinity_is_true(bias: rc.bias.Bias) -> None:
+    p, v, gates = normal(20, 3, seed=1), normal(20, 3, seed=2), _numbers(bias, 20, 3, 3)
+    found = bias.error(p, v, gates)
+    if bias.affine is not None:
+        a, b = bias.affine
+        torch.testing.assert_close(found, a * p - b * v, atol=EXACT, rtol=EXACT)
+    if bias.separable:
+        changed = p.clone()
+        changed[:, 1:] += 1.0
+        assert torch.equal(bias.error(changed, v, gates)[:, 0], found[:, 0])
+
+
+@pytest.mark.parametrize("bias", of("bias", 10))
+def test_bias_is_finite_at_a_perfect_prediction(bias: rc.bias.Bias) -> None:
+    """e = 0: the error is finite, and so is its outer gradient."""
+    v, gates = normal(4, 3, seed=2), _numbers(bias, 4, 3, 3)
+    point = v.clone().requires_grad_()
+    found = bias.error(point, v, gates)
+    assert torch.isfinite(found).all()
+    if found.requires_grad:
+        (slope,) = torch.autograd.grad(found.sum(), point)
+        assert torch.isfinite(slope).all()
+
+
+def test_a_loss_alone_supplies_its_error() -> None:
+    class Quartic(rc.bias.Bias):
+        def loss(self, prediction: Tensor, value: Tensor, gates: dict[str, Tensor]) -> Tensor:
+            return 0.25 * (prediction - value).pow(4).sum(-1)
+
+        def validate(self) -> None: ...
+
+        def __init__(self) -> None: ...
+
+    p, v = normal(5, 3, seed=1), normal(5, 3, seed=2)
+    with torch.no_grad():
+        found = Quartic().error(p, v, {})
+    torch.testing.assert_close(found, (p - v).pow(3), atol=EXACT, rtol=EXACT)
+
+
+# -- retention ---------------------------------------------------------------------------------
+
+
+def _link_gates(made: rc.retention.Retention) -> dict[str, Tensor]:
+    """Numbers of the step as a link sees them, ``[..., 1, 1]``."""
+    found = {name: torch.full((1, 1), x).double() for name, x in made.constants().items()}
+    for item in (*made.gates(), *made.params()):
+        found[item.name] = torch.full((1, 1), 0.3 + (item.range.low or 0.0)).double()
+    return found
+
+
+@pytest.mark.parametrize("retention", of("retention", 8))
+@pytest.mark.parametrize("size", [0.0, 1e-8, 1.0, 30.0])
+def test_links_are_finite_and_differentiable(
+    retention: rc.retention.Retention, size: float
+) -> None:
+    A = (size * normal(2, 3, 4, seed=1)).requires_grad_()
+    W = retention.link(A, _link_gates(retention))
+    assert W.shape == A.shape
+    assert torch.isfinite(W).all()
+    (slope,) = torch.autograd.grad(W.square().sum() + W.sum(), A)
+    assert torch.isfinite(slope).all()
+    if not retention.linked:
+        assert torch.equal(W, A)
+
+
+@pytest.mark.parametrize("retention", of("retention", 8))
+def test_link_gradients_are_those_of_finite_differences(
+    retention: rc.retention.Retention,
+) -> None:
+    A, direction, h = normal(3, 4, seed=1), normal(3, 4, seed=2), 1e-6
+    gates = _link_gates(retention)
+    point = A.clone().requires_grad_()
+    out = normal(3, 4, seed=3)
+    (slope,) = torch.autograd.grad((retention.link(point, gates) * out).sum(), point)
+    up, down = (retention.link(A + s * h * direction, gates) for s in (1, -1))
+    ratio = float(((up - down) * out).sum() / (2 * h))
+    # h² f''' + rounding/h ≈ 1e-9 times the slopes' size.
+    assert float((slope * direction).sum()) == pytest.approx(ratio, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("axis", ["in", "out"])
+def test_simplex_sums_to_its_scale(axis: str) -> None:
+    W = rc.retention.Simplex(scale=2.5, axis=axis).link(normal(2, 3, 4), {})
+    torch.testing.assert_close(W.sum(-1 if axis == "in" else -2) - 2.5, torch.zeros(()).expand(
+        2, 3 if axis == "in" else 4
+    ).double(), atol=EXACT, rtol=0)  # fmt: skip
+    assert (W >= 0).all()
+
+
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "hellinger", "chi_square"])
+@pytest.mark.parametrize("axis", ["in", "out"])
+def test_f_divergence_keeps_its_mass(kind: str, axis: str) -> None:
+    gate = rc.retention.FDivergence(kind=kind, scale=1.7, axis=axis)
+    A = normal(2, 3, 4, seed=1)
+    for step in (normal(2, 3, 4, seed=2), 20 * normal(2, 3, 4, seed=3), torch.zeros(2, 3, 4)):
+        for decay in (None, torch.tensor(-0.4).double().view(1, 1, 1)):
+            W = gate.advance(A, step.double(), decay, {})
+            assert (W >= 0).all()
+            total = W.sum(-1 if axis == "in" else -2)
+            # ζ is found to the last bit of its bracket; its slope magnifies that.
+            torch.testing.assert_close(total, torch.full_like(total, 1.7), atol=1e-9, rtol=0)
+
+
+def test_f_divergence_starts_uniform_from_nothing() -> None:
+    W = rc.retention.FDivergence(scale=2.0).link(torch.zeros(3, 4).double(), {})
+    torch.testing.assert_close(W, torch.full((3, 4), 0.5).double(), atol=EXACT, rtol=0)
+
+
+def test_chi_square_reaches_exact_zeros() -> None:
+    gate = rc.retention.FDivergence(kind="chi_square")
+    W = gate.advance(torch.ones(1, 4).double(), 9 * torch.tensor([[1.0, 0, 0, -1]]).double(), None, {})
+    assert (W == 0).any()
+
+
+def test_f_divergence_gradients_are_those_of_finite_differences() -> None:
+    for kind in ("kl", "reverse_kl", "hellinger", "chi_square"):
+        gate = rc.retention.FDivergence(kind=kind)
+        A, step = normal(1, 3, 4, seed=1).abs(), normal(1, 3, 4, seed=2).requires_grad_()
+        decay = torch.full((1, 1, 1), -0.2).double().requires_grad_()
+        assert torch.autograd.gradcheck(
+            lambda a, s, d, gate=gate: gate.advance(a, s, d, {}), (A.requires_grad_(), step, decay)
+        )
+
+
+def test_kl_divergence_is_the_simplex_recurrence() -> None:
+    """W^α e^{−ηg}, normalised, from W = softmax(A): log W and A differ by a constant along axis."""
+    for decay in (None, rc.retention.Decay()):
+        kl = rc.Recipe(retention=rc.retention.FDivergence(kind="kl", scale=1.5, decay=decay))
+        dual = rc.Recipe(retention=rc.retention.Simplex(scale=1.5, decay=decay))
+        x = generate.inputs(dual, T=9)
+        assert x.init is not None
+        start = dataclasses.replace(x, init=(x.init[0].softmax(-1),))
+        y, y2 = (generate.run(r, a, method="reference")[0] for r, a in ((dual, x), (kl, start)))
+        torch.testing.assert_close(y2, y, atol=1e-10, rtol=0)  # root finding to rounding, 9 times
+
+
+def test_bregman_ranges() -> None:
+    A = 3 * normal(3, 4)
+    W = rc.retention.Bregman().link(A, {})
+    assert ((W > 0) & (W < 1)).all()
+    assert (rc.retention.Bregman(map="exp").link(A, {}) > 0).all()
+    assert (rc.retention.Bregman(map="softplus").link(A, {}) > 0).all()
+    assert (rc.retention.Bregman(map="tanh").link(A, {}).abs() < 1).all()
+
+
+def test_ball_projects() -> None:
+    gates = {"radius": torch.full((1, 1), 0.7).double()}
+    for size in (0.01, 5.0):
+        A = size * normal(2, 3, 4)
+        W = rc.retention.Ball().link(A, gates)
+        norms = W.flatten(1).norm(dim=1)
+        assert (norms <= 0.7 + EXACT).all()
+        assert torch.equal(W, A) == (size < 0.1)
+    zero = torch.zeros(3, 4).double().requires_grad_()
+    (slope,) = torch.autograd.grad(rc.retention.Ball().link(zero, gates).sum(), zero)
+    assert torch.equal(slope, torch.ones(3, 4).double())  # inside the ball it is the identity
+
+
+def test_elastic_net_zeros_are_exact() -> None:
+    gates = {"tau": torch.full((1, 1), 0.5).double()}
+    A = normal(30, 30)
+    W = rc.retention.ElasticNet().link(A, gates)
+    assert torch.equal(W == 0, A.abs() <= 0.5)
+    smooth = rc.retention.ElasticNet(smooth=True).link(A, gates)
+    assert torch.equal(smooth.sign(), A.sign())
+
+
+@pytest.mark.parametrize("q", [1.5, 2.0, 3.0, 4.0])
+def test_lq_mirror_inverts_the_gradient_of_its_potential(q: float) -> None:
+    """W = ∇ ½‖A‖_q², so A = ∇ ½‖W‖²_{q'} with q' = q/(q−1)."""
+    A = normal(3, 4).requires_grad_()
+    W = rc.retention.Lq(q=q).link(A, {})
+    (slope,) = torch.autograd.grad(0.5 * (A.abs() ** q).sum() ** (2 / q), A)
+    torch.testing.assert_close(W, slope, atol=EXACT, rtol=EXACT)
+    dual, point = q / (q - 1), W.detach().requires_grad_()
+    (back,) = torch.autograd.grad(0.5 * (point.abs() ** dual).sum() ** (2 / dual), point)
+    torch.testing.assert_close(back, A, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e15])
+def test_lq_survives_float32_powers(size: float) -> None:
+    A = (size * normal(3, 4)).float()
+    exact = rc.retention.Lq(q=4.0).link(A.double(), {})
+    found = rc.retention.Lq(q=4.0).link(A, {})
+    torch.testing.assert_close(found.double(), exact, atol=0, rtol=1e-5)  # float32 rounding
+    ball = rc.retention.Ball().link(A, {"radius": torch.ones(1, 1)})
+    assert float(ball.double().norm()) == pytest.approx(min(1.0, float(A.double().norm())), rel=1e-5)
+
+
+# -- features ----------------------------------------------------------------------------------
+
+
+def _phi(features: rc.features.Features, x: Tensor, params: dict[str, Tensor]) -> Tensor:
+    lifted = features.phi(
+        x.view(1, 1, 1, *x.shape), params, "key", torch.zeros(1, 1, dtype=torch.long)
+    )
+    return lifted[0, 0, 0]
+
+
+@pytest.mark.parametrize("features", of("features"))
+def test_features_have_their_width_and_kernel(features: rc.features.Features) -> None:
+    K = 4
+    q, k = normal(5, K, seed=1), normal(6, K, seed=2)
+    if isinstance(features, Kernel):
+        assert not features.finite
+        gram = features.kappa(torch.cat([q, k]), torch.cat([q, k]))
+        torch.testing.assert_close(gram, gram.T)
+        assert torch.linalg.eigvalsh(gram).min() > -1e-9 * gram.abs().max()  # positive semidefinite
+        return
+    axes = rc.Recipe(features=features).axes(K, K)
+    g = torch.Generator().manual_seed(0)
+    params = {
+        p.name: generate._param(p, (1, *(axes[a] for a in p.axes)), g) for p in features.params()
+    }
+    lifted = _phi(features, k, params)
+    assert lifted.shape == (6, features.dim(K))
+    assert lifted.dtype == torch.float64
+    if type(features).kappa is not rc.features.Features.kappa:
+        product = _phi(features, q, params) @ lifted.T
+        torch.testing.assert_close(product, features.kappa(q, k), atol=EXACT, rtol=EXACT)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_polynomial_features_are_their_kernel(degree: int) -> None:
+    features, K = rc.features.Polynomial(degree=degree), 4
+    raw = 0.3 * normal(1, degree + 1, seed=3)
+    q, k = normal(5, K, seed=1), normal(6, K, seed=2)
+    found = _phi(features, q, {"log_coefficients": raw}) @ _phi(
+        features, k, {"log_coefficients": raw}
+    ).T
+    expected = sum(raw[0, i].exp() * (q @ k.T) ** i for i in range(degree + 1))
+    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)  # up to 35 terms
+    (param,) = features.params()
+    assert param.init == pytest.approx([-math.lgamma(i + 1) for i in range(degree + 1)])
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("temperature", [None, 1.5])
+def test_taylor_features_are_the_exponentials_series(
+    order: int, temperature: float | None
+) -> None:
+    features = rc.features.Taylor(order=order, temperature=temperature)
+    q, k = normal(5, 4, seed=1), normal(6, 4, seed=2)
+    x = q @ k.T / (2.0 if temperature is None else temperature)
+    expected = sum(x**i / math.factorial(i) for i in range(order + 1))
+    found = _phi(features, q, {}) @ _phi(features, k, {}).T
+    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
+
+
+# -- rewrites ----------------------------------------------------------------------------------
+
+Decay, Muon = rc.retention.Decay, rc.algorithm.Muon
+EXAMPLES: dict[str, list[rc.Recipe]] = {
+    "a window of one is online": [
+        rc.Recipe(context=rc.context.Window(size=1, gated=False), algorithm=rc.algorithm.Momentum())
+    ],
+    "one linear map is a matrix": [
+        rc.Recipe(
+            memory=rc.memory.MLP(depth=1, residual=False, expansion=2),
+            retention=Decay(per="key_value"),
+            algorithm=rc.algorithm.Momentum(batch=3),
+        )
+    ],
+    "a decay that does nothing more": [
+        rc.Recipe(retention=Decay(rate=1.0)),
+        rc.Recipe(retention=Decay(rate=0.8, per="key", when="before")),
+        rc.Recipe(bias=rc.bias.DotProduct(), retention=Decay(when="before")),
+        rc.Recipe(
+            bias=rc.bias.DotProduct(),
+            retention=rc.retention.Simplex(decay=Decay(when="before")),
+            algorithm=rc.algorithm.Momentum(),
+        ),
+        rc.Recipe(retention=rc.retention.Bregman(decay=Decay(rate=1.0))),
+    ],
+    "L_2 is the identity link": [
+        rc.Recipe(retention=rc.retention.Lq(q=2.0)),
+        rc.Recipe(retention=rc.retention.Lq(q=2.0, form="printed", decay=Decay())),
+    ],
+    "a batch of one is a token": [rc.Recipe(retention=rc.retention.Bregman(every="batch"))],
+    "zero momentum is descent": [
+        rc.Recipe(algorithm=rc.algorithm.Momentum(momentum=0.0, batch=2, per="value")),
+        rc.Recipe(algorithm=rc.algorithm.Momentum(momentum=0.0, of="value")),
+    ],
+    "no orthogonalisation is momentum": [
+        rc.Recipe(algorithm=Muon(newton_steps=0, scale="inner", batch=2)),
+        rc.Recipe(algorithm=Muon(newton_steps=0, lr="static")),
+        rc.Recipe(algorithm=Muon(newton_steps=0, lr=0.3), retention=Decay()),
+    ],
+    "the mean of one is the sum": [
+        rc.Recipe(algorithm=rc.algorithm.GradientDescent(reduce="mean"))
+    ],
+    "a robustness radius of zero is L2": [rc.Recipe(bias=rc.bias.ValueRobust(radius=0.0))],
+}
+
+
+def test_every_rewrite_has_an_example() -> None:
+    assert EXAMPLES.keys() == REWRITES.keys()
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize(
+    ("rewrite", "recipe"),
+    [
+        pytest.param(REWRITES[name], recipe, id=f"{name}-{i}")
+        for name, recipes in EXAMPLES.items()
+        for i, recipe in enumerate(recipes)
+    ],
+)
+def test_rewrites_are_identities(
+    rewrite: Callable[[rc.Recipe], rc.Recipe], recipe: rc.Recipe, zero: bool
+) -> None:
+    """Same outputs and same gradients of the outputs, also from a memory of zeros."""
+    simple = rewrite(recipe)
+    assert simple != recipe
+    assert rewrite(simple) == simple
+    # The example must see the rewrite whole: K ≠ V, and several maps where there are several.
+    x = generate.inputs(recipe, K=4, V=3, T=7, zero=zero and not recipe.needs_init())
+
+    def outputs(which: rc.Recipe) -> tuple[Tensor, dict[str, Tensor]]:
+        leaves = x.leaves()
+        asked = {gate.name for gate in which.gates()}
+        gates = {name: a for name, a in leaves.gates.items() if name in asked}
+        wanted = {param.name for param in which.params()}
+        params = {name: a for name, a in leaves.params.items() if name in wanted}
+        part = dataclasses.replace(leaves, gates=gates, params=params)
+        y, _ = generate.run(which, part, method="reference")
+        named = leaves.tensors()
+        slopes = torch.autograd.grad(
+            (y * normal(*y.shape, seed=5)).sum(),
+            list(named.values()),
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return y, dict(zip(named, slopes, strict=True))
+
+    (y, slopes), (twin, twins) = outputs(recipe), outputs(simple)
+    assert generate.error(twin, y) < EXACT
+    wrong, name = generate.worst(twins, slopes)
+    assert wrong < 1e-11, f"gradient of {name}"  # a longer sum than the outputs'
+
+
+def test_rewrites_leave_what_they_are_not_about() -> None:
+    """A deep memory's dot product does see W, so where the decay acts matters."""
+    deep = rc.Recipe(
+        memory=rc.memory.MLP(), bias=rc.bias.DotProduct(), retention=Decay(when="before")
+    )
+    assert deep.canonical() == deep
+    moving = rc.Recipe(algorithm=Muon(newton_steps=0))  # η per token, outside
+    assert moving.canonical() == moving

@@ -1,0 +1,447 @@
+"""Every engine against the reference: outputs, final state, and every gradient.
+
+An engine joins by standing in `select.ENGINES`, a recipe by standing in `RECIPES`. A pair that an
+engine refuses asserts the stated reason.
+
+Tolerances: in float64 both sides compute the same sums in another order, a few hundred terms of
+order 1, so 1e-10 is norm-wise rounding with room for a triangular solve's condition. In float32
+the issue asks for 1e-5 (gradients 1e-4), in bf16 (8 bits of mantissa, 4e-3 per input) for 2e-2.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import recollect as rc
+from recollect.engines.select import ENGINES
+from tests.contracts import generate
+
+EXACT, SINGLE, SINGLE_GRADIENT, HALF = 1e-10, 1e-5, 1e-4, 2e-2
+
+L2, Dot = rc.bias.L2(), rc.bias.DotProduct()
+Read, Matrix, Vector, MLP = rc.memory.Read, rc.memory.Matrix, rc.memory.Vector, rc.memory.MLP
+Decay, Window, Probe = rc.retention.Decay, rc.context.Window, rc.bias.Probe
+GD, Momentum = rc.algorithm.GradientDescent, rc.algorithm.Momentum
+Implicit, Normalized = rc.algorithm.Implicit, rc.algorithm.Normalized
+SOFTMAX = rc.Recipe(
+    memory=rc.memory.LocalConstant(),
+    context=rc.context.Similar(),
+    algorithm=rc.algorithm.Analytic(),
+)
+ONE = GD(lr=1.0)
+
+# The named systems of issue 2 (2-zoo.md §2.2), written out.
+ZOO: dict[str, rc.Recipe] = {
+    "softmax_attention": SOFTMAX,
+    "qk_norm_attention": SOFTMAX.but(
+        context=rc.context.Similar(kernel=rc.features.Exponential(temperature=0.25))
+    ),
+    "sliding_window_attention": SOFTMAX.but(
+        context=rc.context.Similar(within=(Window(size=4, gated=False),))
+    ),
+    "linear_attention": rc.Recipe(bias=Dot, algorithm=ONE),
+    "normalized_linear_attention": rc.Recipe(
+        memory=Matrix(read=Read(normalize="sum")),
+        features=rc.features.EluPlusOne(),
+        bias=Dot,
+        algorithm=ONE,
+    ),
+    "retnet": rc.Recipe(bias=Dot, retention=Decay(rate="static"), algorithm=ONE),
+    "lightning_attention": rc.Recipe(bias=Dot, retention=Decay(rate=0.9), algorithm=ONE),
+    "gla": rc.Recipe(bias=Dot, retention=Decay(per="key"), algorithm=ONE),
+    "delta_net": rc.Recipe(),
+    "momentum_delta_net": rc.Recipe(algorithm=Momentum(of="value")),
+    "gated_delta_net": rc.Recipe(retention=Decay(when="before")),
+    "leaky_lms": rc.Recipe(retention=Decay(when="after")),
+    "longhorn": rc.Recipe(algorithm=Implicit()),
+    "nlms": rc.Recipe(algorithm=Normalized()),
+}
+
+
+def _structures() -> dict[str, rc.Recipe]:
+    """Every way in which the parts of the linear recursion meet."""
+    found: dict[str, rc.Recipe] = {}
+    decays = [None, *itertools.product(("head", "key", "value", "key_value"), ("after", "before"))]
+    rules = (GD(), Momentum(), Momentum(of="value"))
+    for bias, decay, rule, c in itertools.product((L2, Dot), decays, rules, (1, 3)):
+        kept = rc.retention.Keep() if decay is None else Decay(per=decay[0], when=decay[1])
+        name = "-".join(
+            [type(bias).__name__, *(decay or ("keep",)), getattr(rule, "of", "plain"), f"c{c}"]
+        )
+        context = rc.context.Online() if c == 1 else Window(size=c)
+        found[name] = rc.Recipe(bias=bias, retention=kept, algorithm=rule, context=context)
+    before, key = Decay(when="before"), Decay(per="key")
+    for name, rule in (
+        ("implicit", Implicit()),
+        ("normalized", Normalized(lr="token")),
+        ("rate per value", GD(per="value")),
+        ("momentum, rate per value", Momentum(per="value")),
+        ("static rate", GD(lr="static")),
+        ("log rate", GD(lr="log_token")),
+    ):
+        for kept in (rc.retention.Keep(), Decay(), before, Decay(per="key_value", when="before")):
+            what = "keep" if kept.decay is None else f"{kept.decay.per}, {kept.decay.when}"
+            found[f"{name}, {what}"] = rc.Recipe(algorithm=rule, retention=kept)
+    found["window of one"] = rc.Recipe(context=Window(size=1))
+    found["window of one, value momentum"] = rc.Recipe(
+        context=Window(size=1), algorithm=Momentum(of="value"), retention=before
+    )
+    found["ungated window"] = rc.Recipe(context=Window(size=4, gated=False), retention=before)
+    found["dot, rate per value, window"] = rc.Recipe(
+        bias=Dot, context=Window(size=3), algorithm=GD(per="value"), retention=Decay(per="value")
+    )
+    found["static decay per key_value"] = rc.Recipe(
+        retention=Decay(per="key_value", rate="static", when="before")
+    )
+    for features in (rc.features.EluPlusOne(), rc.features.Polynomial(), rc.features.Taylor()):
+        found[f"{features.title}"] = rc.Recipe(features=features, retention=Decay(per="key"))
+    for decay in (None, "head", "key", "value"):
+        for bias, rule in itertools.product((L2, Dot), (GD(per="value"), Momentum())):
+            kept = rc.retention.Keep() if decay is None else Decay(per=decay)
+            name = f"vector, {type(bias).__name__}, {decay}, {type(rule).__name__}"
+            found[name] = rc.Recipe(memory=Vector(), bias=bias, retention=kept, algorithm=rule)
+    found["vector, window"] = rc.Recipe(memory=Vector(), context=Window(size=2), retention=before)
+    for at, write, per in itertools.product(("token", "key"), ("key", "probe"), ("head", "key")):
+        probe = Probe(at=at, write=write, per=per)
+        for kept in (rc.retention.Keep(), key, before):
+            what = "keep" if kept.decay is None else f"{kept.decay.per}, {kept.decay.when}"
+            name = f"probe at {at}, written at {write}, {per}, {what}"
+            found[name] = rc.Recipe(bias=rc.bias.L2(probe=probe), retention=kept)
+    found["probe, rate per value"] = rc.Recipe(
+        bias=rc.bias.L2(probe=Probe(write="probe")), algorithm=GD(per="value")
+    )
+    for kept in (rc.retention.Keep(), before, key):
+        what = "keep" if kept.decay is None else f"{kept.decay.per}, {kept.decay.when}"
+        found[f"two steps, {what}"] = rc.Recipe(algorithm=GD(steps=2), retention=kept)
+    found["three steps, one rate"] = rc.Recipe(algorithm=GD(steps=3, lr=0.3))
+    found["two steps, rate per value"] = rc.Recipe(algorithm=GD(steps=2, per="value"))
+    for read in (
+        Read(when="before", bonus="static"),
+        Read(when="before"),
+        Read(bonus=0.5),
+        Read(normalize="sum", when="before"),
+        Read(normalize="sum"),
+        Read(normalize="floor"),
+        Read(normalize="floor", when="before"),
+    ):
+        rule = GD(lr="log_token") if read.normalize == "floor" else GD()
+        name = f"read {read.normalize}, {read.when}, {read.bonus}"
+        features = rc.features.EluPlusOne()
+        found[name] = rc.Recipe(
+            memory=Matrix(read=read), bias=Dot, retention=Decay(), algorithm=rule, features=features
+        )
+    found["read before, delta rule"] = rc.Recipe(
+        memory=Matrix(read=Read(when="before", bonus="static")), retention=Decay(per="value")
+    )
+    found["normalised, momentum, window"] = rc.Recipe(
+        memory=Matrix(read=Read(normalize="sum")),
+        features=rc.features.Relu(),
+        bias=Dot,
+        retention=Decay(per="key"),
+        context=Window(size=2),
+        algorithm=Momentum(),
+    )
+    return found
+
+
+STRUCTURES = _structures()
+
+# What needs more than the linear recursion, for the engines that can.
+DEEP: dict[str, rc.Recipe] = {
+    "titans": rc.Recipe(memory=MLP(), retention=Decay(), algorithm=Momentum(batch=4)),
+    "moneta": rc.Recipe(
+        memory=MLP(norm="layer"),
+        bias=rc.bias.Lp(p=3.0),
+        retention=rc.retention.Lq(q=4.0, every="batch", decay=Decay(per="value")),
+        algorithm=GD(batch=4),
+    ),
+    "yaad": rc.Recipe(
+        memory=MLP(norm="layer"),
+        bias=rc.bias.Huber(),
+        retention=Decay(per="value"),
+        algorithm=GD(batch=4),
+    ),
+    "memora": rc.Recipe(
+        memory=MLP(norm="layer"),
+        retention=rc.retention.Simplex(every="batch"),
+        algorithm=GD(batch=4),
+    ),
+    "omega_net": rc.Recipe(
+        memory=rc.memory.GatedMLP(), context=Window(size=3), retention=Decay(), algorithm=GD(batch=4)
+    ),
+    "atlas": rc.Recipe(
+        memory=MLP(),
+        features=rc.features.Polynomial(),
+        context=Window(size=3),
+        retention=Decay(),
+        algorithm=rc.algorithm.Muon(batch=4, every="batch"),
+    ),
+    "ttt_linear": rc.Recipe(
+        memory=MLP(depth=1, norm="layer", biases=True), algorithm=GD(batch=4, reduce="mean")
+    ),
+    "matrix, inner batches": rc.Recipe(algorithm=GD(batch=4)),
+    "entry decay": rc.Recipe(bias=Dot, retention=Decay(per="entry")),
+    "prefix": rc.Recipe(context=rc.context.Prefix(), algorithm=GD(steps=2)),
+    "sigmoid": rc.Recipe(retention=rc.retention.Bregman()),
+}
+RECIPES = {**ZOO, **STRUCTURES, **DEEP}
+FAST = [engine for engine in ENGINES if engine.name != "reference"]
+
+
+def able(recipes: dict[str, rc.Recipe]) -> list[pytest.param]:
+    """The (engine, recipe) pairs that run."""
+    return [
+        pytest.param(engine.name, recipe, id=f"{engine.name}: {name}")
+        for engine in FAST
+        for name, recipe in recipes.items()
+        if not engine.refuses(recipe)
+    ]
+
+
+def fitting(recipe: rc.Recipe, **sizes: int) -> generate.Inputs:
+    """Inputs with K = V where the recipe needs it, and K ≠ V elsewhere."""
+    square = recipe.memory.diagonal or getattr(recipe.memory, "residual", False)
+    return generate.inputs(recipe, **{"K": 4, "V": 4 if square else 3, **sizes})
+
+
+def agree(
+    recipe: rc.Recipe,
+    x: generate.Inputs,
+    method: str,
+    tolerance: float = EXACT,
+    **options: object,
+) -> None:
+    """Outputs, final state and every gradient equal the reference's."""
+    expected, kept, slopes = generate.gradients(recipe, x, method="reference")
+    y, state, found = generate.gradients(recipe, x, method=method, **options)
+    assert generate.error(y, expected) < tolerance
+    assert generate.worst(generate.parts(state), generate.parts(kept))[0] < tolerance
+    wrong, name = generate.worst(found, slopes)
+    assert wrong < tolerance, f"gradient of {name}: {wrong:.1e}"
+
+
+def same(
+    found: tuple[Tensor, rc.State], expected: tuple[Tensor, rc.State], tolerance: float = EXACT
+) -> None:
+    assert generate.error(found[0], expected[0]) < tolerance
+    wrong, name = generate.worst(generate.parts(found[1]), generate.parts(expected[1]))
+    assert wrong < tolerance, f"state {name}: {wrong:.1e}"
+
+
+def test_the_lists_reach_every_engine() -> None:
+    reached = {parameter.values[0] for parameter in able(RECIPES)}
+    assert reached == {engine.name for engine in FAST}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_named_systems_need_no_reference(name: str) -> None:
+    assert any(not engine.refuses(ZOO[name]) for engine in FAST)
+
+
+@pytest.mark.parametrize(("method", "recipe"), able(RECIPES))
+def test_equals_the_reference(method: str, recipe: rc.Recipe) -> None:
+    """13 tokens in chunks of 4: three whole ones and an odd rest."""
+    agree(recipe, fitting(recipe, B=1, T=13, H=2), method, chunk_size=4)
+
+
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 200])
+@pytest.mark.parametrize(("method", "recipe"), able(ZOO))
+def test_lengths(method: str, recipe: rc.Recipe, T: int) -> None:
+    x = fitting(recipe, B=1, T=T, H=1)
+    with torch.no_grad():
+        same(generate.run(recipe, x, method=method), generate.run(recipe, x, method="reference"))
+
+
+LONG = {
+    name: RECIPES[name]
+    for name in (
+        "gated_delta_net", "gla", "longhorn", "L2-key-before-gradient-c3", "softmax_attention"
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("T", [1, 2, 65])
+@pytest.mark.parametrize(("method", "recipe"), able(LONG))
+def test_gradients_at_lengths(method: str, recipe: rc.Recipe, T: int) -> None:
+    agree(recipe, fitting(recipe, B=1, T=T, H=1), method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [63, 64, 200])
+@pytest.mark.parametrize(("method", "recipe"), able(ZOO))
+def test_gradients_at_all_lengths(method: str, recipe: rc.Recipe, T: int) -> None:
+    agree(recipe, fitting(recipe, B=1, T=T, H=1), method)
+
+
+SOME = {**ZOO, **dict(list(STRUCTURES.items())[::4])}
+
+
+@pytest.mark.parametrize(("method", "recipe"), able(SOME))
+def test_any_split_and_chunk(method: str, recipe: rc.Recipe) -> None:
+    """Pieces of 0, 1 and more tokens, one token at a time, and chunks of any size."""
+    x = fitting(recipe, B=2, T=19, H=2)
+    with torch.no_grad():
+        whole = generate.run(recipe, x, method=method)
+        same(generate.split(recipe, x, [1, 1, 6, 17], [method]), whole)
+        same(generate.split(recipe, x, list(range(1, 19)), [method]), whole)
+        for chunk_size in (1, 2, 5, 16, 64):
+            same(generate.run(recipe, x, method=method, chunk_size=chunk_size), whole)
+
+
+@pytest.mark.parametrize(("method", "recipe"), able(SOME))
+def test_engines_continue_each_others_states(method: str, recipe: rc.Recipe) -> None:
+    x = fitting(recipe, B=1, T=11, H=2)
+    with torch.no_grad():
+        whole = generate.run(recipe, x, method="reference")
+        for order in (["reference", method], [method, "reference"]):
+            same(generate.split(recipe, x, [3, 4, 8], order), whole)
+
+
+MASKS = {
+    "left": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1]]),
+    "right": torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]]),
+    "gaps": torch.tensor([[0, 1, 0, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]]),
+}
+
+
+@pytest.mark.parametrize("where", MASKS)
+@pytest.mark.parametrize(("method", "recipe"), able(SOME))
+def test_masked_rows_run_alone(method: str, recipe: rc.Recipe, where: str) -> None:
+    x, mask = fitting(recipe, B=2, T=9, H=2), MASKS[where].bool()
+    y, state = generate.run(recipe, x, method=method, attention_mask=mask, chunk_size=4)
+    assert not y[~mask].any()
+    for row in range(2):
+        alone = x.rows(row).tokens(lambda a, row=row: a[:, mask[row]])
+        here, there = generate.run(recipe, alone, method=method)
+        assert generate.error(y[row : row + 1, mask[row]], here) < EXACT
+        if recipe.span is not None:  # an unbounded cache keeps its padding
+            kept = generate.parts(state.select(torch.tensor([row])))
+            assert generate.worst(kept, generate.parts(there))[0] < EXACT
+
+
+@pytest.mark.parametrize(("method", "recipe"), able(SOME))
+def test_packed_documents_run_alone(method: str, recipe: rc.Recipe) -> None:
+    """Lengths 1, 0, 7 and 4, twice in a row: the second time they continue."""
+    x, borders = fitting(recipe, B=1, T=12, H=2), [0, 1, 1, 8, 12]
+    packed = torch.tensor(borders)
+    y, state = generate.run(recipe, x, method=method, cu_seqlens=packed)
+    y2, state2 = generate.run(recipe, x, method=method, cu_seqlens=packed, state=state)
+    for document, (start, stop) in enumerate(zip(borders, borders[1:], strict=False)):
+        piece = x.cut(start, stop)
+        here, there = generate.run(recipe, piece, method=method)
+        assert generate.error(y[:, start:stop], here) < EXACT
+        here, there = generate.run(recipe, piece, method=method, state=there)
+        assert generate.error(y2[:, start:stop], here) < EXACT
+        if recipe.span is not None:  # an unbounded cache keeps its padding
+            kept = generate.parts(state2.select(torch.tensor([document])))
+            assert generate.worst(kept, generate.parts(there))[0] < EXACT
+
+
+@pytest.mark.parametrize(("method", "recipe"), able(SOME))
+def test_grouped_heads(method: str, recipe: rc.Recipe) -> None:
+    agree(recipe, fitting(recipe, B=1, T=6, H=2, G=3), method, chunk_size=4)
+
+
+@pytest.mark.parametrize(("method", "recipe"), able(ZOO))
+def test_single_precision(method: str, recipe: rc.Recipe) -> None:
+    """Against the same engine in float64, which the tests above hold to the reference."""
+    x = fitting(recipe, B=1, T=200, H=2, K=16, V=16)
+    expected, kept, slopes = generate.gradients(recipe, x, method=method)
+    y, state, found = generate.gradients(recipe, x.map(Tensor.float), method=method)
+    assert y.dtype == torch.float32
+    assert generate.error(y, expected) < SINGLE
+    assert generate.worst(generate.parts(state), generate.parts(kept))[0] < SINGLE
+    wrong, name = generate.worst(found, slopes)
+    assert wrong < SINGLE_GRADIENT, f"gradient of {name}: {wrong:.1e}"
+
+
+@pytest.mark.parametrize(("method", "recipe"), able(ZOO))
+def test_half_precision(method: str, recipe: rc.Recipe) -> None:
+    x = fitting(recipe, B=1, T=200, H=2, K=16, V=16)
+    expected, _ = generate.run(recipe, x, method=method)
+    low = x.map(Tensor.bfloat16)
+    y, state = generate.run(recipe, low, method=method)
+    assert y.dtype == torch.bfloat16
+    assert all(w.dtype == torch.float32 for w in state.weights)
+    assert generate.error(y, expected) < HALF
+
+
+DECAYING = {
+    "dot, head": rc.Recipe(bias=Dot, retention=Decay()),
+    "dot, key": rc.Recipe(bias=Dot, retention=Decay(per="key")),
+    "dot, value": rc.Recipe(bias=Dot, retention=Decay(per="value")),
+    "gated delta": rc.Recipe(retention=Decay(when="before")),
+    "delta, key": rc.Recipe(retention=Decay(per="key", when="before")),
+    "delta, key, after": rc.Recipe(retention=Decay(per="key")),
+    "momentum": rc.Recipe(retention=Decay(), algorithm=Momentum()),
+    "momentum, key": rc.Recipe(retention=Decay(per="key"), algorithm=Momentum()),
+    "window, key": rc.Recipe(retention=Decay(per="key"), context=Window(size=2)),
+}
+
+
+@pytest.mark.parametrize("T", [300, pytest.param(8192, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("method", "recipe"), able(DECAYING))
+def test_extreme_decays_are_finite(method: str, recipe: rc.Recipe, T: int) -> None:
+    """−50 per token, mixed with 0 and −1e-3, in float32: no NaN, no overflow, also backwards."""
+    x = fitting(recipe, B=1, T=T, H=1, K=8, V=8).map(Tensor.float)
+    x.gates["log_decay"].copy_(_mixed(x.gates["log_decay"], -50.0))
+    y, state, slopes = generate.gradients(recipe, x, method=method)
+    for name, tensor in {"y": y, **generate.parts(state), **slopes}.items():
+        assert torch.isfinite(tensor).all(), name
+
+
+def _mixed(like: Tensor, extreme: float) -> Tensor:
+    g = torch.Generator().manual_seed(3)
+    pick = torch.randint(0, 4, like.shape, generator=g)
+    return torch.tensor([extreme, 0.0, -1e-3, 0.2 * extreme], dtype=like.dtype)[pick]
+
+
+@pytest.mark.parametrize("spread", ["mixed", "all"])
+@pytest.mark.parametrize(("method", "recipe"), able(DECAYING))
+def test_strong_decays_keep_their_digits(method: str, recipe: rc.Recipe, spread: str) -> None:
+    """Per-channel decays down to −20 per token: float32 within 1e-5 of the float64 reference."""
+    x = fitting(recipe, B=1, T=70, H=1, K=8, V=8)
+    decay = x.gates["log_decay"]
+    strong = -20 * torch.rand(decay.shape, generator=torch.Generator().manual_seed(4)).to(decay)
+    decay.copy_(_mixed(decay, -20.0) if spread == "mixed" else strong)
+    expected, _ = generate.run(recipe, x, method="reference")
+    exact, _ = generate.run(recipe, x, method=method)
+    assert generate.error(exact, expected) < EXACT
+    single, _ = generate.run(recipe, x.map(Tensor.float), method=method)
+    assert generate.error(single, expected) < SINGLE
+
+
+@pytest.mark.parametrize("engine", FAST, ids=lambda engine: engine.name)
+def test_refusals_state_their_reason(engine: object) -> None:
+    """A method asked for by name that cannot run says why, and which can."""
+    refused = 0
+    for name, recipe in RECIPES.items():
+        reasons = engine.refuses(recipe)  # type: ignore[attr-defined]
+        if not reasons:
+            continue
+        refused += 1
+        assert all(isinstance(reason, str) and len(reason) > 10 for reason in reasons), name
+        with pytest.raises(rc.RecipeError, match="these can: .*reference") as caught:
+            generate.run(recipe, fitting(recipe, B=1, T=1), method=engine.name)  # type: ignore[attr-defined]
+        assert reasons[0] in str(caught.value)
+    assert refused
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("titans", "not linear in its parameters"),
+        ("matrix, inner batches", "inner batches of 4"),
+        ("entry decay", "per entry"),
+        ("prefix", "all of the past"),
+        ("sigmoid", "a link between"),
+        ("softmax_attention", "not linear in its parameters"),
+    ],
+)
+def test_the_linear_engine_names_the_structure_it_lacks(name: str, reason: str) -> None:
+    (linear,) = (engine for engine in ENGINES if engine.name == "linear")
+    assert any(reason in why for why in linear.refuses(RECIPES[name])), linear.refuses(RECIPES[name])

@@ -1,0 +1,437 @@
+"""Bad input: one clear sentence each, or a correct empty answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import recollect as rc
+from tests.contracts import generate
+
+GATED = rc.Recipe(retention=rc.retention.Decay(when="before"))
+RICH = rc.Recipe(
+    features=rc.features.Polynomial(),
+    context=rc.context.Window(size=3),
+    retention=rc.retention.Decay(rate="static"),
+    algorithm=rc.algorithm.Momentum(),
+)
+DEEP = rc.Recipe(memory=rc.memory.MLP(), algorithm=rc.algorithm.GradientDescent(batch=3))
+PRODUCT = rc.Recipe(algorithm=rc.algorithm.GradientDescent(steps=2))
+SOFTMAX = rc.Recipe(
+    memory=rc.memory.LocalConstant(),
+    context=rc.context.Similar(),
+    algorithm=rc.algorithm.Analytic(),
+)
+NORMED = rc.Recipe(
+    memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor")),
+    bias=rc.bias.DotProduct(),
+    retention=rc.retention.Decay(),
+    algorithm=rc.algorithm.GradientDescent(lr="log_token"),
+)
+PREFIX = rc.Recipe(
+    context=rc.context.Prefix(decay="token"), algorithm=rc.algorithm.GradientDescent(steps=2)
+)
+MODULE = rc.Recipe(memory=rc.memory.Module(factory=generate.FACTORY))
+ALL = {
+    "gated": GATED,
+    "rich": RICH,
+    "deep": DEEP,
+    "product": PRODUCT,
+    "softmax": SOFTMAX,
+    "normed": NORMED,
+    "prefix": PREFIX,
+    "module": MODULE,
+}
+
+
+def refuse(match: str, recipe: rc.Recipe, x: generate.Inputs, **options: Any) -> None:
+    """The call raises one sentence that holds ``match``."""
+    with pytest.raises((rc.RecipeError, ValueError), match=match) as caught:
+        generate.run(recipe, x, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 300, message
+
+
+def put(x: generate.Inputs, **changed: Tensor) -> generate.Inputs:
+    return dataclasses.replace(x, **changed)
+
+
+Change = Callable[[generate.Inputs], generate.Inputs]
+SHAPES: dict[str, tuple[str, Change]] = {
+    "q without heads": (r"q must have shape \[B, T, H, K\]", lambda x: put(x, q=x.q[:, :, 0])),
+    "k with n": (r"k must have shape \[B, T, H, K\]", lambda x: put(x, k=x.k[..., None])),
+    "v without T": (r"v must have shape \[B, T, H, V\]", lambda x: put(x, v=x.v[:, 0])),
+    "tokens of v": ("k and v must agree", lambda x: put(x, v=x.v[:, :-1])),
+    "heads of v": ("k and v must agree", lambda x: put(x, v=x.v[:, :, :1])),
+    "tokens of q": ("q and k must agree", lambda x: put(x, q=x.q[:, :-1])),
+    "rows of q": ("q and k must agree", lambda x: put(x, q=x.q[:1])),
+    "size of q": ("one size K", lambda x: put(x, q=x.q[..., :-1])),
+    "heads of q": ("multiple of the 2", lambda x: put(x, q=x.q.repeat(1, 1, 2, 1)[:, :, :3])),
+    "no heads": ("multiple", lambda x: put(x, q=x.q, k=x.k[:, :, :0], v=x.v[:, :, :0])),
+    "no channels": ("at least one channel", lambda x: put(x, v=x.v[..., :0])),
+    "whole numbers": ("floating point", lambda x: put(x, k=x.k.long())),
+    "dtypes": ("one dtype; v is torch.float32", lambda x: put(x, v=x.v.float())),
+    "devices": ("one device; k is on meta", lambda x: put(x, k=x.k.to("meta"))),
+    "a list": ("q must be a tensor", lambda x: put(x, q=x.q.tolist())),
+    "NaN in q": ("q has a NaN at row 1, token 2", lambda x: put(x, q=_poison(x.q))),
+    "NaN in k": ("k has a NaN at row 1, token 2", lambda x: put(x, k=_poison(x.k))),
+    "NaN in v": ("v has a NaN at row 1, token 2", lambda x: put(x, v=_poison(x.v))),
+    "NaN in init": ("init has a NaN", lambda x: put(x, init=(_poison(x.init[0], 0),))),
+    "shape of init": (r"must have shape \[2, 4, 4\]", lambda x: put(x, init=(x.init[0][:, :3],))),
+    "number of maps": (r"1 map\(s\)", lambda x: put(x, init=(x.init[0], x.init[0]))),
+}
+
+
+def _poison(x: Tensor, *place: int) -> Tensor:
+    x = x.clone()
+    x[place or (1, 2)] = torch.nan
+    return x
+
+
+@pytest.mark.parametrize("method", ["auto", "reference"])
+@pytest.mark.parametrize("what", SHAPES)
+def test_tensors_that_do_not_fit(what: str, method: str) -> None:
+    match, change = SHAPES[what]
+    refuse(match, GATED, change(generate.inputs(GATED)), method=method)
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        ("gate 'lr' is missing: algorithm.GradientDescent", lambda g: g.pop("lr")),
+        ("gate 'alpha' is unknown", lambda g: g.update(alpha=g["lr"])),
+        (r"must have shape \[2, 7, 2\]", lambda g: g.update(lr=g["lr"][..., None])),
+        (r"must have shape \[2, 7, 2\]", lambda g: g.update(log_decay=g["log_decay"][:1])),
+        ("floating-point tensor", lambda g: g.update(lr=0.5)),
+        ("floating-point tensor", lambda g: g.update(lr=g["lr"] > 0)),
+        ("'lr' is on meta and q on cpu", lambda g: g.update(lr=g["lr"].to("meta"))),
+        ("'log_decay'.*must be <= 0.*logarithms", lambda g: g.update(log_decay=g["lr"])),
+        ("'lr'.*must be >= 0, and holds -1", lambda g: g.update(lr=-torch.ones_like(g["lr"]))),
+        ("'lr' has a NaN at row 1, token 2", lambda g: g.update(lr=_poison(g["lr"]))),
+    ],
+)
+def test_gates_that_do_not_fit(match: str, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    x = generate.inputs(GATED)
+    change(x.gates)
+    refuse(match, GATED, x)
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        ("param 'decay' is missing: retention.Decay", lambda p: p.pop("decay")),
+        ("param 'alpha' is unknown", lambda p: p.update(alpha=p["decay"])),
+        (r"must have shape \[2\]", lambda p: p.update(decay=p["decay"][:1])),
+        (r"must have shape \[2, 3\]", lambda p: p.update(log_coefficients=p["decay"])),
+        ("on meta and q on cpu", lambda p: p.update(decay=p["decay"].to("meta"))),
+        (r"'decay'.*must be in \(0, 1\], and holds 1.5", lambda p: p["decay"].fill_(1.5)),
+        (r"'decay'.*must be in \(0, 1\], and holds 0", lambda p: p["decay"].zero_()),
+        ("param 'log_coefficients' has a NaN", lambda p: p["log_coefficients"].fill_(torch.nan)),
+        ("must be a floating-point tensor", lambda p: p.update(decay=0.9)),
+    ],
+)
+def test_params_that_do_not_fit(match: str, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    x = generate.inputs(RICH)
+    change(x.params)
+    refuse(match, RICH, x)
+
+
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        ("chunk_size must be at least 1, not 0", {"chunk_size": 0}),
+        ("method='fast' is unknown: use 'auto' or one of", {"method": "fast"}),
+        ("method='kernel' cannot run this recipe.*these can: linear", {"method": "kernel"}),
+        ("exclude each other", {"attention_mask": torch.ones(2, 7), "cu_seqlens": torch.tensor([0])}),
+        (r"attention_mask must have shape \[2, 7\]", {"attention_mask": torch.ones(2, 6)}),
+        (r"attention_mask must have shape \[2, 7\]", {"attention_mask": [1] * 7}),
+        ("B must be 1, not 2", {"cu_seqlens": torch.tensor([0, 7])}),
+    ],
+)
+def test_options_that_do_not_fit(match: str, options: dict[str, Any]) -> None:
+    refuse(match, GATED, generate.inputs(GATED), **options)
+
+
+@pytest.mark.parametrize(
+    "borders",
+    [
+        torch.tensor([0, 3]),
+        torch.tensor([1, 7]),
+        torch.tensor([0, 5, 3, 7]),
+        torch.tensor([0]),
+        torch.tensor([[0, 7]]),
+        torch.tensor([0.0, 7.0]),
+        [0, 7],
+    ],
+)
+def test_borders_that_do_not_fit(borders: Any) -> None:
+    refuse("cu_seqlens must", GATED, generate.inputs(GATED, B=1), cu_seqlens=borders)
+
+
+def test_states_that_do_not_fit() -> None:
+    x = generate.inputs(RICH)
+    _, state = generate.run(RICH, x)
+    with pytest.raises(rc.RecipeError, match="init and state exclude each other"):
+        rc.recall(RICH, x.q, x.k, x.v, x.gates, params=x.params, init=x.init, state=state)
+    refuse("the state has 2 rows and this call 1", RICH, x.rows(0), state=state)
+    y = generate.inputs(GATED)
+    _, other = generate.run(GATED, y)
+    refuse("state.*another recipe", RICH, x, state=other)
+    refuse("state.*another recipe", GATED, y, state=state)
+    wide = generate.inputs(GATED, V=5)
+    refuse(r"the state is of \(H, K, V\) = \(2, 4, 4\)", GATED, wide, state=other)
+    away = other.to(device="meta")
+    refuse("the state is on meta", GATED, y, state=away)
+
+
+def test_deep_memories_ask_for_init() -> None:
+    x = dataclasses.replace(generate.inputs(DEEP), init=None)
+    refuse("needs init.*never learns", DEEP, x)
+
+
+def test_reads_that_do_not_fit() -> None:
+    x = generate.inputs(GATED)
+    _, state = generate.run(GATED, x)
+    for match, call in (
+        ("give state=... or init=...", lambda: rc.read(GATED, x.q)),
+        ("give state=... or init=...", lambda: rc.read(GATED, x.q, state=state, init=x.init)),
+        ("q must have shape", lambda: rc.read(GATED, x.q[0], state=state)),
+        ("q has 1 rows and the state has 2", lambda: rc.read(GATED, x.q[:1], state=state)),
+        ("q has K = 3", lambda: rc.read(GATED, x.q[..., :3], state=state)),
+        ("q has 1 heads", lambda: rc.read(GATED, x.q[:, :, :1], state=state)),
+    ):
+        with pytest.raises((rc.RecipeError, ValueError), match=match):
+            call()
+    ball = rc.Recipe(retention=rc.retention.Ball(radius="token"))
+    x = generate.inputs(ball)
+    _, state = generate.run(ball, x)
+    with pytest.raises(rc.RecipeError, match="needs the gate 'radius' of retention.Ball"):
+        rc.read(ball, x.q, state=state)
+    with pytest.raises(rc.RecipeError, match=r"gate 'radius'.*shape \[2, 7, 2\]"):
+        rc.read(ball, x.q, state=state, gates={"radius": x.gates["radius"][:, :1]})
+    with pytest.raises(rc.RecipeError, match="gate 'speed' is unknown"):
+        rc.read(ball, x.q, state=state, gates={**x.gates, "speed": x.gates["radius"]})
+
+
+# -- contradictory choices (2-zoo.md §2.1) -----------------------------------------------------
+
+Decay, Window, GD = rc.retention.Decay, rc.context.Window, rc.algorithm.GradientDescent
+Momentum, MLP, Read = rc.algorithm.Momentum, rc.memory.MLP, rc.memory.Read
+CONTRADICTIONS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "local regression with momentum": (
+        "LocalConstant keeps associations.*Momentum.*use algorithm.Analytic",
+        lambda: SOFTMAX.but(algorithm=Momentum()),
+    ),
+    "channel decay on a kernel": (
+        "Exponential has infinitely many features",
+        lambda: rc.Recipe(features=rc.features.Exponential(), retention=Decay(per="key")),
+    ),
+    "decay on a cache": ("no state to decay", lambda: SOFTMAX.but(retention=Decay())),
+    "threshold on a cache": (
+        "no state to decay",
+        lambda: SOFTMAX.but(retention=rc.retention.ElasticNet(form="proximal")),
+    ),
+    "threshold on a prefix": (
+        "Prefix solves from the origin.*ElasticNet",
+        lambda: PREFIX.but(retention=rc.retention.ElasticNet(form="proximal")),
+    ),
+    "decay before in batches": (
+        "when='before'.*batch=1 in algorithm.GradientDescent",
+        lambda: rc.Recipe(retention=Decay(when="before"), algorithm=GD(batch=2)),
+    ),
+    "decay before in a deep window": (
+        "linear memory.*MLP",
+        lambda: rc.Recipe(
+            memory=MLP(), context=Window(size=2), retention=Decay(when="before")
+        ),
+    ),
+    "p below 1": (r"Lp\(p=...\).*>= 1", lambda: rc.bias.Lp(p=0.5)),
+    "q at 1": (r"Lq\(q=...\).*> 1", lambda: rc.retention.Lq(q=1.0)),
+    "a window of none": (r"Window\(size=...\).*>= 1", lambda: Window(size=0)),
+    "a batch of none": (r"GradientDescent\(batch=...\).*>= 1", lambda: GD(batch=0)),
+    "a decay above 1": (r"Decay\(rate=...\).*\(0, 1\]", lambda: Decay(rate=1.5)),
+    "steps in batches": ("sequential", lambda: GD(steps=2, batch=2)),
+    "momentum on a prefix": (
+        "Prefix is for algorithms that see all",
+        lambda: rc.Recipe(context=rc.context.Prefix(), algorithm=Momentum()),
+    ),
+    "a mean that forgets": (
+        "averages steps from W°, which retention.Decay",
+        lambda: rc.Recipe(retention=Decay(), algorithm=GD(batch=2, reduce="mean")),
+    ),
+    "an implicit dot product": (
+        "Implicit.*DotProduct has no such slope",
+        lambda: rc.Recipe(bias=rc.bias.DotProduct(), algorithm=rc.algorithm.Implicit()),
+    ),
+    "a normalised error": (
+        "dot-product memory of ones, which bias.L2 is not",
+        lambda: rc.Recipe(memory=rc.memory.Matrix(read=Read(normalize="sum"))),
+    ),
+    "a probe of a deep memory": (
+        "Probe.*MLP is not linear",
+        lambda: rc.Recipe(memory=MLP(), bias=rc.bias.L2(probe=rc.bias.Probe())),
+    ),
+    "a probe with momentum": (
+        "Probe needs algorithm.GradientDescent.*Momentum",
+        lambda: rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()), algorithm=Momentum()),
+    ),
+    "a probe with an implicit step": (
+        "Probe needs algorithm.GradientDescent.*Implicit",
+        lambda: rc.Recipe(
+            bias=rc.bias.L2(probe=rc.bias.Probe()), algorithm=rc.algorithm.Implicit()
+        ),
+    ),
+    "an orthogonal vector": (
+        "Muon orthogonalises matrices, and memory.Vector",
+        lambda: rc.Recipe(memory=rc.memory.Vector(), algorithm=rc.algorithm.Muon()),
+    ),
+    "a softmax across the decay": (
+        "Simplex.*constant along it",
+        lambda: rc.Recipe(retention=rc.retention.Simplex(decay=Decay(per="key"))),
+    ),
+    "two owners of a number": (
+        "'lr'.*Greedy and algorithm.GradientDescent",
+        lambda: rc.Recipe(bias=_greedy()),
+    ),
+    "not a member": ("must be a member such as rc.bias.L2", lambda: rc.Recipe(bias=rc.bias.L2)),
+    "another choice's member": ("bias=.*must be a member", lambda: rc.Recipe(bias=Decay())),
+    "an unknown module": ("no factory named 'nobody'", lambda: rc.memory.Module(factory="nobody")),
+    "an unknown member": (
+        "no member named 'Nobody'",
+        lambda: rc.Recipe.from_dict({"bias": {"member": "Nobody"}}),
+    ),
+    "an unknown choice": ("no choice 'loss'", lambda: rc.Recipe.from_dict({"loss": {}})),
+    "another schema": ("schema 99", lambda: rc.Recipe.from_dict({"schema": 99})),
+    "no JSON": ("not JSON", lambda: rc.Recipe.from_json("{")),
+    "a choice in the wrong place": (
+        "bias=.*must be a member",
+        lambda: rc.Recipe.from_dict({"bias": {"member": "Decay"}}),
+    ),
+}
+
+
+def _greedy() -> rc.bias.Bias:
+    """A bias that asks for a number which the algorithm owns."""
+
+    @rc.member
+    class Greedy(rc.bias.Bias):
+        lr: float | str = rc.quantity(1.0, above=0)
+
+        def loss(self, prediction: Tensor, value: Tensor, gates: dict[str, Tensor]) -> Tensor:
+            return gates["lr"][..., 0] * (prediction - value).square().sum(-1)
+
+    return Greedy()
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_contradictory_choices(what: str) -> None:
+    match, make = CONTRADICTIONS[what]
+    with pytest.raises(rc.RecipeError, match=match) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_residual_memories_need_equal_sizes() -> None:
+    recipe = rc.Recipe(memory=rc.memory.MLP(residual=False))
+    x = generate.inputs(recipe, K=4, V=3)
+    refuse("residual=True.*needs K = V", rc.Recipe(memory=rc.memory.MLP()), x)
+    vector = rc.Recipe(memory=rc.memory.Vector())
+    matrix = generate.inputs(rc.Recipe(), K=4, V=3)
+    refuse("Vector.*F = 4 and V = 3", vector, dataclasses.replace(matrix, init=None))
+
+
+# -- correct empty answers ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["auto", "reference"])
+@pytest.mark.parametrize("name", ALL)
+def test_no_tokens_change_nothing(name: str, method: str) -> None:
+    recipe = ALL[name]
+    x = generate.inputs(recipe, T=5, G=2)
+    empty = x.cut(0, 0)
+    y, state = generate.run(recipe, empty, method=method)
+    assert y.shape == (2, 0, 4, 4)
+    found, after = generate.run(recipe, x, state=state, method=method)
+    expected, kept = generate.run(recipe, x, method=method)
+    assert torch.equal(found, expected)
+    y, same = generate.run(recipe, empty, state=after, method=method)
+    assert y.shape == (2, 0, 4, 4)
+    for a, b in zip(same.tensors(), kept.tensors(), strict=True):
+        assert torch.equal(a, b)
+    _, none = rc.recall(
+        recipe, x.q, x.k, x.v, x.gates, params=x.params, init=x.init, output_state=False
+    )
+    assert none is None
+
+
+@pytest.mark.parametrize("method", ["auto", "reference"])
+@pytest.mark.parametrize("name", ALL)
+def test_no_rows(name: str, method: str) -> None:
+    recipe = ALL[name]
+    x = generate.inputs(recipe, B=0, T=5)
+    y, state = generate.run(recipe, x, method=method)
+    assert y.shape == (0, 5, 2, 4)
+    assert state.rows == 0
+
+
+@pytest.mark.parametrize("method", ["auto", "reference"])
+@pytest.mark.parametrize("name", ALL)
+def test_one_token(name: str, method: str) -> None:
+    recipe = ALL[name]
+    x = generate.inputs(recipe, T=3)
+    y, _ = generate.run(recipe, x, method=method)
+    one, _ = generate.run(recipe, x.cut(0, 1), method=method)
+    assert generate.error(one, y[:, :1]) < 1e-12  # the same operations on one token
+
+
+@pytest.mark.parametrize("method", ["auto", "reference"])
+@pytest.mark.parametrize("name", ALL)
+def test_poison_under_the_mask_stays_there(name: str, method: str) -> None:
+    recipe = ALL[name]
+    x = generate.inputs(recipe, T=6)
+    mask = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 0]])
+    gaps = mask == 0
+
+    def poison(a: Tensor) -> Tensor:
+        return a.masked_fill(gaps.view(2, 6, *(1,) * (a.dim() - 2)), torch.nan)
+
+    found = generate.gradients(recipe, x.tokens(poison), attention_mask=mask, method=method)
+    clean = generate.gradients(recipe, x, attention_mask=mask, method=method)
+    assert torch.equal(found[0], clean[0])
+    for name, slope in found[2].items():
+        assert torch.equal(slope, clean[2][name]), name
+
+
+@pytest.mark.parametrize("method", ["auto", "reference"])
+@pytest.mark.parametrize("name", ALL)
+def test_inference_mode(name: str, method: str) -> None:
+    """Whole, continued, and read in inference mode; continued outside it from such a state."""
+    recipe = ALL[name]
+    x = generate.inputs(recipe, T=6)
+    expected, _ = generate.run(recipe, x, method=method)
+    with torch.inference_mode():
+        inside = x.map(torch.clone)  # made in inference mode, as a model's activations are
+        y, _ = generate.run(recipe, inside, method=method)
+        first, state = generate.run(recipe, inside.cut(0, 4), method=method)
+        second, _ = generate.run(recipe, inside.cut(4, 6), state=state, method=method)
+        if recipe is not MODULE and not recipe.retention.gates():
+            rc.read(recipe, inside.q, state=state, params=inside.params)
+    assert torch.equal(y, expected)
+    assert generate.error(torch.cat([first, second], 1), expected) < 1e-10  # regrouped sums
+    with torch.no_grad():
+        outside, _ = generate.run(recipe, x.cut(4, 6), state=state, method=method)
+    assert generate.error(outside, expected[:, 4:]) < 1e-10
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_graph_is_kept_where_nobody_asked(name: str) -> None:
+    recipe = ALL[name]
+    y, state = generate.run(recipe, generate.inputs(recipe, T=4), method="reference")
+    assert not y.requires_grad
+    assert not any(a.requires_grad for a in state.tensors())
