@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
-from tests.contracts import generate
 
 GATED = rc.Recipe(retention=rc.retention.Decay(when="before"))
 RICH = rc.Recipe(
@@ -148,7 +148,10 @@ def test_params_that_do_not_fit(match: str, change: Callable[[dict[str, Tensor]]
         ("chunk_size must be at least 1, not 0", {"chunk_size": 0}),
         ("method='fast' is unknown: use 'auto' or one of", {"method": "fast"}),
         ("method='kernel' cannot run this recipe.*these can: linear", {"method": "kernel"}),
-        ("exclude each other", {"attention_mask": torch.ones(2, 7), "cu_seqlens": torch.tensor([0])}),
+        (
+            "exclude each other",
+            {"attention_mask": torch.ones(2, 7), "cu_seqlens": torch.tensor([0])},
+        ),
         (r"attention_mask must have shape \[2, 7\]", {"attention_mask": torch.ones(2, 6)}),
         (r"attention_mask must have shape \[2, 7\]", {"attention_mask": [1] * 7}),
         ("B must be 1, not 2", {"cu_seqlens": torch.tensor([0, 7])}),
@@ -211,7 +214,7 @@ def test_reads_that_do_not_fit() -> None:
     ball = rc.Recipe(retention=rc.retention.Ball(radius="token"))
     x = generate.inputs(ball)
     _, state = generate.run(ball, x)
-    with pytest.raises(rc.RecipeError, match="needs the gate 'radius' of retention.Ball"):
+    with pytest.raises(rc.RecipeError, match=r"needs the gate 'radius' of retention\.Ball"):
         rc.read(ball, x.q, state=state)
     with pytest.raises(rc.RecipeError, match=r"gate 'radius'.*shape \[2, 7, 2\]"):
         rc.read(ball, x.q, state=state, gates={"radius": x.gates["radius"][:, :1]})
@@ -247,9 +250,7 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "decay before in a deep window": (
         "linear memory.*MLP",
-        lambda: rc.Recipe(
-            memory=MLP(), context=Window(size=2), retention=Decay(when="before")
-        ),
+        lambda: rc.Recipe(memory=MLP(), context=Window(size=2), retention=Decay(when="before")),
     ),
     "p below 1": (r"Lp\(p=...\).*>= 1", lambda: rc.bias.Lp(p=0.5)),
     "q at 1": (r"Lq\(q=...\).*> 1", lambda: rc.retention.Lq(q=1.0)),

@@ -418,6 +418,32 @@ def test_mlstm_floor_without_its_stabiliser(when: str, size: float) -> None:
     same(ask(recipe, init=None, log_lr=log_i, log_decay=ALPHA.log()), expected)
 
 
+def test_mlstm_stabiliser_saves_float32() -> None:
+    """Gates of e^±300 overflow float32 unless rescaled; float64 holds them as they are.
+
+    A log gate of size 300 has an error of 3e-5 in float32, which the exponential passes on.
+    """
+    recipe = rc.Recipe(
+        memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor")),
+        bias=rc.bias.DotProduct(),
+        retention=rc.retention.Decay(),
+        algorithm=rc.algorithm.GradientDescent(lr="log_token"),
+    )
+    log_i, log_f = 100 * normal(T, seed=20), -100 * uniform(0, 1, T, seed=6)
+    exact = ask(recipe, init=None, log_lr=log_i, log_decay=log_f)
+    single = ask(
+        recipe,
+        init=None,
+        q=Q.float(),
+        k=X.float(),
+        v=Y.float(),
+        log_lr=log_i.float(),
+        log_decay=log_f.float(),
+    )
+    torch.testing.assert_close(single.double(), exact, atol=1e-3, rtol=1e-3)
+    assert float(exact.abs().max()) > 0.1
+
+
 def test_rwkv6_reads_before_the_write_with_a_bonus() -> None:
     u, w = normal(K, seed=21), uniform(0.5, 1, T, K, seed=19)
     S, expected = START, []
@@ -476,9 +502,7 @@ def test_prefix_takes_full_batch_steps_from_the_origin() -> None:
 
 
 def test_linear_attention_is_one_full_batch_step_on_least_squares() -> None:
-    full = rc.Recipe(
-        context=rc.context.Prefix(), algorithm=rc.algorithm.GradientDescent(lr=1.0)
-    )
+    full = rc.Recipe(context=rc.context.Prefix(), algorithm=rc.algorithm.GradientDescent(lr=1.0))
     linear = rc.Recipe(bias=rc.bias.DotProduct(), algorithm=rc.algorithm.GradientDescent(lr=1.0))
     torch.testing.assert_close(ask(full, init=None), ask(linear, init=None), **TOL)
 
@@ -526,7 +550,7 @@ def test_channel_decays_and_rates() -> None:
 
 
 def test_channel_decay_in_an_mlp() -> None:
-    """Keys act on the first map's inputs, values on the last map's outputs; others take the mean."""
+    """Keys act on the first map, values on the last, and every other map takes the mean."""
     recipe = rc.Recipe(
         memory=rc.memory.MLP(expansion=1, residual=False, depth=3),
         retention=rc.retention.Decay(per="key_value"),

@@ -86,6 +86,17 @@ def recall(
             "only see the end: use context.Similar(kernel=...) without within"
         )
     engine = select(recipe, method).engine
+    for x in () if init is None else (init,) if isinstance(init, Tensor) else init:
+        _refuse_nan("init", x, tokens=False)
+    if cu_seqlens is not None and init is not None:
+        # Documents are grouped by length below, so each takes its own start along.
+        state = initial_state(
+            recipe,
+            **{"B": cu_seqlens.numel() - 1, "H": k.shape[2], "K": k.shape[-1], "V": v.shape[-1]},
+            dtype=state_dtype(q, k, v),
+            device=k.device,
+            init=init,
+        )
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, gates: Gates, lengths: Tensor | None, start: State | None
@@ -139,8 +150,6 @@ def _run(
         _refuse_nan(name, x)
     for name, x in params.items():
         _refuse_nan(f"param {name!r}", x, tokens=False)
-    for x in () if init is None else (init,) if isinstance(init, Tensor) else init:
-        _refuse_nan("init", x, tokens=False)
     check_values(recipe, gates, params)
     B, T, H = k.shape[:3]
     dtype = state_dtype(q, k, v)

@@ -75,12 +75,12 @@ class Recipe:
 
     def _shared_names(self) -> Iterator[str]:
         """Engines know numbers by name alone, however they are given: a name has one owner."""
-        owners: dict[str, list[str]] = {}
+        held: dict[str, list[str]] = {}
         for part in self.members():
             asked = {item.name for item in (*part.gates(), *part.params())} | part.constants().keys()
             for name in sorted({name.removeprefix("log_") for name in asked}):
-                owners.setdefault(name, []).append(part.title)
-        for name, titles in owners.items():
+                held.setdefault(name, []).append(part.title)
+        for name, titles in held.items():
             if len(titles) > 1:
                 yield (
                     f"the number {name!r} belongs to {' and '.join(titles)}: drop one of them, or "

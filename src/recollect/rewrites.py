@@ -1,7 +1,7 @@
 """Named rewrites of a recipe into a simpler one with the same meaning.
 
-Each is an identity with a test of its own (``tests/test_rewrites.py``); `Recipe.canonical` applies
-them until nothing changes.
+Each is an identity with a test of its own (``tests/contracts/test_choices.py``);
+`Recipe.canonical` applies them until nothing changes.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ flags, numbers, quantities, slots) say what may be drawn. Draws depend only on t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +35,7 @@ def two_layers(inputs: int, outputs: int) -> nn.Module:
 
 
 def members(choice: str) -> list[type[Member]]:
-    """The library's registered members of a choice, by name (members made by tests are left out)."""
+    """The library's registered members of a choice, by name; members made by tests stay out."""
     found = [c for c in all_members().values() if c.__module__.startswith("recollect.")]
     return sorted((c for c in found if choice in c.choices()), key=lambda c: c.__name__)
 
@@ -79,7 +81,9 @@ def _value(rng: random.Random, field: dataclasses.Field[Any], depth: int) -> Any
         return FACTORY
     pool = members(rule.words[0])
     if rule.many:
-        return tuple(draw_member(rng, rng.choice(pool), depth + 1) for _ in range(rng.choice((0, 1, 2))))
+        return tuple(
+            draw_member(rng, rng.choice(pool), depth + 1) for _ in range(rng.choice((0, 1, 2)))
+        )
     for _ in range(4):
         # A slot takes members of its kind that its owner may still refuse: try a few.
         try:
@@ -106,7 +110,24 @@ def draw(index: int, seed: int = 0) -> rc.Recipe:
     for name in CHOICES:
         if rng.random() < 0.6:
             chosen[name] = draw_member(rng, rng.choice(members(name)))
+    if rng.random() < 0.5:
+        chosen = _advised(rng, chosen)
     return rc.Recipe(**chosen)
+
+
+def _advised(rng: random.Random, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Follow what refusals say would fit, a few times: some choices only stand together."""
+    for _ in range(5):
+        try:
+            rc.Recipe(**chosen)
+        except rc.RecipeError as error:
+            advice = re.findall(rf"({'|'.join(CHOICES)})\.([A-Z]\w*)\(", str(error))
+            for choice, name in advice:
+                if name in all_members() and rng.random() < 0.7:
+                    chosen = {**chosen, choice: draw_member(rng, all_members()[name])}
+        else:
+            break
+    return chosen
 
 
 def valid(count: int, seed: int = 0) -> Iterator[tuple[int, rc.Recipe]]:
@@ -162,6 +183,11 @@ class Inputs:
             params={name: f(x) for name, x in self.params.items()},
             init=None if self.init is None else tuple(f(x) for x in self.init),
         )
+
+    def put(self, changed: dict[str, Tensor]) -> Inputs:
+        """Other numbers under the names of `tensors`."""
+        named = iter({**self.tensors(), **changed}.values())
+        return self.map(lambda _: next(named))
 
     def tokens(self, f: Any) -> Inputs:
         """Apply ``f`` to the tensors that have tokens."""
@@ -272,7 +298,9 @@ def small_inputs(recipe: rc.Recipe, index: int, *, longest: int = 9) -> Inputs:
     K, V = sizes(recipe, rng)
     return inputs(
         recipe,
-        **{"B": rng.randint(1, 2), "T": rng.randrange(3, longest + 1, 2), "H": rng.randint(1, 2)},
+        B=rng.randint(1, 2),
+        T=rng.randrange(3, longest + 1, 2),
+        H=rng.randint(1, 2),
         G=rng.choice((1, 1, 2)),
         K=K,
         V=V,
@@ -308,7 +336,7 @@ def split(
     """The same sequence in pieces that end at ``cuts``, taking turns between ``methods``."""
     borders = [0, *cuts, x.T]
     state, outputs = None, []
-    for piece, (start, stop) in enumerate(zip(borders, borders[1:], strict=False)):
+    for piece, (start, stop) in enumerate(itertools.pairwise(borders)):
         y, state = run(
             recipe,
             x.cut(start, stop),

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
@@ -21,7 +22,6 @@ from recollect.choices.features import Kernel
 from recollect.choices.member import Member, decode, domain, registered
 from recollect.recipe import CHOICES
 from recollect.rewrites import REWRITES
-from tests.contracts import generate
 
 EXACT = 1e-12  # the same formula, rounded differently
 KINDS = (*CHOICES, "read", "probe")
@@ -99,7 +99,9 @@ def _bad(field: dataclasses.Field[object]) -> list[object]:
         bad: list[object] = ["word", True, math.nan, math.inf, [1.0], torch.ones(())]
         low, high = spec.range.low, spec.range.high
         bad += [] if low is None else [low - 0.5, *([low] if spec.range.low_open else [])]
-        return bad + ([] if high is None else [high + 0.5, *([high] if spec.range.high_open else [])])
+        return bad + (
+            [] if high is None else [high + 0.5, *([high] if spec.range.high_open else [])]
+        )
     never: list[object] = [object(), torch.ones(()), *([] if rule.optional else [None])]
     if rule.kind == "integer":
         return [*never, 1.5, True, "2", int(rule.range.low or 0) - 1]
@@ -296,7 +298,9 @@ def test_f_divergence_starts_uniform_from_nothing() -> None:
 
 def test_chi_square_reaches_exact_zeros() -> None:
     gate = rc.retention.FDivergence(kind="chi_square")
-    W = gate.advance(torch.ones(1, 4).double(), 9 * torch.tensor([[1.0, 0, 0, -1]]).double(), None, {})
+    W = gate.advance(
+        torch.ones(1, 4).double(), 9 * torch.tensor([[1.0, 0, 0, -1]]).double(), None, {}
+    )
     assert (W == 0).any()
 
 
@@ -372,7 +376,9 @@ def test_lq_survives_float32_powers(size: float) -> None:
     found = rc.retention.Lq(q=4.0).link(A, {})
     torch.testing.assert_close(found.double(), exact, atol=0, rtol=1e-5)  # float32 rounding
     ball = rc.retention.Ball().link(A, {"radius": torch.ones(1, 1)})
-    assert float(ball.double().norm()) == pytest.approx(min(1.0, float(A.double().norm())), rel=1e-5)
+    assert float(ball.double().norm()) == pytest.approx(
+        min(1.0, float(A.double().norm())), rel=1e-5
+    )
 
 
 # -- features ----------------------------------------------------------------------------------
@@ -413,9 +419,10 @@ def test_polynomial_features_are_their_kernel(degree: int) -> None:
     features, K = rc.features.Polynomial(degree=degree), 4
     raw = 0.3 * normal(1, degree + 1, seed=3)
     q, k = normal(5, K, seed=1), normal(6, K, seed=2)
-    found = _phi(features, q, {"log_coefficients": raw}) @ _phi(
-        features, k, {"log_coefficients": raw}
-    ).T
+    found = (
+        _phi(features, q, {"log_coefficients": raw})
+        @ _phi(features, k, {"log_coefficients": raw}).T
+    )
     expected = sum(raw[0, i].exp() * (q @ k.T) ** i for i in range(degree + 1))
     torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)  # up to 35 terms
     (param,) = features.params()
@@ -424,9 +431,7 @@ def test_polynomial_features_are_their_kernel(degree: int) -> None:
 
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("temperature", [None, 1.5])
-def test_taylor_features_are_the_exponentials_series(
-    order: int, temperature: float | None
-) -> None:
+def test_taylor_features_are_the_exponentials_series(order: int, temperature: float | None) -> None:
     features = rc.features.Taylor(order=order, temperature=temperature)
     q, k = normal(5, 4, seed=1), normal(6, 4, seed=2)
     x = q @ k.T / (2.0 if temperature is None else temperature)

@@ -14,11 +14,11 @@ import itertools
 
 import pytest
 import torch
+from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
 from recollect.engines.select import ENGINES
-from tests.contracts import generate
 
 EXACT, SINGLE, SINGLE_GRADIENT, HALF = 1e-10, 1e-5, 1e-4, 2e-2
 
@@ -97,6 +97,8 @@ def _structures() -> dict[str, rc.Recipe]:
     found["static decay per key_value"] = rc.Recipe(
         retention=Decay(per="key_value", rate="static", when="before")
     )
+    for rule in (GD(per="value"), Momentum(per="value")):
+        found[f"dot, rate per value, {type(rule).__name__}"] = rc.Recipe(bias=Dot, algorithm=rule)
     for features in (rc.features.EluPlusOne(), rc.features.Polynomial(), rc.features.Taylor()):
         found[f"{features.title}"] = rc.Recipe(features=features, retention=Decay(per="key"))
     for decay in (None, "head", "key", "value"):
@@ -171,7 +173,10 @@ DEEP: dict[str, rc.Recipe] = {
         algorithm=GD(batch=4),
     ),
     "omega_net": rc.Recipe(
-        memory=rc.memory.GatedMLP(), context=Window(size=3), retention=Decay(), algorithm=GD(batch=4)
+        memory=rc.memory.GatedMLP(),
+        context=Window(size=3),
+        retention=Decay(),
+        algorithm=GD(batch=4),
     ),
     "atlas": rc.Recipe(
         memory=MLP(),
@@ -301,6 +306,21 @@ def test_engines_continue_each_others_states(method: str, recipe: rc.Recipe) -> 
             same(generate.split(recipe, x, [3, 4, 8], order), whole)
 
 
+@pytest.mark.parametrize(("method", "recipe"), able(LONG))
+def test_gradients_cross_splits(method: str, recipe: rc.Recipe) -> None:
+    x = fitting(recipe, B=1, T=11, H=1)
+    slopes = []
+    for cuts in ([], [4, 5]):
+        leaves = x.leaves()
+        y, _ = generate.split(recipe, leaves, cuts, [method])
+        named = leaves.tensors()
+        found = torch.autograd.grad(
+            y.square().sum(), list(named.values()), allow_unused=True, materialize_grads=True
+        )
+        slopes.append(dict(zip(named, found, strict=True)))
+    assert generate.worst(slopes[1], slopes[0])[0] < EXACT
+
+
 MASKS = {
     "left": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1]]),
     "right": torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]]),
@@ -330,7 +350,7 @@ def test_packed_documents_run_alone(method: str, recipe: rc.Recipe) -> None:
     packed = torch.tensor(borders)
     y, state = generate.run(recipe, x, method=method, cu_seqlens=packed)
     y2, state2 = generate.run(recipe, x, method=method, cu_seqlens=packed, state=state)
-    for document, (start, stop) in enumerate(zip(borders, borders[1:], strict=False)):
+    for document, (start, stop) in enumerate(itertools.pairwise(borders)):
         piece = x.cut(start, stop)
         here, there = generate.run(recipe, piece, method=method)
         assert generate.error(y[:, start:stop], here) < EXACT
@@ -344,6 +364,45 @@ def test_packed_documents_run_alone(method: str, recipe: rc.Recipe) -> None:
 @pytest.mark.parametrize(("method", "recipe"), able(SOME))
 def test_grouped_heads(method: str, recipe: rc.Recipe) -> None:
     agree(recipe, fitting(recipe, B=1, T=6, H=2, G=3), method, chunk_size=4)
+
+
+@pytest.mark.parametrize(("method", "recipe"), able(ZOO))
+def test_strides_do_not_matter(method: str, recipe: rc.Recipe) -> None:
+    """Every second channel of a wider tensor, as a fused projection would hand over."""
+    x = fitting(recipe, B=2, T=9, H=2)
+
+    def strided(a: Tensor) -> Tensor:
+        wide = torch.full((*a.shape, 2), torch.nan, dtype=a.dtype)
+        wide[..., 0] = a
+        return wide[..., 0]
+
+    y, _, slopes = generate.gradients(recipe, x, method=method)
+    views = x.map(lambda a: strided(a).requires_grad_())
+    y2, state2 = generate.run(recipe, views, method=method)
+    found = torch.autograd.grad(
+        generate.loss(y2, state2),
+        list(views.tensors().values()),
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    assert generate.error(y2, y) < EXACT
+    assert generate.worst(dict(zip(slopes, found, strict=True)), slopes)[0] < EXACT
+
+
+@pytest.mark.parametrize(("method", "recipe"), able(ZOO))
+def test_each_input_differentiates_alone(method: str, recipe: rc.Recipe) -> None:
+    """A gradient does not depend on which other inputs ask for one."""
+    x = fitting(recipe, B=1, T=6, H=2)
+    _, _, slopes = generate.gradients(recipe, x, method=method, chunk_size=4)
+    for name, a in x.tensors().items():
+        leaf = a.clone().requires_grad_()
+        y, state = generate.run(recipe, x.put({name: leaf}), method=method, chunk_size=4)
+        total = generate.loss(y, state)
+        if not total.requires_grad:
+            assert not slopes[name].any()
+            continue
+        (slope,) = torch.autograd.grad(total, leaf, allow_unused=True, materialize_grads=True)
+        assert generate.error(slope, slopes[name]) < EXACT, name
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(ZOO))
@@ -425,7 +484,7 @@ def test_refusals_state_their_reason(engine: object) -> None:
             continue
         refused += 1
         assert all(isinstance(reason, str) and len(reason) > 10 for reason in reasons), name
-        with pytest.raises(rc.RecipeError, match="these can: .*reference") as caught:
+        with pytest.raises(rc.RecipeError, match=r"these can: .*reference") as caught:
             generate.run(recipe, fitting(recipe, B=1, T=1), method=engine.name)  # type: ignore[attr-defined]
         assert reasons[0] in str(caught.value)
     assert refused
@@ -444,4 +503,6 @@ def test_refusals_state_their_reason(engine: object) -> None:
 )
 def test_the_linear_engine_names_the_structure_it_lacks(name: str, reason: str) -> None:
     (linear,) = (engine for engine in ENGINES if engine.name == "linear")
-    assert any(reason in why for why in linear.refuses(RECIPES[name])), linear.refuses(RECIPES[name])
+    assert any(reason in why for why in linear.refuses(RECIPES[name])), linear.refuses(
+        RECIPES[name]
+    )

@@ -1,5 +1,8 @@
 """Checks of a call: each failure is one sentence that says what, where, and what to do instead."""
 
+# What a caller hands over is not what its annotation says.
+# pyright: reportUnnecessaryIsInstance=none
+
 from __future__ import annotations
 
 from collections.abc import Mapping

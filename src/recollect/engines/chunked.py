@@ -20,12 +20,14 @@ consecutive memory. States are kept transposed, ``[B, H, K, V]``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from recollect.engines.coefficients import Coefficients, coefficients, cumulated, shift
 from recollect.engines.gram import absorbable, causal_mask, decayed_gram, decayed_mix
+from recollect.engines.plain import plain
 from recollect.engines.recurrent import recurrent
 
 __all__ = ["CHUNK", "chunked"]
@@ -89,7 +91,8 @@ def chunked(
     if log_decay_value is not None and affine[0] != 0:
         raise ValueError("a decay over value channels needs a = 0: give each channel its own head")
     channels = log_decay is not None and log_decay.dim() == 4
-    if q.shape[1] == 0 or q.shape[0] == 0 or (momentum is not None and (channels or log_decay_value is not None)):
+    separable = momentum is None or not (channels or log_decay_value is not None)
+    if q.shape[0] == 0 or q.shape[1] == 0 or not separable:
         # Momentum under a decay per channel is a difference of two separable terms that cancel.
         return recurrent(
             *(q, k, v),
@@ -119,12 +122,28 @@ def chunked(
     if alive is None and momentum is not None and T % cut.C:
         # The last chunk's own padding must not move A by S.
         alive = torch.ones(k.shape[:2], dtype=work, device=k.device)
+    if live is not None:
+        # Padding may hold anything: NaN times zero would reach its neighbours.
+        q, k, v = (_idle(x, live, 0.0) for x in (q, k, v))
+        probe, erase = _idle(probe, live, 0.0), _idle(erase, live, 0.0)
+        step, gamma = _idle(step, live, 0.0), _idle(gamma, live, 0.0)
     if alive is not None:
-        idle = alive.unsqueeze(-1).expand(k.shape[:3])
-        step = idle if step is None else step * idle
+        if step is None:
+            step = alive.unsqueeze(-1).expand(k.shape[:3])
         log_decay = _idle(log_decay, alive, 0.0)
         log_decay_value = _idle(log_decay_value, alive, 0.0)
         momentum = _idle(momentum, alive, 1.0)
+    if window is None and probe is None and momentum is None and log_decay_value is None:
+        y, A = plain(
+            *(q.to(work), k.to(work), v.to(work)),
+            lr=step,
+            affine=affine,
+            log_decay=log_decay,
+            before=before,
+            A0=A0,
+            chunk=cut.C,
+        )
+        return y.to(v.dtype), A, None
     keys, values, weights = _rows(
         k.to(work), v.to(work), step, gamma, k_past, v_past, past_mask, cut
     )
@@ -182,7 +201,7 @@ def chunked(
     Zs = _start(S0, like, k.shape[-1], v.shape[-1]) if momentum is not None else None
     y, Z, Zs = _solve(flow, streams, queries, Z, Zs)
     y = cut.join(y.unflatten(3, (cut.C, q.shape[3])).transpose(3, 4).flatten(2, 3))
-    y = y.unflatten(2, (q.shape[2], q.shape[3]))
+    y = y.unflatten(2, (q.shape[2], q.shape[3])).to(v.dtype)
     return y, Z.transpose(-1, -2), None if Zs is None else Zs.transpose(-1, -2)
 
 
@@ -213,6 +232,12 @@ class _Cut:
         return x.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : self.T]
 
 
+@overload
+def _idle(x: Tensor, alive: Tensor, value: float) -> Tensor: ...
+@overload
+def _idle(x: None, alive: Tensor, value: float) -> None: ...
+@overload
+def _idle(x: Tensor | None, alive: Tensor, value: float) -> Tensor | None: ...
 def _idle(x: Tensor | None, alive: Tensor, value: float) -> Tensor | None:
     """Numbers of padded tokens replaced by the one that does nothing."""
     if x is None:

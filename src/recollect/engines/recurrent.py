@@ -19,6 +19,11 @@ def _rows(log_decay: Tensor | None, t: int) -> Tensor | None:
     return now[..., None, None] if now.dim() == 2 else now.unsqueeze(-2)
 
 
+def _zero(x: Tensor, live: Tensor) -> Tensor:
+    """Numbers of padded tokens replaced by 0."""
+    return x.masked_fill(~live.view(*live.shape, *(1,) * (x.dim() - 2)), 0.0)
+
+
 def recurrent(
     q: Tensor,
     k: Tensor,
@@ -42,6 +47,16 @@ def recurrent(
     live: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """y, A and S after all tokens; arguments and meaning as `recollect.engines.chunked.chunked`."""
+    dtype = v.dtype
+    if live is not None:
+        # Padding may hold anything: NaN times zero would reach the gradients of its neighbours.
+        q, k, v = (_zero(x, live) for x in (q, k, v))
+        lr, momentum, probe, erase = (
+            None if x is None else _zero(x, live) for x in (lr, momentum, probe, erase)
+        )
+        log_decay, log_decay_value, window = (
+            None if x is None else _zero(x, live) for x in (log_decay, log_decay_value, window)
+        )
     B, T, H, G, K = q.shape
     V, (a, b) = v.shape[-1], affine
     work = torch.float64 if v.dtype == torch.float64 else torch.float32
@@ -102,4 +117,4 @@ def recurrent(
         A, S = new, moved
         outputs.append(q[:, t] @ A.transpose(-1, -2))
     y = torch.stack(outputs, dim=1) if outputs else v.new_zeros(B, 0, H, G, V)
-    return y, A, S
+    return y.to(dtype), A, S

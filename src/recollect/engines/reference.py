@@ -16,7 +16,7 @@ inner batch is selected per row by ``torch.where``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -100,7 +100,7 @@ def _inferring(problem: Problem, *more: Tensor) -> bool:
 
 
 @contextmanager
-def _differentiable() -> Iterator[None]:
+def _differentiable() -> Generator[None]:
     """Leave inference mode without asking for an outer gradient that the caller switched off."""
     outer = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(outer):
@@ -157,10 +157,24 @@ def _tokens(problem: Problem) -> _Tokens:
             name: torch.cat([buffer.rates[name].to(dtype), x], dim=1) for name, x in rates.items()
         }
         valid = torch.cat([buffer.mask, valid], dim=1)
+        # Empty slots weigh nothing, but a loss must be finite there: 0 may lie outside a range.
+        fills = _fills(problem)
+        rates = {
+            name: torch.where(valid.view(*valid.shape, *(1,) * (x.dim() - 2)), x, fills[name])
+            for name, x in rates.items()
+        }
     steps = torch.arange(held + T, device=k.device) - held
     position = (problem.state.position[:, None] + steps).clamp_min(0)
     phi = problem.phi(k.unsqueeze(3), "key", position).squeeze(3)
     return _Tokens(k=k, phi=phi, v=v, rates=rates, valid=valid, held=held)
+
+
+def _fills(problem: Problem) -> dict[str, float]:
+    """A harmless value of every number, for slots that hold nothing."""
+    recipe = problem.recipe
+    fills = {name: 0.0 for name in problem.rates} | recipe.constants()
+    fills |= {param.name: param.init for param in recipe.params() if isinstance(param.init, float)}
+    return fills | {gate.name: gate.init for gate in recipe.gates()}
 
 
 def _memory(problem: Problem) -> Forward:

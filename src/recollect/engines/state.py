@@ -249,15 +249,14 @@ def initial_state(
 
     slots = {name: tuple(blank(w) for w in weights) for name in recipe.algorithm.slots}
     F = recipe.features.dim(K) if recipe.features.finite else 0
-    ones = {"dtype": dtype, "device": device}
     return State(
         sizes=(H, K, V),
         weights=weights,
         slots=slots,
         position=torch.zeros(B, dtype=torch.long, device=device),
-        ones=torch.zeros(B, H, 1, F, **ones) if normalized else None,
+        ones=torch.zeros(B, H, 1, F, dtype=dtype, device=device) if normalized else None,
         log_scale=(
-            torch.zeros(B, H, **ones) if read.normalize == "floor" else None
+            torch.zeros(B, H, dtype=dtype, device=device) if read.normalize == "floor" else None
         ),
     )
 

@@ -1,0 +1,76 @@
+"""Blocks: what stands around a sequence layer in a backbone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recollect.layer import LayerState, MemoryLayer
+
+__all__ = ["Block", "SwiGLU", "mlp_width"]
+
+
+def mlp_width(d_model: int) -> int:
+    """Llama's width of a SwiGLU MLP, 8/3 · d_model, as a multiple of 8."""
+    return max(8, round(d_model / 3) * 8)
+
+
+class SwiGLU(nn.Module):
+    """W_down(SiLU(W_gate x) ⊙ W_up x).
+
+    Args:
+        d_model: width in and out.
+        width: hidden channels.
+    """
+
+    def __init__(self, d_model: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.gate_up = nn.Linear(d_model, 2 * width, bias=False)
+        self.down = nn.Linear(width, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., d_model]`` to the same."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(functional.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """A pre-norm block: x + layer(RMS(x)), then x + MLP(RMS(x)) (Llama's).
+
+    Args:
+        layer: the sequence layer.
+        width: hidden channels of the MLP.
+        eps: of both norms.
+    """
+
+    def __init__(self, layer: MemoryLayer, width: int, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        d_model = layer.d_model
+        self.memory_norm, self.mlp_norm = nn.RMSNorm(d_model, eps=eps), nn.RMSNorm(d_model, eps=eps)
+        self.layer = layer
+        self.mlp = SwiGLU(d_model, width)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        output_state: bool = True,
+    ) -> tuple[Tensor, LayerState | None]:
+        """As `MemoryLayer`."""
+        y, state = self.layer(
+            _normed(self.memory_norm, x), state, attention_mask, cu_seqlens, output_state=output_state
+        )
+        x = x + y
+        return x + self.mlp(_normed(self.mlp_norm, x)), state
+
+
+def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """The norm in its weight's own dtype: the residual stream may be another under autocast."""
+    weight = norm.weight
+    dtype = torch.promote_types(weight.dtype, x.dtype)
+    return norm(x.to(dtype)) if weight.dtype == dtype else norm(x)

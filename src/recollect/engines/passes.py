@@ -1,0 +1,278 @@
+"""One pass over the chunks of a sequence, with a backward of its own.
+
+What a chunk needs is made by ``prepare`` from the tokens of a *group* of chunks: few enough that
+intermediates are small and short-lived, many enough that operations are large. Per chunk, with Z
+the transposed state ``[K, V]``::
+
+    u  = (I + strict(L))⁻¹ (c − X Z)        the unknown errors (u = c when there are none)
+    y  = Q Z + tril(P) u
+    Z ← e ⊙ Z + Dᵀ u
+
+Backward runs the groups in reverse: it prepares each once more, under autograd, and pulls the
+gradients of the recurrence, written out below, through that. Only the states at chunk starts are
+kept, O((T / C) K V). With g = [−w; ȳ] and w = (I + strict(L))⁻ᵀ (Pᵀ ȳ + D Z̄)::
+
+    L̄, P̄ = g uᵀ,   X̄, Q̄ = g Zᵀ,   D̄ = u Z̄ᵀ,   c̄ = w,   ē = Σ Z ⊙ Z̄,   Z̄ ← e ⊙ Z̄ + Qᵀ ȳ − Xᵀ w
+
+Gradients of gradients go through the same recurrence written with differentiable operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Pieces", "Plan", "run"]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What ``n`` chunks need; leading axes ``[n, B·H]``, J rows written and R rows read per chunk.
+
+    Attributes:
+        system: L ``[.., J, J]``, whose strictly lower part counts, or ``None`` without unknowns.
+        scores: P ``[.., R, J]``, zero above the diagonal.
+        X: ``[.., J, K]`` or ``None``. Q: ``[.., R, K]``. D: ``[.., J, K]``. c: ``[.., J, V]``.
+        e: ``[.., K or 1, 1]``, or ``None`` for ones.
+    """
+
+    system: Tensor | None
+    scores: Tensor
+    X: Tensor | None
+    Q: Tensor
+    D: Tensor
+    c: Tensor
+    e: Tensor | None
+
+    def tensors(self) -> list[Tensor]:
+        """Those that are there, in the order of the fields."""
+        every = (self.system, self.scores, self.X, self.Q, self.D, self.c, self.e)
+        return [x for x in every if x is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a sequence is cut.
+
+    Attributes:
+        prepare: from the tokens of one group, ``[B, t, ...]`` each, to its pieces.
+        groups: first and last token of each group.
+        finish: from outputs ``[n, B·H, R, V]`` and the number of tokens to ``[B, t, ...]``.
+        unfinish: the way back, from ``[B, t, ...]`` to ``[n, B·H, R, V]``.
+        outputs: an uninitialised tensor for all outputs, ``[B, T, ...]``.
+    """
+
+    prepare: Callable[..., Pieces]
+    groups: Sequence[tuple[int, int]]
+    finish: Callable[[Tensor, int], Tensor]
+    unfinish: Callable[[Tensor], Tensor]
+    outputs: Callable[[], Tensor]
+
+
+def run(plan: Plan, Z: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs ``[B, T, ...]`` and the last state ``[B·H, K, V]``."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (Z, *tokens)):
+        return _Pass.apply(plan, Z, *tokens)
+    return _forward(plan, Z, tokens, keep=False)[:2]
+
+
+BASE = 16
+"""Size of the blocks that are inverted by substitution."""
+
+
+def _inverse(system: Tensor) -> Tensor:
+    """(I + strict(L))⁻¹: diagonal blocks of 16 by substitution, then pairs of blocks merged.
+
+    [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. Both steps are backward stable for unit keys
+    and rates up to 1, where doubling products (I − N)(I + N²)… lose four digits. One inverse serves
+    every right side, forward and back, by matrix products.
+    """
+    J = system.shape[-1]
+    lead = system.shape[:-2]
+    size = BASE if J % BASE == 0 and J & (J - 1) == 0 else J
+    blocks = system if size == J else _diagonals(system, size, 0)
+    eye = torch.eye(size, dtype=system.dtype, device=system.device)
+    found = torch.linalg.solve_triangular(
+        blocks, eye.expand_as(blocks), upper=False, unitriangular=True
+    )
+    while size < J:
+        count = J // (2 * size)
+        pairs = found.unflatten(-3, (count, 2))
+        top, low = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        across = _diagonals(system, 2 * size, size)
+        merged = system.new_zeros(*lead, count, 2 * size, 2 * size)
+        merged[..., :size, :size] = top
+        merged[..., size:, size:] = low
+        merged[..., size:, :size] = -(low @ across @ top)
+        found, size = merged, 2 * size
+    return found.reshape(system.shape)
+
+
+def _diagonals(x: Tensor, size: int, below: int) -> Tensor:
+    """Blocks ``[.., J / size, ..]`` on the diagonal; ``below``: their lower left quarters."""
+    count = x.shape[-1] // size
+    blocks = x.unflatten(-1, (count, size)).unflatten(-3, (count, size))
+    blocks = blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    return blocks[..., below:, : below or size]
+
+
+def _bmm(x: Tensor, y: Tensor) -> Tensor:
+    """Matrix products over both leading axes."""
+    return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def _baddbmm(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+    """z + alpha x y over both leading axes."""
+    flat = torch.baddbmm(z.flatten(0, 1), x.flatten(0, 1), y.flatten(0, 1), alpha=alpha)
+    return flat.unflatten(0, x.shape[:2])
+
+
+def _states(p: Pieces, inverse: Tensor | None, Z: Tensor) -> tuple[Tensor, Tensor]:
+    """States before every chunk and after the last, ``[n + 1, ...]``, and all u."""
+    n = p.Q.shape[0]
+    states = Z.new_empty(n + 1, *Z.shape)
+    states[0] = Z
+    steps = states.unbind(0)
+    factors = (None,) * n if p.e is None else p.e.unbind(0)
+    if p.X is None or inverse is None:
+        torch.bmm(p.D.flatten(0, 1).mT, p.c.flatten(0, 1), out=states[1:].flatten(0, 1))
+        for now, after, e in zip(steps, steps[1:], factors, strict=False):
+            after.add_(now) if e is None else after.addcmul_(now, e)
+        return states, p.c
+    u = p.c.new_empty(p.c.shape)
+    rest = u.new_empty(u.shape[1:])
+    for now, after, e, c, X, D, inner, found in zip(
+        *(steps[:-1], steps[1:], factors, p.c.unbind(0), p.X.unbind(0)),
+        *(p.D.mT.unbind(0), inverse.unbind(0), u.unbind(0)),
+        strict=True,
+    ):
+        torch.bmm(inner, rest.copy_(c).baddbmm_(X, now, alpha=-1), out=found)
+        (after.copy_(now) if e is None else torch.mul(now, e, out=after)).baddbmm_(D, found)
+    return states, u
+
+
+def _forward(
+    plan: Plan, Z: Tensor, tokens: Sequence[Tensor], *, keep: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    kept: list[Tensor] = []
+    y = plan.outputs()
+    for start, stop in plan.groups:
+        p = plan.prepare(*(x[:, start:stop] for x in tokens))
+        inverse = None if p.system is None else _inverse(p.system)
+        states, u = _states(p, inverse, Z)
+        Z = states[-1]
+        out = _bmm(p.Q, states[:-1])
+        out.flatten(0, 1).baddbmm_(p.scores.flatten(0, 1), u.flatten(0, 1))
+        y[:, start:stop] = plan.finish(out, stop - start)
+        if keep:
+            kept.append(states)
+    return y, Z.clone(), kept
+
+
+def _differentiable(plan: Plan, Z: Tensor, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The same, in operations that autograd can differentiate any number of times."""
+    outputs: list[Tensor] = []
+    for start, stop in plan.groups:
+        p = plan.prepare(*(x[:, start:stop] for x in tokens))
+        inverse = None if p.system is None else _inverse(p.system.tril(-1))
+        rows: list[Tensor] = []
+        for i in range(p.Q.shape[0]):
+            u = p.c[i]
+            if p.X is not None and inverse is not None:
+                u = inverse[i] @ (u - p.X[i] @ Z)
+            rows.append(p.Q[i] @ Z + p.scores[i] @ u)
+            Z = (Z if p.e is None else p.e[i] * Z) + p.D[i].mT @ u
+        outputs.append(plan.finish(torch.stack(rows), stop - start))
+    return torch.cat(outputs, dim=1), Z
+
+
+def _pull(p: Pieces, starts: Tensor, dy: Tensor, dZ: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Gradients of the pieces, in the order of `Pieces.tensors`, and of the state at the start."""
+    n = p.Q.shape[0]
+    states = torch.empty(n + 1, *dZ.shape, dtype=dZ.dtype, device=dZ.device)
+    torch.bmm(p.Q.flatten(0, 1).mT, dy.flatten(0, 1), out=states[:-1].flatten(0, 1))
+    states[n] = dZ
+    steps, ends = states.unbind(0), states[1:]  # gradients of the states at the borders
+    factors = (None,) * n if p.e is None else p.e.unbind(0)
+    from_scores = _bmm(p.scores.mT, dy)
+    if p.X is None or p.system is None:
+        for i in reversed(range(n)):
+            now, after, e = steps[i], steps[i + 1], factors[i]
+            now.add_(after) if e is None else now.addcmul_(after, e)
+        grads = [_bmm(dy, p.c.mT).tril_(), _bmm(dy, starts.mT), _bmm(p.c, ends.mT)]
+        from_scores.flatten(0, 1).baddbmm_(p.D.flatten(0, 1), ends.flatten(0, 1))
+        grads.append(from_scores)
+    else:
+        inverse = _inverse(p.system)
+        u = _bmm(inverse, _baddbmm(p.c, p.X, starts, alpha=-1))
+        lost = torch.empty_like(u)  # −w
+        back, across = inverse.mT.unbind(0), p.X.mT.unbind(0)
+        rest, D = from_scores.unbind(0), p.D.unbind(0)
+        for i in reversed(range(n)):
+            now, after, e = steps[i], steps[i + 1], factors[i]
+            torch.bmm(back[i], rest[i].baddbmm_(D[i], after), out=lost[i])
+            now.add_(after) if e is None else now.addcmul_(after, e)
+            now.baddbmm_(across[i], lost[i].neg_())
+        grads = [_bmm(lost, u.mT).tril_(-1), _bmm(dy, u.mT), _bmm(lost, starts.mT)]
+        grads += [_bmm(dy, starts.mT), _bmm(u, ends.mT), -lost]
+    if p.e is not None:
+        grads.append((starts * ends).sum_to_size(p.e.shape))
+    return grads, steps[0]
+
+
+class _Pass(torch.autograd.Function):
+    """The recurrence with its written-out backward."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, Z: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+        y, end, kept = _forward(plan, Z, tokens, keep=True)
+        ctx.plan, ctx.kept = plan, kept
+        ctx.save_for_backward(Z, *tokens)
+        return y, end
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dZ: Tensor) -> tuple[Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        Z, *tokens = ctx.saved_tensors
+        needs = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():
+            inputs = [Z, *tokens]
+            wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
+            found = iter(
+                torch.autograd.grad(
+                    _differentiable(plan, Z, tokens),
+                    wanted,
+                    (dy, dZ),
+                    create_graph=True,
+                    allow_unused=True,
+                )
+            )
+            return None, *(next(found) if need else None for need in needs)
+        totals = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
+            for x, need in zip(tokens, needs[1:], strict=True)
+        ]
+        for (start, stop), starts in zip(reversed(plan.groups), reversed(ctx.kept), strict=True):
+            with torch.enable_grad():
+                pieces = [
+                    x[:, start:stop].detach().requires_grad_(total is not None)
+                    for x, total in zip(tokens, totals, strict=True)
+                ]
+                p = plan.prepare(*pieces)
+            detached = Pieces(*(None if x is None else x.detach() for x in vars(p).values()))
+            grads, dZ = _pull(detached, starts[:-1], plan.unfinish(dy[:, start:stop]), dZ)
+            pairs = [(x, g) for x, g in zip(p.tensors(), grads, strict=True) if x.requires_grad]
+            wanted = [x for x in pieces if x.requires_grad]
+            if not wanted or not pairs:
+                continue
+            outputs, pulls = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(outputs, wanted, pulls, allow_unused=True))
+            for total in totals:
+                if total is not None:
+                    got = next(found)
+                    total[:, start:stop] = 0.0 if got is None else got
+        return None, dZ if needs[0] else None, *totals

@@ -1,0 +1,89 @@
+"""The short convolution: causal, depthwise, exact across splits, padding and packed documents."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ShortConvolution"]
+
+
+class ShortConvolution(nn.Module):
+    """y_t = Σ_{j<w} a_j ⊙ u_{t−w+1+j}, per channel, over the last w tokens of the same sequence.
+
+    It starts as the identity plus a little noise, so that a fresh layer sees its own tokens.
+
+    Args:
+        channels: D.
+        width: w ≥ 1.
+    """
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.channels, self.width = channels, width
+        self.weight = nn.Parameter(torch.empty(width, channels))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Back to the start."""
+        nn.init.normal_(self.weight, std=0.5 * self.width**-0.5)
+        self.weight[-1] += 1.0
+
+    def forward(
+        self,
+        u: Tensor,
+        tail: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+        borders: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Convolve ``u [B, T, D]`` and return the tail ``[B, w − 1, D]`` that the next call needs.
+
+        Args:
+            u: tokens; with ``lengths``, padded on the right.
+            tail: last inputs of each sequence before this call (zeros at its beginning).
+            lengths: real tokens per row ``[B]``.
+            borders: ``[N + 1]`` borders of N documents in one row; then there are N tails.
+        """
+        past = self.width - 1
+        if borders is not None:
+            return self._packed(u, tail, borders)
+        if tail is None:
+            tail = u.new_zeros(u.shape[0], past, u.shape[2])
+        joined = torch.cat([tail.to(u.dtype), u], dim=1)  # [B, w − 1 + T, D]
+        if lengths is None:
+            after = joined[:, joined.shape[1] - past :]
+        else:
+            index = lengths[:, None] + torch.arange(past, device=u.device)
+            after = joined.gather(1, index.unsqueeze(-1).expand(-1, -1, u.shape[2]))
+        return self._slide(joined), after
+
+    def _packed(self, u: Tensor, tail: Tensor | None, borders: Tensor) -> tuple[Tensor, Tensor]:
+        """Each document is preceded by its own tail, so one pass over the row serves all."""
+        past, (_, T, D), N = self.width - 1, u.shape, borders.shape[0] - 1
+        borders = borders.to(device=u.device, dtype=torch.long)
+        slots = torch.arange(past, device=u.device)
+        tokens = torch.arange(T, device=u.device)
+        document = torch.bucketize(tokens, borders[1:], right=True)
+        places = tokens + (document + 1) * past
+        before = borders[:-1, None] + torch.arange(N, device=u.device)[:, None] * past + slots
+        joined = u.new_zeros(T + N * past, D).index_copy(0, places, u[0])
+        if tail is not None:
+            joined = joined.index_copy(0, before.flatten(), tail.to(u.dtype).flatten(0, 1))
+        after = joined[before + borders.diff()[:, None]]  # [N, w − 1, D]
+        y = self._slide(joined.unsqueeze(0)) if T else u
+        return (y[:, places - past] if T else y), after
+
+    def _slide(self, joined: Tensor) -> Tensor:
+        # A few fused passes over contiguous channels: no transpose to [B, D, T] and back.
+        T = joined.shape[1] - self.width + 1
+        weight = self.weight.to(joined.dtype)
+        y = joined[:, :T] * weight[0]
+        for j in range(1, self.width):
+            y = torch.addcmul(y, joined[:, j : j + T], weight[j])
+        return y
+
+    def extra_repr(self) -> str:
+        """Channels and width."""
+        return f"{self.channels}, width={self.width}"

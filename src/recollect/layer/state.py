@@ -1,0 +1,99 @@
+"""What a memory layer remembers between calls: its memory's state, and the convolution's tail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from recollect.engines.state import State
+from recollect.typing import Init
+
+__all__ = ["LayerState"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerState:
+    """The state of a `MemoryLayer`; rows are independent sequences.
+
+    Attributes:
+        memory: the recipe's state, see `recollect.engines.state.State`.
+        conv: last inputs of the short convolution ``[B, width − 1, D]``, q, k and v beside each
+            other; ``None`` without one.
+    """
+
+    memory: State
+    conv: Tensor | None = None
+
+    @property
+    def position(self) -> Tensor:
+        """Tokens seen of the current document ``[B]``: also the phase of the rotary embedding."""
+        return self.memory.position
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.memory.rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        tail = 0 if self.conv is None else self.conv.numel() * self.conv.element_size()
+        return self.memory.nbytes + tail
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> LayerState:
+        """Apply ``f`` to every tensor; the root of the methods below."""
+        conv = None if self.conv is None else f(self.conv)
+        return LayerState(memory=self.memory.map(f), conv=conv)
+
+    def detach(self) -> LayerState:
+        """Cut the graph (truncated backpropagation)."""
+        return self.map(Tensor.detach)
+
+    def select(self, rows: Tensor) -> LayerState:
+        """Rows by index, e.g. the survivors of a beam."""
+        return self.map(lambda x: x.index_select(0, rows.to(x.device)))
+
+    def repeat(self, n: int) -> LayerState:
+        """Each row n times in a row."""
+        return self.map(lambda x: x.repeat_interleave(n, dim=0))
+
+    def to(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> LayerState:
+        """Move; ``dtype`` applies to floating-point tensors."""
+        return self.map(
+            lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None)
+        )
+
+    def reset(self, mask: Tensor, init: Init | None = None) -> LayerState:
+        """Rows where ``mask [B]`` is True start anew, their memory from ``init``.
+
+        ``layer.initial_memory`` gives the ``init`` of a layer that learned one.
+        """
+        fresh = LayerState(memory=self.memory.reset(mask, init), conv=self.conv)
+        if self.conv is None:
+            return fresh
+        rows = mask.to(self.conv.device).view(-1, 1, 1)
+        return replace(fresh, conv=torch.where(rows, 0.0, self.conv).to(self.conv.dtype))
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Flat names to plain tensors, ready for safetensors."""
+        flat = {f"memory.{name}": x for name, x in self.memory.to_dict().items()}
+        return flat if self.conv is None else {**flat, "conv": self.conv}
+
+    @classmethod
+    def from_dict(cls, flat: Mapping[str, Tensor]) -> LayerState:
+        """Rebuild what `to_dict` wrote.
+
+        Raises:
+            ValueError: a name that no state has, or one that is missing.
+        """
+        head = "memory."
+        for name in flat:
+            if name != "conv" and not name.startswith(head):
+                raise ValueError(f"{name!r} is no part of a layer's state")
+        memory = {name[len(head) :]: x for name, x in flat.items() if name.startswith(head)}
+        return cls(memory=State.from_dict(memory), conv=flat.get("conv"))

@@ -1,0 +1,40 @@
+"""Language models: one Hugging Face model for every recipe.
+
+Importing this module registers it with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`::
+
+    config = rc.lm.RecollectConfig.from_recipes("gated_delta_net", vocab_size=32000)
+    model = rc.lm.RecollectForCausalLM(config)
+"""
+
+from __future__ import annotations
+
+try:
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        'recollect.lm needs transformers, which is not installed: pip install "recollect[lm]"'
+    ) from error
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from recollect.lm.cache import RecollectCache
+from recollect.lm.config import RecollectConfig
+from recollect.lm.model import (
+    RecollectForCausalLM,
+    RecollectModel,
+    match_parameters,
+    parameter_count,
+)
+
+__all__ = [
+    "RecollectCache",
+    "RecollectConfig",
+    "RecollectForCausalLM",
+    "RecollectModel",
+    "match_parameters",
+    "parameter_count",
+]
+
+AutoConfig.register(RecollectConfig.model_type, RecollectConfig, exist_ok=True)
+AutoModel.register(RecollectConfig, RecollectModel, exist_ok=True)
+AutoModelForCausalLM.register(RecollectConfig, RecollectForCausalLM, exist_ok=True)

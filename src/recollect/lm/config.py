@@ -1,0 +1,213 @@
+"""The configuration: recipes and options in full, as JSON, and the sizes of the backbone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from recollect.blocks import mlp_width
+from recollect.choices.member import RecipeError
+from recollect.engines.select import select
+from recollect.options import LayerOptions
+from recollect.recipe import Recipe
+from recollect.zoo import Preset, get
+
+__all__ = ["SCHEMA", "Named", "RecollectConfig"]
+
+SCHEMA = 1
+
+Named = str | Preset | Recipe | tuple[Recipe, LayerOptions]
+"""What may stand for a recipe with its options: a zoo name, a preset, or a recipe of one's own."""
+
+
+class RecollectConfig(PretrainedConfig):
+    """Configuration of a language model whose sequence layers are recipes.
+
+    Most easily made by `from_recipes`.
+
+    Args:
+        vocab_size, hidden_size, num_hidden_layers: of the backbone.
+        num_attention_heads: query heads.
+        num_key_value_heads: memories per layer; the query heads' number when omitted.
+        head_dim, value_dim: K and V; hidden_size / heads, and K, when omitted.
+        intermediate_size: of the SwiGLU MLP; 8/3 · hidden_size when omitted.
+        recipes: ``{name: {"recipe": ..., "options": ...}}`` in full, as their ``to_dict`` writes them.
+        layers: names of recipes from the first layer on, repeated over the depth; all in order when
+            omitted.
+        schema: of this mapping.
+        method: engine, as in `recall`.
+        rms_norm_eps: of the norms.
+        initializer_range: standard deviation of linear maps and embeddings; hidden_size^(−1/2) when
+            omitted, which is the customary 0.02 at 2500.
+        tie_word_embeddings: whether the output reads the embedding.
+        use_cache: whether a forward pass out of training returns states.
+        pad_token_id, bos_token_id, eos_token_id: of the tokenizer.
+
+    Raises:
+        RecipeError: a recipe with an unregistered member, another schema, or an unknown name.
+    """
+
+    model_type = "recollect"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        hidden_size: int = 768,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        intermediate_size: int | None = None,
+        recipes: dict[str, Any] | None = None,
+        layers: list[str] | None = None,
+        schema: int = SCHEMA,
+        method: str = "auto",
+        rms_norm_eps: float = 1e-6,
+        initializer_range: float | None = None,
+        tie_word_embeddings: bool = False,
+        use_cache: bool = True,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if schema != SCHEMA:
+            raise RecipeError(
+                f"this configuration has schema {schema!r} and this version of recollect reads schema "
+                f"{SCHEMA}: install the version that wrote it"
+            )
+        super().__init__(**kwargs)
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads or num_attention_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.intermediate_size = intermediate_size or mlp_width(hidden_size)
+        self.recipes = dict(recipes or {})
+        self.layers = list(self.recipes if layers is None else layers)
+        self.schema = schema
+        self.method = method
+        self.rms_norm_eps = rms_norm_eps
+        self.initializer_range = (
+            hidden_size**-0.5 if initializer_range is None else initializer_range
+        )
+        self.tie_word_embeddings = tie_word_embeddings
+        self.use_cache = use_cache
+        self.pad_token_id, self.bos_token_id = pad_token_id, bos_token_id
+        self.eos_token_id = eos_token_id
+        self._check()
+
+    def _check(self) -> None:
+        for name in self.layers:
+            if name not in self.recipes:
+                raise RecipeError(
+                    f"layers names the recipe {name!r}, which is not among: "
+                    f"{', '.join(self.recipes) or 'none'}"
+                )
+        for name in self.recipes:
+            select(self.recipe(name)[0], self.method)
+
+    @classmethod
+    def from_recipes(
+        cls,
+        recipes: Named | Sequence[str] | Mapping[str, Named],
+        *,
+        layers: Sequence[str] | None = None,
+        **sizes: Any,
+    ) -> RecollectConfig:
+        """A configuration from zoo names, presets or recipes.
+
+        Args:
+            recipes: a zoo name, a preset, a recipe (or with its options, as a tuple), several zoo
+                names, or a mapping of names to any of these.
+            layers: the pattern of names over the depth.
+            sizes: the other arguments of `RecollectConfig`.
+
+        Raises:
+            RecipeError: an unknown zoo name or argument.
+        """
+        known = [*inspect.signature(cls.__init__).parameters][1:-1]
+        for name in sizes:
+            if name not in (*known, "dtype") or name in ("recipes", "layers", "schema"):
+                raise RecipeError(
+                    f"RecollectConfig has no argument {name!r}; it has {', '.join(known)}"
+                )
+        written: dict[str, Any] = {}
+        for name, value in _by_name(recipes).items():
+            recipe, options = _resolved(value)
+            written[name] = {"recipe": recipe.to_dict(), "options": options.to_dict()}
+        return cls(recipes=written, layers=None if layers is None else list(layers), **sizes)
+
+    def recipe(self, name: str) -> tuple[Recipe, LayerOptions]:
+        """A recipe of this configuration, and its options.
+
+        Raises:
+            RecipeError: a member that nobody registered. Nothing is imported or run to find it.
+        """
+        entry = self.recipes[name]
+        if not isinstance(entry, Mapping) or set(entry) - {"recipe", "options"}:
+            raise RecipeError(
+                f"recipes[{name!r}] must be {{'recipe': ..., 'options': ...}}, not {entry!r}"
+            )
+        return (
+            Recipe.from_dict(entry.get("recipe", {})),
+            LayerOptions.from_dict(entry.get("options", {})),
+        )
+
+    @property
+    def pattern(self) -> list[str]:
+        """The recipe's name of every layer.
+
+        Raises:
+            RecipeError: there are no recipes.
+        """
+        if not self.layers:
+            raise RecipeError(
+                "this configuration has no recipes: make one with "
+                "RecollectConfig.from_recipes('gated_delta_net')"
+            )
+        return [self.layers[i % len(self.layers)] for i in range(self.num_hidden_layers)]
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What ``config.json`` holds: never without the recipes, the pattern and the schema."""
+        whole = self.to_dict()
+        return {**super().to_diff_dict(), **{k: whole[k] for k in ("recipes", "layers", "schema")}}
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when everything that is written is equal."""
+        return isinstance(other, RecollectConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _by_name(recipes: Named | Sequence[str] | Mapping[str, Named]) -> dict[str, Named]:
+    if isinstance(recipes, Mapping):
+        return dict(recipes)
+    if isinstance(recipes, str):
+        return {recipes: recipes}
+    if isinstance(recipes, Preset):
+        return {recipes.name: recipes}
+    if isinstance(recipes, Recipe) or (
+        isinstance(recipes, tuple) and recipes and isinstance(recipes[0], Recipe)
+    ):
+        return {"memory": recipes}
+    return {name: name for name in recipes}
+
+
+def _resolved(value: Named) -> tuple[Recipe, LayerOptions]:
+    if isinstance(value, str):
+        value = get(value)
+    if isinstance(value, Preset):
+        return value.recipe, value.options
+    if isinstance(value, Recipe):
+        return value, LayerOptions()
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Recipe):
+        return value
+    raise RecipeError(
+        f"a recipe is given as a zoo name, a preset, an rc.Recipe or (recipe, options), not {value!r}"
+    )

@@ -1,0 +1,306 @@
+"""The model: Llama's backbone with memory layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from recollect.blocks import Block
+from recollect.layer import InitialMemory, MemoryLayer
+from recollect.layer.convolution import ShortConvolution
+from recollect.layer.numbers import Number
+from recollect.lm.cache import RecollectCache
+from recollect.lm.config import RecollectConfig
+
+__all__ = ["RecollectForCausalLM", "RecollectModel", "match_parameters", "parameter_count"]
+
+IGNORE = -100
+
+
+class RecollectPreTrainedModel(PreTrainedModel):
+    """What both models share: how they start, and what the library may do with them."""
+
+    config_class = RecollectConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _is_stateful = True  # a state cannot be cropped, so no assisted decoding
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, Number | ShortConvolution | InitialMemory):
+            # These know their own start; what came from a checkpoint stays.
+            loaded = [
+                (weight, weight.clone())
+                for weight in module.parameters()
+                if getattr(weight, "_is_hf_initialized", False)
+            ]
+            module.reset_parameters()
+            for weight, value in loaded:
+                weight.copy_(value)
+
+
+class RecollectModel(RecollectPreTrainedModel):
+    """Embedding, blocks and a last norm.
+
+    Raises:
+        RecipeError: sizes that do not fit a recipe.
+    """
+
+    def __init__(self, config: RecollectConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
+        )
+        self.blocks = nn.ModuleList(
+            Block(_layer(config, index), config.intermediate_size, eps=config.rms_norm_eps)
+            for index in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RecollectCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states after the last norm.
+
+        Args:
+            input_ids: ``[B, T]``, or ``inputs_embeds [B, T, hidden_size]`` instead.
+            attention_mask: ``[B, T]`` (or with the columns before, as generation gives it), nonzero at
+                real tokens, padded on either side. Padding changes nothing.
+            past_key_values: of an earlier call, to continue from.
+            use_cache: whether states come back; by default the configuration's word, and not while
+                training.
+            cu_seqlens: ``[N + 1]`` borders of N documents packed in one row.
+            output_hidden_states: whether the inputs of all blocks come back too.
+
+        Raises:
+            ValueError: inputs that contradict each other.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds, and not both")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        mask = _mask(attention_mask, x, seen)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        hidden, states = [], []
+        for index, block in enumerate(self.blocks):
+            hidden.append(x)
+            state = None if past_key_values is None else past_key_values.states[index]
+            if self.gradient_checkpointing and self.training:
+                x, after = self._gradient_checkpointing_func(
+                    block.__call__, x, state, mask, cu_seqlens, output_state=use_cache
+                )
+            else:
+                x, after = block(x, state, mask, cu_seqlens, output_state=use_cache)
+            states.append(after)
+        x = self.norm(x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=RecollectCache(states, seen + x.shape[1]) if use_cache else None,
+            hidden_states=(*hidden, x) if output_hidden_states else None,
+        )
+
+
+class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
+    """`RecollectModel` with a head that predicts the next token.
+
+    Raises:
+        RecipeError: sizes that do not fit a recipe.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    accepts_loss_kwargs = True  # num_items_in_batch, below
+
+    def __init__(self, config: RecollectConfig) -> None:
+        super().__init__(config)
+        self.model = RecollectModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RecollectCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Logits, and the loss when there are labels.
+
+        Args:
+            labels: ``[B, T]``, the input's own tokens: they are shifted here; −100 asks nothing, and
+                neither does the first token of a packed document.
+            logits_to_keep: only the last so many positions, or those of an index; 0 is all.
+            num_items_in_batch: what the summed loss is divided by, when the batch of an optimizer step
+                is larger than this one.
+
+        The rest as in `RecollectModel`.
+
+        Raises:
+            ValueError: inputs that contradict each other.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            output_hidden_states=output_hidden_states,
+        )
+        x = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(x[:, kept])
+        loss = None
+        if labels is not None:
+            if logits.shape[:2] != labels.shape:
+                raise ValueError(
+                    f"labels must have shape {list(logits.shape[:2])} [B, T], one per logit, not "
+                    f"{list(labels.shape)}"
+                )
+            loss = _loss(logits, labels, cu_seqlens, num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: RecollectCache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What one step of `generate` feeds: the columns that no state has seen."""
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        fresh: dict[str, Any] = {"input_ids": input_ids[:, seen:]}
+        if inputs_embeds is not None and seen == 0:
+            fresh = {"inputs_embeds": inputs_embeds}
+        elif inputs_embeds is not None:
+            fresh = {"input_ids": input_ids[:, -1:]}  # the prompt's columns are not in input_ids
+        kept = kwargs.get("logits_to_keep")
+        return {
+            **fresh,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "use_cache": kwargs.get("use_cache", True),
+            **({} if kept is None else {"logits_to_keep": kept}),
+        }
+
+
+def _layer(config: RecollectConfig, index: int) -> MemoryLayer:
+    recipe, options = config.recipe(config.pattern[index])
+    return MemoryLayer(
+        config.hidden_size,
+        config.num_attention_heads,
+        recipe,
+        options,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        value_dim=config.value_dim,
+        method=config.method,
+        depth=(index, config.num_hidden_layers),
+    )
+
+
+def _mask(mask: Tensor | None, x: Tensor, seen: int) -> Tensor | None:
+    """The mask of the new columns, or ``None`` where all are real."""
+    B, T = x.shape[:2]
+    if mask is None:
+        return None
+    if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] not in (T, seen + T):
+        raise ValueError(
+            f"attention_mask must have shape {[B, T]}"
+            + (f" or {[B, seen + T]}" if seen else "")
+            + f", not {list(mask.shape)}"
+        )
+    mask = mask[:, mask.shape[1] - T :]
+    # Without padding the rows need no compaction; asking costs less than doing it for nothing.
+    if not torch.compiler.is_compiling() and bool((mask != 0).all()):
+        return None
+    return mask
+
+
+def _loss(
+    logits: Tensor, labels: Tensor, borders: Tensor | None, items: int | Tensor | None
+) -> Tensor:
+    """Mean cross entropy in nats of each next token, in float32."""
+    if borders is not None:
+        starts = borders[:-1].to(device=labels.device, dtype=torch.long)
+        starts = starts[starts < labels.shape[1]]
+        labels = labels.index_fill(1, starts, IGNORE)
+    targets = labels[:, 1:].flatten().to(logits.device)
+    total = functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORE, reduction="sum"
+    )
+    count = (targets != IGNORE).sum().clamp_min(1) if items is None else items
+    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
+def parameter_count(config: RecollectConfig) -> int:
+    """Trained numbers of a model of this configuration, without making them."""
+    with torch.device("meta"):
+        model = RecollectForCausalLM(config)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def match_parameters(configs: Sequence[RecollectConfig], target: int) -> list[RecollectConfig]:
+    """Copies whose MLP widths (multiples of 8) bring each model as near to ``target`` as they can.
+
+    Raises:
+        ValueError: a model that has more parameters than ``target`` even with the narrowest MLP.
+    """
+    matched: list[RecollectConfig] = []
+    for config in configs:
+        config = copy.deepcopy(config)
+        config.intermediate_size = 8
+        least = parameter_count(config)
+        step = 3 * 8 * config.hidden_size * config.num_hidden_layers
+        if target < least - step // 2:
+            raise ValueError(
+                f"{', '.join(config.layers)}: {least:,} parameters with the narrowest MLP are more "
+                f"than the {target:,} asked for; raise the target or lower hidden_size"
+            )
+        config.intermediate_size = 8 * (1 + round((target - least) / step))
+        matched.append(config)
+    return matched

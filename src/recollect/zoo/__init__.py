@@ -1,0 +1,26 @@
+"""The zoo: named systems of the literature as recipes.
+
+::
+
+    rc.zoo.names()
+    layer = rc.zoo.get("gated_delta_net").build(d_model=256, heads=4)
+"""
+
+from __future__ import annotations
+
+from recollect.zoo import attention, decay, delta_rule, least_mean_squares, linear_attention
+from recollect.zoo.preset import Fidelity, Preset, Reference, get, names, preset
+
+__all__ = [
+    "Fidelity",
+    "Preset",
+    "Reference",
+    "attention",
+    "decay",
+    "delta_rule",
+    "get",
+    "least_mean_squares",
+    "linear_attention",
+    "names",
+    "preset",
+]

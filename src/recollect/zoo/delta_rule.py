@@ -1,0 +1,71 @@
+"""The delta rule: one step of online gradient descent on least squares."""
+
+from __future__ import annotations
+
+from recollect.choices.algorithm import Momentum
+from recollect.choices.retention import Decay
+from recollect.options import LayerOptions
+from recollect.recipe import Recipe
+from recollect.zoo.preset import Fidelity, Reference, preset
+from recollect.zoo.sources import AM, COMMON, TTR
+
+__all__ = ["delta_net", "gated_delta_net", "momentum_delta_net"]
+
+
+@preset(
+    "DeltaNet",
+    row=36,
+    rule="M_t = M_(t−1)(I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ",
+    references=(
+        TTR("eq. 29"),
+        Reference(
+            paper="Schlag et al., Linear transformers are secretly fast weight programmers",
+            year=2021,
+            where="section 4.2",
+        ),
+        Reference(
+            paper="Yang et al., Parallelizing linear transformers with the delta rule",
+            year=2024,
+            where="section 2.2",
+        ),
+    ),
+    fidelity=Fidelity(kind="exact", source="TTR eq. 29", note=COMMON),
+)
+def delta_net() -> tuple[Recipe, LayerOptions]:
+    """What the memory predicts at the key is replaced by a share β of the value."""
+    return Recipe(), LayerOptions()
+
+
+@preset(
+    "DeltaNet with momentum",
+    row=37,
+    rule="C_t = θ_t C_(t−1) + β_t v_t k_tᵀ,  M_t = M_(t−1)(I − β_t k_t k_tᵀ) + C_t",
+    references=(AM("table 2"),),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="AM table 2: the momentum acts on the write only",
+        note=f"where θ comes from is left open; ours is a gate of the token; {COMMON}",
+    ),
+)
+def momentum_delta_net() -> tuple[Recipe, LayerOptions]:
+    """Past writes go on being written for a while, erasures act at once."""
+    return Recipe(algorithm=Momentum(of="value")), LayerOptions()
+
+
+@preset(
+    "Gated DeltaNet",
+    row=38,
+    rule="M_t = α_t M_(t−1)(I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ",
+    references=(
+        TTR("eq. 41"),
+        Reference(paper="Yang et al., Gated delta networks", year=2024, where="eq. 10"),
+    ),
+    fidelity=Fidelity(
+        kind="exact",
+        source="TTR eq. 41",
+        note=f"log α = logsigmoid(linear(x)) instead of −a softplus(linear(x)); {COMMON}",
+    ),
+)
+def gated_delta_net() -> tuple[Recipe, LayerOptions]:
+    """The delta rule on a memory that has already decayed."""
+    return Recipe(retention=Decay(when="before")), LayerOptions()

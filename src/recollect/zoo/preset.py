@@ -1,0 +1,172 @@
+"""Presets: named systems of the literature, each a recipe and options, and how faithful it is."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from recollect.choices.member import RecipeError
+from recollect.layer import MemoryLayer
+from recollect.options import LayerOptions
+from recollect.recipe import Recipe
+
+__all__ = ["Fidelity", "Preset", "Reference", "get", "names", "preset"]
+
+KINDS = ("exact", "approximation", "reconstruction")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Where a system comes from.
+
+    Attributes:
+        where: equation, section or table.
+    """
+
+    paper: str
+    year: int
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.paper} ({self.year}), {self.where}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fidelity:
+    """How close a preset is to its source.
+
+    Attributes:
+        kind: ``"exact"``, ``"approximation"`` or ``"reconstruction"`` (the paper leaves something
+            open).
+        source: the equation that it follows.
+        note: what was left open or chosen, and what the layer around the memory does differently.
+    """
+
+    kind: str
+    source: str
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise RecipeError(f"Fidelity(kind=...) must be one of {', '.join(KINDS)}, not {self.kind!r}")
+
+    def __str__(self) -> str:
+        return f"{self.kind}, from {self.source}" + (f": {self.note}" if self.note else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A named system: a recipe, the layer's options, and where both come from.
+
+    Attributes:
+        name: as in `names`.
+        title: what the system is called.
+        recipe, options: what it is.
+        rule: its write rule in the paper's form.
+        family: the file it lives in.
+        row: its number in the table of architectures.
+        references, fidelity: whose it is, and how faithful.
+        summary: one sentence.
+    """
+
+    name: str
+    title: str
+    recipe: Recipe
+    options: LayerOptions = field(default_factory=LayerOptions)
+    rule: str
+    family: str
+    row: int
+    references: tuple[Reference, ...]
+    fidelity: Fidelity
+    summary: str = ""
+
+    def build(
+        self, d_model: int, heads: int, *, options: LayerOptions | None = None, **overrides: Any
+    ) -> MemoryLayer:
+        """A layer of this system with fresh weights.
+
+        Args:
+            d_model: width. heads: query heads.
+            options: in place of the preset's own, e.g. ``replace(preset.options, conv=0)``.
+            overrides: other keywords of `MemoryLayer`: kv_heads, head_dim, value_dim, method,
+                chunk_size, depth.
+
+        Raises:
+            RecipeError: an override that `MemoryLayer` does not take.
+        """
+        known = ("kv_heads", "head_dim", "value_dim", "method", "chunk_size", "depth")
+        for name in overrides:
+            if name not in known:
+                raise RecipeError(
+                    f"build has no override {name!r}; it takes options, {', '.join(known)}"
+                )
+        options = self.options if options is None else options
+        return MemoryLayer(d_model, heads, self.recipe, options, **overrides)
+
+
+_PRESETS: dict[str, Preset] = {}
+
+Maker = Callable[[], tuple[Recipe, LayerOptions]]
+
+
+def preset(
+    title: str,
+    *,
+    row: int,
+    rule: str,
+    references: tuple[Reference, ...],
+    fidelity: Fidelity,
+) -> Callable[[Maker], Maker]:
+    """Decorator: register a function that returns recipe and options under its own name.
+
+    Its docstring's first line is the summary, its module the family.
+    """
+
+    def register(make: Maker) -> Maker:
+        recipe, options = make()
+        name = make.__name__
+        if name in _PRESETS:
+            raise RecipeError(f"a preset named {name!r} exists already: choose another name")
+        _PRESETS[name] = Preset(
+            name=name,
+            title=title,
+            recipe=recipe,
+            options=options,
+            rule=rule,
+            family=make.__module__.rpartition(".")[2],
+            row=row,
+            references=references,
+            fidelity=fidelity,
+            summary=(make.__doc__ or "").strip().split("\n")[0],
+        )
+        return make
+
+    return register
+
+
+def names(family: str | None = None) -> list[str]:
+    """Names of all presets in the order of the table, or of one family.
+
+    Raises:
+        RecipeError: an unknown family.
+    """
+    families = sorted({p.family for p in _PRESETS.values()})
+    if family is not None and family not in families:
+        raise RecipeError(f"the zoo has no family {family!r}; it has {', '.join(families)}")
+    chosen = [p for p in _PRESETS.values() if family in (None, p.family)]
+    return [p.name for p in sorted(chosen, key=lambda p: p.row)]
+
+
+def get(name: str) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        RecipeError: there is none; the nearest names are suggested.
+    """
+    if name in _PRESETS:
+        return _PRESETS[name]
+    near = difflib.get_close_matches(str(name), _PRESETS, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names())}"
+    raise RecipeError(f"the zoo has no architecture named {name!r}; {hint}")

@@ -1,0 +1,42 @@
+"""Papers that several presets cite, and what all recurrent presets share."""
+
+from __future__ import annotations
+
+from recollect.zoo.preset import Reference
+
+__all__ = ["AM", "COMMON", "MIRAS", "TTR"]
+
+
+def TTR(where: str) -> Reference:
+    """Wang et al., Test-time regression."""
+    return Reference(
+        paper="Wang et al., Test-time regression: a unifying framework for designing sequence models "
+        "with associative memory",
+        year=2025,
+        where=where,
+    )
+
+
+def MIRAS(where: str) -> Reference:
+    """Behrouz et al., It's All Connected."""
+    return Reference(
+        paper="Behrouz et al., It's All Connected: a journey through test-time memorization, "
+        "attentional bias, retention, and online optimization",
+        year=2025,
+        where=where,
+    )
+
+
+def AM(where: str) -> Reference:
+    """Zhong et al., Understanding Transformer from the perspective of associative memory."""
+    return Reference(
+        paper="Zhong et al., Understanding Transformer from the perspective of associative memory",
+        year=2025,
+        where=where,
+    )
+
+
+COMMON = (
+    "the layer around the memory is the common one (short convolution, unit queries and keys, output "
+    "norm and gate), so that recipes are compared and not their surroundings"
+)

@@ -1,0 +1,514 @@
+"""The numeric core of the linear engine against the definition, one token and one head at a time.
+
+The oracle below differentiates the written-out loss of each association with autograd and takes the
+step literally. It shares no formula with the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recollect.engines.chunked import chunked
+from recollect.engines.recurrent import recurrent
+
+Numbers = dict[str, Any]
+LENGTHS = (1, 2, 15, 16, 17) * 3 + (63, 64, 65)
+CHUNKS = (1, 3, 16, 64, None)
+
+
+# -------------------------------------------------------------------------------------- oracle
+
+
+def gradient(loss_at: Any, point: Tensor) -> Tensor:
+    """∇ of ``loss_at`` at ``point``, differentiable again."""
+    tap = torch.zeros_like(point).requires_grad_()
+    (found,) = torch.autograd.grad(loss_at(point + tap), tap, create_graph=True)
+    return found
+
+
+def oracle(n: Numbers, b: int, h: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """y ``[length, G, V]``, A and S of one head."""
+    a_, b_ = n["affine"]
+
+    def of(name: str) -> Tensor | None:
+        return None if n.get(name) is None else n[name][b, :, h]
+
+    q, k, v, lr = (n[name][b, :, h] for name in ("q", "k", "v", "lr"))
+    decay, decay_value = of("log_decay"), of("log_decay_value")
+    theta, gamma, probe, erase = of("momentum"), of("window"), of("probe"), of("erase")
+    V, K = v.shape[-1], k.shape[-1]
+    A = v.new_zeros(V, K) if n.get("A0") is None else n["A0"][b, h]
+    S = v.new_zeros(V, K) if n.get("S0") is None else n["S0"][b, h]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    if n.get("k_past") is not None:
+        for i in range(n["k_past"].shape[1]):
+            if n.get("past_mask") is None or n["past_mask"][b, i]:
+                pairs.append((n["k_past"][b, i, h], n["v_past"][b, i, h]))
+    outputs: list[Tensor] = []
+    for t in range(length):
+        pairs.append((k[t], v[t]))
+        D = torch.ones_like(A)
+        if decay is not None:
+            D = D * decay[t].exp()
+        if decay_value is not None:
+            D = D * decay_value[t].exp()[:, None]
+        point = D * A if n["before"] else A
+
+        def weighed(erases: bool, writes: bool, t: int = t, point: Tensor = point) -> Tensor:
+            def loss(W: Tensor) -> Tensor:
+                total = W.new_zeros(())
+                for m in range(1 if gamma is None else gamma.shape[-1]):
+                    if m < len(pairs):
+                        key, value = pairs[-1 - m]
+                        weight = 1.0 if gamma is None else gamma[t, m]
+                        if erases:
+                            total = total + weight * 0.5 * a_ * (W @ key).square().sum()
+                        if writes:
+                            total = total - weight * b_ * torch.dot(W @ key, value)
+                return total
+
+            return gradient(loss, point)
+
+        if probe is not None and erase is not None:
+            A = D * A - a_ * torch.outer(point @ probe[t], erase[t])
+            A = A - lr[t] * weighed(False, True)
+        elif theta is None:
+            A = D * A - lr[t] * weighed(True, True)
+        elif n["momentum_of"] == "gradient":
+            S = theta[t] * S - lr[t] * weighed(True, True)
+            A = D * A + S
+        else:
+            S = theta[t] * S - lr[t] * weighed(False, True)
+            A = D * A - lr[t] * weighed(True, False) + S
+        outputs.append(q[t] @ A.T)
+    empty = v.new_zeros(0, q.shape[1], V)
+    return (torch.stack(outputs) if outputs else empty), A, S
+
+
+def expected(n: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+    """The oracle over rows and heads; outputs of dead tokens are zeros."""
+    B, T, H, G, _ = n["q"].shape
+    rows = []
+    for b, h in itertools.product(range(B), range(H)):
+        length = T if n.get("live") is None else int(n["live"][b].sum())
+        y, A, S = oracle(n, b, h, length)
+        pad = y.new_zeros(T - length, G, y.shape[-1])
+        rows.append((torch.cat([y, pad]), A, S))
+    y, A, S = (torch.stack(parts).unflatten(0, (B, H)) for parts in zip(*rows, strict=True))
+    return y.transpose(1, 2), A, S
+
+
+# --------------------------------------------------------------------------------------- cases
+
+
+def numbers(
+    *,
+    T: int,
+    decay: str = "none",
+    before: bool = False,
+    momentum: str = "none",
+    window: int | None = None,
+    affine: tuple[float, float] = (1.0, 1.0),
+    probe: bool = False,
+    B: int = 1,
+    H: int = 2,
+    G: int = 1,
+    K: int = 4,
+    V: int = 3,
+    live: bool = False,
+    state: bool = True,
+    depth: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+) -> Numbers:
+    """Random arguments of ``chunked``; log decays are uniform in [−depth, 0]."""
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(shape, dtype=torch.float64)
+
+    def unit(x: Tensor) -> Tensor:
+        return x / x.norm(dim=-1, keepdim=True)
+
+    n: Numbers = {
+        "q": randn(B, T, H, G, K),
+        "k": unit(randn(B, T, H, K)),
+        "v": randn(B, T, H, V),
+        "lr": rand(B, T, H) / (1 if window is None else window),
+        "affine": affine,
+        "before": before,
+        "momentum_of": "value" if momentum == "value" else "gradient",
+    }
+    if decay == "head":
+        n["log_decay"] = -depth * rand(B, T, H)
+    if decay in ("key", "both"):
+        n["log_decay"] = -depth * rand(B, T, H, K)
+    if decay in ("value", "both"):
+        n["log_decay_value"] = -depth * rand(B, T, H, V)
+    if momentum != "none":
+        n["momentum"] = (0.9 * rand(B, T, H)) * (rand(B, T, H) > 0.2)  # some exactly 0
+    if window is not None:
+        n["window"] = rand(B, T, H, window)
+        if state:
+            n["k_past"] = unit(randn(B, window - 1, H, K))
+            n["v_past"] = randn(B, window - 1, H, V)
+            n["past_mask"] = torch.arange(window - 1).flip(0) < torch.randint(0, window, (B, 1))
+    if probe:
+        n["probe"] = unit(randn(B, T, H, K))
+        n["erase"] = rand(B, T, H, 1) * unit(n["probe"] + 0.2 * randn(B, T, H, K))
+    if state:
+        n["A0"] = randn(B, H, V, K)
+        if momentum != "none":
+            n["S0"] = 0.3 * randn(B, H, V, K)
+    if live:
+        lengths = torch.randint(0, T + 1, (B, 1))
+        lengths[0] = T // 2
+        n["live"] = torch.arange(T) < lengths
+    return {
+        name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in n.items()
+    }
+
+
+def run(n: Numbers, chunk: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    rest = {name: x for name, x in n.items() if name not in ("q", "k", "v")}
+    return chunked(n["q"], n["k"], n["v"], chunk_size=chunk, **rest)
+
+
+def scan(n: Numbers) -> tuple[Tensor, Tensor, Tensor | None]:
+    rest = {name: x for name, x in n.items() if name not in ("q", "k", "v")}
+    return recurrent(n["q"], n["k"], n["v"], **rest)
+
+
+def sensible() -> list[Numbers]:
+    """Every combination of features that has a meaning."""
+    found: list[Numbers] = []
+    for decay, before, momentum, window, affine in itertools.product(
+        ("none", "head", "key", "value", "both"),
+        (False, True),
+        ("none", "gradient", "value"),
+        (None, 3),
+        ((1.0, 1.0), (0.0, 1.0), (1.0, 1.5)),
+    ):
+        if affine[0] != 0 and decay in ("value", "both"):
+            continue
+        found.append(
+            {
+                "decay": decay,
+                "before": before,
+                "momentum": momentum,
+                "window": window,
+                "affine": affine,
+            }
+        )
+    for decay, before, affine in itertools.product(
+        ("none", "head", "key"), (False, True), ((1.0, 1.0), (1.0, 1.5))
+    ):
+        found.append({"decay": decay, "before": before, "affine": affine, "probe": True})
+    return found
+
+
+def name_of(choice: Numbers) -> str:
+    return "-".join(
+        str(x) if key not in ("before", "probe") else (key if x else "after")
+        for key, x in choice.items()
+        if x not in ("none", None)
+    ).replace(" ", "")
+
+
+def leaves(n: Numbers) -> dict[str, Tensor]:
+    return {
+        name: x.requires_grad_()
+        for name, x in n.items()
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-10) -> bool:
+    scale = max(1.0, float(wanted.detach().abs().max())) if wanted.numel() else 1.0
+    return torch.allclose(found, wanted, rtol=0, atol=tolerance * scale)
+
+
+def norm_error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def agree(n: Numbers, engine: Any, *, gradients: bool = True) -> None:
+    """Outputs, states and every gradient of ``engine`` against the oracle."""
+    inputs = leaves(n)
+    y, A, S = expected(n)
+    found_y, found_A, found_S = engine(n)
+    if n.get("live") is not None:
+        assert found_y.isfinite().all()
+        found_y = torch.where(n["live"][:, :, None, None, None], found_y, 0.0)
+    assert close(found_y, y)
+    assert close(found_A, A)
+    assert (found_S is None) == ("momentum" not in n)
+    pairs = [(found_y, y), (found_A, A)]
+    if found_S is not None:
+        assert close(found_S, S)
+        pairs.append((found_S, S))
+    if not gradients:
+        return
+    # Not every caller's gradients are contiguous.
+    weights = [torch.randn_like(wanted.mT).mT for _, wanted in pairs]
+    names = list(inputs)
+
+    def pull(which: int) -> list[Tensor]:
+        total = torch.stack(
+            [(w * pair[which]).sum() for w, pair in zip(weights, pairs, strict=True)]
+        ).sum()
+        if not total.requires_grad:  # nothing but dead tokens
+            return [torch.zeros_like(inputs[name]) for name in names]
+        got = torch.autograd.grad(total, [inputs[name] for name in names], allow_unused=True)
+        return [
+            torch.zeros_like(inputs[name]) if g is None else g
+            for name, g in zip(names, got, strict=True)
+        ]
+
+    for name, got, wanted in zip(names, pull(0), pull(1), strict=True):
+        assert close(got, wanted), f"gradient of {name}: {(got - wanted).abs().max():.1e}"
+
+
+# --------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("choice", sensible(), ids=name_of)
+def test_agrees_with_the_definition(choice: Numbers) -> None:
+    draw = random.Random(name_of(choice))
+    T, chunk = draw.choice(LENGTHS), draw.choice(CHUNKS)
+    H = 1 if T > 2 else 2
+    extras = {"G": draw.choice((1, 1, 2)), "state": draw.random() < 0.7}
+    n = numbers(T=T, H=H, live=draw.random() < 0.3, **choice, **extras)
+    agree(n, lambda n: run(n, chunk))
+
+
+@pytest.mark.parametrize("choice", sensible()[::4], ids=name_of)
+def test_the_scan_agrees_with_the_definition(choice: Numbers) -> None:
+    draw = random.Random(name_of(choice) + "scan")
+    n = numbers(T=draw.choice((1, 2, 7)), H=1, live=draw.random() < 0.3, B=2, **choice)
+    agree(n, scan)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"decay": "head", "before": True},
+        {"decay": "head", "momentum": "gradient", "window": 3},
+        {"decay": "key", "before": True, "probe": True},
+        {"decay": "both", "affine": (0.0, 1.0)},
+    ],
+    ids=name_of,
+)
+def test_long_sequences(choice: Numbers) -> None:
+    n = numbers(T=200, H=1, **choice)
+    agree(n, run)
+    y, A, _ = run(n)
+    for chunk in (1, 16, 100):
+        again, B, _ = run(n, chunk)
+        assert close(again, y)
+        assert close(B, A)
+
+
+@pytest.mark.parametrize("choice", sensible()[1::5], ids=name_of)
+def test_chunk_size_and_splits_change_nothing(choice: Numbers) -> None:
+    T = 71
+    n = numbers(T=T, B=2, K=5, **choice)
+    y, A, S = run(n, 16)
+    for chunk in (7, 100):
+        other = run(n, chunk)
+        assert close(other[0], y)
+        assert close(other[1], A)
+        assert S is None or close(other[2], S)
+    c = 1 if "window" not in n else n["window"].shape[-1]
+    past: Numbers = {}
+    if c > 1:
+        past = {
+            "k": torch.cat([n["k_past"], n["k"]], 1),
+            "v": torch.cat([n["v_past"], n["v"]], 1),
+            "mask": torch.cat([n["past_mask"], torch.ones(2, T, dtype=torch.bool)], 1),
+        }
+    outputs: list[Tensor] = []
+    state: Numbers = {"A0": n["A0"], "S0": n.get("S0")}
+    for start, stop in ((0, 1), (1, 20), (20, 20), (20, 71)):
+        piece = {
+            name: x[:, start:stop]
+            if isinstance(x, Tensor) and name not in ("A0", "S0", "k_past", "v_past", "past_mask")
+            else x
+            for name, x in n.items()
+        }
+        piece.update(state)
+        if c > 1:
+            here = slice(start, start + c - 1)
+            piece.update(k_past=past["k"][:, here], v_past=past["v"][:, here])
+            piece.update(past_mask=past["mask"][:, here])
+        part, state["A0"], state["S0"] = run(piece, 16)
+        outputs.append(part)
+    assert close(torch.cat(outputs, 1), y)
+    assert close(state["A0"], A)
+    assert S is None or close(state["S0"], S)
+
+
+@pytest.mark.parametrize("momentum", ["none", "gradient", "value"])
+@pytest.mark.parametrize("decay", ["head", "key"])
+def test_padding_leaves_the_state_untouched(decay: str, momentum: str) -> None:
+    n = numbers(T=40, B=3, decay=decay, momentum=momentum, window=2, H=1)
+    n["live"] = torch.arange(40) < torch.tensor([[40], [17], [0]])
+    n["lr"] = torch.where(n["live"].unsqueeze(-1), n["lr"], torch.nan)
+    for name in ("q", "k", "v"):
+        dead = ~n["live"].view(3, 40, *(1,) * (n[name].dim() - 2))
+        n[name] = n[name].masked_fill(dead, torch.nan)
+    agree(n, lambda n: run(n, 16))
+    assert torch.equal(run(n, 16)[1][2], n["A0"][2])
+
+
+@pytest.mark.parametrize("decay", ["head", "key", "value", "both"])
+@pytest.mark.parametrize("depth", [2.0, 20.0, 50.0])
+def test_deep_decays_in_float32(decay: str, depth: float) -> None:
+    affine = (0.0, 1.0) if decay in ("value", "both") else (1.0, 1.0)
+    n = numbers(T=150, K=8, V=8, decay=decay, affine=affine, depth=depth)
+    for name in ("log_decay", "log_decay_value"):
+        if name in n:
+            # Mostly gentle, with channels and tokens that forget nearly everything.
+            n[name] = torch.where(torch.rand_like(n[name]) < 0.7, n[name] / 1000, n[name])
+    exact, A, _ = run(n, 3)
+    again, B, _ = scan(n)
+    assert close(exact, again)
+    assert close(A, B)
+    low = {k: x.float() if isinstance(x, Tensor) else x for k, x in n.items()}
+    wanted = {k: x.double() if isinstance(x, Tensor) else x for k, x in low.items()}
+    target, target_A, _ = run(wanted, 3)
+    for chunk in (None, 16, 128):
+        y, A, _ = run(low, chunk)
+        assert y.dtype == A.dtype == torch.float32
+        assert norm_error(y, target) < 1e-6
+        assert norm_error(A, target_A) < 1e-6
+
+
+@pytest.mark.parametrize("decay", ["head", "key", "value", "both"])
+def test_long_and_deep_has_no_nan(decay: str) -> None:
+    affine = (0.0, 1.0) if decay in ("value", "both") else (1.0, 1.0)
+    n = numbers(T=8192, H=1, decay=decay, affine=affine, depth=0.0, dtype=torch.float32)
+    for name in ("log_decay", "log_decay_value"):
+        if name in n:
+            n[name] = torch.full_like(n[name], -50.0)
+    inputs = leaves(n)
+    y, A, _ = run(n)
+    got = torch.autograd.grad(y.sum() + A.sum(), list(inputs.values()))
+    assert all(x.isfinite().all() for x in (y, A, *got))
+
+
+@pytest.mark.parametrize("engine", [run, scan])
+@pytest.mark.parametrize("momentum", ["none", "gradient"])
+@pytest.mark.parametrize("decay", ["head", "key", "value", "both"])
+def test_a_decay_of_minus_infinity_resets(decay: str, momentum: str, engine: Any) -> None:
+    affine = (0.0, 1.0) if decay in ("value", "both") else (1.0, 1.0)
+    n = numbers(T=40, H=1, decay=decay, momentum=momentum, affine=affine, before=True)
+    for name in ("log_decay", "log_decay_value"):
+        if name in n:
+            n[name][:, 0] = n[name][:, 20:22] = -torch.inf
+    agree(n, engine)
+
+
+def test_momentum_of_exactly_zero_is_no_momentum() -> None:
+    n = numbers(T=70, decay="head", momentum="gradient")
+    n["momentum"] = torch.zeros_like(n["momentum"])
+    y, A, _ = run(n)
+    plain = {name: x for name, x in n.items() if name not in ("momentum", "S0")}
+    wanted_y, wanted_A, none = run(plain)
+    assert none is None
+    assert close(y, wanted_y)
+    assert close(A, wanted_A)
+
+
+@pytest.mark.parametrize("momentum", ["none", "gradient"])
+@pytest.mark.parametrize(("B", "T"), [(2, 0), (0, 5), (0, 0)])
+def test_empty_input(B: int, T: int, momentum: str) -> None:
+    n = numbers(T=5, B=2, momentum=momentum, decay="head", window=3)
+    n = {
+        name: x
+        if not isinstance(x, Tensor)
+        else (x[:B] if name in ("A0", "S0", "k_past", "v_past", "past_mask") else x[:B, :T])
+        for name, x in n.items()
+    }
+    y, A, S = run(n)
+    assert y.shape == (B, T, 2, 1, 3)
+    assert torch.equal(A, n["A0"])
+    assert S is None if momentum == "none" else torch.equal(S, n["S0"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_inputs_keep_a_float32_state(dtype: torch.dtype) -> None:
+    n = numbers(T=200, K=16, V=16, decay="head", before=True, depth=0.1)
+    exact, exact_A, _ = run(n)
+    low = {
+        name: x.to(dtype) if isinstance(x, Tensor) and name != "A0" else x for name, x in n.items()
+    }
+    low["A0"] = low["A0"].float()
+    y, A, _ = run(low)
+    again, _, _ = scan(low)
+    assert y.dtype == again.dtype == dtype
+    assert A.dtype == torch.float32
+    limit = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-6}[dtype]
+    assert norm_error(y, exact) < limit
+    assert norm_error(again, exact) < limit
+    assert norm_error(A, exact_A) < limit
+
+
+def test_a_float64_state_keeps_float64() -> None:
+    n = numbers(T=5, dtype=torch.float32)
+    n["q"], n["k"], n["v"], n["lr"] = (n[name].double() for name in ("q", "k", "v", "lr"))
+    y, A, _ = run(n)
+    assert y.dtype == A.dtype == torch.float64
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_repeated_keys_at_full_rate_stay_accurate(before: bool) -> None:
+    """The worst conditioned system of unit keys: a triangle of ones."""
+    n = numbers(T=128, K=32, V=16, decay="head", before=before, depth=0.01)
+    n["k"] = n["k"][:, :1] + 1e-2 * n["k"]
+    n["k"] = n["k"] / n["k"].norm(dim=-1, keepdim=True)
+    n["lr"] = torch.ones_like(n["lr"])
+    low = {name: x.float() if isinstance(x, Tensor) else x for name, x in n.items()}
+    wanted = {name: x.double() if isinstance(x, Tensor) else x for name, x in low.items()}
+    exact, A, _ = scan(wanted)
+    for chunk in (None, 32, 128):
+        y, found, _ = run(low, chunk)
+        assert norm_error(y, exact) < 1e-5
+        assert norm_error(found, A) < 1e-5
+
+
+def test_gradients_of_gradients() -> None:
+    n = numbers(T=3, H=1, K=2, V=2, decay="head", before=True)
+    inputs = leaves(n)
+    names = ("q", "k", "v", "lr", "log_decay", "A0")
+
+    def function(*values: Tensor) -> tuple[Tensor, Tensor]:
+        return run({**n, **dict(zip(names, values, strict=True))}, 2)[:2]
+
+    values = tuple(inputs[name] for name in names)
+    assert torch.autograd.gradcheck(function, values)
+    assert torch.autograd.gradgradcheck(function, values)
+
+
+@pytest.mark.parametrize("G", [1, 2])
+@pytest.mark.parametrize("affine", [(1.0, 1.0), (0.0, 1.0)])
+@pytest.mark.parametrize("decay", ["none", "head", "key"])
+def test_groups_of_chunks(
+    decay: str, affine: tuple[float, float], G: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recollect.engines.plain.GROUP", 32)
+    agree(numbers(T=37, H=2, B=2, G=G, decay=decay, affine=affine), lambda n: run(n, 4))
+
+
+def test_rows_that_see_predictions_cannot_decay_apart() -> None:
+    n = numbers(T=3, decay="value")
+    with pytest.raises(ValueError, match="a = 0"):
+        run(n)

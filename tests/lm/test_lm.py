@@ -1,0 +1,266 @@
+"""The language model: saved and loaded bit by bit, and the same text however it is fed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import recollect as rc
+
+pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from recollect.lm import (
+    RecollectConfig,
+    RecollectForCausalLM,
+    RecollectModel,
+    match_parameters,
+    parameter_count,
+)
+
+VOCAB, T = 40, 11
+# float32: logits are sums of a few hundred products of order 1.
+TOL = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def config(recipes: object, **sizes: object) -> RecollectConfig:
+    return RecollectConfig.from_recipes(
+        recipes,  # type: ignore[arg-type]
+        **{
+            **dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2),
+            **sizes,
+        },  # type: ignore[arg-type]
+    )
+
+
+def model(recipes: object, **sizes: object) -> RecollectForCausalLM:
+    torch.manual_seed(0)
+    return RecollectForCausalLM(config(recipes, **sizes)).eval()
+
+
+def text(B: int = 2, length: int = T) -> Tensor:
+    # No zeros: token 0 is padding.
+    return torch.randint(1, VOCAB, (B, length), generator=torch.Generator().manual_seed(1))
+
+
+HYBRID = {
+    "deep": rc.Recipe(memory=rc.memory.MLP(), algorithm=rc.algorithm.GradientDescent(batch=4)),
+    "attention": "softmax_attention",
+}
+
+
+@pytest.mark.parametrize("name", [*rc.zoo.names(), "hybrid"])
+def test_prefill_and_decode_are_one_forward(name: str) -> None:
+    net, ids = model(HYBRID if name == "hybrid" else name), text()
+    with torch.no_grad():
+        whole = net(ids).logits
+        out = net(ids[:, :6])
+        logits = [out.logits]
+        for t in range(6, T):
+            out = net(ids[:, t : t + 1], past_key_values=out.past_key_values)
+            logits.append(out.logits)
+    torch.testing.assert_close(torch.cat(logits, 1), whole, **TOL)
+    assert out.past_key_values.get_seq_length() == T
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "softmax_attention", "hybrid"])
+def test_padded_rows_and_packed_documents_are_texts_alone(name: str) -> None:
+    net, ids = model(HYBRID if name == "hybrid" else name), text()
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    with torch.no_grad():
+        out = net(ids, attention_mask=mask, labels=labels)
+        alone = [net(ids[:1, 4:], labels=ids[:1, 4:]), net(ids[1:], labels=ids[1:])]
+        torch.testing.assert_close(out.logits[:1, 4:], alone[0].logits, **TOL)
+        torch.testing.assert_close(out.logits[1:], alone[1].logits, **TOL)
+        # The next column, as generation feeds it: the mask grows with the text.
+        longer = torch.cat([mask, mask[:, -1:]], 1)
+        more = net(ids[:, :1], attention_mask=longer, past_key_values=out.past_key_values).logits
+        one = net(ids[:1, :1], past_key_values=alone[0].past_key_values).logits
+        torch.testing.assert_close(more[:1], one, **TOL)
+
+        packed = torch.cat([ids[0, 4:], ids[1]])[None]
+        borders = torch.tensor([0, T - 4, 2 * T - 4])
+        both = net(packed, cu_seqlens=borders, labels=packed)
+        want = torch.cat([alone[0].logits[0], alone[1].logits[0]])
+        torch.testing.assert_close(both.logits[0], want, **TOL)
+        # No token is predicted across a border: the loss is that of the documents.
+        counts = torch.tensor([T - 5.0, T - 1.0])
+        mean = (torch.stack([a.loss for a in alone]) * counts).sum() / counts.sum()
+        torch.testing.assert_close(both.loss, mean, **TOL)
+        torch.testing.assert_close(out.loss, mean, **TOL)
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "retnet", "hybrid"])
+def test_saved_and_loaded_is_the_same_bit_by_bit(name: str, tmp_path: Path) -> None:
+    net, ids = model(HYBRID if name == "hybrid" else name, tie_word_embeddings=True), text()
+    net.save_pretrained(tmp_path)
+    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".safetensors"}
+    back = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(back) is RecollectForCausalLM
+    assert torch.equal(back(ids).logits, net(ids).logits)
+    assert back.config == net.config
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is RecollectModel
+    assert torch.equal(base(ids).last_hidden_state, net.model(ids).last_hidden_state)
+
+
+def test_config_holds_recipes_in_full(tmp_path: Path) -> None:
+    made = config(["gla", "softmax_attention"], num_hidden_layers=3)
+    made.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["schema"] == 1
+    assert written["layers"] == ["gla", "softmax_attention"]
+    assert written["recipes"]["gla"]["recipe"]["retention"]["per"] == "key"
+    back = AutoConfig.from_pretrained(tmp_path)
+    assert back == made
+    assert back != config(["gla", "softmax_attention"], num_hidden_layers=4)
+    assert back.pattern == ["gla", "softmax_attention", "gla"]
+    preset = rc.zoo.get("gla")
+    assert back.recipe("gla") == (preset.recipe, preset.options)
+    assert config(preset).recipe("gla") == back.recipe("gla")
+    assert config(preset.recipe).pattern == ["memory"] * 2
+
+
+def test_loading_never_runs_code(tmp_path: Path) -> None:
+    """A member that nobody registered is refused in words; nothing is imported to find it."""
+
+    @rc.member
+    class Tilted(rc.bias.Bias):
+        affine = (1.0, 2.0)
+
+        def error(self, prediction: Tensor, value: Tensor, gates: object) -> Tensor:
+            return prediction - 2 * value
+
+    net, ids = model(rc.Recipe(bias=Tilted())), text()
+    net.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, net(ids).logits)
+    code = (
+        "import recollect.lm\nfrom transformers import AutoModelForCausalLM as A\n"
+        f"try: A.from_pretrained({str(tmp_path)!r})\n"
+        "except recollect.RecipeError as error: print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "no member named 'Tilted' is registered" in said.stdout
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "softmax_attention"])
+def test_greedy_generation_is_argmax_with_padding_too(name: str) -> None:
+    net, ids = model(name), text()
+    ids[0, :4] = 0
+    mask = (ids != 0).long()
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    made = net.generate(ids, attention_mask=mask, **how)
+    want = ids[:1, 4:]
+    with torch.no_grad():
+        for _ in range(5):
+            want = torch.cat([want, net(want).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(made[0, T:], want[0, -5:])
+    beams = net.generate(ids, attention_mask=mask, num_beams=2, **how)
+    alone = net.generate(ids[:1, 4:], attention_mask=mask[:1, 4:], num_beams=2, **how)
+    assert torch.equal(beams[0, T:], alone[0, -5:])
+
+
+def test_a_cache_can_be_continued_twice() -> None:
+    net, ids = model("delta_net"), text()
+    with torch.no_grad():
+        cache = net(ids).past_key_values
+        first = net(ids[:, :2], past_key_values=cache).logits
+        assert torch.equal(net(ids[:, :2], past_key_values=cache).logits, first)
+    assert cache.get_seq_length() == T
+    longer = net(text(length=2 * T)).past_key_values
+    assert longer.nbytes == cache.nbytes  # constant memory per sequence
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    net, ids = model(HYBRID).train(), text()
+
+    def gradients() -> list[Tensor]:
+        net.zero_grad()
+        net(ids, labels=ids).loss.backward()
+        return [weight.grad.clone() for weight in net.parameters() if weight.grad is not None]
+
+    plain = gradients()
+    enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
+    enable()
+    assert net.model.gradient_checkpointing
+    for a, b in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_bf16_and_autocast() -> None:
+    net, ids = model("gated_delta_net"), text()
+    exact = net(ids, labels=ids).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = net(ids, labels=ids).loss
+    half.backward()
+    assert all(weight.grad.isfinite().all() for weight in net.parameters())
+    assert half.dtype == torch.float32
+    assert float(half) == pytest.approx(float(exact), rel=0.03)
+    assert float(net.bfloat16()(ids, labels=ids).loss) == pytest.approx(float(exact), rel=0.03)
+
+
+def test_parameters_are_counted_and_matched() -> None:
+    configs = [config(name, hidden_size=64) for name in rc.zoo.names()]
+    for made in configs[:4]:
+        assert parameter_count(made) == sum(
+            weight.numel() for weight in RecollectForCausalLM(made).parameters()
+        )
+    target = max(parameter_count(made) for made in configs)
+    matched = match_parameters(configs, target)
+    for made, before in zip(matched, configs, strict=True):
+        assert abs(parameter_count(made) - target) < 0.012 * target
+        assert made.intermediate_size % 8 == 0
+        assert before.intermediate_size == 168  # the given ones stay as they are
+    with pytest.raises(ValueError, match="narrowest MLP"):
+        match_parameters(configs, 1000)
+    tied = config("gla", tie_word_embeddings=True)
+    assert parameter_count(config("gla")) - parameter_count(tied) == VOCAB * 16
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: config("glaa"), "gla"),
+        (lambda: config("gla", hiden_size=3), "no argument 'hiden_size'"),
+        (lambda: config({"a": "gla"}, layers=["b"]), "not among: a"),
+        (lambda: config({"a": 3}), "zoo name"),
+        (lambda: config("gla", method="kernel"), "cannot run"),
+        (lambda: RecollectConfig(schema=9), "schema 9"),
+        (lambda: RecollectConfig(recipes={"a": {"recipee": {}}}), "'options'"),
+        (lambda: RecollectForCausalLM(RecollectConfig()), "no recipes"),
+        (lambda: model("gla", num_attention_heads=3), "multiple of 3 heads"),
+    ],
+)
+def test_bad_configurations_are_one_sentence(make: object, says: str) -> None:
+    with pytest.raises(rc.RecipeError, match=says):
+        make()  # type: ignore[operator]
+
+
+def test_bad_inputs_are_one_sentence() -> None:
+    net, ids = model("gla"), text()
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        net()
+    with pytest.raises(ValueError, match=r"shape \[2, 11\], not \[2, 5\]"):
+        net(ids, attention_mask=torch.ones(2, 5))
+    with pytest.raises(ValueError, match="one per logit"):
+        net(ids, labels=ids[:, 1:])
+
+
+def test_without_transformers_one_sentence_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import recollect\n"
+        "try: recollect.lm\n"
+        "except ImportError as error: print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 'pip install "recollect[lm]"' in said.stdout

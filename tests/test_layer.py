@@ -1,0 +1,324 @@
+"""The memory layer: one sequence is one sequence, however it is cut, padded, packed or decoded.
+
+Everything is float64 unless said otherwise; 1e-10 is far above a few hundred roundings and far below
+any token that leaked.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import recollect as rc
+from recollect import GateOptions, LayerOptions, LayerState, MemoryLayer
+
+D, HEADS, T = 16, 2, 13
+TOL = {"atol": 1e-10, "rtol": 1e-10}
+
+OWN = {
+    "deep": rc.Recipe(
+        memory=rc.memory.MLP(expansion=2),
+        retention=rc.retention.Decay(per="value"),
+        algorithm=rc.algorithm.Momentum(batch=4),
+    ),
+    # The coordinate form: the switch jumps at δ, and rounding may decide which way.
+    "window": rc.Recipe(bias=rc.bias.Huber(form="coordinate"), context=rc.context.Window(size=3)),
+    "several": rc.Recipe(
+        retention=rc.retention.Decay(), algorithm=rc.algorithm.GradientDescent(steps=2)
+    ),
+    "params": rc.Recipe(
+        features=rc.features.Polynomial(degree=2),
+        retention=rc.retention.Decay(per="key_value", rate="static"),
+    ),
+    "probe": rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe(per="key"))),
+    "floor": rc.Recipe(
+        memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor")),
+        bias=rc.bias.DotProduct(),
+        retention=rc.retention.Decay(),
+        algorithm=rc.algorithm.GradientDescent(lr="log_token"),
+    ),
+}
+EVERY = [*rc.zoo.names(), *OWN]
+
+
+def build(name: str, **overrides: object) -> MemoryLayer:
+    torch.manual_seed(0)
+    if name in OWN:
+        # RoPE on, so that its phase is put to the test of splits too.
+        options = LayerOptions(rope=100.0)
+        return MemoryLayer(D, HEADS, OWN[name], options, **overrides).double()  # type: ignore[arg-type]
+    return rc.zoo.get(name).build(D, HEADS, **overrides).double()
+
+
+def tokens(B: int = 2, length: int = T, seed: int = 1) -> Tensor:
+    return torch.randn(
+        B, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_whole_is_any_split_and_decoding(name: str) -> None:
+    layer, x = build(name), tokens()
+    whole, end = layer(x)
+    for cuts in ((0, 1, 2, 7, T), tuple(range(T + 1))):
+        state, outputs = None, []
+        for a, b in zip(cuts, cuts[1:], strict=False):
+            y, state = layer(x[:, a:b], state)
+            outputs.append(y)
+        torch.testing.assert_close(torch.cat(outputs, 1), whole, **TOL)
+        for ours, theirs in zip(state.memory.tensors(), end.memory.tensors(), strict=True):
+            torch.testing.assert_close(ours, theirs, **TOL)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_padded_rows_are_rows_alone(name: str) -> None:
+    layer, x = build(name), tokens()
+    x = torch.cat([x, x[:1]])
+    mask = torch.ones(3, T)
+    mask[0, :5], mask[1, 9:], mask[2, [0, 3, 4, 8]] = 0, 0, 0
+    poisoned = x.masked_fill(mask[..., None] == 0, torch.nan)
+    y, state = layer(poisoned, attention_mask=mask)
+    more, _ = layer(x[:, :3], state)
+    for row in range(3):
+        real = mask[row].bool()
+        alone, end = layer(x[row : row + 1, real])
+        torch.testing.assert_close(y[row : row + 1, real], alone, **TOL)
+        torch.testing.assert_close(more[row : row + 1], layer(x[row : row + 1, :3], end)[0], **TOL)
+        assert not y[row, ~real].any()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_packed_documents_are_documents_alone(name: str) -> None:
+    layer, x = build(name), tokens(B=1)
+    cuts = (0, 5, 5, 12, T)  # one is empty, one has a single token
+    packed, state = layer(x, cu_seqlens=torch.tensor(cuts))
+    again, _ = layer(x, state, cu_seqlens=torch.tensor(cuts))
+    for a, b in zip(cuts, cuts[1:], strict=False):
+        if a == b:
+            continue
+        alone, end = layer(x[:, a:b])
+        torch.testing.assert_close(packed[:, a:b], alone, **TOL)
+        torch.testing.assert_close(again[:, a:b], layer(x[:, a:b], end)[0], **TOL)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_forward_backward_and_bf16_autocast(name: str) -> None:
+    layer, x = build(name).float(), tokens().float()
+    exact, _ = layer(x)
+    exact.square().mean().backward()
+    for what, weight in layer.named_parameters():
+        assert weight.grad is not None, what
+        assert weight.grad.isfinite().all(), what
+        assert weight.grad.any(), f"{what} never learns"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half, _ = layer(x)
+    half.float().square().mean().backward()
+    # bf16 has 8 bits; the layer rounds projections and outputs, never its sums.
+    assert (half.float() - exact).norm() < 0.05 * exact.norm()
+    whole_half, _ = layer.bfloat16()(x.bfloat16())
+    assert whole_half.dtype == torch.bfloat16
+    assert (whole_half.float() - exact).norm() < 0.08 * exact.norm()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_it_learns_from_scratch_at_its_defaults(name: str) -> None:
+    """Say the token before the last one: needs the past, and any layer can."""
+    layer = build(name).float()
+    x = tokens(B=8, length=12).float()
+    target = functional.pad(x, (0, 0, 2, 0))[:, :-2]
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    losses: list[float] = []
+    for _ in range(25):
+        loss = (layer(x, output_state=False)[0] - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.85 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["softmax_attention", "gated_delta_net", "deep"])
+def test_grouped_heads_share_memories(name: str) -> None:
+    layer, x = build(name, kv_heads=1), tokens()
+    full = build(name)
+    assert layer(x)[0].shape == x.shape
+    # Two memories with equal weights are one memory.
+    K, n = layer.head_dim, layer.heads * layer.head_dim
+    own = layer.state_dict()
+
+    def twice(weight: Tensor, axis: int) -> Tensor:
+        q, k, v = weight.split([n, K, K], dim=axis)
+        return torch.cat([q, k, k, v, v], dim=axis)
+
+    for key, value in own.items():
+        if key == "qkv.weight":
+            own[key] = twice(value, 0)
+        elif key == "conv.weight":
+            own[key] = twice(value, 1)
+        elif key.startswith(("gates.", "params.", "memory.")) and not key.endswith("down"):
+            own[key] = value.repeat_interleave(2, dim=0) if value.shape[0] == 1 else value.repeat(
+                2, *(1,) * (value.dim() - 1)
+            )
+    full.load_state_dict(own)
+    torch.testing.assert_close(full(x)[0], layer(x)[0], **TOL)
+
+
+def test_head_and_value_sizes_may_differ() -> None:
+    layer = MemoryLayer(D, 3, rc.Recipe(), head_dim=4, value_dim=6)
+    y, state = layer(torch.randn(2, 5, D))
+    assert y.shape == (2, 5, D)
+    assert state is not None
+    assert state.memory.sizes == (3, 4, 6)
+
+
+def test_method_may_be_set_later() -> None:
+    layer, x = build("gated_delta_net"), tokens()
+    fast, _ = layer(x)
+    layer.method = "reference"
+    torch.testing.assert_close(layer(x)[0], fast, **TOL)
+    assert "reference" in repr(layer)
+    with pytest.raises(rc.RecipeError, match="cannot run"):
+        layer.method = "kernel"
+    with pytest.raises(ValueError, match="unknown"):
+        layer.method = "warp"
+
+
+def test_state_moves_as_one() -> None:
+    layer, x = build("softmax_attention", options=LayerOptions(rope=100.0)), tokens()
+    _, state = layer(x[:, :7])
+    assert state.nbytes > state.memory.nbytes
+    back = LayerState.from_dict(state.to_dict())
+    torch.testing.assert_close(layer(x[:, 7:], back)[0], layer(x[:, 7:], state)[0])
+    swapped = layer(x[:, 7:].flip(0), state.select(torch.tensor([1, 0])))[0].flip(0)
+    torch.testing.assert_close(swapped, layer(x[:, 7:], state)[0], **TOL)
+    twice = layer(x[:1, 7:].expand(2, -1, -1), state.select(torch.tensor([0])).repeat(2))[0]
+    torch.testing.assert_close(twice[0], twice[1])
+    assert all(not t.requires_grad for t in state.detach().memory.tensors())
+    assert state.to(dtype=torch.float32).conv.dtype == torch.float32
+    with pytest.raises(ValueError, match="no part"):
+        LayerState.from_dict({"tail": x})
+
+
+def test_reset_starts_a_row_anew() -> None:
+    for name in ("deep", "gated_delta_net", "softmax_attention"):
+        layer, x = build(name), tokens()
+        _, state = layer(x[:, :6])
+        fresh = state.reset(torch.tensor([True, False]), layer.initial_memory)
+        y, _ = layer(x[:, 6:], fresh)
+        torch.testing.assert_close(y[:1], layer(x[:1, 6:])[0], **TOL)
+        torch.testing.assert_close(y[1:], layer(x[:, 6:], state)[0][1:], **TOL)
+
+
+def test_empty_calls() -> None:
+    for name in ("deep", "gated_delta_net", "softmax_attention"):
+        layer, x = build(name), tokens()
+        y, _ = layer(x[:, :0])
+        assert y.shape == (2, 0, D)
+        assert layer(x[:0])[0].shape == (0, T, D)
+        _, state = layer(x[:, :4])
+        y, after = layer(x[:, 4:6], state, attention_mask=torch.zeros(2, 2))
+        assert not y.any()
+        torch.testing.assert_close(layer(x[:, 6:], after)[0], layer(x[:, 6:], state)[0], **TOL)
+
+
+def test_gates_start_where_they_are_declared() -> None:
+    zero = torch.zeros(1, 1, D)
+    layer = MemoryLayer(D, 4, rc.Recipe(retention=rc.retention.Decay()))
+    assert layer.gates["lr"](zero).flatten().tolist() == pytest.approx([0.5] * 4)
+    alpha = layer.gates["log_decay"](zero).exp().flatten()
+    assert (alpha.diff() > 0).all()  # from forgetful to faithful heads
+    assert alpha.log().abs().log().mean().exp().item() == pytest.approx(0.0202, rel=0.01)
+    given = LayerOptions(gates={"lr": GateOptions(low=0, high=2, init=1.5)})
+    layer = MemoryLayer(D, 4, rc.Recipe(), given)
+    torch.testing.assert_close(layer.gates["lr"](zero), torch.full((1, 1, 4), 1.5))
+    assert layer.gates["lr"](1000 * torch.randn(5, 1, D)).max() <= 2
+
+
+def test_squashing_never_leaves_the_declared_range() -> None:
+    x = 1e3 * torch.randn(4, 5, D)
+    for recipe in (*OWN.values(), rc.Recipe(retention=rc.retention.Ball(radius="token"))):
+        layer = MemoryLayer(D, HEADS, recipe)
+        for gate in recipe.gates():
+            low, high = layer.gates[gate.name](x).aminmax()
+            assert gate.range.contains(float(low)), gate.name
+            assert gate.range.contains(float(high)), gate.name
+
+
+def test_low_rank_and_fixed_numbers() -> None:
+    recipe = rc.Recipe(retention=rc.retention.Decay(per="key"))
+    number = MemoryLayer(256, 4, recipe).gates["log_decay"]
+    assert sum(p.numel() for p in number.parameters()) == 32 * 256 + 256 * 32 + 256
+    fixed = LayerOptions(gates={"lr": GateOptions(source="fixed", init=0.25)})
+    layer = MemoryLayer(D, HEADS, rc.Recipe(), fixed)
+    assert not list(layer.gates["lr"].parameters())
+    assert (layer.gates["lr"](torch.randn(2, 3, D)) == 0.25).all()
+    learned = LayerOptions(gates={"lr": GateOptions(source="learned")})
+    layer = MemoryLayer(D, HEADS, rc.Recipe(), learned)
+    assert [p.shape for p in layer.gates["lr"].parameters()] == [(HEADS,)]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: MemoryLayer(D, 3, rc.Recipe()), "multiple of 3 heads"),
+        (lambda: MemoryLayer(D, 4, rc.Recipe(), kv_heads=3), "kv_heads = 3"),
+        (lambda: MemoryLayer(D, 0, rc.Recipe()), "at least 1"),
+        (lambda: MemoryLayer(D, 2, "delta_net"), "rc.Recipe"),  # type: ignore[arg-type]
+        (lambda: MemoryLayer(D, 2, rc.Recipe(), {"conv": 4}), "LayerOptions"),  # type: ignore[arg-type]
+        (lambda: MemoryLayer(D, 2, rc.Recipe(memory=rc.memory.MLP()), value_dim=4), "K = V"),
+        (
+            lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(gates={"rate": GateOptions()})),
+            "'rate', which this recipe does not ask for; it asks for: lr",
+        ),
+        (
+            lambda: MemoryLayer(
+                D, 2, rc.Recipe(), LayerOptions(gates={"lr": GateOptions(init=(0.1, 0.2, 0.3))})
+            ),
+            "3 values and there are 2 heads",
+        ),
+        (
+            lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(gates={"lr": GateOptions(low=-1)})),
+            "leaves the values",
+        ),
+        (
+            lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(gates={"lr": GateOptions(init=3)})),
+            "init 3 is outside",
+        ),
+        (
+            lambda: MemoryLayer(
+                D, 2, rc.Recipe(), LayerOptions(gates={"lr": GateOptions(schedule="dyadic")})
+            ),
+            "schedules are for decays",
+        ),
+        (lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(rope=1e4), head_dim=3), "even head_dim"),
+        (lambda: rc.zoo.get("delta_net").build(D, 2, widht=3), "no override 'widht'"),
+    ],
+)
+def test_what_does_not_fit_is_said_when_the_layer_is_made(make: object, says: str) -> None:
+    with pytest.raises(rc.RecipeError, match=says):
+        make()  # type: ignore[operator]
+
+
+def test_bad_calls_are_one_sentence() -> None:
+    layer, x = build("delta_net"), tokens()
+    with pytest.raises(ValueError, match=r"shape \[B, T, 16\], not \[2, 13, 8\]"):
+        layer(x[..., :8])
+    with pytest.raises(ValueError, match="attention_mask must have shape"):
+        layer(x, attention_mask=torch.ones(2, 3))
+    with pytest.raises(ValueError, match="B must be 1"):
+        layer(x, cu_seqlens=torch.tensor([0, T]))
+    with pytest.raises(ValueError, match="exclude each other"):
+        layer(x[:1], attention_mask=torch.ones(1, T), cu_seqlens=torch.tensor([0, T]))
+
+
+def test_drawing_weights_anew_is_like_making_the_layer() -> None:
+    layer = build("gla")
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    first = {name: weight.clone() for name, weight in layer.state_dict().items()}
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    for name, weight in layer.state_dict().items():
+        assert torch.equal(weight, first[name])

@@ -1,0 +1,72 @@
+"""Layer options: data that survives JSON, and refuses what has no meaning."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import recollect as rc
+from recollect import GateOptions, LayerOptions
+
+
+def test_options_survive_json() -> None:
+    options = LayerOptions(
+        conv=3,
+        rope=500.0,
+        qk_norm="none",
+        gates={
+            "lr": GateOptions(low=0, high=2, init=(0.5, 1.5)),
+            "log_decay": GateOptions(temperature=16, rank=8, spread=2),
+            "decay": GateOptions(source="fixed", schedule="alibi"),
+        },
+    )
+    back = LayerOptions.from_dict(json.loads(json.dumps(options.to_dict())))
+    assert back == options
+    assert hash(back) == hash(options)
+    assert back.gate("lr").init == (0.5, 1.5)
+    assert back.gate("never named") == GateOptions()
+
+
+@pytest.mark.parametrize("name", rc.zoo.names())
+def test_every_presets_options_survive_json(name: str) -> None:
+    options = rc.zoo.get(name).options
+    assert LayerOptions.from_dict(json.loads(json.dumps(options.to_dict()))) == options
+
+
+def test_gates_are_kept_in_one_order_so_that_equal_options_are_equal() -> None:
+    a, b = GateOptions(rank=4), GateOptions(init=0.1)
+    assert LayerOptions(gates={"x": a, "y": b}) == LayerOptions(gates={"y": b, "x": a})
+    assert replace(LayerOptions(gates={"x": a}), conv=2).gate("x") == a
+
+
+def test_no_convolution_is_said_in_two_ways() -> None:
+    assert LayerOptions(conv=None) == LayerOptions(conv=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: LayerOptions(conv=-1), "conv"),
+        (lambda: LayerOptions(conv=True), "conv"),
+        (lambda: LayerOptions(conv_activation="relu"), "'silu', 'none'"),
+        (lambda: LayerOptions(qk_norm="rms"), "'l2', 'none'"),
+        (lambda: LayerOptions(rope=0.0), "rope"),
+        (lambda: LayerOptions(gates={"lr": 0.5}), "GateOptions"),  # type: ignore[dict-item]
+        (lambda: LayerOptions(gates=3), "GateOptions"),  # type: ignore[arg-type]
+        (lambda: GateOptions(source="magic"), "'input', 'learned', 'fixed'"),
+        (lambda: GateOptions(low=1, high=0), "low must be below high"),
+        (lambda: GateOptions(temperature=0), "temperature"),
+        (lambda: GateOptions(spread=0.5), "spread"),
+        (lambda: GateOptions(rank=-1), "rank"),
+        (lambda: GateOptions(init=float("nan")), "finite"),
+        (lambda: GateOptions(schedule="dyadic", init=0.1), "drop init"),
+        (lambda: LayerOptions.from_dict({"convolution": 4}), "no field 'convolution'"),
+        (lambda: LayerOptions.from_dict([4]), "mapping"),
+        (lambda: LayerOptions.from_dict({"gates": {"lr": {"speed": 1}}}), "no field 'speed'"),
+    ],
+)
+def test_bad_options_are_refused_by_name(make: object, says: str) -> None:
+    with pytest.raises(rc.RecipeError, match=says):
+        make()  # type: ignore[operator]

@@ -1,0 +1,39 @@
+"""The zoo as a catalogue: every entry says what it is, whose, and how faithful."""
+
+from __future__ import annotations
+
+import pytest
+
+import recollect as rc
+
+ROWS = {1: "softmax_attention", 11: "linear_attention", 25: "gla", 38: "gated_delta_net", 41: "nlms"}
+
+
+def test_names_are_in_the_tables_order() -> None:
+    presets = [rc.zoo.get(name) for name in rc.zoo.names()]
+    rows = [preset.row for preset in presets]
+    assert rows == sorted(rows)
+    assert len(set(rows)) == len(rows)
+    assert {row: name for row, name in zip(rows, rc.zoo.names(), strict=True) if row in ROWS} == ROWS
+
+
+@pytest.mark.parametrize("name", rc.zoo.names())
+def test_every_preset_states_its_source(name: str) -> None:
+    preset = rc.zoo.get(name)
+    assert preset.references
+    assert preset.fidelity.kind in ("exact", "approximation", "reconstruction")
+    assert str(preset.fidelity).startswith(preset.fidelity.kind)
+    assert "(" in str(preset.references[0])
+    assert preset.summary
+    assert preset.rule
+    assert name in rc.zoo.names(preset.family)
+    assert rc.Recipe.from_json(preset.recipe.to_json()) == preset.recipe
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(rc.RecipeError, match="gated_delta_net"):
+        rc.zoo.get("gated_deltanet")
+    with pytest.raises(rc.RecipeError, match="it has softmax_attention"):
+        rc.zoo.get("zzz")
+    with pytest.raises(rc.RecipeError, match="no family"):
+        rc.zoo.names("birds")
