@@ -1,10 +1,13 @@
 """The memory layer: one sequence is one sequence, however it is cut, padded, packed or decoded.
 
-Everything is float64 unless said otherwise; 1e-10 is far above a few hundred roundings and far below
-any token that leaked.
+Everything is float64 unless said otherwise; 1e-10 is far above a few hundred roundings and far
+below any token that leaked.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from torch.nn import functional
 
 import recollect as rc
 from recollect import GateOptions, LayerOptions, LayerState, MemoryLayer
+from recollect.layer.convolution import ShortConvolution
+from recollect.options import Tie
 
 D, HEADS, T = 16, 2, 13
 TOL = {"atol": 1e-10, "rtol": 1e-10}
@@ -64,7 +69,7 @@ def test_whole_is_any_split_and_decoding(name: str) -> None:
     whole, end = layer(x)
     for cuts in ((0, 1, 2, 7, T), tuple(range(T + 1))):
         state, outputs = None, []
-        for a, b in zip(cuts, cuts[1:], strict=False):
+        for a, b in pairwise(cuts):
             y, state = layer(x[:, a:b], state)
             outputs.append(y)
         torch.testing.assert_close(torch.cat(outputs, 1), whole, **TOL)
@@ -95,7 +100,7 @@ def test_packed_documents_are_documents_alone(name: str) -> None:
     cuts = (0, 5, 5, 12, T)  # one is empty, one has a single token
     packed, state = layer(x, cu_seqlens=torch.tensor(cuts))
     again, _ = layer(x, state, cu_seqlens=torch.tensor(cuts))
-    for a, b in zip(cuts, cuts[1:], strict=False):
+    for a, b in pairwise(cuts):
         if a == b:
             continue
         alone, end = layer(x[:, a:b])
@@ -139,6 +144,19 @@ def test_it_learns_from_scratch_at_its_defaults(name: str) -> None:
     assert losses[-1] < 0.85 * losses[0]
 
 
+def test_convolution_is_conv1d_with_true_gradients() -> None:
+    conv, u = ShortConvolution(3, 4).double(), tokens(length=5)[..., :3].requires_grad_()
+    padded = functional.pad(u, (0, 0, 3, 0)).transpose(1, 2)
+    want = functional.conv1d(padded, conv.weight.t().unsqueeze(1), groups=3).transpose(1, 2)
+    torch.testing.assert_close(conv(u)[0], want, **TOL)
+
+    def convolve(u: Tensor, weight: Tensor) -> Tensor:
+        return torch.func.functional_call(conv, {"weight": weight}, (u,))[0]
+
+    assert torch.autograd.gradcheck(convolve, (u, conv.weight))
+    assert torch.autograd.gradgradcheck(convolve, (u, conv.weight))
+
+
 @pytest.mark.parametrize("name", ["softmax_attention", "gated_delta_net", "deep"])
 def test_grouped_heads_share_memories(name: str) -> None:
     layer, x = build(name, kv_heads=1), tokens()
@@ -158,8 +176,10 @@ def test_grouped_heads_share_memories(name: str) -> None:
         elif key == "conv.weight":
             own[key] = twice(value, 1)
         elif key.startswith(("gates.", "params.", "memory.")) and not key.endswith("down"):
-            own[key] = value.repeat_interleave(2, dim=0) if value.shape[0] == 1 else value.repeat(
-                2, *(1,) * (value.dim() - 1)
+            own[key] = (
+                value.repeat_interleave(2, dim=0)
+                if value.shape[0] == 1
+                else value.repeat(2, *(1,) * (value.dim() - 1))
             )
     full.load_state_dict(own)
     torch.testing.assert_close(full(x)[0], layer(x)[0], **TOL)
@@ -236,12 +256,60 @@ def test_gates_start_where_they_are_declared() -> None:
     assert layer.gates["lr"](1000 * torch.randn(5, 1, D)).max() <= 2
 
 
+TIED = {
+    "complement": (
+        rc.Recipe(
+            bias=rc.bias.DotProduct(),
+            retention=rc.retention.Decay(per="key"),
+            algorithm=rc.algorithm.GradientDescent(lr=1.0),
+        ),
+        LayerOptions(
+            qk_norm="none", ties=(Tie(target="k", source="log_decay", rule="complement"),)
+        ),
+    ),
+    "rate": (
+        rc.Recipe(bias=rc.bias.DotProduct(), retention=rc.retention.Decay()),
+        LayerOptions(
+            gates={"lr": GateOptions(squash="softplus", init=0.05)},
+            ties=(Tie(target="log_decay", source="lr", rule="rate"),),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", TIED)
+def test_tied_numbers_follow(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Tensor] = {}
+
+    def spy(recipe: rc.Recipe, q: Tensor, k: Tensor, v: Tensor, gates: dict, **rest: object):
+        seen.update(gates, k=k)
+        return rc.recall(recipe, q, k, v, gates, **rest)
+
+    torch.manual_seed(0)
+    layer = MemoryLayer(D, HEADS, *TIED[rule]).double()
+    monkeypatch.setattr("recollect.layer.module.recall", spy)
+    x = tokens()
+    y, _ = layer(x)
+    if rule == "complement":
+        torch.testing.assert_close(seen["k"], 1 - seen["log_decay"].exp())
+        assert layer.qkv.out_features == 2 * D
+    else:
+        ratio = seen["log_decay"] / seen["lr"]  # −a, one per head
+        torch.testing.assert_close(ratio, ratio[:1, :1].expand_as(ratio))
+        assert (ratio < 0).all()
+        assert ratio[0, 0, 0] != ratio[0, 0, 1]
+    y.sum().backward()
+    assert all(weight.grad.isfinite().all() for weight in layer.parameters())
+    first, state = layer(x[:, :5])
+    torch.testing.assert_close(torch.cat([first, layer(x[:, 5:], state)[0]], 1), y, **TOL)
+
+
 def test_squashing_never_leaves_the_declared_range() -> None:
     x = 1e3 * torch.randn(4, 5, D)
     for recipe in (*OWN.values(), rc.Recipe(retention=rc.retention.Ball(radius="token"))):
         layer = MemoryLayer(D, HEADS, recipe)
         for gate in recipe.gates():
-            low, high = layer.gates[gate.name](x).aminmax()
+            low, high = layer.gates[gate.name](x).detach().aminmax()
             assert gate.range.contains(float(low)), gate.name
             assert gate.range.contains(float(high)), gate.name
 
@@ -292,7 +360,23 @@ def test_low_rank_and_fixed_numbers() -> None:
             ),
             "schedules are for decays",
         ),
-        (lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(rope=1e4), head_dim=3), "even head_dim"),
+        (
+            lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(rope=1e4), head_dim=3),
+            "even head_dim",
+        ),
+        (
+            lambda: MemoryLayer(
+                D,
+                2,
+                rc.Recipe(),
+                LayerOptions(ties=(Tie(target="log_decay", source="lr", rule="rate"),)),
+            ),
+            "does not have; it has: lr",
+        ),
+        (
+            lambda: MemoryLayer(D, 2, TIED["rate"][0], replace(TIED["complement"][1], gates={})),
+            "needs a decay per key channel",
+        ),
         (lambda: rc.zoo.get("delta_net").build(D, 2, widht=3), "no override 'widht'"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 
 import recollect as rc
 from recollect import GateOptions, LayerOptions
+from recollect.options import Tie
 
 
 def test_options_survive_json() -> None:
@@ -21,6 +22,7 @@ def test_options_survive_json() -> None:
             "log_decay": GateOptions(temperature=16, rank=8, spread=2),
             "decay": GateOptions(source="fixed", schedule="alibi"),
         },
+        ties=(Tie(target="k", source="log_decay", rule="complement"),),
     )
     back = LayerOptions.from_dict(json.loads(json.dumps(options.to_dict())))
     assert back == options
@@ -51,7 +53,7 @@ def test_no_convolution_is_said_in_two_ways() -> None:
         (lambda: LayerOptions(conv=-1), "conv"),
         (lambda: LayerOptions(conv=True), "conv"),
         (lambda: LayerOptions(conv_activation="relu"), "'silu', 'none'"),
-        (lambda: LayerOptions(qk_norm="rms"), "'l2', 'none'"),
+        (lambda: LayerOptions(qk_norm="l1"), "'l2', 'rms', 'none'"),
         (lambda: LayerOptions(rope=0.0), "rope"),
         (lambda: LayerOptions(gates={"lr": 0.5}), "GateOptions"),  # type: ignore[dict-item]
         (lambda: LayerOptions(gates=3), "GateOptions"),  # type: ignore[arg-type]
@@ -62,6 +64,18 @@ def test_no_convolution_is_said_in_two_ways() -> None:
         (lambda: GateOptions(rank=-1), "rank"),
         (lambda: GateOptions(init=float("nan")), "finite"),
         (lambda: GateOptions(schedule="dyadic", init=0.1), "drop init"),
+        (lambda: LayerOptions(ties=("k",)), "tuple of Tie"),  # type: ignore[arg-type]
+        (lambda: Tie(target="k", source="log_decay", rule="rate"), "cannot make 'k'"),
+        (lambda: Tie(target="lr", source="lr", rule="rate"), "follow itself"),
+        (
+            lambda: LayerOptions(
+                ties=(
+                    Tie(target="a", source="b", rule="rate"),
+                    Tie(target="b", source="c", rule="rate"),
+                )
+            ),
+            "follows none",
+        ),
         (lambda: LayerOptions.from_dict({"convolution": 4}), "no field 'convolution'"),
         (lambda: LayerOptions.from_dict([4]), "mapping"),
         (lambda: LayerOptions.from_dict({"gates": {"lr": {"speed": 1}}}), "no field 'speed'"),

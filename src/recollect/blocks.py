@@ -63,7 +63,11 @@ class Block(nn.Module):
     ) -> tuple[Tensor, LayerState | None]:
         """As `MemoryLayer`."""
         y, state = self.layer(
-            _normed(self.memory_norm, x), state, attention_mask, cu_seqlens, output_state=output_state
+            _normed(self.memory_norm, x),
+            state,
+            attention_mask,
+            cu_seqlens,
+            output_state=output_state,
         )
         x = x + y
         return x + self.mlp(_normed(self.mlp_norm, x)), state

@@ -14,11 +14,12 @@ from typing import Any
 
 from recollect.choices.member import RecipeError
 
-__all__ = ["SCHEDULES", "GateOptions", "LayerOptions"]
+__all__ = ["GateOptions", "LayerOptions", "Tie"]
 
 SOURCES = ("input", "learned", "fixed")
 SQUASHES = ("sigmoid", "softplus", "logsigmoid", "identity")
 SCHEDULES = ("dyadic", "alibi")
+TIES = ("complement", "rate")
 
 
 def _word(where: str, value: object, words: Iterable[str], *, optional: bool = False) -> None:
@@ -75,8 +76,8 @@ class GateOptions:
         temperature: > 0; larger values hold a log decay nearer to its upper end.
         init: value at a zero input, in the number's own unit (a logarithm for log decays), one for
             all heads or one per head.
-        spread: ≥ 1. Memory times −1/log α of a decay start geometrically spread over the heads (over
-            the channels, when per channel), from 1/spread to spread times that of ``init``.
+        spread: ≥ 1. Memory times −1/log α of a decay start geometrically spread over the heads
+            (over the channels, when per channel), from 1/spread to spread times that of ``init``.
         rank: of the projection; 0 is a full matrix. ``None``: 32 for gates per channel, else full.
         schedule: initial decays by head h and by layer l of L, in place of ``init``.
             ``"dyadic"``: α = 1 − 2^(−5−h). ``"alibi"``: log α = −2^(−8(h+1)/H)·(1 − l/L).
@@ -115,7 +116,9 @@ class GateOptions:
         elif self.init is not None:
             self._set("init", _real(f"{me}(init=...)", self.init))
         if self.schedule is not None and (self.init is not None or self.spread is not None):
-            raise RecipeError(f"{me}(schedule={self.schedule!r}) gives the values: drop init and spread")
+            raise RecipeError(
+                f"{me}(schedule={self.schedule!r}) gives the values: drop init and spread"
+            )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -136,18 +139,57 @@ class GateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tie:
+    """One number that follows another instead of a projection of its own.
+
+    Args:
+        target: ``"k"``, or a gate of the recipe.
+        source: the gate it follows.
+        rule: ``"complement"``: k = 1 − α, α = exp(source) per key channel (HGRN2). ``"rate"``: the
+            target is proportional to the source, with a learned factor per head (Mamba's one Δ
+            drives the write, ``lr``, and the decay, log α = −aΔ).
+
+    Raises:
+        RecipeError: a value that its field refuses.
+    """
+
+    target: str
+    source: str
+    rule: str
+
+    def __post_init__(self) -> None:
+        _word("Tie(rule=...)", self.rule, TIES)
+        for name in ("target", "source"):
+            if not isinstance(getattr(self, name), str):
+                raise RecipeError(f"Tie({name}=...) must be a name, not {getattr(self, name)!r}")
+        if self.target == self.source:
+            raise RecipeError(f"Tie: {self.target!r} cannot follow itself")
+        if (self.target == "k") != (self.rule == "complement"):
+            raise RecipeError(
+                f"Tie(rule={self.rule!r}) cannot make {self.target!r}: the complement "
+                "makes keys, the rate makes gates"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"target": self.target, "source": self.source, "rule": self.rule}
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """What a `MemoryLayer` does around its memory; the defaults are those of MIRAS 5.4 and ATLAS 5.1.
+    """What a `MemoryLayer` does around its memory; defaults as in MIRAS 5.4 and ATLAS 5.1.
 
     Args:
         conv: width of the causal depthwise convolution on q, k and v; 0 or ``None`` is none.
         conv_activation: ``"silu"`` or ``"none"``, after the convolution (also when there is none).
-        qk_norm: ``"l2"``: queries and keys of unit length per head; or ``"none"``.
+        qk_norm: ``"l2"``: queries and keys of unit length per head; ``"rms"``: of length √K; or
+            ``"none"``.
         rope: base of the rotary position embedding on q and k, e.g. 10000.0; ``None`` is none.
         output_norm: ``"rms"`` per head, or ``"none"``.
         output_gate: ``"silu"``: the output is multiplied by SiLU(linear(x)); or ``"none"``.
-        gates: for gates and params of the recipe by name; those not named follow their declarations.
-            Any mapping is accepted, pairs are kept.
+        gates: for gates and params of the recipe by name; those not named follow their
+            declarations. Any mapping is accepted, pairs are kept.
+        ties: numbers that follow others.
 
     Raises:
         RecipeError: a value that its field refuses.
@@ -160,13 +202,14 @@ class LayerOptions:
     output_norm: str = "rms"
     output_gate: str = "silu"
     gates: tuple[tuple[str, GateOptions], ...] | Mapping[str, GateOptions] = ()
+    ties: tuple[Tie, ...] = ()
 
     def __post_init__(self) -> None:
         me = "LayerOptions"
         width = 0 if self.conv is None else _whole(f"{me}(conv=...)", self.conv, at_least=0)
         object.__setattr__(self, "conv", width)
         _word(f"{me}(conv_activation=...)", self.conv_activation, ("silu", "none"))
-        _word(f"{me}(qk_norm=...)", self.qk_norm, ("l2", "none"))
+        _word(f"{me}(qk_norm=...)", self.qk_norm, ("l2", "rms", "none"))
         _word(f"{me}(output_norm=...)", self.output_norm, ("rms", "none"))
         _word(f"{me}(output_gate=...)", self.output_gate, ("silu", "none"))
         if self.rope is not None:
@@ -183,6 +226,15 @@ class LayerOptions:
                     f"{me}(gates=...) must map names to GateOptions, not {name!r} to {value!r}"
                 )
         object.__setattr__(self, "gates", tuple(pairs))
+        if not isinstance(self.ties, list | tuple) or not all(
+            isinstance(tie, Tie) for tie in self.ties
+        ):
+            raise RecipeError(f"{me}(ties=...) must be a tuple of Tie, not {self.ties!r}")
+        object.__setattr__(self, "ties", tuple(self.ties))
+        targets = [tie.target for tie in self.ties]
+        chained = {tie.source for tie in self.ties} & set(targets)
+        if len(set(targets)) < len(targets) or chained:
+            raise RecipeError(f"{me}(ties=...): a number follows one other, which follows none")
 
     def gate(self, name: str) -> GateOptions:
         """Options of one gate or param; those of `GateOptions()` when nothing was said."""
@@ -191,7 +243,8 @@ class LayerOptions:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, every default written out."""
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**data, "gates": {name: gate.to_dict() for name, gate in dict(self.gates).items()}}
+        gates = {name: gate.to_dict() for name, gate in dict(self.gates).items()}
+        return {**data, "gates": gates, "ties": [tie.to_dict() for tie in self.ties]}
 
     @classmethod
     def from_dict(cls, data: object) -> LayerOptions:
@@ -205,4 +258,5 @@ class LayerOptions:
         if not isinstance(gates, Mapping):
             raise RecipeError(f"LayerOptions: gates is a mapping, not {type(gates).__name__}")
         fields["gates"] = {name: GateOptions.from_dict(gate) for name, gate in gates.items()}
+        fields["ties"] = tuple(Tie(**_fields(Tie, tie)) for tie in fields.get("ties", ()))
         return cls(**fields)

@@ -1,7 +1,7 @@
 """Each row of the zoo against its paper's own form, written here as a plain formula or loop.
 
-All in float64 and to 1e-10: the two sides differ by rounding only, and 70 tokens cross the border of
-a chunk.
+All in float64 and to 1e-10: the two sides differ by rounding only, and 70 tokens cross the border
+of a chunk.
 """
 
 from __future__ import annotations
@@ -96,11 +96,12 @@ def test_softmax_attention_is_sdpa(method: str) -> None:
 
 
 @METHODS
-def test_qk_norm_attention_is_nadaraya_watson(method: str) -> None:
-    q = functional.normalize(Q, dim=-1)
-    distance = (q.unsqueeze(2) - KEY.unsqueeze(1)).square().sum(-1)  # [B, T, T, H]
+@pytest.mark.parametrize("length", [1.0, math.sqrt(K)])
+def test_qk_norm_attention_is_nadaraya_watson(method: str, length: float) -> None:
+    q, k = length * functional.normalize(Q, dim=-1), length * KEY
+    distance = (q.unsqueeze(2) - k.unsqueeze(1)).square().sum(-1)  # [B, T, T, H]
     score = (-distance / (2 * math.sqrt(K))).exp().permute(0, 3, 1, 2)
-    got = zoo("qk_norm_attention", method, q=q)
+    got = zoo("qk_norm_attention", method, q=q, k=k)
     torch.testing.assert_close(got, weighted(score, past(T)), **TOL)
 
 

@@ -22,6 +22,7 @@ from recollect.choices.member import (
     option,
     quantity,
 )
+from recollect.choices.terms import Gradient, Term, Terms, grouped, written
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -87,6 +88,8 @@ class Algorithm(Member):
     splits: bool = False
     every: str = "token"
     reduce: str = "sum"
+    curvature: bool = False
+    """Whether it uses, or approximates, more than the first order of several associations."""
 
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
         """η_t given κ(k, k) and the error's slope a; only key-dependent rates override this."""
@@ -99,8 +102,10 @@ class Algorithm(Member):
 
     @property
     def momentum_of(self) -> str | None:
-        """Which linear recursion `update` is: ``"none"``: −η g; ``"gradient"``: S = θS − ηg;
-        ``"value"``: θ on the write only. ``None`` is any other, so a new rule fails safe.
+        """Which linear recursion `update` is.
+
+        ``"none"``: −η g; ``"gradient"``: S = θS − ηg; ``"value"``: θ on the write only. ``None`` is
+        any other, so a new rule fails safe.
         """
         return "none" if type(self).update is Algorithm.update else None
 
@@ -112,15 +117,39 @@ class Algorithm(Member):
         """The one step of a whole inner batch when ``every == "batch"``, from its last slots."""
         raise RecipeError(f"{self.title} moves at every token")
 
+    @property
+    def eta(self) -> str | None:
+        """Field of the rate η, when it has one."""
+        return "lr" if any(field.name == "lr" for field in self._fields()) else None
+
+    def pace(self, at: str = "t") -> float | str:
+        """η as a factor of an equation: a number, a letter, or a diagonal for rates per channel."""
+        if self.eta is None:
+            return 1.0
+        eta = self.symbol(self.eta, at)
+        if isinstance(eta, str) and getattr(self, "per", "head") == "value":
+            return f"Diag({eta})"
+        return eta
+
+    def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
+        """The equations of its own state, and the terms it adds to the decayed memory.
+
+        An algorithm whose `update` is its own is written as a function of g_t unless it says more.
+        """
+        if self.momentum_of == "none":
+            return (), gradient.scaled(self.pace(at), -1.0)
+        own = f"{type(self).__name__.lower()}(g_{at})"
+        return (f"g_{at} = {written(gradient.compact)}",), (Term((own,)),)
+
     def story(self) -> str:
-        """The rule in words, for `explain`."""
+        """The rule in a few words."""
         return "one gradient step"
 
 
 _PER = {"head": (), "value": ("V",)}
 
 
-def _rate(default: float | str = "token", init: float = 0.5) -> float | str:
+def _rate(default: float | str = "token", init: float = 0.5, letter: str = "η") -> float | str:
     """The field every descending algorithm shares: η ≥ 0."""
     return quantity(
         default,
@@ -129,6 +158,7 @@ def _rate(default: float | str = "token", init: float = 0.5) -> float | str:
         init=init,
         axes=lambda a: _PER[getattr(a, "per", "head")],
         kinds=("token", "static", "log_token"),
+        letter=letter,
     )
 
 
@@ -159,27 +189,31 @@ class GradientDescent(_Descent):
         steps: n associations per token, one sequential sub-step each (DeltaProduct); k, v, lr and
             travelling gates get an axis n after H. Under `context.Prefix`: n full-batch steps from
             the origin at every t (TTR 20–23).
-        lr: η ≥ 0: the gate ``"lr"`` (``"log_token"``: the gate ``"log_lr"``), a constant or a param.
+        lr: η ≥ 0: the gate ``"lr"`` (``"log_token"``: the gate ``"log_lr"``), a constant, or a
+            param.
         per: ``"value"`` for one rate per value channel.
         reduce: ``"mean"``: averaged over the open inner batch, W̃_t = W° − τ_t Σ_{s≤t} η_s g_s with
             τ_t = 1/(tokens so far in the batch) + offset, at least 0 (TTT).
         offset: a learned correction to τ, one per place in the batch (``"static"``), or a constant.
     """
 
-    batch: int = integer(1, at_least=1)
+    batch: int = integer(1, at_least=1, size=True)
     steps: int = integer(1, at_least=1)
     lr: float | str = _rate()
     per: str = option("head", "value")
     reduce: str = option("sum", "mean")
-    offset: float | str = quantity(0.0, axes=("b",), kinds=("static",), init=0.0)
+    offset: float | str = quantity(0.0, axes=("b",), kinds=("static",), init=0.0, letter="o")
 
     full_batch = True
+
+    def story(self) -> str:
+        return f"{self.steps} gradient steps" if self.steps > 1 else "gradient descent"
 
     def validate(self) -> None:
         if self.steps > 1 and self.batch > 1:
             raise RecipeError(
-                f"algorithm.GradientDescent(batch={self.batch}, steps={self.steps}): the sub-steps of "
-                "a token are sequential, so they need batch=1"
+                f"algorithm.GradientDescent(batch={self.batch}, steps={self.steps}): the sub-steps "
+                "of a token are sequential, so they need batch=1"
             )
         if self.reduce == "sum" and self.offset != 0.0:
             raise RecipeError(
@@ -200,8 +234,8 @@ class GradientDescent(_Descent):
             )
         if self.steps > 1 and recipe.context.horizon not in (1, None):
             yield (
-                f"algorithm.GradientDescent(steps={self.steps}) takes several associations per token, "
-                f"which {recipe.context.title} cannot count: use context.Online()"
+                f"algorithm.GradientDescent(steps={self.steps}) takes several associations per "
+                f"token, which {recipe.context.title} cannot count: use context.Online()"
             )
 
 
@@ -215,9 +249,9 @@ class Momentum(_Descent):
             erasure acts at once (DeltaNet + momentum, AM T2).
     """
 
-    batch: int = integer(1, at_least=1)
+    batch: int = integer(1, at_least=1, size=True)
     lr: float | str = _rate()
-    momentum: float | str = quantity("token", at_least=0, below=1, init=0.9)
+    momentum: float | str = quantity("token", at_least=0, below=1, init=0.9, letter="θ")
     of: str = option("gradient", "value")
     per: str = option("head", "value")
 
@@ -239,8 +273,17 @@ class Momentum(_Descent):
         S = step.momentum * slots["momentum"] - step.lr * step.write
         return {"momentum": S}, S - step.lr * (step.gradient - step.write)
 
+    def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
+        eta, kept = self.pace(at), Term(("S_(t−1)",)).times(self.symbol("momentum", at))
+        if self.of == "gradient":
+            line = written((kept, *gradient.scaled(eta, -1.0, compact=True)))
+            return (f"S_t = {line}",), (Term(("S_t",)),)
+        line = written((kept, *(term.times(eta, -1.0) for term in gradient.write)))
+        erased = tuple(term.times(eta, -1.0) for term in gradient.erase)
+        return (f"S_t = {line}",), (*erased, Term(("S_t",)))
+
     def story(self) -> str:
-        return "momentum"
+        return "momentum" if self.of == "gradient" else "momentum of the writes"
 
 
 _NS = (3.4445, -4.7750, 2.0315)
@@ -279,9 +322,9 @@ class Muon(_Descent):
             product of its decays and the mean of its rates.
     """
 
-    batch: int = integer(1, at_least=1)
+    batch: int = integer(1, at_least=1, size=True)
     lr: float | str = _rate(init=0.05)
-    momentum: float | str = quantity("token", at_least=0, below=1, init=0.9)
+    momentum: float | str = quantity("token", at_least=0, below=1, init=0.9, letter="θ")
     newton_steps: int = integer(5)
     scale: str = option("outer", "inner")
     every: str = option("token", "batch")
@@ -302,6 +345,23 @@ class Muon(_Descent):
         moved = newton_schulz(slots["momentum"], self.newton_steps)
         return lr * moved if self.scale == "outer" else moved
 
+    @property
+    def curvature(self) -> bool:  # type: ignore[override]
+        return self.newton_steps > 0
+
+    def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
+        kept = Term(("S_(t−1)",)).times(self.symbol("momentum"))
+        inner: float | str = self.pace() if self.scale == "inner" else 1.0
+        line = written((kept, *gradient.scaled(inner, -1.0, compact=True)))
+        moved = Term((f"NS{self.newton_steps}(S_t)" if self.newton_steps else "S_t",))
+        return (f"S_t = {line}",), (moved.times(self.pace(at)) if self.scale == "outer" else moved,)
+
+    def notes(self) -> tuple[str, ...]:
+        if self.newton_steps == 0:
+            return ()
+        steps = self.newton_steps
+        return (f"NS{steps}: {steps} Newton–Schulz steps, per map and head",)
+
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
         if recipe.memory.diagonal:
@@ -321,6 +381,13 @@ class Muon(_Descent):
 
 class _Keyed(_Descent):
     """Rules whose rate depends on κ(k, k): they solve for one association in closed form."""
+
+    def pace(self, at: str = "t") -> float | str:
+        return f"η_{at}"
+
+    def size(self, x: str, slope: float) -> str:
+        """η_t as a function of the lifted key ``x`` and the error's slope."""
+        raise NotImplementedError
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
@@ -346,13 +413,18 @@ class Implicit(_Keyed):
         lr: δ ≥ 0: the gate ``"lr"``, a constant or a param.
     """
 
-    lr: float | str = _rate()
+    lr: float | str = _rate(letter="δ")
 
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
         return lr / (1 + lr * slope * kappa)
 
+    def size(self, x: str, slope: float) -> str:
+        delta = self.symbol("lr")
+        top = delta if isinstance(delta, str) else f"{delta:g}"
+        return f"{top}/({written((Term(()), Term((f'‖{x}‖²',)).times(delta, slope)))})"
+
     def story(self) -> str:
-        return "implicit step, η_t = δ_t/(1 + δ_t ‖k_t‖²)"
+        return "implicit step"
 
 
 @member
@@ -365,14 +437,20 @@ class Normalized(_Keyed):
         lr: μ ≥ 0; 1 by default.
     """
 
-    lr: float | str = _rate(1.0, init=1.0)
+    lr: float | str = _rate(1.0, init=1.0, letter="μ")
 
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
         zero = kappa == 0
         return torch.where(zero, 0.0, lr / torch.where(zero, 1.0, slope * kappa))
 
+    def size(self, x: str, slope: float) -> str:
+        mu = self.symbol("lr")
+        below = Term((f"‖{x}‖²",)).times(slope)
+        top = mu if isinstance(mu, str) else f"{mu:g}"
+        return f"{top}/{below if slope == 1 else grouped(str(below))}"
+
     def story(self) -> str:
-        return "projection, η_t = 1/‖k_t‖²"
+        return "projection on the newest association"
 
 
 @member
@@ -387,6 +465,7 @@ class Analytic(Algorithm):
 
     solves = True
     full_batch = True
+    curvature = True
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
@@ -409,13 +488,13 @@ class _Elementwise(_Descent):
 
 @member
 class RMSProp(_Elementwise):
-    """u_t = ρ u_{t−1} + (1 − ρ) g_t², A_t = α_t A_{t−1} − η_t g_t/(√u_t + ε), as torch.optim.RMSprop.
+    """u_t = ρ u_{t−1} + (1 − ρ) g_t², A_t = α_t A_{t−1} − η_t g_t/(√u_t + ε) (torch's RMSprop).
 
     Args:
         decay_rate: ρ.
     """
 
-    batch: int = integer(1, at_least=1)
+    batch: int = integer(1, at_least=1, size=True)
     lr: float | str = _rate(init=0.01)
     decay_rate: float = number(0.99, at_least=0, below=1)
     eps: float = number(1e-8, above=0)
@@ -425,6 +504,11 @@ class RMSProp(_Elementwise):
     def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
         u = self.decay_rate * slots["square"] + (1 - self.decay_rate) * step.gradient.square()
         return {"square": u}, -step.lr * step.gradient / (_root(u) + self.eps)
+
+    def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
+        moment = f"u_t = {_moment(self.decay_rate, 'u', 'g_t²')}"
+        step = Term((f"g_t/(√u_t + {self.eps:g})",), -1.0).times(self.pace())
+        return (f"g_t = {written(gradient.compact)}", moment), (step,)
 
     def story(self) -> str:
         return "RMSProp"
@@ -438,7 +522,7 @@ class Adam(_Elementwise):
         beta1, beta2: decay rates of the moments.
     """
 
-    batch: int = integer(1, at_least=1)
+    batch: int = integer(1, at_least=1, size=True)
     lr: float | str = _rate(init=0.01)
     beta1: float = number(0.9, at_least=0, below=1)
     beta2: float = number(0.999, at_least=0, below=1)
@@ -453,8 +537,23 @@ class Adam(_Elementwise):
         second = _root(square / (1 - self.beta2**step.count))
         return {"mean": mean, "square": square}, -step.lr * first / (second + self.eps)
 
+    def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
+        lines = (
+            f"g_t = {written(gradient.compact)}",
+            f"m_t = {_moment(self.beta1, 'm', 'g_t')}",
+            f"u_t = {_moment(self.beta2, 'u', 'g_t²')}",
+        )
+        return lines, (Term((f"m̂_t/(√û_t + {self.eps:g})",), -1.0).times(self.pace()),)
+
+    def notes(self) -> tuple[str, ...]:
+        return (f"m̂_t = m_t/(1 − {self.beta1:g}^t), û_t = u_t/(1 − {self.beta2:g}^t)",)
+
     def story(self) -> str:
         return "Adam"
+
+
+def _moment(rate: float, letter: str, new: str) -> str:
+    return written((Term((f"{letter}_(t−1)",), rate), Term((new,), round(1 - rate, 12))))
 
 
 def _root(x: Tensor) -> Tensor:

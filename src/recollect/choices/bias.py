@@ -23,6 +23,7 @@ from recollect.choices.member import (
     quantity,
     slot,
 )
+from recollect.choices.terms import Term, Terms, power, written
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -38,8 +39,8 @@ class Probe(Member):
 
     Args:
         at: ``"key"``: w = φ(k). ``"token"``: w comes from the gate ``"probe" [B, T, H, K]``.
-        write: where the erasure is written: b = rate · φ(k) (``"key"``) or rate ⊙ φ(w) (``"probe"``,
-            as in RWKV-7).
+        write: where the erasure is written: b = rate · φ(k) (``"key"``), or rate ⊙ φ(w)
+            (``"probe"``, as in RWKV-7).
         rate: the gate ``"erase"``, a constant or a param; ``per="key"`` gives it one value per
             feature channel.
     """
@@ -49,13 +50,21 @@ class Probe(Member):
     at: str = option("token", "key")
     write: str = option("key", "probe")
     rate: float | str = quantity(
-        "token", name="erase", at_least=0, init=0.5, axes=lambda p: ("F",) * (p.per == "key")
+        "token",
+        name="erase",
+        letter="a",
+        at_least=0,
+        init=0.5,
+        axes=lambda p: ("F",) * (p.per == "key"),
     )
     per: str = option("head", "key")
 
     def gates(self) -> tuple[Gate, ...]:
         own = Gate(name="probe", owner=self.title, axes=("K",))
         return (*((own,) if self.at == "token" else ()), *super().gates())
+
+    def notes(self) -> tuple[str, ...]:
+        return ("w_t: the token's own key of what is erased",) if self.at == "token" else ()
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
@@ -78,8 +87,8 @@ class Bias(Member):
     """ℓ(M(W; k), v), the loss of one association.
 
     Attributes:
-        affine: ``(a, b)`` when the error is a·prediction − b·value, else ``None``. Declaring it opens
-            the linear engine; the contract suite checks it against the gradient.
+        affine: ``(a, b)`` when the error is a·prediction − b·value, else ``None``. Declaring it
+            opens the linear engine; the contract suite checks it against the gradient.
         probe: where the erasure is measured and written, if not at the key.
     """
 
@@ -115,9 +124,31 @@ class Bias(Member):
         if type(self).loss is Bias.loss and type(self).error is Bias.error:
             raise RecipeError(f"{self.title} must override loss or error")
 
-    def term(self, prediction: str, value: str) -> str:
-        """The loss as it is written in an equation."""
-        return f"ℓ({prediction}, {value})"
+    @property
+    def name(self) -> str:
+        """The loss in an equation; the class's name unless overridden."""
+        return type(self).__name__.lower()
+
+    def term(self, prediction: str, value: str) -> Terms:
+        """The loss of one association as signed terms.
+
+        A loss whose error is a·prediction − b·value is known up to a constant: (a/2)‖p − (b/a)v‖²,
+        or −b⟨p, v⟩ when a = 0.
+        """
+        if self.affine is None:
+            return (Term((f"{self.name}({prediction}, {value})",)),)
+        a, b = self.affine
+        if a == 0:
+            return (Term((f"⟨{prediction}, {value}⟩",), -b),)
+        difference = written((Term((prediction,)), Term((value,), -b / a)))
+        return (Term((f"½‖{difference}‖²",), a),)
+
+    def error_terms(self, prediction: str, value: str) -> Terms:
+        """∂ℓ/∂prediction as signed terms; the one with the prediction comes first."""
+        if self.affine is None:
+            return (Term((f"{self.name}′({prediction}, {value})",)),)
+        a, b = self.affine
+        return (Term((prediction,), a), Term((value,), -b))
 
 
 @member
@@ -132,9 +163,6 @@ class DotProduct(Bias):
     def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
         return -value
 
-    def term(self, prediction: str, value: str) -> str:
-        return f"−⟨{prediction}, {value}⟩"
-
 
 @member
 class L2(Bias):
@@ -148,9 +176,6 @@ class L2(Bias):
 
     def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
         return prediction - value
-
-    def term(self, prediction: str, value: str) -> str:
-        return f"½‖{prediction} − {value}‖²"
 
 
 def _safe_power(x: Tensor, exponent: float) -> Tensor:
@@ -171,6 +196,8 @@ class Lp(Bias):
         smooth: ``"root"`` as above, or ``"tanh"``: p·tanh(e/√ε)·(e² + ε)^{(p−1)/2}, the papers'
             practice (MIRAS after 29), which is the gradient of no loss.
     """
+
+    shown = ("p",)
 
     p: float = number(3.0, at_least=1)
     eps: float = number(1e-6, at_least=0)
@@ -204,8 +231,22 @@ class Lp(Bias):
     def separable(self) -> bool:
         return True
 
-    def term(self, prediction: str, value: str) -> str:
-        return f"‖{prediction} − {value}‖_{self.p:g}^{self.p:g}"
+    @property
+    def name(self) -> str:
+        return f"ℓ_{self.p:g}"
+
+    def term(self, prediction: str, value: str) -> Terms:
+        norm = f"‖{prediction} − {value}‖_{self.p:g}"
+        return (Term((norm + (f"^{self.p:g}" if self.p != 1 else ""),)),)
+
+    def notes(self) -> tuple[str, ...]:
+        if self.smooth == "tanh":
+            slope = f"{self.p:g} tanh(e/{self.eps**0.5:g}) (e² + {self.eps:g})^{(self.p - 1) / 2:g}"
+        elif self.eps == 0:
+            slope = f"{self.p:g} sign(e)|e|{power(self.p - 1)}"
+        else:
+            slope = f"{self.p:g} e (e² + {self.eps:g})^{(self.p - 2) / 2:g}"
+        return (f"ℓ_{self.p:g}′ = {slope} of e = prediction − value, entry by entry",)
 
 
 def _norm(e: Tensor) -> Tensor:
@@ -229,7 +270,7 @@ class Huber(Bias):
 
     form: str = option("switch", "coordinate", "norm")
     threshold: float | str = quantity(
-        "token", above=0, init=1.0, axes=lambda b: ("V",) * (b.per == "value")
+        "token", above=0, init=1.0, axes=lambda b: ("V",) * (b.per == "value"), letter="δ"
     )
     per: str = option("head", "value")
 
@@ -263,8 +304,23 @@ class Huber(Bias):
             return torch.where(size <= delta, e, delta * e / torch.where(size == 0, 1.0, size))
         return torch.where(size <= delta, e, delta * e.sign())
 
-    def term(self, prediction: str, value: str) -> str:
-        return f"huber_δ({prediction} − {value})"
+    @property
+    def name(self) -> str:
+        return "huber"
+
+    def term(self, prediction: str, value: str) -> Terms:
+        delta = "δ" if isinstance(self.threshold, str) else f"{self.threshold:g}"
+        return (Term((f"huber_{delta}({prediction} − {value})",)),)
+
+    def notes(self) -> tuple[str, ...]:
+        delta = self.symbol("threshold", "i")
+        d = delta if isinstance(delta, str) else f"{delta:g}"
+        forms = {
+            "coordinate": f"Σ_j ½e_j² where |e_j| ≤ {d}, else {d}(|e_j| − {d}/2)",
+            "norm": f"½‖e‖² while ‖e‖ ≤ {d}, else {d}(‖e‖ − {d}/2)",
+            "switch": f"½‖e‖² while ‖e‖ ≤ {d}, else {d}‖e‖₁",
+        }
+        return (f"huber(e) = {forms[self.form]}",)
 
 
 @member
@@ -277,7 +333,7 @@ class ValueRobust(Bias):
         radius: Δ ≥ 0: a constant, the gate ``"value_radius"``, or a param.
     """
 
-    radius: float | str = quantity("token", name="value_radius", at_least=0, init=0.1)
+    radius: float | str = quantity("token", name="value_radius", letter="Δ", at_least=0, init=0.1)
 
     def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
         e = prediction - value
@@ -289,5 +345,15 @@ class ValueRobust(Bias):
         size = _norm(e)
         return e + gates["value_radius"] * e / torch.where(size == 0, 1.0, size)
 
-    def term(self, prediction: str, value: str) -> str:
-        return f"½‖{prediction} − {value}‖² + Δ‖{prediction} − {value}‖"
+    def term(self, prediction: str, value: str) -> Terms:
+        e = f"‖{prediction} − {value}‖"
+        radius = "Δ" if isinstance(self.radius, str) else self.radius
+        return (Term((f"½{e}²",)), Term((e,)).times(radius))
+
+    @property
+    def name(self) -> str:
+        return "robust"
+
+    def notes(self) -> tuple[str, ...]:
+        size = Term(("e/‖e‖",)).times(self.symbol("radius", "i"))
+        return (f"robust′ = {written((Term(('e',)), size))} of e = prediction − value",)

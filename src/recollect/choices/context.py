@@ -33,8 +33,13 @@ class Context(Member):
         """Number of latest associations that count, or ``None`` for all."""
         return 1
 
+    @property
+    def index(self) -> str:
+        """The index of an association inside `total`."""
+        return "t" if self.horizon == 1 else "i"
+
     def total(self, term: str) -> str:
-        """The objective over the context, given the loss of one association."""
+        """The sum over the context of a term of one association with index `index`."""
         return term
 
 
@@ -49,11 +54,11 @@ class Window(Context):
 
     Args:
         size: c ≥ 1. The window reaches across inner batches; documents start with an empty one.
-        gated: γ comes from the gate ``"window" [B, T, H, c]`` of the *current* token (entry m weighs
-            association t − m); otherwise γ = 1.
+        gated: γ comes from the gate ``"window" [B, T, H, c]`` of the *current* token (entry m
+            weighs association t − m); otherwise γ = 1.
     """
 
-    size: int = integer(at_least=1)
+    size: int = integer(at_least=1, size=True)
     gated: bool = flag(True)
 
     @property
@@ -74,8 +79,15 @@ class Window(Context):
         )
 
     def total(self, term: str) -> str:
-        weight = "γ_i " if self.gated else ""
+        if self.size == 1:
+            return f"γ_t {term}" if self.gated else term
+        weight = "γ_i^(t) " if self.gated else ""
         return f"Σ_(i>t−{self.size}) {weight}{term}"
+
+    def notes(self) -> tuple[str, ...]:
+        if not self.gated or self.size == 1:
+            return ()
+        return ("γ_i^(t): the current token's weight of association i",)
 
 
 @member
@@ -87,8 +99,10 @@ class Prefix(Context):
         weight: w_i ≥ 0: a constant or the gate ``"weight"``, which travels with the association.
     """
 
-    decay: float | str = quantity(1.0, above=0, at_most=1, init=0.98, log=True)
-    weight: float | str = quantity(1.0, at_least=0, init=1.0, travels=True, kinds=("token",))
+    decay: float | str = quantity(1.0, above=0, at_most=1, init=0.98, log=True, letter="γ")
+    weight: float | str = quantity(
+        1.0, at_least=0, init=1.0, travels=True, kinds=("token",), letter="w"
+    )
 
     @property
     def horizon(self) -> None:
@@ -104,8 +118,20 @@ class Prefix(Context):
             )
 
     def total(self, term: str) -> str:
-        weight = "" if (self.decay, self.weight) == (1.0, 1.0) else "γ_i "
-        return f"Σ_(i≤t) {weight}{term}"
+        rate, weight = self.symbol("decay", "i"), self.symbol("weight", "i")
+        words = [] if rate == 1.0 else [f"{rate:g}^(t−i)" if isinstance(rate, float) else rate]
+        if rate == "γ_i":
+            words = ["γ_i^(t)"]
+        elif rate == "γ":
+            words = ["γ^(t−i)"]
+        if weight != 1.0:
+            words.append(f"{weight:g}" if isinstance(weight, float) else weight)
+        return " ".join((f"Σ_(i≤t) {' '.join(words)}".rstrip(), term))
+
+    def notes(self) -> tuple[str, ...]:
+        if self.decay != "token":
+            return ()
+        return ("γ_i^(t): the product of the decays of the tokens after i",)
 
 
 @member
@@ -145,5 +171,13 @@ class Similar(Context):
                 )
 
     def total(self, term: str) -> str:
-        spans = f"t−{self.horizon}<i≤t" if self.horizon else "i≤t"
-        return f"Σ_({spans}) s(k_i, q_t) {term}"
+        return f"{self.span} s(k_i, q_t) {term}"
+
+    @property
+    def span(self) -> str:
+        """The sum over the associations that count."""
+        return f"Σ_(t−{self.horizon}<i≤t)" if self.horizon else "Σ_(i≤t)"
+
+    def notes(self) -> tuple[str, ...]:
+        assert self.kernel is not None  # only None is refused by requires()
+        return (f"s(k, q) = {self.kernel.similarity('k', 'q')}", *super().notes())

@@ -65,6 +65,14 @@ class Features(Member):
         """How φ(x) is written in an equation."""
         return f"φ({x})"
 
+    @property
+    def text(self) -> str:
+        """What φ is, when `lift` does not say it; the class's name unless overridden."""
+        return type(self).__name__.lower()
+
+    def notes(self) -> tuple[str, ...]:
+        return (f"φ: {self.text}",) if self.lift("x") == "φ(x)" else ()
+
 
 class Kernel(Features):
     """Infinitely many features, known only through κ(q, k)."""
@@ -75,6 +83,10 @@ class Kernel(Features):
 
     def dim(self, K: int) -> int:
         raise ValueError(f"{self.title} has infinitely many features")
+
+    def similarity(self, k: str, q: str) -> str:
+        """How κ(q, k) is written in an equation."""
+        return f"{type(self).__name__.lower()}({k}, {q})"
 
 
 @member
@@ -97,6 +109,10 @@ class EluPlusOne(Features):
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         return functional.elu(x) + 1
+
+    @property
+    def text(self) -> str:
+        return "elu(x) + 1"
 
 
 @member
@@ -165,7 +181,9 @@ class Polynomial(Features):
         degree: p ≥ 1. Cost and state grow with F: degree 2 at K = 64 is 2145 features.
     """
 
-    degree: int = integer(2, at_least=1)
+    shown = ("degree",)
+
+    degree: int = integer(2, at_least=1, size=True)
 
     def dim(self, K: int) -> int:
         return math.comb(K + self.degree, self.degree)
@@ -179,6 +197,10 @@ class Polynomial(Features):
         raw = params["log_coefficients"].to(x.dtype)  # [H, degree + 1]
         return _polynomial(x, [raw[:, i].exp()[:, None, None] for i in range(self.degree + 1)])
 
+    @property
+    def text(self) -> str:
+        return f"all monomials of degree ≤ {self.degree}, with learned weights per degree"
+
 
 @member
 class Taylor(Features):
@@ -189,7 +211,9 @@ class Taylor(Features):
         temperature: τ > 0; ``None`` is √K, softmax attention's scale.
     """
 
-    order: int = integer(2, at_least=1)
+    shown = ("order",)
+
+    order: int = integer(2, at_least=1, size=True)
     temperature: float | None = number(None, above=0, optional=True)
 
     def dim(self, K: int) -> int:
@@ -202,6 +226,11 @@ class Taylor(Features):
         tau = self._tau(x.shape[-1])
         a = [x.new_tensor(tau**-i / math.factorial(i)) for i in range(self.order + 1)]
         return _polynomial(x, a)
+
+    @property
+    def text(self) -> str:
+        scale = "√K" if self.temperature is None else f"{self.temperature:g}"
+        return f"φ(q)·φ(k) = exp(q·k/{scale}) to order {self.order}"
 
 
 @member
@@ -224,6 +253,10 @@ class Exponential(Kernel):
 
     def kappa(self, q: Tensor, k: Tensor) -> Tensor:
         return self.log_kappa(q, k).exp()
+
+    def similarity(self, k: str, q: str) -> str:
+        scale = "√K" if self.temperature is None else f"{self.temperature:g}"
+        return f"exp({k}·{q}/{scale})" if scale != "1" else f"exp({k}·{q})"
 
     def lift(self, x: str) -> str:
         return f"φ*({x})"

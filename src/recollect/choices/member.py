@@ -1,7 +1,8 @@
 """Members of a choice: frozen data that states its numbers, and nothing else.
 
-A member is a frozen, keyword-only dataclass whose fields are JSON scalars, tuples, or other members.
-A number that may be learned or depend on the token is a *quantity* and is given in one of three ways:
+A member is a frozen, keyword-only dataclass whose fields are JSON scalars, tuples, or other
+members. A number that may be learned or depend on the token is a *quantity* and is given in one of
+three ways:
 
 * a float: a constant of the recipe;
 * ``"token"``: a gate, one value per token, handed to ``recall`` in ``gates``;
@@ -17,7 +18,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -64,9 +65,7 @@ class Range:
         """Whether one finite number lies inside."""
         if not math.isfinite(value):
             return False
-        above = (
-            self.low is None or value > self.low or (value == self.low and not self.low_open)
-        )
+        above = self.low is None or value > self.low or (value == self.low and not self.low_open)
         below = (
             self.high is None or value < self.high or (value == self.high and not self.high_open)
         )
@@ -128,6 +127,7 @@ class _QuantitySpec:
     axes: tuple[str, ...] | Callable[[Any], tuple[str, ...]]
     log: bool
     kinds: tuple[str, ...]
+    letter: str | None
 
     def axes_of(self, owner: Member) -> tuple[str, ...]:
         return self.axes(owner) if callable(self.axes) else self.axes
@@ -157,6 +157,7 @@ def quantity(
     axes: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = (),
     log: bool = False,
     kinds: tuple[str, ...] = ("token", "static"),
+    letter: str | None = None,
 ) -> Any:
     """Field for a number that is a constant, a gate, or a param.
 
@@ -170,6 +171,7 @@ def quantity(
         axes: symbolic axes after the head, or a function of the member that gives them.
         log: the constant is α and the gate is its logarithm, named ``log_<name>``.
         kinds: which words are allowed beside a number; ``"log_token"`` asks for ``log_<name>``.
+        letter: how an equation writes it; the field's name when omitted.
     """
     span = Range(
         low=above if above is not None else at_least,
@@ -178,7 +180,14 @@ def quantity(
         high_open=below is not None,
     )
     spec = _QuantitySpec(
-        name=name, range=span, init=init, travels=travels, axes=axes, log=log, kinds=kinds
+        name=name,
+        range=span,
+        init=init,
+        travels=travels,
+        axes=axes,
+        log=log,
+        kinds=kinds,
+        letter=letter,
     )
     return dataclasses.field(default=default, metadata={_KEY: spec})
 
@@ -192,6 +201,8 @@ class Domain:
         range: of a number; the lower bound of an integer.
         words: of an option; the single slot kind of a slot.
         optional: whether ``None`` is allowed. many: whether it is a tuple of members.
+        size: whether an integer only makes the same thing larger (a window's length), so that
+            systems are known by name whatever it is.
     """
 
     kind: str
@@ -199,6 +210,7 @@ class Domain:
     words: tuple[str, ...] = ()
     optional: bool = False
     many: bool = False
+    size: bool = False
 
 
 _DOMAIN = "recollect.domain"
@@ -220,9 +232,13 @@ def _checked(default: Any, check: Callable[[Any], Any], domain: Domain) -> Any:
 
 
 def integer(
-    default: Any = dataclasses.MISSING, *, at_least: int = 0, optional: bool = False
+    default: Any = dataclasses.MISSING,
+    *,
+    at_least: int = 0,
+    optional: bool = False,
+    size: bool = False,
 ) -> Any:
-    """Field for a whole number with a lower bound."""
+    """Field for a whole number with a lower bound; ``size`` as in `Domain`."""
 
     def check(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
@@ -230,7 +246,9 @@ def integer(
         return value
 
     return _checked(
-        default, check, Domain(kind="integer", range=Range(low=at_least), optional=optional)
+        default,
+        check,
+        Domain(kind="integer", range=Range(low=at_least), optional=optional, size=size),
     )
 
 
@@ -323,7 +341,7 @@ class Member:
     @classmethod
     def choices(cls) -> frozenset[str]:
         """The slots this member fits: its own kind and those of its bases."""
-        return frozenset(base.__dict__["choice"] for base in cls.__mro__ if "choice" in base.__dict__)
+        return frozenset(b.__dict__["choice"] for b in cls.__mro__ if "choice" in b.__dict__)
 
     @property
     def title(self) -> str:
@@ -430,12 +448,55 @@ class Member:
             own |= part.logs()
         return frozenset(own)
 
+    # -- in words and equations, for `recollect.explain` ------------------------------------------
+
+    shown: ClassVar[tuple[str, ...]] = ()
+    """Fields that `brief` always writes, because the member says little without them."""
+
+    def symbol(self, field: str, at: str = "t") -> float | str:
+        """How a quantity stands in an equation: its number, or its letter.
+
+        A gate carries the index of its token, ``η_t``; a param does not.
+        """
+        value = getattr(self, field)
+        (spec,) = (f.metadata.get(_KEY) for f in self._fields() if f.name == field)
+        assert isinstance(spec, _QuantitySpec)
+        if not isinstance(value, str):
+            return value
+        letter = spec.letter or field
+        return letter if value == "static" else f"{letter}_{at}"
+
+    @property
+    def brief(self) -> str:
+        """The member as one would type it: ``Lq(q=4, decay=Decay())``."""
+        said = []
+        for field in self._fields():
+            value = getattr(self, field.name)
+            if value != field.default or field.name in self.shown:
+                said.append(f"{field.name}={_brief(value)}")
+        return f"{type(self).__name__}({', '.join(said)})"
+
+    def notes(self) -> tuple[str, ...]:
+        """What the symbols that this member puts into an equation mean."""
+        return tuple(note for part in self.parts() for note in part.notes())
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data: the registered name under ``"member"`` and every field, defaults too."""
         return {
             "member": type(self).__name__,
             **{field.name: _encode(getattr(self, field.name)) for field in self._fields()},
         }
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Member):
+        return value.brief
+    if isinstance(value, tuple):
+        items = ", ".join(_brief(item) for item in value)
+        return f"({items},)" if len(value) == 1 else f"({items})"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _check_quantity(value: Any, spec: _QuantitySpec) -> float | str:
@@ -478,7 +539,7 @@ _REGISTRY: dict[str, type[Member]] = {}
 M = TypeVar("M", bound=type[Member])
 
 
-# No field_specifiers: to a type checker, what a field is assigned is its default, as for the reader.
+# No field_specifiers: to a type checker, what a field is assigned is its default, as to a reader.
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def member(cls: M) -> M:
     """Class decorator: freeze a member, make it keyword-only, and register it by its class name.

@@ -110,17 +110,30 @@ class Memory(Member):
     ) -> Tensor:
         """M(W; x): weights ``[B, H, *shape]``, x ``[B, H, N, F]``, raw ``[B, H, N, K]`` → V.
 
-        ``raw`` is the key or query before features; ``params`` are this memory's, each ``[H, ...]``.
+        ``raw`` is the key or query before features; ``params`` are this memory's own, each
+        ``[H, ...]``.
         """
         raise NotImplementedError(f"{self.title} has no weights")
 
     def function(self, F: int, V: int) -> Forward:
-        """`forward`, bound to its sizes; a memory whose structure depends on them overrides this."""
+        """`forward`, bound to its sizes; overridden where the structure depends on them."""
         return self.forward
 
-    def at(self, x: str) -> str:
-        """How M(W; x) is written in an equation."""
-        return f"M(W; {x})"
+    letter: str = "W"
+    """What its weights are called in an equation."""
+
+    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
+        """How M(W; x) is written in an equation.
+
+        Args:
+            x: the lifted key or query; ``raw``: the same before features, where they differ.
+            W: what stands for the weights, e.g. ``"α_t W_(t−1)"``; their letter when omitted.
+        """
+        return f"M({W or self.letter}; {x})"
+
+    def outer(self, error: str, x: str) -> str | None:
+        """How ∂⟨error, M(W; x)⟩/∂W is written; ``None`` where that is no short product."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +162,7 @@ class Stack(Memory):
         """The linear maps in order of application."""
         raise NotImplementedError(f"{self.title} must state its maps")
 
-    def program(
-        self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]
-    ) -> Tensor:
+    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         """M(x), calling ``apply(l, h)`` for the l-th linear map on ``h [B, H, N, in]``."""
         raise NotImplementedError(f"{self.title} must state its program")
 
@@ -165,6 +176,11 @@ class Stack(Memory):
             return h @ weights[index].transpose(-1, -2)
 
         return self.program(apply, x, raw, params)
+
+
+def _factor(W: str) -> str:
+    """Weights as a factor: an entrywise product needs parentheses."""
+    return f"({W})" if " ⊙ " in W else W
 
 
 @member
@@ -189,8 +205,13 @@ class Vector(Memory):
     ) -> Tensor:
         return weights[0].unsqueeze(-2) * x
 
-    def at(self, x: str) -> str:
-        return f"w ⊙ {x}"
+    letter = "w"
+
+    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
+        return f"{_factor(W or self.letter)} ⊙ {x}"
+
+    def outer(self, error: str, x: str) -> str:
+        return f"{error} ⊙ {x}"
 
 
 @member
@@ -203,13 +224,14 @@ class Matrix(Stack):
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
         return (LinearMap(name="W", out=V, inp=F, first=True, last=True),)
 
-    def program(
-        self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]
-    ) -> Tensor:
+    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         return apply(0, x)
 
-    def at(self, x: str) -> str:
-        return f"W {x}"
+    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
+        return f"{_factor(W or self.letter)} {x}"
+
+    def outer(self, error: str, x: str) -> str:
+        return f"{error} {x}ᵀ"
 
 
 def _with_one(h: Tensor, bias: bool) -> Tensor:
@@ -247,9 +269,17 @@ class _Perceptron(Stack):
         h = _normed(h, self.norm, params)
         return raw + h if self.residual else h
 
-    def _wrap(self, network: str, x: str) -> str:
+    biases: bool
+
+    def _wrap(self, network: str, raw: str) -> str:
         norm = {None: "{}", "layer": "LN({})", "rms": "RMS({})"}[self.norm].format(network)
-        return f"{x} + {norm}" if self.residual else norm
+        return f"{raw} + {norm}" if self.residual else norm
+
+    def notes(self) -> tuple[str, ...]:
+        weights = {None: "", "layer": "LN", "rms": "RMS"}[self.norm]
+        found = (f"{weights}: its weights are learned, not memory",) if weights else ()
+        biases = ("each map has a bias, which is memory too",) if self.biases else ()
+        return (*found, *biases)
 
 
 @member
@@ -266,7 +296,7 @@ class MLP(_Perceptron):
     """
 
     depth: int = integer(2, at_least=1)
-    expansion: int = integer(4, at_least=1)
+    expansion: int = integer(4, at_least=1, size=True)
     activation: str = option("gelu", *_ACTIVATIONS)
     residual: bool = flag(True)
     norm: str | None = option(None, "layer", "rms", optional=True)
@@ -286,19 +316,17 @@ class MLP(_Perceptron):
             for i in range(self.depth)
         )
 
-    def program(
-        self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]
-    ) -> Tensor:
+    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         h = apply(0, _with_one(x, self.biases))
         for index in range(1, self.depth):
             h = apply(index, _with_one(_ACTIVATIONS[self.activation](h), self.biases))
         return self._finish(h, raw, params)
 
-    def at(self, x: str) -> str:
+    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
         network = f"W{self.depth} {x}"
         for index in range(self.depth - 1, 0, -1):
             network = f"W{index} {self.activation}({network})"
-        return self._wrap(network, x)
+        return self._wrap(network, raw or x)
 
 
 @member
@@ -308,7 +336,7 @@ class GatedMLP(_Perceptron):
     Weights in order of application: W_2, W_3, W_1. Arguments as for `MLP`.
     """
 
-    expansion: int = integer(4, at_least=1)
+    expansion: int = integer(4, at_least=1, size=True)
     activation: str = option("silu", *_ACTIVATIONS)
     residual: bool = flag(True)
     norm: str | None = option(None, "layer", "rms", optional=True)
@@ -322,15 +350,13 @@ class GatedMLP(_Perceptron):
             LinearMap(name="W1", out=V, inp=M + one, first=False, last=True, bias=self.biases),
         )
 
-    def program(
-        self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]
-    ) -> Tensor:
+    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         x = _with_one(x, self.biases)
         h = _ACTIVATIONS[self.activation](apply(0, x)) * apply(1, x)
         return self._finish(apply(2, _with_one(h, self.biases)), raw, params)
 
-    def at(self, x: str) -> str:
-        return self._wrap(f"W1({self.activation}(W2 {x}) ⊙ W3 {x})", x)
+    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
+        return self._wrap(f"W1({self.activation}(W2 {x}) ⊙ W3 {x})", raw or x)
 
 
 Factory = Callable[[int, int], nn.Module]
@@ -370,7 +396,8 @@ class Module(Memory):
         if self.factory not in _FACTORIES:
             raise RecipeError(
                 f"memory.Module: no factory named {self.factory!r} is registered; decorate a "
-                f"function (F, V) -> torch.nn.Module with @rc.memory.module_factory({self.factory!r})"
+                "function (F, V) -> torch.nn.Module with "
+                f"@rc.memory.module_factory({self.factory!r})"
             )
 
     def template(self, F: int, V: int) -> nn.Module:
@@ -403,8 +430,8 @@ class Module(Memory):
 
         return forward
 
-    def at(self, x: str) -> str:
-        return f"{self.factory}(W; {x})"
+    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
+        return f"{self.factory}({W or self.letter}; {x})"
 
 
 @member
@@ -425,12 +452,12 @@ class LocalConstant(Memory):
                 f"{recipe.algorithm.title} to descend on: use algorithm.Analytic()"
             )
 
-    def at(self, x: str) -> str:
-        return "w_0"
+    letter = "w"
+
+    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
+        return W or self.letter
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
     """The activation of that name, as memories use it."""
     return _ACTIVATIONS[name]
-
-

@@ -25,6 +25,7 @@ from recollect.choices.member import (
     quantity,
     slot,
 )
+from recollect.choices.terms import Term, Terms, power, written
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -49,8 +50,8 @@ class Retention(Member):
 
     Attributes:
         decay: the decay α, or ``None``.
-        every: ``"token"``: W_t = link(A_t) at every token; ``"batch"``: the link acts at the borders
-            of the inner batch and reading inside it is linear. The same when b = 1.
+        every: ``"token"``: W_t = link(A_t) at every token; ``"batch"``: the link acts at the
+            borders of the inner batch and reading inside it is linear. The same when b = 1.
     """
 
     choice = "retention"
@@ -91,7 +92,23 @@ class Retention(Member):
 
     def text(self) -> str:
         """The link as it is written in an equation; empty for the identity."""
-        return ""
+        return f"{type(self).__name__.lower()}(A_t)" if self.linked else ""
+
+    def moves(
+        self, old: str, new: str, step: Terms, *, at: str = "t", vector: bool = False
+    ) -> tuple[str, ...]:
+        """The equations that lead from the old state to the new.
+
+        Args:
+            old: name of the state before, e.g. ``"A_(t−1)"``; ``new``: after.
+            step: what the algorithm adds.
+            at: index of the decay's token. vector: as in `Decay.on`.
+        """
+        if self.additive:
+            kept = Term((old,)) if self.decay is None else self.decay.on(old, at, vector=vector)
+            return (f"{new} = {written((kept, *step))}",)
+        decay = "" if self.decay is None else f", {written((self.decay.on('', at),)).strip()}"
+        return (f"{new} = {type(self).__name__.lower()}({old}, {written(step)}{decay})",)
 
 
 @member
@@ -113,10 +130,10 @@ class Decay(Retention):
     """A_t = α_t A_{t−1} + …: exponential forgetting, the L2 retention gate.
 
     Args:
-        per: one α per ``"head"``, per ``"key"`` channel (columns, feature channels), per ``"value"``
-            channel (rows), both (``"key_value"``: β αᵀ), or per ``"entry"``. In a deep memory, keys
-            act on the first map's inputs, values on the last map's outputs, and the other maps use
-            the mean log-decay.
+        per: one α per ``"head"``, per ``"key"`` channel (columns, feature channels), per
+            ``"value"`` channel (rows), both (``"key_value"``: β αᵀ), or per ``"entry"``. In a deep
+            memory, keys act on the first map's inputs, values on the last map's outputs, and the
+            other maps use the mean log-decay.
         when: ``"after"``: gradients at W_{t−1} (Titans, leaky LMS); ``"before"``: at α_t W_{t−1}
             (Gated DeltaNet).
         rate: α in (0, 1]: a constant, the gate ``"log_decay"`` (with ``per="key_value"`` also
@@ -126,7 +143,14 @@ class Decay(Retention):
     per: str = option("head", "key", "value", "key_value", "entry")
     when: str = option("after", "before")
     rate: float | str = quantity(
-        "token", name="decay", above=0, at_most=1, init=0.98, log=True, axes=lambda d: _AXES[d.per]
+        "token",
+        name="decay",
+        above=0,
+        at_most=1,
+        init=0.98,
+        log=True,
+        axes=lambda d: _AXES[d.per],
+        letter="α",
     )
 
     @property
@@ -141,14 +165,31 @@ class Decay(Retention):
                 "entry: use per='head', or rate='token' or 'static'"
             )
 
+    def on(self, state: str, at: str = "t", *, vector: bool = False) -> Term:
+        """The decayed state: α_t A, A Diag(α_t), Diag(α_t) A.
+
+        Args:
+            vector: whether the state has one row, so that every channel is an entry.
+        """
+        alpha = self.symbol("rate", at)
+        if not isinstance(alpha, str) or self.per == "head":
+            return Term((state,)).times(alpha)
+        if self.per == "entry" or vector:
+            return Term((f"{alpha} ⊙ {state}",))
+        key, value = f"Diag({alpha})", f"Diag({alpha.replace('α', 'β')})"
+        if self.per == "key":
+            return Term((state, key))
+        return Term((key, state)) if self.per == "value" else Term((value, state, key))
+
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def gates(self) -> tuple[Gate, ...]:
         own = super().gates()
         if self.per != "key_value" or not own:
             return own
         (g,) = own
-        value = Gate(
-            name="log_decay_value", owner=g.owner, axes=("V",), range=g.range, init=g.init
-        )
+        value = Gate(name="log_decay_value", owner=g.owner, axes=("V",), range=g.range, init=g.init)
         return (g, value)
 
     def params(self) -> tuple[Param, ...]:
@@ -248,6 +289,8 @@ class Lq(_Linked):
         floor: smallest ‖A‖_q of the printed form.
     """
 
+    shown = ("q",)
+
     q: float = number(4.0, above=1)
     form: str = option("mirror", "printed")
     floor: float = number(1e-3, above=0)
@@ -269,10 +312,14 @@ class Lq(_Linked):
         return scale * _power(u, self.q - 1) / size.pow(self.q - 2)
 
     def text(self) -> str:
-        size = f"‖A_t‖_{self.q:g}" + (f"^{self.q - 2:g}" if self.q != 3 else "")
         if self.form == "printed":
-            return f"A_t / {size}"
-        return f"sign(A_t)|A_t|^{self.q - 1:g} / {size}"
+            return f"A_t / ‖A_t‖_{self.q:g}" + (f"^{self.q - 2:g}" if self.q != 3 else "")
+        size = f"‖A_t‖_{self.q:g}{power(self.q - 2)}"
+        return f"sign(A_t)|A_t|{power(self.q - 1)} / {size}"
+
+    def notes(self) -> tuple[str, ...]:
+        floor = (f"‖A_t‖_{self.q:g} is at least {self.floor:g}",) if self.form == "printed" else ()
+        return (*floor, *super().notes())
 
 
 def _matrix_norm(A: Tensor, q: float) -> Tensor:
@@ -317,6 +364,9 @@ class Simplex(_Linked):
     def text(self) -> str:
         return f"{'' if self.scale == 1 else f'{self.scale:g}·'}softmax(A_t)"
 
+    def notes(self) -> tuple[str, ...]:
+        return (f"softmax over {'rows' if self.axis == 'in' else 'columns'}", *super().notes())
+
 
 def _soft_threshold(A: Tensor, tau: Tensor, smooth: bool) -> Tensor:
     if smooth:
@@ -337,7 +387,7 @@ class ElasticNet(_Linked):
     """
 
     form: str = option("ftrl", "proximal")
-    tau: float | str = quantity("token", at_least=0, init=0.01)
+    tau: float | str = quantity("token", at_least=0, init=0.01, letter="τ")
     smooth: bool = flag(False)
     decay: Decay | None = slot(None, "retention", optional=True)
     every: str = option("token", "batch")
@@ -361,7 +411,24 @@ class ElasticNet(_Linked):
         return self.form == "ftrl"
 
     def text(self) -> str:
-        return "soft-threshold(A_t, τ)"
+        tau = self.symbol("tau")
+        t = tau if isinstance(tau, str) else f"{tau:g}"
+        return f"soft({'Z_t' if self.form == 'proximal' else 'A_t'}, {t})"
+
+    def moves(
+        self, old: str, new: str, step: Terms, *, at: str = "t", vector: bool = False
+    ) -> tuple[str, ...]:
+        if self.form == "ftrl":
+            return super().moves(old, new, step, at=at, vector=vector)
+        kept = Term((old,)) if self.decay is None else self.decay.on(old, at, vector=vector)
+        return (f"Z_t = {written((kept, *step))}", f"{new} = {self.text()}")
+
+    def notes(self) -> tuple[str, ...]:
+        if self.smooth:
+            soft = "soft(z, τ) = |z| arctan(z/τ) 2/π"
+        else:
+            soft = "soft(z, τ) = sign(z) max(|z| − τ, 0)"
+        return (soft, *super().notes())
 
 
 _BREGMAN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -481,7 +548,28 @@ class FDivergence(_Linked):
         yield from _constant_along(self.axis, self.decay, self.title)
 
     def text(self) -> str:
-        return f"W_(t−1) ⊙ g_{self.kind}(−ζ_t − η_t ∇ℓ), ‖W_t‖₁ = {self.scale:g}"
+        return "A_t"
+
+    def moves(
+        self, old: str, new: str, step: Terms, *, at: str = "t", vector: bool = False
+    ) -> tuple[str, ...]:
+        moved = written((*step, Term(("ζ_t",), -1.0)))
+        if self.decay is None:
+            return (f"{new} = {old} ⊙ g({moved})",)
+        alpha = self.decay.symbol("rate", at)
+        rate = alpha if isinstance(alpha, str) else f"{alpha:g}"
+        scale = Term((f"{old}^{rate} / ‖{old}^{rate}‖₁",)).times(self.scale)
+        return (f"{new} = W̄_t ⊙ g({moved})", f"W̄_t = {scale}")
+
+    def notes(self) -> tuple[str, ...]:
+        g = {
+            "kl": "exp(y − 1)",
+            "reverse_kl": "−1/y",
+            "hellinger": "(1 − y)⁻²",
+            "chi_square": "max(1 + y/2, 0)",
+        }[self.kind]
+        over = "row" if self.axis == "in" else "column"
+        return (f"g(y) = {g}, ζ_t such that each {over} of the result sums to {self.scale:g}",)
 
 
 @member
@@ -492,7 +580,7 @@ class Ball(_Linked):
         radius: r > 0: a constant, the gate ``"radius"``, or a param.
     """
 
-    radius: float | str = quantity(1.0, above=0, init=1.0)
+    radius: float | str = quantity(1.0, above=0, init=1.0, letter="r")
     decay: Decay | None = slot(None, "retention", optional=True)
     every: str = option("token", "batch")
 
@@ -502,4 +590,6 @@ class Ball(_Linked):
         return torch.where(outside, A * radius / torch.where(outside, size, 1.0), A)
 
     def text(self) -> str:
-        return "A_t · min(1, r/‖A_t‖)"
+        radius = self.symbol("radius")
+        r = radius if isinstance(radius, str) else f"{radius:g}"
+        return f"A_t · min(1, {r}/‖A_t‖)"

@@ -53,6 +53,12 @@ class Pieces:
         every = (self.system, self.scores, self.X, self.Q, self.D, self.c, self.e)
         return [x for x in every if x is not None]
 
+    def detach(self) -> Pieces:
+        """The same numbers without their history."""
+        system, X, e = (None if x is None else x.detach() for x in (self.system, self.X, self.e))
+        scores, Q, D, c = (x.detach() for x in (self.scores, self.Q, self.D, self.c))
+        return Pieces(system, scores, X, Q, D, c, e)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -80,44 +86,15 @@ def run(plan: Plan, Z: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
     return _forward(plan, Z, tokens, keep=False)[:2]
 
 
-BASE = 16
-"""Size of the blocks that are inverted by substitution."""
-
-
 def _inverse(system: Tensor) -> Tensor:
-    """(I + strict(L))⁻¹: diagonal blocks of 16 by substitution, then pairs of blocks merged.
+    """(I + strict(L))⁻¹ by substitution, which is backward stable; doubling products are not.
 
-    [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. Both steps are backward stable for unit keys
-    and rates up to 1, where doubling products (I − N)(I + N²)… lose four digits. One inverse serves
-    every right side, forward and back, by matrix products.
+    One inverse serves every right side, forward and back, by matrix products.
     """
-    J = system.shape[-1]
-    lead = system.shape[:-2]
-    size = BASE if J % BASE == 0 and J & (J - 1) == 0 else J
-    blocks = system if size == J else _diagonals(system, size, 0)
-    eye = torch.eye(size, dtype=system.dtype, device=system.device)
-    found = torch.linalg.solve_triangular(
-        blocks, eye.expand_as(blocks), upper=False, unitriangular=True
+    eye = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
+    return torch.linalg.solve_triangular(
+        system, eye.expand_as(system), upper=False, unitriangular=True
     )
-    while size < J:
-        count = J // (2 * size)
-        pairs = found.unflatten(-3, (count, 2))
-        top, low = pairs[..., 0, :, :], pairs[..., 1, :, :]
-        across = _diagonals(system, 2 * size, size)
-        merged = system.new_zeros(*lead, count, 2 * size, 2 * size)
-        merged[..., :size, :size] = top
-        merged[..., size:, size:] = low
-        merged[..., size:, :size] = -(low @ across @ top)
-        found, size = merged, 2 * size
-    return found.reshape(system.shape)
-
-
-def _diagonals(x: Tensor, size: int, below: int) -> Tensor:
-    """Blocks ``[.., J / size, ..]`` on the diagonal; ``below``: their lower left quarters."""
-    count = x.shape[-1] // size
-    blocks = x.unflatten(-1, (count, size)).unflatten(-3, (count, size))
-    blocks = blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-    return blocks[..., below:, : below or size]
 
 
 def _bmm(x: Tensor, y: Tensor) -> Tensor:
@@ -235,7 +212,8 @@ class _Pass(torch.autograd.Function):
         return y, end
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dZ: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        dy, dZ = grad_outputs
         plan: Plan = ctx.plan
         Z, *tokens = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
@@ -263,8 +241,7 @@ class _Pass(torch.autograd.Function):
                     for x, total in zip(tokens, totals, strict=True)
                 ]
                 p = plan.prepare(*pieces)
-            detached = Pieces(*(None if x is None else x.detach() for x in vars(p).values()))
-            grads, dZ = _pull(detached, starts[:-1], plan.unfinish(dy[:, start:stop]), dZ)
+            grads, dZ = _pull(p.detach(), starts[:-1], plan.unfinish(dy[:, start:stop]), dZ)
             pairs = [(x, g) for x, g in zip(p.tensors(), grads, strict=True) if x.requires_grad]
             wanted = [x for x in pieces if x.requires_grad]
             if not wanted or not pairs:

@@ -150,5 +150,5 @@ class _Layout:
     def _causal(self, scores: Tensor) -> Tensor:
         """Zero where the written token is later than the reading one."""
         if self.G == 1:
-            return scores.tril()
+            return scores.tril_()  # a fresh product, which autograd does not keep
         return scores * self._queries(scores.new_ones(self.C, self.C).tril())

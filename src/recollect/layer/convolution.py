@@ -2,10 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
 __all__ = ["ShortConvolution"]
+
+
+class _Slide(torch.autograd.Function):
+    """y_t = Σ_j a_j ⊙ x_{t+j} for ``x [B, T + w − 1, D]``, few fused passes over the channels.
+
+    Against `conv1d` this spares the transpose to ``[B, D, T]`` and back; against autograd of the
+    same sum, a full-size zero tensor per tap.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        T = x.shape[1] - weight.shape[0] + 1
+        y = x[:, :T] * weight[0]
+        for j in range(1, weight.shape[0]):
+            y.addcmul_(x[:, j : j + T], weight[j])
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (x, weight), (dy,) = ctx.saved_tensors, gradients
+        T = dy.shape[1]
+        dx, taps = torch.zeros_like(x), []
+        ones = dy.new_ones(dy.shape[0] * T)  # a product with ones is the fastest sum over tokens
+        for j in range(weight.shape[0]):
+            dx[:, j : j + T].addcmul_(dy, weight[j])
+            taps.append(ones @ (x[:, j : j + T] * dy).flatten(0, 1))
+        return dx, torch.stack(taps)
+
+
+def _slide(x: Tensor, weight: Tensor) -> Tensor:
+    return cast(Tensor, _Slide.apply(x, weight.to(x.dtype)))
 
 
 class ShortConvolution(nn.Module):
@@ -57,7 +94,7 @@ class ShortConvolution(nn.Module):
         else:
             index = lengths[:, None] + torch.arange(past, device=u.device)
             after = joined.gather(1, index.unsqueeze(-1).expand(-1, -1, u.shape[2]))
-        return self._slide(joined), after
+        return _slide(joined, self.weight), after
 
     def _packed(self, u: Tensor, tail: Tensor | None, borders: Tensor) -> tuple[Tensor, Tensor]:
         """Each document is preceded by its own tail, so one pass over the row serves all."""
@@ -72,17 +109,8 @@ class ShortConvolution(nn.Module):
         if tail is not None:
             joined = joined.index_copy(0, before.flatten(), tail.to(u.dtype).flatten(0, 1))
         after = joined[before + borders.diff()[:, None]]  # [N, w − 1, D]
-        y = self._slide(joined.unsqueeze(0)) if T else u
+        y = _slide(joined.unsqueeze(0), self.weight) if T else u
         return (y[:, places - past] if T else y), after
-
-    def _slide(self, joined: Tensor) -> Tensor:
-        # A few fused passes over contiguous channels: no transpose to [B, D, T] and back.
-        T = joined.shape[1] - self.width + 1
-        weight = self.weight.to(joined.dtype)
-        y = joined[:, :T] * weight[0]
-        for j in range(1, self.width):
-            y = torch.addcmul(y, joined[:, j : j + T], weight[j])
-        return y
 
     def extra_repr(self) -> str:
         """Channels and width."""

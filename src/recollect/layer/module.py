@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recollect.choices.member import RecipeError
+from recollect.choices.features import Identity
+from recollect.choices.member import Gate, Param, RecipeError
 from recollect.engines.packing import Rows, compact, scatter
 from recollect.engines.select import select
 from recollect.engines.state import State
@@ -29,8 +33,8 @@ NORM_EPS = 1e-6
 class InitialMemory(nn.Module):
     """A₀ of a deep memory, learned: one ``[H, *shape]`` tensor per map.
 
-    Entries of deviation in^(−1/2) keep the lengths of what they multiply: a key of unit length meets
-    hidden activations of unit length, so an inner step of size below 1 does not overshoot.
+    Entries of deviation in^(−1/2) keep the lengths of what they multiply: a key of unit length
+    meets hidden activations of unit length, so an inner step of size below 1 does not overshoot.
     """
 
     def __init__(self, heads: int, shapes: tuple[tuple[int, ...], ...]) -> None:
@@ -64,7 +68,8 @@ class MemoryLayer(nn.Module):
         heads: query heads.
         recipe: the regression problem each head solves.
         options: what is not regression.
-        kv_heads: H, number of memories; ``heads`` must be a multiple (grouped heads). Default: heads.
+        kv_heads: H, number of memories, of which ``heads`` is a multiple (grouped heads). Default:
+            heads.
         head_dim: K, size of queries and keys. Default: d_model / heads.
         value_dim: V, size of values. Default: K.
         method: engine, as in `recall`; the attribute of the same name may be set later.
@@ -106,9 +111,17 @@ class MemoryLayer(nn.Module):
         self.recipe, self.options = recipe, options
         self.chunk_size, self.depth = chunk_size, depth
         self.method = method
+        self._check_options()
 
         per_memory = self.kv_heads * recipe.associations
-        self.sizes = [heads * self.head_dim, per_memory * self.head_dim, per_memory * self.value_dim]
+        self.sizes = [
+            heads * self.head_dim,
+            per_memory * self.head_dim,
+            per_memory * self.value_dim,
+        ]
+        self.tied_key = next((tie for tie in options.ties if tie.target == "k"), None)
+        if self.tied_key is not None:
+            self.sizes[1] = 0
         width = heads * self.value_dim
         # One product for q, k and v, and one convolution: fewer, larger operations.
         self.qkv = nn.Linear(d_model, sum(self.sizes), bias=False)
@@ -119,40 +132,57 @@ class MemoryLayer(nn.Module):
         gated = options.output_gate == "silu"
         self.output_gate = nn.Linear(d_model, width, bias=False) if gated else None
         self.out = nn.Linear(width, d_model, bias=False)
-        self._make_numbers()
+        self.gates, self.params = self._numbers(recipe.gates()), self._numbers(recipe.params())
         shapes = recipe.shapes(self.head_dim, self.value_dim) if recipe.needs_init() else ()
         self.memory = InitialMemory(self.kv_heads, shapes) if shapes else None
 
-    def _make_numbers(self) -> None:
-        """One `Number` for everything that the recipe asks for."""
-        recipe, options = self.recipe, self.options
-        asked = {"gates": recipe.gates(), "params": recipe.params()}
-        names = [declared.name for group in asked.values() for declared in group]
-        unknown = [name for name, _ in options.gates if name not in names]
-        if unknown:
-            raise RecipeError(
-                f"LayerOptions(gates=...) names {unknown[0]!r}, which this recipe does not ask for; "
-                f"it asks for: {', '.join(sorted(names)) or 'none'}"
+    def _numbers(self, declarations: Sequence[Gate] | Sequence[Param]) -> nn.ModuleDict:
+        """One `Number` for each, by name; a tied gate is learned, and its tie makes it move."""
+        sizes = self.recipe.axes(self.head_dim, self.value_dim)
+        tied = {tie.target for tie in self.options.ties}
+        made: dict[str, nn.Module] = {}
+        for declared in declarations:
+            options = self.options.gate(declared.name)
+            if declared.name in tied:
+                options = replace(options, source="learned")
+            made[declared.name] = Number(
+                declared,
+                options,
+                sizes=sizes,
+                d_model=self.d_model,
+                heads=self.kv_heads,
+                depth=self.depth,
+                recipe=self.recipe,
             )
-        sizes = recipe.axes(self.head_dim, self.value_dim)
-        for group, declarations in asked.items():
-            made = {
-                declared.name: Number(
-                    declared,
-                    options.gate(declared.name),
-                    sizes=sizes,
-                    d_model=self.d_model,
-                    heads=self.kv_heads,
-                    depth=self.depth,
-                    recipe=recipe,
+        return nn.ModuleDict(made)
+
+    def _check_options(self) -> None:
+        """Names in the options that the recipe knows nothing of, and ties that cannot be."""
+        gates = {gate.name: gate for gate in self.recipe.gates()}
+        names = [*gates, *(param.name for param in self.recipe.params())]
+        for name, _ in self.options.gates:
+            if name not in names:
+                raise RecipeError(
+                    f"LayerOptions(gates=...) names {name!r}, which this recipe does not ask for; "
+                    f"it asks for: {', '.join(sorted(names)) or 'none'}"
                 )
-                for declared in declarations
-            }
-            setattr(self, group, nn.ModuleDict(made))
+        for tie in self.options.ties:
+            targets = [*gates, "k"] if tie.rule == "complement" else list(gates)
+            if tie.source not in gates or tie.target not in targets:
+                raise RecipeError(
+                    f"{tie} ties gates that this recipe does not have; it has: "
+                    f"{', '.join(sorted(gates)) or 'none'}"
+                )
+            per_key = gates[tie.source].axes == ("F",) and self.recipe.features == Identity()
+            if tie.target == "k" and (not per_key or self.recipe.associations > 1):
+                raise RecipeError(
+                    f"{tie} needs a decay per key channel, as Decay(per='key') has, and one "
+                    "association per token"
+                )
 
     @property
     def method(self) -> str:
-        """Engine: ``"auto"``, ``"reference"`` or a name; set it to run the same layer differently."""
+        """Engine: ``"auto"``, ``"reference"`` or a name; set it to run the same layer otherwise."""
         return self._method
 
     @method.setter
@@ -186,7 +216,7 @@ class MemoryLayer(nn.Module):
             x: tokens ``[B, T, d_model]``.
             state: of an earlier call, to continue from.
             attention_mask: ``[B, T]``, nonzero at real tokens, padded on either side. Masked tokens
-                occupy no slot anywhere: the rest is as if each row were run alone. Their output is 0.
+                occupy no slot anywhere, as if each row were run alone, and their output is 0.
             cu_seqlens: ``[N + 1]`` borders of N documents packed in one row (B = 1); nothing leaks
                 across them, and states have one row per document.
             output_state: False returns ``None`` in place of the state.
@@ -226,7 +256,7 @@ class MemoryLayer(nn.Module):
         output_state: bool,
     ) -> tuple[Tensor, LayerState | None]:
         """Rows without padding, or padded on the right only."""
-        options, (B, T) = self.options, x.shape[:2]
+        options = self.options
         u, tail = self.qkv(x), None
         if self.conv is not None:
             tail = None if state is None else state.conv
@@ -238,14 +268,19 @@ class MemoryLayer(nn.Module):
         n = self.recipe.associations
         lead = (self.kv_heads, n) if n > 1 else (self.kv_heads,)
         q = q.unflatten(-1, (self.heads, self.head_dim))
-        k, v = k.unflatten(-1, (*lead, self.head_dim)), v.unflatten(-1, (*lead, self.value_dim))
+        v = v.unflatten(-1, (*lead, self.value_dim))
+        gates = self._gates(x)
+        if self.tied_key is not None:
+            k = -torch.expm1(gates[self.tied_key.source]).to(q.dtype)  # 1 − α
+        else:
+            k = k.unflatten(-1, (*lead, self.head_dim))
         if options.rope is not None:
             cos, sin = angles(self._positions(x, state, borders), self.head_dim, options.rope)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        gates = {name: number(x) for name, number in self.gates.items()}
-        if options.qk_norm == "l2":
-            q, k = _unit(q), _unit(k)
-            gates = {n: _unit(g) if self.gates[n].key else g for n, g in gates.items()}
+        if options.qk_norm != "none":
+            length = math.sqrt(self.head_dim) if options.qk_norm == "rms" else 1.0
+            q, k = _scaled(q, length), _scaled(k, length)
+            gates = {n: _scaled(g, length) if self.gates[n].key else g for n, g in gates.items()}
         y, memory = self._recall(
             *(q, k, v.to(q.dtype)),
             gates=gates,
@@ -262,6 +297,19 @@ class MemoryLayer(nn.Module):
             y = y * functional.silu(self.output_gate(x))
         after = None if memory is None else LayerState(memory=memory, conv=tail)
         return self.out(y), after
+
+    def _gates(self, x: Tensor) -> dict[str, Tensor]:
+        """Every gate at tokens x; a tied one follows the gate it is tied to."""
+        gates = {name: number(x) for name, number in self.gates.items()}
+        for tie in self.options.ties:
+            if tie.target == "k":
+                continue
+            # Its own value is what it is where the other gate is at its start.
+            source, own = gates[tie.source], gates[tie.target]
+            number = cast(Number, self.gates[tie.source])
+            pace = source / number.start(source.device, source.dtype)
+            gates[tie.target] = own * pace.view(*pace.shape, *(1,) * (own.dim() - pace.dim()))
+        return gates
 
     def _recall(
         self,
@@ -312,10 +360,11 @@ class MemoryLayer(nn.Module):
         )
 
 
-def _unit(x: Tensor) -> Tensor:
-    """x/‖x‖ over the last axis, in float32 at least; 0 stays 0."""
+def _scaled(x: Tensor, length: float) -> Tensor:
+    """x of the given length over the last axis, in float32 at least; 0 stays 0."""
     work = x if x.dtype == torch.float64 else x.float()
-    return (work * (work.square().sum(-1, keepdim=True) + 1e-12).rsqrt()).to(x.dtype)
+    inverse = (work.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
+    return (work * (length * inverse)).to(x.dtype)
 
 
 def _check_sizes(
@@ -334,10 +383,11 @@ def _check_sizes(
         raise RecipeError(f"d_model and heads must be at least 1, not {d_model} and {heads}")
     if head_dim is None and d_model % heads:
         raise RecipeError(
-            f"d_model = {d_model} is no multiple of {heads} heads: choose other sizes, or give head_dim"
+            f"d_model = {d_model} is no multiple of {heads} heads: choose other sizes, or give "
+            "head_dim"
         )
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
         raise RecipeError(
-            f"heads = {heads} must be a multiple of kv_heads = {kv_heads}: several query heads share "
-            "one memory, never the other way"
+            f"heads = {heads} must be a multiple of kv_heads = {kv_heads}: several query heads "
+            "share one memory, never the other way"
         )

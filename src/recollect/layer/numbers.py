@@ -14,9 +14,9 @@ declared range                            value of z
 everything                                z; a gate over K is a key, and is treated like one
 ========================================  =====================================================
 
-Decays start near their declared value, 0.98, with memory times spread over the heads by 8 either way
-(6 to 400 tokens), so that some heads remember long and some forget soon. Projections start small: a
-token of unit root mean square moves z by about 0.2.
+Decays start near their declared value, 0.98, with memory times spread over the heads by 8 either
+way (6 to 400 tokens), so that some heads remember long and some forget soon. Projections start
+small: a token of unit root mean square moves z by about 0.2.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ def _spread(log_decay: Tensor, factor: float) -> Tensor:
     if size == 1:
         return log_decay
     place = torch.linspace(1, -1, size, dtype=log_decay.dtype)
-    return log_decay * (factor**place).view([size if i == axis else 1 for i in range(log_decay.dim())])
+    return log_decay * (factor**place).view(
+        [size if i == axis else 1 for i in range(log_decay.dim())]
+    )
 
 
 class Number(nn.Module):
@@ -207,9 +209,9 @@ class Number(nn.Module):
         self._check_init()
 
         self.weight = self.down = self.bias = None
-        # A fixed number follows from the options: no buffer, which half precision would round (0.999
-        # to 1) and a checkpoint might lose.
-        self._fixed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        # A fixed number follows from the options: no buffer, which half precision would round
+        # (0.999 to 1) and a checkpoint might lose.
+        self._starts: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         if source == "learned" or (source == "input" and not self.key):
             self.bias = nn.Parameter(torch.empty(self.shape))
         if source == "input":
@@ -252,6 +254,13 @@ class Number(nn.Module):
             value = _spread(value, factor) if self.log else _spread(value.log(), factor).exp()
         return value
 
+    def start(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """`initial`, kept where it was asked for."""
+        place = (device, dtype)
+        if place not in self._starts:
+            self._starts[place] = self.initial().to(device=device, dtype=dtype)
+        return self._starts[place]
+
     def _per_head(self, value: Tensor) -> Tensor:
         return value.view(-1, *(1,) * (len(self.shape) - 1)).expand(self.shape).clone()
 
@@ -267,16 +276,13 @@ class Number(nn.Module):
             nn.init.normal_(self.down, std=self.down.shape[1] ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The gate at tokens ``x [B, T, d_model]``; a param, or a fixed number, is the same for all.
+        """The gate at tokens ``x [B, T, d_model]``; a param is the same for all.
 
         Squashed in float32 at least: half precision would round a decay of 0.999 to 1.
         """
         work = torch.float64 if x.dtype == torch.float64 else torch.float32
         if self.source == "fixed":
-            place = (x.device, work)
-            if place not in self._fixed:
-                self._fixed[place] = self.initial().to(device=x.device, dtype=work)
-            value = self._fixed[place]
+            value = self.start(x.device, work)
         else:
             z = x.new_zeros((), dtype=work)
             if self.weight is not None:

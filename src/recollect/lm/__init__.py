@@ -19,12 +19,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from recollect.lm.cache import RecollectCache
 from recollect.lm.config import RecollectConfig
-from recollect.lm.model import (
-    RecollectForCausalLM,
-    RecollectModel,
-    match_parameters,
-    parameter_count,
-)
+from recollect.lm.model import RecollectForCausalLM, RecollectModel
+from recollect.lm.sizes import match_parameters, parameter_count
 
 __all__ = [
     "RecollectCache",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from transformers import PretrainedConfig
 
@@ -34,7 +34,7 @@ class RecollectConfig(PretrainedConfig):
         num_key_value_heads: memories per layer; the query heads' number when omitted.
         head_dim, value_dim: K and V; hidden_size / heads, and K, when omitted.
         intermediate_size: of the SwiGLU MLP; 8/3 · hidden_size when omitted.
-        recipes: ``{name: {"recipe": ..., "options": ...}}`` in full, as their ``to_dict`` writes them.
+        recipes: ``{name: {"recipe": ..., "options": ...}}`` in full, as ``to_dict`` writes them.
         layers: names of recipes from the first layer on, repeated over the depth; all in order when
             omitted.
         schema: of this mapping.
@@ -78,8 +78,8 @@ class RecollectConfig(PretrainedConfig):
     ) -> None:
         if schema != SCHEMA:
             raise RecipeError(
-                f"this configuration has schema {schema!r} and this version of recollect reads schema "
-                f"{SCHEMA}: install the version that wrote it"
+                f"this configuration has schema {schema!r} and this version of recollect reads "
+                f"schema {SCHEMA}: install the version that wrote it"
             )
         super().__init__(**kwargs)
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
@@ -131,7 +131,7 @@ class RecollectConfig(PretrainedConfig):
         Raises:
             RecipeError: an unknown zoo name or argument.
         """
-        known = [*inspect.signature(cls.__init__).parameters][1:-1]
+        known = _arguments()
         for name in sizes:
             if name not in (*known, "dtype") or name in ("recipes", "layers", "schema"):
                 raise RecipeError(
@@ -179,10 +179,17 @@ class RecollectConfig(PretrainedConfig):
         return {**super().to_diff_dict(), **{k: whole[k] for k in ("recipes", "layers", "schema")}}
 
     def __eq__(self, other: object) -> bool:
-        """Equal when everything that is written is equal."""
-        return isinstance(other, RecollectConfig) and self.to_dict() == other.to_dict()
+        """Equal when all arguments are, wherever the configurations came from."""
+        if not isinstance(other, RecollectConfig):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in _arguments())
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _arguments() -> list[str]:
+    """Names of the configuration's own arguments, without those of the base class."""
+    return [*inspect.signature(RecollectConfig.__init__).parameters][1:-1]
 
 
 def _by_name(recipes: Named | Sequence[str] | Mapping[str, Named]) -> dict[str, Named]:
@@ -192,11 +199,11 @@ def _by_name(recipes: Named | Sequence[str] | Mapping[str, Named]) -> dict[str, 
         return {recipes: recipes}
     if isinstance(recipes, Preset):
         return {recipes.name: recipes}
-    if isinstance(recipes, Recipe) or (
-        isinstance(recipes, tuple) and recipes and isinstance(recipes[0], Recipe)
-    ):
+    if isinstance(recipes, Recipe):
         return {"memory": recipes}
-    return {name: name for name in recipes}
+    if isinstance(recipes, tuple) and recipes and isinstance(recipes[0], Recipe):
+        return {"memory": cast(Named, recipes)}
+    return {name: name for name in cast(Sequence[str], recipes)}
 
 
 def _resolved(value: Named) -> tuple[Recipe, LayerOptions]:
@@ -209,5 +216,6 @@ def _resolved(value: Named) -> tuple[Recipe, LayerOptions]:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Recipe):
         return value
     raise RecipeError(
-        f"a recipe is given as a zoo name, a preset, an rc.Recipe or (recipe, options), not {value!r}"
+        "a recipe is given as a zoo name, a preset, an rc.Recipe or (recipe, options), not "
+        f"{value!r}"
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from recollect.layer.numbers import Number
 from recollect.lm.cache import RecollectCache
 from recollect.lm.config import RecollectConfig
 
-__all__ = ["RecollectForCausalLM", "RecollectModel", "match_parameters", "parameter_count"]
+__all__ = ["RecollectForCausalLM", "RecollectModel"]
 
 IGNORE = -100
 
@@ -93,8 +91,8 @@ class RecollectModel(RecollectPreTrainedModel):
 
         Args:
             input_ids: ``[B, T]``, or ``inputs_embeds [B, T, hidden_size]`` instead.
-            attention_mask: ``[B, T]`` (or with the columns before, as generation gives it), nonzero at
-                real tokens, padded on either side. Padding changes nothing.
+            attention_mask: ``[B, T]`` (or with the columns before, as generation gives it), nonzero
+                at real tokens, padded on either side. Padding changes nothing.
             past_key_values: of an earlier call, to continue from.
             use_cache: whether states come back; by default the configuration's word, and not while
                 training.
@@ -125,9 +123,10 @@ class RecollectModel(RecollectPreTrainedModel):
                 x, after = block(x, state, mask, cu_seqlens, output_state=use_cache)
             states.append(after)
         x = self.norm(x)
+        cache = RecollectCache(states, seen + x.shape[1]) if use_cache else None
         return BaseModelOutputWithPast(
             last_hidden_state=x,
-            past_key_values=RecollectCache(states, seen + x.shape[1]) if use_cache else None,
+            past_key_values=cache,  # type: ignore[arg-type]  # a cache by its methods
             hidden_states=(*hidden, x) if output_hidden_states else None,
         )
 
@@ -165,11 +164,12 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         """Logits, and the loss when there are labels.
 
         Args:
-            labels: ``[B, T]``, the input's own tokens: they are shifted here; −100 asks nothing, and
-                neither does the first token of a packed document.
+            labels: ``[B, T]``, the input's own tokens: they are shifted here; −100 asks nothing,
+                and neither does a token that nothing precedes (after padding, or the first of a
+                packed document).
             logits_to_keep: only the last so many positions, or those of an index; 0 is all.
-            num_items_in_batch: what the summed loss is divided by, when the batch of an optimizer step
-                is larger than this one.
+            num_items_in_batch: what the summed loss is divided by, when an optimizer step takes
+                more than this batch.
 
         The rest as in `RecollectModel`.
 
@@ -195,7 +195,8 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                     f"labels must have shape {list(logits.shape[:2])} [B, T], one per logit, not "
                     f"{list(labels.shape)}"
                 )
-            loss = _loss(logits, labels, cu_seqlens, num_items_in_batch)
+            asked = _asked(labels, attention_mask, cu_seqlens)
+            loss = _loss(logits, asked, num_items_in_batch)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -206,9 +207,11 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
-        past_key_values: RecollectCache | None = None,
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """What one step of `generate` feeds: the columns that no state has seen."""
@@ -261,46 +264,27 @@ def _mask(mask: Tensor | None, x: Tensor, seen: int) -> Tensor | None:
     return mask
 
 
-def _loss(
-    logits: Tensor, labels: Tensor, borders: Tensor | None, items: int | Tensor | None
-) -> Tensor:
-    """Mean cross entropy in nats of each next token, in float32."""
+def _asked(labels: Tensor, mask: Tensor | None, borders: Tensor | None) -> Tensor:
+    """Next tokens ``[B, T − 1]`` to be predicted, `IGNORE` where nothing predicts them."""
     if borders is not None:
         starts = borders[:-1].to(device=labels.device, dtype=torch.long)
-        starts = starts[starts < labels.shape[1]]
-        labels = labels.index_fill(1, starts, IGNORE)
-    targets = labels[:, 1:].flatten().to(logits.device)
+        labels = labels.index_fill(1, starts[starts < labels.shape[1]], IGNORE)
+    targets = labels[:, 1:]
+    if mask is not None:
+        real = mask[:, mask.shape[1] - labels.shape[1] :][:, :-1].to(labels.device)
+        targets = targets.masked_fill(real == 0, IGNORE)
+    return targets
+
+
+def _loss(logits: Tensor, targets: Tensor, items: int | Tensor | None) -> Tensor:
+    """Mean cross entropy in nats of the next tokens, in float32."""
+    targets = targets.to(logits.device)
     total = functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORE, reduction="sum"
+        logits[:, :-1].flatten(0, 1).float(),
+        targets.flatten(),
+        ignore_index=IGNORE,
+        reduction="sum",
     )
-    count = (targets != IGNORE).sum().clamp_min(1) if items is None else items
-    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
-
-
-def parameter_count(config: RecollectConfig) -> int:
-    """Trained numbers of a model of this configuration, without making them."""
-    with torch.device("meta"):
-        model = RecollectForCausalLM(config)
-    return sum(weight.numel() for weight in model.parameters())
-
-
-def match_parameters(configs: Sequence[RecollectConfig], target: int) -> list[RecollectConfig]:
-    """Copies whose MLP widths (multiples of 8) bring each model as near to ``target`` as they can.
-
-    Raises:
-        ValueError: a model that has more parameters than ``target`` even with the narrowest MLP.
-    """
-    matched: list[RecollectConfig] = []
-    for config in configs:
-        config = copy.deepcopy(config)
-        config.intermediate_size = 8
-        least = parameter_count(config)
-        step = 3 * 8 * config.hidden_size * config.num_hidden_layers
-        if target < least - step // 2:
-            raise ValueError(
-                f"{', '.join(config.layers)}: {least:,} parameters with the narrowest MLP are more "
-                f"than the {target:,} asked for; raise the target or lower hidden_size"
-            )
-        config.intermediate_size = 8 * (1 + round((target - least) / step))
-        matched.append(config)
-    return matched
+    if items is None:
+        items = (targets != IGNORE).sum().clamp_min(1)
+    return total / (items.to(total.device) if isinstance(items, Tensor) else items)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -11,34 +12,35 @@ from recollect.lm.model import RecollectForCausalLM
 
 __all__ = ["match_parameters", "parameter_count"]
 
-STEP = 8  # feed-forward widths stay multiples of this
+STEP = 8  # MLP widths stay multiples of this
 
 
 def parameter_count(config: RecollectConfig) -> int:
-    """Trained numbers of the model, tied ones once; nothing is allocated."""
+    """Trained numbers of a model of this configuration, tied ones once; nothing is allocated."""
     with torch.device("meta"):
         model = RecollectForCausalLM(config)
-    return sum(p.numel() for p in model.parameters())
+    return sum(weight.numel() for weight in model.parameters())
 
 
 def match_parameters(configs: Sequence[RecollectConfig], target: int) -> list[RecollectConfig]:
-    """Configurations with their feed-forward widths set so that models come close to ``target``.
+    """Copies whose MLP widths bring each model as near to ``target`` parameters as they can.
 
-    Widths are multiples of 8, so counts agree to within 12 · width · depth numbers.
+    Widths are multiples of 8, so counts agree to within 12 · hidden_size · num_hidden_layers.
 
     Raises:
-        ValueError: a model that is larger than ``target`` without any feed-forward block.
+        ValueError: a model that has more parameters than ``target`` even with the narrowest MLP.
     """
-    found: list[RecollectConfig] = []
+    matched: list[RecollectConfig] = []
     for config in configs:
-        unit = 3 * config.hidden_size * config.num_hidden_layers
-        width = config.intermediate_size or 0
-        wanted = width + (target - parameter_count(config)) / unit
-        width = STEP * max(0, round(wanted / STEP))
-        if wanted < 0:
+        config = copy.deepcopy(config)
+        config.intermediate_size = STEP
+        least = parameter_count(config)
+        step = 3 * STEP * config.hidden_size * config.num_hidden_layers
+        if target < least - step // 2:
             raise ValueError(
-                f"a model of {', '.join(config.layers or [])} at width {config.hidden_size} has more "
-                f"than {target:,} parameters without a feed-forward block: raise the target"
+                f"{', '.join(config.layers)}: {least:,} parameters with the narrowest MLP are more "
+                f"than the {target:,} asked for; raise the target or lower hidden_size"
             )
-        found.append(config.but(intermediate_size=width))
-    return found
+        config.intermediate_size = STEP * (1 + round((target - least) / step))
+        matched.append(config)
+    return matched

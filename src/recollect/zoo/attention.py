@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from recollect.choices.algorithm import Analytic
 from recollect.choices.context import Similar, Window
 from recollect.choices.memory import LocalConstant
@@ -55,14 +57,13 @@ def softmax_attention() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="TTR eq. 51",
-        note="the temperature stays √K as there; Henry et al. learn it",
+        note="the identity holds for queries and keys of any one length: theirs is √K here, so that "
+        "the softmax can be sharp at the temperature √K; Henry et al. learn the temperature",
     ),
 )
 def qk_norm_attention() -> tuple[Recipe, LayerOptions]:
-    """With queries and keys of unit length: the Nadaraya–Watson estimator with a Gaussian kernel."""
-    return _local(Similar()), LayerOptions(
-        conv=0, conv_activation="none", rope=10000.0, output_norm="none", output_gate="none"
-    )
+    """With queries and keys of one length: a Nadaraya–Watson estimator with a Gaussian kernel."""
+    return _local(Similar()), replace(_BARE, qk_norm="rms")
 
 
 @preset(
@@ -76,7 +77,9 @@ def qk_norm_attention() -> tuple[Recipe, LayerOptions]:
             where="eq. 18",
         ),
         Reference(
-            paper="Beltagy et al., Longformer: the long-document transformer", year=2020, where="3.1"
+            paper="Beltagy et al., Longformer: the long-document transformer",
+            year=2020,
+            where="3.1",
         ),
     ),
     fidelity=Fidelity(

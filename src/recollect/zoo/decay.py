@@ -51,9 +51,9 @@ def retnet() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="MIRAS table 1",
-        note="the decays are those of the published models, ALiBi's slopes shrinking with the layer, "
-        "log α_h = −2^(−8(h+1)/H)(1 − l/L); the paper prints another exponent. Positions in the "
-        f"first layer are left out; {COMMON}",
+        note="the decays are those of the published models, ALiBi's slopes shrinking with the "
+        "layer, log α_h = −2^(−8(h+1)/H)(1 − l/L); the paper prints another exponent. Positions in "
+        f"the first layer are left out; {COMMON}",
     ),
 )
 def lightning_attention() -> tuple[Recipe, LayerOptions]:
@@ -67,7 +67,9 @@ def lightning_attention() -> tuple[Recipe, LayerOptions]:
     row=25,
     rule="M_t = M_(t−1) Diag(α_t) + v_t k_tᵀ",
     references=(
-        Reference(paper="Yang et al., Gated linear attention transformers", year=2023, where="eq. 3"),
+        Reference(
+            paper="Yang et al., Gated linear attention transformers", year=2023, where="eq. 3"
+        ),
         MIRAS("table 1"),
     ),
     fidelity=Fidelity(

@@ -43,9 +43,9 @@ def leaky_lms() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="TTR eq. 31",
-        note="one δ per head as in TTR, and softplus instead of a sigmoid: an implicit step is stable "
-        "at any δ. Longhorn's own layer has one δ per value channel and keeps the diagonal of "
-        f"the erasure only; {COMMON}",
+        note="one δ per head as in TTR, and softplus instead of a sigmoid: an implicit step is "
+        "stable at any δ. Longhorn's own layer has one δ per value channel and keeps the diagonal "
+        f"of the erasure only; {COMMON}",
     ),
 )
 def longhorn() -> tuple[Recipe, LayerOptions]:

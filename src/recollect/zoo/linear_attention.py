@@ -41,7 +41,9 @@ def linear_attention() -> tuple[Recipe, LayerOptions]:
     rule="M_t = M_(t−1) + v_t φ(k_t)ᵀ,  n_t = n_(t−1) + φ(k_t),  y_t = M_t φ(q_t) / n_t·φ(q_t)",
     references=(
         Reference(paper=_KATHAROPOULOS, year=2020, where="eqs. 7 and 18–20"),
-        Reference(paper="Qin et al., The devil in linear transformer", year=2022, where="NormAttention"),
+        Reference(
+            paper="Qin et al., The devil in linear transformer", year=2022, where="NormAttention"
+        ),
     ),
     fidelity=Fidelity(
         kind="exact",

@@ -50,7 +50,9 @@ class Fidelity:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise RecipeError(f"Fidelity(kind=...) must be one of {', '.join(KINDS)}, not {self.kind!r}")
+            raise RecipeError(
+                f"Fidelity(kind=...) must be one of {', '.join(KINDS)}, not {self.kind!r}"
+            )
 
     def __str__(self) -> str:
         return f"{self.kind}, from {self.source}" + (f": {self.note}" if self.note else "")

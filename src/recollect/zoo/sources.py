@@ -10,8 +10,8 @@ __all__ = ["AM", "COMMON", "MIRAS", "TTR"]
 def TTR(where: str) -> Reference:
     """Wang et al., Test-time regression."""
     return Reference(
-        paper="Wang et al., Test-time regression: a unifying framework for designing sequence models "
-        "with associative memory",
+        paper="Wang et al., Test-time regression: a unifying framework for designing sequence "
+        "models with associative memory",
         year=2025,
         where=where,
     )
@@ -37,6 +37,6 @@ def AM(where: str) -> Reference:
 
 
 COMMON = (
-    "the layer around the memory is the common one (short convolution, unit queries and keys, output "
-    "norm and gate), so that recipes are compared and not their surroundings"
+    "the layer around the memory is the common one (short convolution, unit queries and keys, "
+    "output norm and gate), so that recipes are compared and not their surroundings"
 )
