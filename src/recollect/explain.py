@@ -435,8 +435,9 @@ def _read(recipe: Recipe) -> tuple[str, ...]:
         notes.append(f"n_t: the write with 1 in place of v_t{zero}")
     if read.bonus != 0.0:
         u = read.symbol("bonus")
-        match = f"⟨{q}, u ⊙ {k}⟩" if isinstance(u, str) else f"{u:g} ⟨{q}, {k}⟩"
-        found = f"{found} + {match} v_t"
+        match = f"⟨{q}, u ⊙ {k}⟩" if isinstance(u, str) else f"⟨{q}, {k}⟩"
+        more = Term((match, "v_t"), 1.0 if isinstance(u, str) else u)
+        found = written((Term((found,)), more))
     if recipe.algorithm.every == "batch":
         found = found.replace(f"{W}_t", f"{W}°")
     elif recipe.at_border:
@@ -525,8 +526,8 @@ def _state(recipe: Recipe) -> tuple[str, ...]:
         if recipe.memory.read.normalize != "none":
             parts.append("its normaliser")
         if recipe.span:
-            parts.append(f"{recipe.span} open associations")
-    size = readable(price.grows if price.grows else price.state_bytes - 8, "B")
+            parts.append(f"{recipe.span} open association{'s' * (recipe.span > 1)}")
+    size = readable(price.grows or price.state_bytes, "B")
     per = "per token, row and head" if price.grows else "per row and head"
     return (f"{'; '.join(parts)}: {size} {per} at K = V = {_SIZE}",)
 

@@ -22,7 +22,7 @@ from recollect.choices.member import (
     option,
     quantity,
 )
-from recollect.choices.terms import Gradient, Term, Terms, grouped, written
+from recollect.choices.terms import Gradient, Term, Terms, figure, grouped, written
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -360,7 +360,7 @@ class Muon(_Descent):
         if self.newton_steps == 0:
             return ()
         steps = self.newton_steps
-        return (f"NS{steps}: {steps} Newton–Schulz steps, per map and head",)
+        return (f"NS{steps}: {steps} Newton–Schulz step{'s' * (steps > 1)}, per map and head",)
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
@@ -420,8 +420,7 @@ class Implicit(_Keyed):
 
     def size(self, x: str, slope: float) -> str:
         delta = self.symbol("lr")
-        top = delta if isinstance(delta, str) else f"{delta:g}"
-        return f"{top}/({written((Term(()), Term((f'‖{x}‖²',)).times(delta, slope)))})"
+        return f"{figure(delta)}/({written((Term(()), Term((f'‖{x}‖²',)).times(delta, slope)))})"
 
     def story(self) -> str:
         return "implicit step"
@@ -446,8 +445,7 @@ class Normalized(_Keyed):
     def size(self, x: str, slope: float) -> str:
         mu = self.symbol("lr")
         below = Term((f"‖{x}‖²",)).times(slope)
-        top = mu if isinstance(mu, str) else f"{mu:g}"
-        return f"{top}/{below if slope == 1 else grouped(str(below))}"
+        return f"{figure(mu)}/{below if slope == 1 else grouped(str(below))}"
 
     def story(self) -> str:
         return "projection on the newest association"
@@ -507,7 +505,7 @@ class RMSProp(_Elementwise):
 
     def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
         moment = f"u_t = {_moment(self.decay_rate, 'u', 'g_t²')}"
-        step = Term((f"g_t/(√u_t + {self.eps:g})",), -1.0).times(self.pace())
+        step = Term((f"g_t/(√u_t + {figure(self.eps)})",), -1.0).times(self.pace())
         return (f"g_t = {written(gradient.compact)}", moment), (step,)
 
     def story(self) -> str:
@@ -543,10 +541,10 @@ class Adam(_Elementwise):
             f"m_t = {_moment(self.beta1, 'm', 'g_t')}",
             f"u_t = {_moment(self.beta2, 'u', 'g_t²')}",
         )
-        return lines, (Term((f"m̂_t/(√û_t + {self.eps:g})",), -1.0).times(self.pace()),)
+        return lines, (Term((f"m̂_t/(√û_t + {figure(self.eps)})",), -1.0).times(self.pace()),)
 
     def notes(self) -> tuple[str, ...]:
-        return (f"m̂_t = m_t/(1 − {self.beta1:g}^t), û_t = u_t/(1 − {self.beta2:g}^t)",)
+        return (f"m̂_t = m_t/(1 − {figure(self.beta1)}^t), û_t = u_t/(1 − {figure(self.beta2)}^t)",)
 
     def story(self) -> str:
         return "Adam"

@@ -23,7 +23,7 @@ from recollect.choices.member import (
     quantity,
     slot,
 )
-from recollect.choices.terms import Term, Terms, power, written
+from recollect.choices.terms import Term, Terms, figure, power, written
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -233,20 +233,22 @@ class Lp(Bias):
 
     @property
     def name(self) -> str:
-        return f"ℓ_{self.p:g}"
+        return f"ℓ_{figure(self.p)}"
 
     def term(self, prediction: str, value: str) -> Terms:
-        norm = f"‖{prediction} − {value}‖_{self.p:g}"
-        return (Term((norm + (f"^{self.p:g}" if self.p != 1 else ""),)),)
+        norm = f"‖{prediction} − {value}‖_{figure(self.p)}"
+        return (Term((norm + (f"^{figure(self.p)}" if self.p != 1 else ""),)),)
 
     def notes(self) -> tuple[str, ...]:
+        p, eps = self.p, self.eps
         if self.smooth == "tanh":
-            slope = f"{self.p:g} tanh(e/{self.eps**0.5:g}) (e² + {self.eps:g})^{(self.p - 1) / 2:g}"
-        elif self.eps == 0:
-            slope = f"{self.p:g} sign(e)|e|{power(self.p - 1)}"
+            root = f"(e² + {figure(eps)})^{figure((p - 1) / 2)}" if p != 1 else ""
+            slope = Term((f"tanh(e/{figure(eps**0.5)})", *((root,) if root else ())), p)
+        elif eps == 0:
+            slope = Term(("sign(e)" if p == 1 else f"sign(e)|e|{power(p - 1)}",), p)
         else:
-            slope = f"{self.p:g} e (e² + {self.eps:g})^{(self.p - 2) / 2:g}"
-        return (f"ℓ_{self.p:g}′ = {slope} of e = prediction − value, entry by entry",)
+            slope = Term(("e" if p == 2 else f"e (e² + {figure(eps)})^{figure((p - 2) / 2)}",), p)
+        return (f"ℓ_{figure(p)}′ = {slope} of e = prediction − value, entry by entry",)
 
 
 def _norm(e: Tensor) -> Tensor:
@@ -309,12 +311,11 @@ class Huber(Bias):
         return "huber"
 
     def term(self, prediction: str, value: str) -> Terms:
-        delta = "δ" if isinstance(self.threshold, str) else f"{self.threshold:g}"
+        delta = "δ" if isinstance(self.threshold, str) else figure(self.threshold)
         return (Term((f"huber_{delta}({prediction} − {value})",)),)
 
     def notes(self) -> tuple[str, ...]:
-        delta = self.symbol("threshold", "i")
-        d = delta if isinstance(delta, str) else f"{delta:g}"
+        d = figure(self.symbol("threshold", "i"))
         forms = {
             "coordinate": f"Σ_j ½e_j² where |e_j| ≤ {d}, else {d}(|e_j| − {d}/2)",
             "norm": f"½‖e‖² while ‖e‖ ≤ {d}, else {d}(‖e‖ − {d}/2)",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from recollect.choices.features import Exponential, Kernel
 from recollect.choices.member import Gate, Member, Range, flag, integer, member, quantity, slot
+from recollect.choices.terms import figure
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -119,13 +120,11 @@ class Prefix(Context):
 
     def total(self, term: str) -> str:
         rate, weight = self.symbol("decay", "i"), self.symbol("weight", "i")
-        words = [] if rate == 1.0 else [f"{rate:g}^(t−i)" if isinstance(rate, float) else rate]
-        if rate == "γ_i":
-            words = ["γ_i^(t)"]
-        elif rate == "γ":
-            words = ["γ^(t−i)"]
+        words: list[str] = []
+        if rate != 1.0:
+            words.append("γ_i^(t)" if rate == "γ_i" else f"{figure(rate)}^(t−i)")
         if weight != 1.0:
-            words.append(f"{weight:g}" if isinstance(weight, float) else weight)
+            words.append(figure(weight))
         return " ".join((f"Σ_(i≤t) {' '.join(words)}".rstrip(), term))
 
     def notes(self) -> tuple[str, ...]:

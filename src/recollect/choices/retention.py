@@ -25,7 +25,7 @@ from recollect.choices.member import (
     quantity,
     slot,
 )
-from recollect.choices.terms import Term, Terms, power, written
+from recollect.choices.terms import Term, Terms, figure, power, written
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -313,12 +313,18 @@ class Lq(_Linked):
 
     def text(self) -> str:
         if self.form == "printed":
-            return f"A_t / ‖A_t‖_{self.q:g}" + (f"^{self.q - 2:g}" if self.q != 3 else "")
-        size = f"‖A_t‖_{self.q:g}{power(self.q - 2)}"
+            return f"A_t / ‖A_t‖_{figure(self.q)}" + (
+                f"^{figure(self.q - 2)}" if self.q != 3 else ""
+            )
+        size = f"‖A_t‖_{figure(self.q)}{power(self.q - 2)}"
         return f"sign(A_t)|A_t|{power(self.q - 1)} / {size}"
 
     def notes(self) -> tuple[str, ...]:
-        floor = (f"‖A_t‖_{self.q:g} is at least {self.floor:g}",) if self.form == "printed" else ()
+        floor = (
+            (f"‖A_t‖_{figure(self.q)} is at least {figure(self.floor)}",)
+            if self.form == "printed"
+            else ()
+        )
         return (*floor, *super().notes())
 
 
@@ -362,7 +368,7 @@ class Simplex(_Linked):
         yield from _constant_along(self.axis, self.decay, self.title)
 
     def text(self) -> str:
-        return f"{'' if self.scale == 1 else f'{self.scale:g}·'}softmax(A_t)"
+        return f"{'' if self.scale == 1 else f'{figure(self.scale)}·'}softmax(A_t)"
 
     def notes(self) -> tuple[str, ...]:
         return (f"softmax over {'rows' if self.axis == 'in' else 'columns'}", *super().notes())
@@ -411,8 +417,7 @@ class ElasticNet(_Linked):
         return self.form == "ftrl"
 
     def text(self) -> str:
-        tau = self.symbol("tau")
-        t = tau if isinstance(tau, str) else f"{tau:g}"
+        t = figure(self.symbol("tau"))
         return f"soft({'Z_t' if self.form == 'proximal' else 'A_t'}, {t})"
 
     def moves(
@@ -556,8 +561,7 @@ class FDivergence(_Linked):
         moved = written((*step, Term(("ζ_t",), -1.0)))
         if self.decay is None:
             return (f"{new} = {old} ⊙ g({moved})",)
-        alpha = self.decay.symbol("rate", at)
-        rate = alpha if isinstance(alpha, str) else f"{alpha:g}"
+        rate = figure(self.decay.symbol("rate", at))
         scale = Term((f"{old}^{rate} / ‖{old}^{rate}‖₁",)).times(self.scale)
         return (f"{new} = W̄_t ⊙ g({moved})", f"W̄_t = {scale}")
 
@@ -569,7 +573,9 @@ class FDivergence(_Linked):
             "chi_square": "max(1 + y/2, 0)",
         }[self.kind]
         over = "row" if self.axis == "in" else "column"
-        return (f"g(y) = {g}, ζ_t such that each {over} of the result sums to {self.scale:g}",)
+        return (
+            f"g(y) = {g}, ζ_t such that each {over} of the result sums to {figure(self.scale)}",
+        )
 
 
 @member
@@ -590,6 +596,4 @@ class Ball(_Linked):
         return torch.where(outside, A * radius / torch.where(outside, size, 1.0), A)
 
     def text(self) -> str:
-        radius = self.symbol("radius")
-        r = radius if isinstance(radius, str) else f"{radius:g}"
-        return f"A_t · min(1, {r}/‖A_t‖)"
+        return f"A_t · min(1, {figure(self.symbol('radius'))}/‖A_t‖)"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Gradient", "Term", "Terms", "grouped", "power", "written"]
+__all__ = ["Gradient", "Term", "Terms", "figure", "grouped", "power", "written"]
 
 _SUPERSCRIPTS = str.maketrans("0123456789−", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
@@ -39,7 +39,7 @@ class Term:
     def body(self) -> str:
         """The term without its sign."""
         size = abs(self.coefficient)
-        numbers = () if size == 1 and self.factors else (f"{size:g}",)
+        numbers = () if size == 1 and self.factors else (figure(size),)
         return " ".join((*numbers, *self.factors))
 
     def __str__(self) -> str:
@@ -62,6 +62,11 @@ def written(terms: Iterable[Term]) -> str:
     return text or "0"
 
 
+def figure(x: float | str) -> str:
+    """A number as it is written, a letter as it is."""
+    return x if isinstance(x, str) else f"{x:.4g}".replace("-", "−")
+
+
 def grouped(text: str) -> str:
     """``text`` in parentheses, unless it is one factor already."""
     depth = 0
@@ -79,8 +84,8 @@ def power(exponent: float) -> str:
     if exponent == 1:
         return ""
     if exponent == int(exponent):
-        return f"{int(exponent)}".replace("-", "−").translate(_SUPERSCRIPTS)
-    return f"^{exponent:g}"
+        return figure(int(exponent)).translate(_SUPERSCRIPTS)
+    return f"^{figure(exponent)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,8 +187,8 @@ class Number(nn.Module):
                 f"options of {declared.name!r}: {declared.owner} holds it for all tokens, so its "
                 "source is 'learned' or 'fixed'; give the member 'token' for one value per token"
             )
-        several = recipe.associations > 1 and gate and (declared.travels or declared.name == "lr")
-        several = several or (recipe.associations > 1 and gate and declared.name == "log_lr")
+        several = gate and (declared.travels or declared.name in ("lr", "log_lr"))
+        several = several and recipe.associations > 1
         inner = [sizes[axis] for axis in declared.axes]
         self.shape = (heads, *([recipe.associations] if several else []), *inner)
         self.log = gate and declared.name.startswith("log_") and declared.range.high is not None

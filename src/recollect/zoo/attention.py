@@ -57,8 +57,8 @@ def softmax_attention() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="TTR eq. 51",
-        note="the identity holds for queries and keys of any one length: theirs is √K here, so that "
-        "the softmax can be sharp at the temperature √K; Henry et al. learn the temperature",
+        note="the identity holds for queries and keys of any one length: theirs is √K here, so "
+        "that the softmax can be sharp at the temperature √K; Henry et al. learn the temperature",
     ),
 )
 def qk_norm_attention() -> tuple[Recipe, LayerOptions]:
