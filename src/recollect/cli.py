@@ -12,21 +12,28 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import recollect as rc
 from recollect.choices.member import RecipeError
 
-try:
+if TYPE_CHECKING:
     import rich.box
     import rich.console
     import rich.table
     import rich.text
     import typer
-except ModuleNotFoundError as error:  # the extra [cli]
-    if (error.name or "").partition(".")[0] not in ("rich", "typer"):
-        raise
-    typer = rich = None  # type: ignore[assignment]
+else:
+    try:
+        import rich.box
+        import rich.console
+        import rich.table
+        import rich.text
+        import typer
+    except ModuleNotFoundError as error:  # the extra [cli]
+        if (error.name or "").partition(".")[0] not in ("rich", "typer"):
+            raise
+        typer = rich = None
 
 __all__ = ["COMMANDS", "build", "load_recipe", "main"]
 
@@ -37,7 +44,7 @@ _ROOMY = 150  # columns from which a table shows the choices too
 
 def main() -> None:
     """Entry point of the ``recollect`` command."""
-    if typer is None:
+    if not typer:
         sys.exit(_MISSING)
     build()()
 
@@ -111,7 +118,7 @@ def zoo(
         return
     console = _console()
     choices = ("memory", "bias", "retention", "algorithm") if console.width >= _ROOMY else ()
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("#", justify="right")
     for head in ("name", *choices, "write", "state", "has", "engine"):
         table.add_column(head, no_wrap=head in ("name", "state", "engine"))
@@ -182,9 +189,9 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a recipe solves, how it moves, and which engine runs it."""
-    path = Path(name)
-    of_file = path.suffix.lower() in (".json", ".toml") or len(path.parts) > 1 or path.exists()
-    found = rc.explain(load_recipe(path) if of_file else name, method=method)
+    # A name of the zoo stays one, whatever files lie around.
+    of_file = name not in rc.zoo.names() and ("." in name or "/" in name)
+    found = rc.explain(load_recipe(Path(name)) if of_file else name, method=method)
     if as_json:
         _json(found.to_dict())
     else:
@@ -223,6 +230,10 @@ def load_recipe(path: Path) -> rc.Recipe:
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (zoo, explain)
+if typer is not None:
+    from recollect.runs import bench, compare
+
+    COMMANDS = (*COMMANDS, compare, bench)
 
 if __name__ == "__main__":
     main()

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from recollect.choices.memory import Stack
-from recollect.engines.chunked import CHUNK
+from recollect.engines.chunked import chunk_length
 from recollect.engines.select import select
 
 if TYPE_CHECKING:
@@ -292,7 +292,8 @@ def _linear(recipe: Recipe, s: _Sizes) -> _Count:
     assert affine is not None  # linear.refuses
     per = decay.per if decay is not None else "head"
     V = s.V + (recipe.memory.read.normalize != "none")
-    heads, F, notes = s.H, s.F, []
+    heads, F = s.H, s.F
+    notes: list[str] = []
     moving = algorithm.momentum_of != "none"
     sees = affine[0] != 0
     # Value channels with equations of their own become heads of one row (linear._per_value).
@@ -305,21 +306,24 @@ def _linear(recipe: Recipe, s: _Sizes) -> _Count:
         heads, V, per = s.H * V, 1, "key" if per == "key_value" else "head"
     T, c = s.T * s.n, s.c
     probe = recipe.bias.probe is not None
-    token = _token(F, V, c, s.G, sees=sees, probe=probe) * heads * s.n
-    alone = moving and per != "head"
-    if alone:
+    token = _token(F, V, c, s.G, sees=sees, probe=probe) * heads
+    if moving and per != "head":
         notes.append("decay per channel with momentum runs token by token")
         return {"tokens": token * s.T}, token, T, tuple(notes)
-    C = min(CHUNK, T)
-    N = -(-T // C) if T else 0
-    R, J = C * c, C * s.G
     over_values = per in ("value", "key_value") and not sees
     plain = not (moving or probe or c > 1 or over_values)
-    parts = _plain if plain else _flow
-    counted = parts(F, V, R, J, sees=sees, probe=probe, moving=moving, of=algorithm.momentum_of)
-    if moving:
-        counted["coefficients"] = 2 * C**3
-    return {name: n * N * heads for name, n in counted.items()}, token, N, tuple(notes)
+
+    def chunk(C: int) -> dict[str, int]:
+        parts = _plain if plain else _flow
+        of = algorithm.momentum_of
+        counted = parts(F, V, C * c, C * s.G, sees=sees, probe=probe, moving=moving, of=of)
+        return {**counted, "coefficients": 2 * C**3 if moving else 0}
+
+    if s.n > 1:  # the sub-steps of a decoded token are a chunk of their own
+        token = sum(chunk(s.n).values()) * heads
+    C = min(chunk_length(solves=sees), T)
+    N = -(-T // C) if T else 0
+    return {name: n * N * heads for name, n in chunk(C).items()}, token, N, tuple(notes)
 
 
 def _token(F: int, V: int, c: int, G: int, *, sees: bool, probe: bool) -> int:

@@ -7,7 +7,7 @@ query heads, several associations per token, and the normaliser. Engines see den
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from recollect.engines.checks import check_call, check_gates, check_params, chec
 from recollect.engines.lowering import Lowered, lower
 from recollect.engines.packing import compact, pack_rows, scatter
 from recollect.engines.problem import Problem, resolve, state_dtype
-from recollect.engines.select import select
+from recollect.engines.select import Engine, select
 from recollect.engines.state import State, initial_state
 from recollect.recipe import Recipe
 from recollect.typing import Gates, Init, Params
@@ -103,7 +103,7 @@ def recall(
     ) -> tuple[Tensor, State]:
         return _run(
             recipe,
-            engine.run,
+            engine,
             *(q, k, v),
             gates=gates,
             params=params,
@@ -132,7 +132,7 @@ def recall(
 
 def _run(
     recipe: Recipe,
-    run: Callable[[Problem], tuple[Tensor, State]],
+    engine: Engine,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -146,11 +146,9 @@ def _run(
     chunk_size: int | None,
 ) -> tuple[Tensor, State]:
     """One dense, right-padded call of an engine."""
-    for name, x in {"q": q, "k": k, "v": v, **{f"gate {n!r}": g for n, g in gates.items()}}.items():
-        _refuse_nan(name, x)
-    for name, x in params.items():
-        _refuse_nan(f"param {name!r}", x, tokens=False)
     check_values(recipe, gates, params)
+    if not engine.shows_nan:
+        _refuse_nan(q, k, v, gates, params)
     B, T, H = k.shape[:3]
     dtype = state_dtype(q, k, v)
     if state is None:
@@ -174,7 +172,9 @@ def _run(
         chunk_size=chunk_size,
     )
     lowered: Lowered = lower(problem)
-    y, after = run(lowered.problem)
+    y, after = engine.run(lowered.problem)
+    if engine.shows_nan and _suspicious(y, *after.weights):
+        _refuse_nan(q, k, v, gates, params)
     if not causal:
         after_all = lowered.finish_state(after)
         y = _read_from(recipe, problem, after_all)
@@ -182,19 +182,32 @@ def _run(
     return lowered.finish(y).flatten(2, 3), lowered.finish_state(after)
 
 
-def _refuse_nan(name: str, x: Tensor, *, tokens: bool = True) -> None:
-    """Refuse NaN on the CPU, where looking costs one pass; a GPU would have to wait for it."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.is_floating_point():
-        return
-    # A finite sum proves that there is none; only otherwise look at every entry.
-    if not torch.isfinite(x.detach().sum()) and bool(x.detach().isnan().any()):
-        if not tokens:
-            raise ValueError(f"{name} has a NaN: every output would be one; mend its source")
-        row, token = (x.detach().isnan().nonzero()[0, :2]).tolist()
-        raise ValueError(
-            f"{name} has a NaN at row {row}, token {token}: the memory would carry it to every later "
-            "token; mask that token or mend its source"
-        )
+def _suspicious(*tensors: Tensor) -> bool:
+    """Whether a NaN may be among CPU tensors; a GPU would have to wait for the answer.
+
+    A finite sum proves that there is none.
+    """
+    seen = [x.detach() for x in tensors if x.device.type == "cpu" and x.is_floating_point()]
+    if torch.compiler.is_compiling():
+        return False
+    return any(not torch.isfinite(x.sum()) for x in seen)
+
+
+def _refuse_nan(q: Tensor, k: Tensor, v: Tensor, gates: Gates, params: Params) -> None:
+    """Refuse NaN in what was given, naming the first place."""
+    named = {"q": q, "k": k, "v": v, **{f"gate {name!r}": x for name, x in gates.items()}}
+    for name, x in named.items():
+        if _suspicious(x) and bool(x.detach().isnan().any()):
+            row, token = (x.detach().isnan().nonzero()[0, :2]).tolist()
+            raise ValueError(
+                f"{name} has a NaN at row {row}, token {token}: the memory would carry it to every "
+                "later token; mask that token or mend its source"
+            )
+    for name, x in params.items():
+        if _suspicious(x) and bool(x.detach().isnan().any()):
+            raise ValueError(
+                f"param {name!r} has a NaN: every output would be one; mend its source"
+            )
 
 
 def read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from recollect.recall import recall
 from recollect.recipe import Recipe
 from recollect.zoo import get
 
-__all__ = ["SUITES", "Shape", "Suite", "ratios"]
+__all__ = ["SUITES", "Shape", "Suite", "document", "ratios"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +102,9 @@ def recall_case(name: str, label: str, shape: Shape, *, backward: bool = False) 
         return _stepper(forward, [q, k, v, *gates.values()]) if backward else forward
 
     price = cost(recipe, B=shape.B, H=shape.H, T=shape.T, K=shape.K, V=shape.V)
-    flops = price.training_flops if backward else price.forward_flops
-    return Case(name=label, make=make, flops=float(flops))
+    flops = price.training if backward else price.total
+    moved = None if backward else float(price.moved)
+    return Case(name=label, make=make, flops=float(flops), bytes=moved)
 
 
 def sdpa_case(label: str, shape: Shape, *, backward: bool = False) -> Case:
@@ -121,7 +123,13 @@ def sdpa_case(label: str, shape: Shape, *, backward: bool = False) -> Case:
 
     # Two products over the lower triangle; the backward pass has five.
     products = 2 * shape.B * shape.H * shape.T * shape.T * (shape.K + shape.V) / 2
-    return Case(name=label, make=make, flops=products * (3.5 if backward else 1))
+    moved = shape.B * shape.H * shape.T * (2 * shape.K + 2 * shape.V) * shape.dtype.itemsize
+    return Case(
+        name=label,
+        make=make,
+        flops=products * (3.5 if backward else 1),
+        bytes=None if backward else float(moved),
+    )
 
 
 def _stepper(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Callable[[], object]:
@@ -167,3 +175,12 @@ def ratios(suite: Suite, shape: Shape, result: BenchResult) -> dict[str, float]:
         rounds = zip(result[above].seconds, result[below].seconds, strict=True)
         found[what] = statistics.median(a / b for a, b in rounds)
     return found
+
+
+def document(
+    name: str, shape: Shape, result: BenchResult, extra: dict[str, float]
+) -> dict[str, object]:
+    """A finished suite as JSON-ready data: sizes, timings, ceilings, ratios, device, commit."""
+    sizes = {key: str(value) for key, value in shape.__dict__.items() if key == "dtype"}
+    sizes |= {key: value for key, value in shape.__dict__.items() if key != "dtype"}
+    return {"suite": name, "shape": sizes, **json.loads(result.to_json()), "ratios": extra}

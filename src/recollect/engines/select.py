@@ -31,17 +31,32 @@ class Engine:
         refuses: reasons why it cannot run a recipe; none means it can.
         describes: how it would run it, in a few words.
         run: outputs and final state of a problem.
+        shows_nan: whether a NaN that goes in always comes out (no comparison swallows it), so that
+            looking at the outputs is enough.
     """
 
     name: str
     refuses: Callable[[Recipe], list[str]]
     describes: Callable[[Recipe], str]
     run: Callable[[Problem], tuple[Tensor, State]]
+    shows_nan: bool = False
 
 
 ENGINES: tuple[Engine, ...] = (
-    Engine(name="linear", refuses=linear.refuses, describes=linear.describes, run=linear.run),
-    Engine(name="kernel", refuses=kernel.refuses, describes=kernel.describes, run=kernel.run),
+    Engine(
+        name="linear",
+        refuses=linear.refuses,
+        describes=linear.describes,
+        run=linear.run,
+        shows_nan=True,
+    ),
+    Engine(
+        name="kernel",
+        refuses=kernel.refuses,
+        describes=kernel.describes,
+        run=kernel.run,
+        shows_nan=True,
+    ),
     Engine(
         name="reference",
         refuses=lambda recipe: [],

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from recollect.experiments.compare import Comparison, ModelRun
+from recollect.experiments.compare import MQAR_PAIRS, Comparison, ModelRun
 from recollect.report.figures import Series, line_figure
 from recollect.report.files import write_atomic
 from recollect.report.html import Figure, Note, Report, Table
@@ -25,7 +25,7 @@ _MEASURES = {"text": "held-out bits per byte", "mqar": "recall accuracy"}
 
 def _size(run: ModelRun) -> str:
     kib = run.state_bytes / 1024
-    return f"{kib:,.1f} KiB{' and growing' if run.grows else ''}"
+    return f"{kib:,.1f} KiB{', grows' if run.grows else ''}"
 
 
 def table(comparison: Comparison, task: str) -> Table:
@@ -65,6 +65,7 @@ def _caption(comparison: Comparison, task: str) -> str:
         )
     if comparison.chance is not None:
         return (
+            f"Trained on {', '.join(map(str, MQAR_PAIRS))} pairs; more are asked without training. "
             f"Guessing among the values is right {comparison.chance:.1%} of the time. Every model "
             f"has a short convolution, as in the benchmark. {shape}"
         )

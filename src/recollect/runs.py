@@ -1,0 +1,170 @@
+"""The commands that run things: ``recollect compare`` and ``recollect bench``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import rich.box
+import rich.console
+import rich.progress
+import rich.table
+import typer
+
+from recollect.recipe import Recipe
+
+if TYPE_CHECKING:
+    from recollect.experiments import Comparison
+    from recollect.options import LayerOptions
+    from recollect.zoo import Preset
+
+__all__ = ["bench", "compare", "stated"]
+
+INTERRUPTED = 130
+WIDE = 120  # columns where no terminal bounds them
+
+
+def stated(name: str) -> Preset | tuple[str, Recipe] | tuple[str, Recipe, LayerOptions]:
+    """A model by zoo name, or a recipe of one's own in a JSON or TOML file."""
+    from recollect.cli import load_recipe
+    from recollect.zoo import get
+
+    path = Path(name)
+    if path.suffix in (".json", ".toml"):
+        return path.stem, load_recipe(path)
+    return get(name)
+
+
+def compare(
+    models: Annotated[
+        str, typer.Option(help="Zoo names or recipe files (.json, .toml), separated by commas.")
+    ],
+    task: Annotated[list[str], typer.Option(help="text or mqar; may be given twice.")] = ["text"],  # noqa: B006
+    text: Annotated[str | None, typer.Option(help="A text file of your own.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="A hub dataset with a 'text' column, streamed.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps per model.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of the models.")] = None,
+    depth: Annotated[int | None, typer.Option(help="Layers of the models.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, examples and their order.")] = 0,
+    method: Annotated[str, typer.Option(help="Engine, or auto.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/compare"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Train models at equal parameters and tokens, and report."""
+    import recollect.experiments as experiments
+    from recollect.experiments.compare import DEFAULTS
+    from recollect.experiments.monitor import Monitor
+    from recollect.experiments.streaming import stream_text
+
+    chosen = [stated(name.strip()) for name in models.split(",") if name.strip()]
+    if text is not None and dataset is not None:
+        raise ValueError("--text and --dataset exclude each other: give one text")
+    corpus = None if dataset is None else stream_text(dataset)
+    sizes = {
+        name: DEFAULTS[name].but(steps=steps, lr=lr, width=width, depth=depth)
+        for name in task
+        if name in DEFAULTS
+    }
+    console = rich.console.Console(stderr=as_json)
+    if not console.is_terminal:
+        console = rich.console.Console(stderr=as_json, width=WIDE)
+    with Monitor(console, models=len(chosen), tasks=len(set(task))) as monitor:
+        result = experiments.compare(
+            chosen,
+            task,
+            text=text,
+            corpus=corpus,
+            sizes=sizes,
+            seed=seed,
+            method=method,
+            watcher=monitor,
+        )
+    command = shlex.join(["recollect", *sys.argv[1:]])
+    paths = experiments.save_comparison(result, out, command=command)
+    if as_json:
+        typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
+    else:
+        _show(console, result)
+    console.print(f"report: {paths['report']}", soft_wrap=True)
+    for name, model, reason in result.failures:
+        console.print(f"{model} could not be trained on {name}: {reason}", soft_wrap=True)
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if result.failures:
+        raise typer.Exit(1)
+
+
+def _show(console: rich.console.Console, result: Comparison) -> None:
+    """The tables of the report, on the terminal."""
+    from recollect.experiments.compare_report import table
+
+    for task in result.sizes:
+        if not result.of(task):
+            continue
+        page = table(result, task)
+        grid = rich.table.Table(
+            title=page.title, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False
+        )
+        # A terminal has room for less than a page: the rest is in the report.
+        shown = [i for i, name in enumerate(page.columns) if name not in ("tokens", "finished")]
+        for i in shown:
+            name = page.columns[i].removesuffix(" per sequence")
+            grid.add_column(name, justify="right" if i else "left", no_wrap=not i)
+        for row in page.rows:
+            cells = ["–" if cell is None else str(cell) for cell in row]
+            grid.add_row(*(cells[i] for i in shown))
+        if task == "text" and result.bigram is not None:
+            grid.add_row("byte bigram", f"{result.bigram:.3f}", style="dim")
+        console.print(grid)
+
+
+def bench(
+    suite: Annotated[str, typer.Option(help="What to time.")] = "linear",
+    rounds: Annotated[int, typer.Option(help="Rounds; every case once in each.")] = 7,
+    length: Annotated[int, typer.Option(help="T, tokens.")] = 4096,
+    heads: Annotated[int, typer.Option(help="H, memories.")] = 8,
+    size: Annotated[int, typer.Option(help="K = V, channels per head.")] = 64,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    save: Annotated[Path | None, typer.Option(help="Where to store the result as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Time implementations alternately in one run, beside the device's own ceiling."""
+    from recollect.bench import run
+    from recollect.bench.suites import SUITES, Shape, document, ratios
+
+    if suite not in SUITES:
+        raise ValueError(f"there is no suite {suite!r}; there are {', '.join(SUITES)}")
+    chosen = SUITES[suite]
+    shape = Shape(T=length, H=heads, K=size, V=size, device=device)
+    console = rich.console.Console(stderr=True)
+    with rich.progress.Progress(console=console, transient=True) as progress:
+        bar = progress.add_task(f"timing {suite}", total=rounds)
+        result = run(
+            chosen.cases(shape),
+            baseline=chosen.baseline,
+            rounds=rounds,
+            device=device,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    extra = ratios(chosen, shape, result)
+    data = document(suite, shape, result, extra)
+    if save is not None:
+        from recollect.report.files import write_atomic
+
+        write_atomic(save, json.dumps(data, indent=2, allow_nan=False) + "\n")
+    if as_json:
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        return
+    result.print()
+    for what, ratio in extra.items():
+        typer.echo(f"{what}: {ratio:.2f}")
+    if save is not None:
+        typer.echo(f"saved: {save}")
+
+

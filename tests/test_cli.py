@@ -1,0 +1,165 @@
+"""The command line: what it prints, what it refuses, and how it leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import recollect as rc
+from recollect import cli
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner, Result
+
+RECIPE = rc.Recipe(bias=rc.bias.Huber(threshold=0.5), retention=rc.retention.Decay(per="value"))
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.build(), list(arguments))
+
+
+def refusal(*arguments: str) -> str:
+    """The one sentence of a call that is refused."""
+    found = call(*arguments)
+    assert found.exit_code == 2, found.output
+    assert found.stdout == ""
+    (sentence,) = found.stderr.strip().split("\n")
+    assert "Traceback" not in sentence
+    return sentence
+
+
+def test_version() -> None:
+    assert call("--version").output == f"recollect {rc.__version__}\n"
+
+
+def test_zoo_lists_every_architecture() -> None:
+    found = call("zoo")
+    assert found.exit_code == 0
+    for name in rc.zoo.names():
+        assert name in found.stdout
+    assert "α_t W_(t−1)" in found.stdout
+
+
+def test_zoo_of_one_family() -> None:
+    found = call("zoo", "--family", "delta_rule")
+    assert "gated_delta_net" in found.stdout
+    assert "retnet" not in found.stdout
+    assert "has no family 'delta'" in refusal("zoo", "--family", "delta")
+
+
+def test_zoo_on_a_narrow_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_WIDE", 100)
+    found = call("zoo")
+    assert max(map(len, found.stdout.split("\n"))) <= 100
+    for name in rc.zoo.names():
+        assert name in found.stdout
+
+
+def test_zoo_as_json() -> None:
+    rows = {row["name"]: row for row in json.loads(call("zoo", "--json").stdout)}
+    assert list(rows) == rc.zoo.names()
+    row = rows["gated_delta_net"]
+    assert (row["row"], row["engine"], row["bias"]) == (38, "linear", "L2()")
+    assert row["properties"]["dynamic decay"] is True
+    assert row["write"] == list(rc.explain("gated_delta_net").write)
+    assert rows["softmax_attention"]["state_bytes"] is None
+    assert rows["softmax_attention"]["state_grows_per_token"] > 0
+
+
+def test_explain_by_name() -> None:
+    assert call("explain", "longhorn").stdout == f"{rc.explain('longhorn')}\n"
+    forced = call("explain", "longhorn", "--method", "reference").stdout
+    assert "engine   reference" in forced
+
+
+def test_explain_as_json() -> None:
+    data = json.loads(call("explain", "retnet", "--json").stdout)
+    assert {match["name"] for match in data["named"]} == {"retnet", "lightning_attention"}
+    assert rc.Recipe.from_dict(data["recipe"]) == rc.zoo.get("retnet").recipe
+
+
+def test_explain_a_json_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(RECIPE.to_json(), encoding="utf-8")
+    assert cli.load_recipe(path) == RECIPE
+    assert call("explain", str(path)).stdout == f"{rc.explain(RECIPE)}\n"
+
+
+TOML = """
+schema = 1
+bias = { member = "Huber", threshold = 0.5 }
+
+[retention]
+member = "Decay"
+per = "value"
+"""
+
+
+def test_explain_a_toml_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.TOML"
+    path.write_text(TOML, encoding="utf-8")
+    assert cli.load_recipe(path) == RECIPE
+    assert "huber_0.5(W k_t − v_t)" in call("explain", str(path)).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.json", "{", "is not JSON"),
+        ("a.toml", "x == 1", "is not TOML"),
+        ("a.json", "[" * 100_000, "is not JSON"),
+        ("a.json", "3", "a recipe is a mapping of choices, not int"),
+        ("a.json", '{"bias": {"member": "L3"}}', "no member named 'L3'"),
+        ("a.json", '{"bias": {"member": "L2", "p": 3}}', "L2 has no field 'p'"),
+        ("a.json", '{"bais": {"member": "L2"}}', "no choice 'bais'"),
+        ("a.json", '{"schema": 99}', "schema 99"),
+        ("a.json", '{"bias": {"member": "Huber", "threshold": NaN}}', "threshold"),
+        ("a.json", '{"memory": {"member": "LocalConstant"}}', "context.Similar"),
+        ("a.toml", "[algorithm]\nmember = 'Muon'\nlr = 2020-01-01", "lr"),
+        ("a.yaml", "bias: L2", "neither .json nor .toml"),
+    ],
+)
+def test_files_that_are_no_recipe(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    sentence = refusal("explain", str(path))
+    assert reason in sentence
+    assert name in sentence
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "there is no file" in refusal("explain", str(tmp_path / "none.json"))
+    (tmp_path / "folder.json").mkdir()
+    assert "cannot be read" in refusal("explain", str(tmp_path / "folder.json"))
+    (tmp_path / "latin.json").write_bytes(b"\xff")
+    assert "not UTF-8" in refusal("explain", str(tmp_path / "latin.json"))
+
+
+def test_a_file_does_not_hide_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "retnet").mkdir()
+    assert call("explain", "retnet").exit_code == 0
+
+
+def test_what_is_refused_is_one_sentence() -> None:
+    assert "did you mean gated_delta_net" in refusal("explain", "gated_delta_nt")
+    assert "cannot run this recipe" in refusal("explain", "softmax_attention", "--method", "linear")
+    assert "unknown" in refusal("explain", "retnet", "--method", "fast")
+
+
+def test_without_typer_one_sentence_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['typer'] = None\n"
+        "from recollect.cli import main\n"
+        "main()\n"
+    )  # fmt: skip
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 1
+    assert found.stderr.strip().split("\n")[-1].endswith('pip install "recollect[cli]"')
+    assert "Traceback" not in found.stderr

@@ -1,0 +1,237 @@
+"""Costs: state bytes exact, FLOPs against torch's own counter, decoding against a real token."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tests.contracts import generate
+from torch.utils.flop_counter import FlopCounterMode
+
+import recollect as rc
+from recollect.cost import cost, readable
+from recollect.engines.chunked import chunk_length
+
+CHUNK = chunk_length(solves=True)
+
+R, algorithm, bias, context = rc.Recipe, rc.algorithm, rc.bias, rc.context
+features, memory, retention = rc.features, rc.memory, rc.retention
+
+DOT = bias.DotProduct()
+LINEAR: dict[str, rc.Recipe] = {
+    **{name: rc.zoo.get(name).recipe for name in rc.zoo.names() if "attention" not in name},
+    "linear_attention": rc.zoo.get("linear_attention").recipe,
+    "normalized": rc.zoo.get("normalized_linear_attention").recipe,
+    "momentum": R(algorithm=algorithm.Momentum(), retention=retention.Decay()),
+    "momentum of a dot product": R(bias=DOT, algorithm=algorithm.Momentum()),
+    "window": R(context=context.Window(size=3)),
+    "window and momentum": R(context=context.Window(size=3), algorithm=algorithm.Momentum()),
+    "window of a dot product": R(bias=DOT, context=context.Window(size=3)),
+    "probe": R(bias=bias.L2(probe=bias.Probe())),
+    "a system per value channel": R(retention=retention.Decay(per="value")),
+    "sub-steps": R(algorithm=algorithm.GradientDescent(steps=2)),
+    "vector": R(memory=memory.Vector()),
+    "scan": R(retention=retention.Decay(per="key"), algorithm=algorithm.Momentum()),
+    "polynomial": R(features=features.Polynomial(degree=2)),
+}
+# Decays per channel that cannot be absorbed skip blocks above the diagonal: the count is a bound.
+BOUNDED = {"gla", "both channels"}
+LINEAR["both channels"] = R(bias=DOT, retention=retention.Decay(per="key_value"))
+
+
+def flops(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> int:
+    """What torch counts: matrix products, not the triangular inverses."""
+
+    def in_place(x: list[int], a: list[int], b: list[int], *_: object, **__: object) -> int:
+        return 2 * a[0] * a[1] * a[2] * b[2]
+
+    mapping = {torch.ops.aten.baddbmm_: in_place}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter, torch.no_grad():
+        generate.run(recipe, x, **options)
+    return counter.get_total_flops()
+
+
+def inputs(recipe: rc.Recipe, *, T: int, B: int = 2, G: int = 2) -> generate.Inputs:
+    V = 16 if recipe.memory.diagonal else 24
+    return generate.inputs(recipe, B=B, T=T, H=2, G=G, K=16, V=V, dtype=torch.float32)
+
+
+def priced(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> rc.Cost:
+    B, T, Hq, K = x.q.shape
+    H = x.k.shape[2]
+    return cost(recipe, B=B, T=T, H=H, G=Hq // H, K=K, V=x.v.shape[-1], **options)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_engine(name: str) -> None:
+    recipe = LINEAR[name]
+    x = inputs(recipe, T=200)
+    found = priced(recipe, x)
+    assert found.engine == "linear"
+    counted = flops(recipe, x)
+    products = found.total - found.forward.get("inverse", 0)
+    assert products == pytest.approx(counted, rel=0.01) or (
+        name in BOUNDED and counted < products < 1.5 * counted
+    )
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_one_more_token(name: str) -> None:
+    recipe = LINEAR[name]
+    x = inputs(recipe, T=41, B=1)
+    _, state = generate.run(recipe, x.cut(0, 40))
+    counted = flops(recipe, x.cut(40, 41), state=state)
+    assert priced(recipe, x).decode == pytest.approx(counted, rel=0.01)
+
+
+def test_attention() -> None:
+    recipe = rc.zoo.get("softmax_attention").recipe
+    x = inputs(recipe, T=64)
+    # The platform's count is that of all pairs; a causal kernel does half of them and the diagonal.
+    assert 2 * priced(recipe, x).total == pytest.approx(flops(recipe, x), rel=2 / 64)
+    masked = rc.zoo.get("sliding_window_attention").recipe
+    masked = masked.but(context=context.Similar(within=(context.Window(size=5, gated=False),)))
+    assert priced(masked, x).total == flops(masked, x)
+
+
+REFERENCE: dict[str, rc.Recipe] = {
+    "matrix": R(bias=bias.Huber()),
+    "perceptron": R(memory=memory.MLP()),
+    "gated": R(memory=memory.GatedMLP(residual=False), algorithm=algorithm.Momentum(batch=4)),
+    "window": R(memory=memory.MLP(), context=context.Window(size=3)),
+    "muon": R(bias=bias.Lp(p=3), algorithm=algorithm.Muon()),
+    "muon at the border": R(algorithm=algorithm.Muon(batch=4, every="batch")),
+    "all of the past": R(
+        memory=memory.MLP(),
+        context=context.Prefix(),
+        algorithm=algorithm.GradientDescent(steps=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_reference_engine(name: str) -> None:
+    recipe = REFERENCE[name]
+    x = generate.inputs(recipe, B=1, T=30, H=2, G=2, K=16, V=16, dtype=torch.float32)
+    found = priced(recipe, x)
+    assert found.engine == "reference"
+    # The first tokens of a window see fewer than c associations.
+    assert found.total == pytest.approx(flops(recipe, x), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["muon", "perceptron"])
+def test_the_same_recipe_costs_what_its_engine_takes(name: str) -> None:
+    recipe = REFERENCE[name]
+    assert cost(recipe).total == cost(recipe, method="reference").total
+    assert cost(R()).total > cost(R(), method="reference").total  # chunks trade FLOPs for width
+
+
+# -- state ---------------------------------------------------------------------------------------
+
+
+def test_state_bytes_are_exact() -> None:
+    for index, recipe in generate.valid(120):
+        x = generate.small_inputs(recipe, index)
+        for dtype in (torch.float32, torch.float64)[: 1 + (index % 4 == 0)]:
+            typed = x.map(lambda t, dtype=dtype: t.to(dtype))
+            _, state = generate.run(recipe, typed)
+            found = priced(recipe, typed, dtype_bytes=dtype.itemsize)
+            assert found.state_bytes == state.nbytes, recipe
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        R(),
+        rc.zoo.get("softmax_attention").recipe,
+        R(context=context.Window(size=3), algorithm=algorithm.Momentum()),
+        R(memory=memory.MLP(), algorithm=algorithm.GradientDescent(batch=4)),
+    ],
+)
+def test_state_bytes_under_half_precision(recipe: rc.Recipe) -> None:
+    x = generate.inputs(recipe, T=11, dtype=torch.bfloat16)
+    _, state = generate.run(recipe, x)
+    assert priced(recipe, x, dtype_bytes=2).state_bytes == state.nbytes
+
+
+@pytest.mark.parametrize("name", rc.zoo.names())
+def test_state_of_presets(name: str) -> None:
+    recipe = rc.zoo.get(name).recipe
+    sizes = []
+    for T in (130, 131):
+        x = inputs(recipe, T=T)
+        _, state = generate.run(recipe, x)
+        found = priced(recipe, x)
+        assert found.state_bytes == state.nbytes
+        sizes.append(state.nbytes)
+    assert found.grows == sizes[1] - sizes[0]
+    assert found.cache_grows == (name in ("softmax_attention", "qk_norm_attention"))
+
+
+# -- the rest ------------------------------------------------------------------------------------
+
+
+def test_scaling() -> None:
+    T = 8 * CHUNK
+    once, twice = cost(R(), T=T), cost(R(), T=2 * T)
+    assert twice.total == 2 * once.total
+    assert twice.state == once.state
+    assert cost(R(), T=T, H=3, B=2).total == 6 * once.total
+    assert cost(R(), T=T, B=2).state_bytes == 2 * once.state_bytes
+    assert once.training == 3 * once.total
+    assert cost(R(), T=0).total == 0
+    attention = rc.zoo.get("softmax_attention").recipe
+    assert cost(attention, T=1024).total > 3.9 * cost(attention, T=512).total
+
+
+def test_moved_bytes_hold_inputs_and_outputs() -> None:
+    found = cost(R(), T=8 * CHUNK, K=32, V=16)
+    inputs_and_outputs = 8 * CHUNK * (32 + 16 + 32 + 16 + 1) * 4
+    assert found.moved > inputs_and_outputs
+    assert found.moved == inputs_and_outputs + 2 * 8 * 32 * 16 * 4  # eight chunks' states
+    half = cost(R(), T=8 * CHUNK, K=32, V=16, dtype_bytes=2)
+    assert half.moved < found.moved
+
+
+def test_dear_recipes_say_so() -> None:
+    def notes(**choices: object) -> str:
+        return " ".join(cost(R(**choices)).notes)
+
+    assert "one triangular system per value channel: 64" in notes(
+        retention=retention.Decay(per="value")
+    )
+    assert "orthogonalising" in notes(algorithm=algorithm.Muon())
+    assert "token by token" in notes(
+        retention=retention.Decay(per="key"), algorithm=algorithm.Momentum()
+    )
+    assert notes() == ""
+
+
+def test_data_and_table() -> None:
+    found = cost(R(), H=4)
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["forward_total"] == sum(data["forward"].values())
+    assert data["state_bytes"] == sum(data["state"].values())
+    table = str(found).split("\n")
+    assert table[0].split(maxsplit=1) == ["engine", "linear (triangular solve)"]
+    assert len({line.index(line.split("  ")[-1].lstrip()) for line in table}) == 1  # lined up
+
+
+def test_sizes_are_checked() -> None:
+    with pytest.raises(ValueError, match="K must be at least 1, not 0"):
+        cost(R(), K=0)
+    with pytest.raises(ValueError, match="T must be at least 0"):
+        cost(R(), T=-1)
+    with pytest.raises(rc.RecipeError, match="K = V"):
+        cost(R(memory=memory.MLP()), K=8, V=16)
+    with pytest.raises(ValueError, match="unknown"):
+        cost(R(), method="fast")
+
+
+def test_readable() -> None:
+    assert readable(0, "B") == "0 B"
+    assert readable(1536, "B") == "1.5 KiB"
+    assert readable(999, "FLOP") == "999 FLOP"
+    assert readable(61400, "FLOP") == "61.4 kFLOP"
+    assert readable(2.5e9, "FLOP") == "2.5 GFLOP"

@@ -1,0 +1,502 @@
+"""Explanations: golden texts, every preset and every valid recipe, members of a user's own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from tests.contracts import generate
+from torch import Tensor
+
+import recollect as rc
+from recollect.choices.terms import Term, figure, grouped, power, written
+from recollect.recipe import CHOICES
+
+explain = rc.explain
+module = importlib.import_module("recollect.explain")
+
+R, algorithm, bias, context = rc.Recipe, rc.algorithm, rc.bias, rc.context
+features, memory, retention = rc.features, rc.memory, rc.retention
+
+MONETA = R(
+    memory=memory.MLP(norm="layer"),
+    bias=bias.Lp(p=3),
+    retention=retention.Lq(q=4, form="printed", every="batch", decay=retention.Decay(per="value")),
+    algorithm=algorithm.GradientDescent(batch=16),
+)
+ROBUST = R(bias=bias.Huber(), retention=retention.Lq(q=4), algorithm=algorithm.Muon(batch=32))
+
+
+@rc.member
+class LogCosine(bias.Bias):
+    """A loss alone: nothing is said about how it is written."""
+
+    scale: float | str = rc.quantity("token", above=0, init=1.0)
+
+    def loss(self, prediction: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
+        return (gates["scale"] * torch.cosh(prediction - value).log()).sum(-1)
+
+
+@rc.member
+class Overreach(bias.Bias):
+    """An affine error with b ≠ 1."""
+
+    affine = (1.0, 1.5)
+
+    def error(self, prediction: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
+        return prediction - 1.5 * value
+
+
+@rc.member
+class Squash(retention.Retention):
+    """A link of one's own."""
+
+    def link(self, A: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
+        return torch.tanh(A)
+
+
+@rc.member
+class Doubled(algorithm.Algorithm):
+    """An update of one's own."""
+
+    def update(
+        self, slots: Mapping[str, Tensor], step: algorithm.Step
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        return {}, -2 * step.gradient
+
+
+def lines(found: rc.Explanation, *labels: str) -> list[str]:
+    """The lines of some blocks, laid out."""
+    chosen, here = [], ""
+    for line in str(found).split("\n")[1:]:
+        here = line[:9].strip() or here
+        if here in labels:
+            chosen.append(line)
+    return chosen
+
+
+def without_numbers(text: str) -> list[str]:
+    """Lines, without the count of architectures (it grows) and the FLOPs (chunks are tuned)."""
+    kept = (line for line in text.split("\n") if not line.startswith("cost "))
+    return [re.sub(r"none of the \d+", "none", line) for line in kept]
+
+
+# -- 6-data-model §6.5 ---------------------------------------------------------------------------
+
+
+def test_gated_delta_net() -> None:
+    found = str(explain("gated_delta_net"))
+    assert re.search(
+        r"\ncost     \S+ kFLOP per token and head, 32.8 kFLOP to decode one, at", found
+    )
+    assert without_numbers(found) == [
+        "gated_delta_net",
+        "problem  min  ½‖W k_t − v_t‖²",
+        "write    W_t = α_t W_(t−1) − η_t (α_t W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ",
+        "read     y_t = W_t q_t",
+        "engine   linear (triangular solve)",
+        "needs    gate log_decay [B, T, H] ≤ 0",
+        "         gate lr [B, T, H] ≥ 0",
+        "state    W [64×64]: 16 KiB per row and head at K = V = 64",
+        "has      dynamic decay",
+        "lacks    deep memory, nonlinear capacity, locally optimal, flexible context",
+    ]
+
+
+def test_moneta() -> None:
+    found = explain(MONETA)
+    assert lines(found, "problem", "write", "read") == [
+        "problem  min  ‖k_t + LN(W1 gelu(W2 k_t)) − v_t‖_3^3",
+        "write    A_t = Diag(α_t) A_(t−1) − η_t ∇ℓ(W°; k_t, v_t),   W_t = A_t / ‖A_t‖_4^2",
+        "         W° = W at the start of the inner batch of 16; the link acts at its end",
+        "read     y_t = q_t + LN(W1 gelu(W2 q_t))",
+        "         inside the batch W_t is W° decayed plus the steps, without the link",
+    ]
+    reasons = {name: why[0] for name, why in found.refused.items()}
+    assert reasons["linear"] == "memory.MLP is not linear in its parameters"
+    assert f"         not linear: {reasons['linear']}" in str(found)
+
+
+def test_huber_lq_muon() -> None:
+    found = explain(ROBUST)
+    assert found.title == "Recipe(bias=Huber(), retention=Lq(q=4), algorithm=Muon(batch=32))"
+    assert lines(found, "problem", "write") == [
+        "problem  min  huber_δ(W k_t − v_t)",
+        "write    S_t = θ_t S_(t−1) − huber′(W° k_t, v_t) k_tᵀ;   "
+        "A_t = A_(t−1) + η_t NS5(S_t),   W_t = sign(A_t)|A_t|³ / ‖A_t‖_4²",
+        "         W° = W at the start of the inner batch of 32",
+    ]
+    assert re.fullmatch(r"named    none of the \d+", lines(found, "named")[0])
+    # Newton–Schulz at every token: hundreds of times the gradient (3-algorithms §3.2).
+    price = next(line for line in found.cost.notes if "orthogonalising" in line)
+    times = int(re.search(r"(\d+) times", price)[1])
+    assert 100 < times < 1000
+
+
+# -- one line each -------------------------------------------------------------------------------
+
+L2_STEP = "− η_t (W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ"
+LINEAR = {"bias": bias.DotProduct(), "algorithm": algorithm.GradientDescent(lr=1.0)}
+
+GOLDEN: dict[str, tuple[rc.Recipe, tuple[str, ...]]] = {
+    "linear attention": (R(**LINEAR), ("W_t = W_(t−1) + v_t k_tᵀ",)),
+    "constants are numbers": (
+        R(bias=bias.DotProduct(), retention=retention.Decay(rate=0.9),
+          algorithm=algorithm.GradientDescent(lr=2)),
+        ("W_t = 0.9 W_(t−1) + 2 v_t k_tᵀ",),
+    ),
+    "static numbers have no index": (
+        R(bias=bias.DotProduct(), retention=retention.Decay(rate="static")),
+        ("W_t = α W_(t−1) + η_t v_t k_tᵀ",),
+    ),
+    "delta rule": (R(), (f"W_t = W_(t−1) {L2_STEP}",)),
+    "leaky": (R(retention=retention.Decay()), (f"W_t = α_t W_(t−1) {L2_STEP}",)),
+    "over keys": (
+        R(retention=retention.Decay(per="key")), (f"W_t = W_(t−1) Diag(α_t) {L2_STEP}",),
+    ),
+    "over values": (
+        R(retention=retention.Decay(per="value")), (f"W_t = Diag(α_t) W_(t−1) {L2_STEP}",),
+    ),
+    "over both": (
+        R(retention=retention.Decay(per="key_value"), **LINEAR),
+        ("W_t = Diag(β_t) W_(t−1) Diag(α_t) + v_t k_tᵀ",),
+    ),
+    "per entry": (
+        R(retention=retention.Decay(per="entry", when="before")),
+        ("W_t = α_t ⊙ W_(t−1) − η_t ((α_t ⊙ W_(t−1)) k_t) k_tᵀ + η_t v_t k_tᵀ",),
+    ),
+    "features": (
+        R(features=features.EluPlusOne()),
+        ("W_t = W_(t−1) − η_t (W_(t−1) φ(k_t)) φ(k_t)ᵀ + η_t v_t φ(k_t)ᵀ",),
+    ),
+    "vector": (
+        R(memory=memory.Vector(), retention=retention.Decay(per="key")),
+        ("w_t = α_t ⊙ w_(t−1) − η_t (w_(t−1) ⊙ k_t) ⊙ k_t + η_t v_t ⊙ k_t",),
+    ),
+    "momentum": (
+        R(algorithm=algorithm.Momentum()),
+        ("S_t = θ_t S_(t−1) − η_t (W_(t−1) k_t − v_t) k_tᵀ;   W_t = W_(t−1) + S_t",),
+    ),
+    "momentum of the write": (
+        R(algorithm=algorithm.Momentum(of="value")),
+        ("S_t = θ_t S_(t−1) + η_t v_t k_tᵀ;   W_t = W_(t−1) − η_t (W_(t−1) k_t) k_tᵀ + S_t",),
+    ),
+    "window": (
+        R(context=context.Window(size=4)),
+        ("W_t = W_(t−1) − η_t Σ_(i>t−4) γ_i^(t) (W_(t−1) k_i − v_i) k_iᵀ",),
+    ),
+    "window of a dot product": (
+        R(bias=bias.DotProduct(), context=context.Window(size=4, gated=False)),
+        ("W_t = W_(t−1) + η_t Σ_(i>t−4) v_i k_iᵀ",),
+    ),
+    "implicit": (
+        R(algorithm=algorithm.Implicit()),
+        (f"W_t = W_(t−1) {L2_STEP}", "η_t = δ_t/(1 + δ_t ‖k_t‖²)"),
+    ),
+    "projection": (
+        R(algorithm=algorithm.Normalized()),
+        (f"W_t = W_(t−1) {L2_STEP}", "η_t = 1/‖k_t‖²"),
+    ),
+    "probe": (
+        R(bias=bias.L2(probe=bias.Probe(write="probe", per="key"))),
+        ("W_t = W_(t−1) − (W_(t−1) w_t) (a_t ⊙ w_t)ᵀ + η_t v_t k_tᵀ",),
+    ),
+    "sub-steps": (
+        R(algorithm=algorithm.GradientDescent(steps=2)),
+        (
+            "W_(t,j) = W_(t,j−1) − η_tj (W_(t,j−1) k_tj) k_tjᵀ + η_tj v_tj k_tjᵀ",
+            "j = 1..2;   W_(t,0) = W_(t−1),   W_t = W_(t,2)",
+        ),
+    ),
+    "inner batch": (
+        R(algorithm=algorithm.GradientDescent(batch=8)),
+        (
+            "W_t = W_(t−1) − η_t (W° k_t) k_tᵀ + η_t v_t k_tᵀ",
+            "W° = W at the start of the inner batch of 8",
+        ),
+    ),
+    "the mean of a batch": (
+        R(memory=memory.MLP(depth=1, norm="layer"),
+          algorithm=algorithm.GradientDescent(batch=16, reduce="mean")),
+        (
+            "W_t = W° − τ_t Σ_(s≤t) η_s ∇ℓ(W°; k_s, v_s)",
+            "τ_t = 1/(place in the batch); W° and s begin with the inner batch of 16",
+        ),
+    ),
+    "at the border": (
+        R(algorithm=algorithm.Muon(batch=16, every="batch"), retention=retention.Decay()),
+        (
+            "S_t = θ_t S_(t−1) − (W° k_t − v_t) k_tᵀ",
+            "W_t = α_b W° + η̄ NS5(S_t) at the last token of the inner batch",
+            "α_b = Π α_t, η̄ = mean η_t over the inner batch; tokens in it read W°",
+            "W° = W at the start of the inner batch of 16",
+        ),
+    ),
+    "a proximal step": (
+        R(retention=retention.ElasticNet(form="proximal", tau=0.5)),
+        (f"Z_t = W_(t−1) {L2_STEP}", "W_t = soft(Z_t, 0.5)"),
+    ),
+    "a divergence": (
+        R(retention=retention.FDivergence(), **LINEAR),
+        ("W_t = W_(t−1) ⊙ g(v_t k_tᵀ − ζ_t)",),
+    ),
+    "all of the past": (
+        R(context=context.Prefix(decay=0.9), algorithm=algorithm.GradientDescent(lr=1.0)),
+        ("W_t = W_0 − Σ_(i≤t) 0.9^(t−i) (W_0 k_i − v_i) k_iᵀ",),
+    ),
+    "adam": (
+        R(algorithm=algorithm.Adam(lr=1.0)),
+        (
+            "g_t = (W_(t−1) k_t − v_t) k_tᵀ",
+            "m_t = 0.9 m_(t−1) + 0.1 g_t",
+            "u_t = 0.999 u_(t−1) + 0.001 g_t²",
+            "W_t = W_(t−1) − m̂_t/(√û_t + 1e−08)",
+        ),
+    ),
+    "a loss of one's own": (
+        R(bias=LogCosine()), ("W_t = W_(t−1) − η_t logcosine′(W_(t−1) k_t, v_t) k_tᵀ",),
+    ),
+    "an affine error of one's own": (
+        R(bias=Overreach(), retention=retention.Decay(when="before")),
+        ("W_t = α_t W_(t−1) − η_t (α_t W_(t−1) k_t) k_tᵀ + 1.5 η_t v_t k_tᵀ",),
+    ),
+    "a link of one's own": (
+        R(retention=Squash(), **LINEAR), ("A_t = A_(t−1) + v_t k_tᵀ,   W_t = squash(A_t)",),
+    ),
+    "an update of one's own": (
+        R(algorithm=Doubled()),
+        ("g_t = (W_(t−1) k_t − v_t) k_tᵀ;   W_t = W_(t−1) + doubled(g_t)",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_write(case: str) -> None:
+    recipe, expected = GOLDEN[case]
+    assert explain(recipe).write == expected
+
+
+PROBLEMS: dict[str, tuple[rc.Recipe, str]] = {
+    "dot product": (R(**LINEAR), "−⟨W k_t, v_t⟩"),
+    "a sum keeps its sign in front": (
+        R(bias=bias.DotProduct(), context=context.Window(size=3, gated=False)),
+        "−Σ_(i>t−3) ⟨W k_i, v_i⟩",
+    ),
+    "two terms under one sum": (
+        R(bias=bias.ValueRobust(radius=0.1), context=context.Window(size=3, gated=False)),
+        "Σ_(i>t−3) (½‖W k_i − v_i‖² + 0.1 ‖W k_i − v_i‖)",
+    ),
+    "an affine error": (R(bias=Overreach()), "½‖W k_t − 1.5 v_t‖²"),
+    "a loss alone": (R(bias=LogCosine()), "logcosine(W k_t, v_t)"),
+    "the residual adds the key before features": (
+        R(memory=memory.MLP(), features=features.Polynomial()),
+        "½‖k_t + W1 gelu(W2 φ(k_t)) − v_t‖²",
+    ),
+    "softmax attention": (
+        R(memory=memory.LocalConstant(), context=context.Similar(), algorithm=algorithm.Analytic()),
+        "Σ_(i≤t) s(k_i, q_t) ½‖w − v_i‖²",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_problem(case: str) -> None:
+    recipe, expected = PROBLEMS[case]
+    assert explain(recipe).problem == expected
+
+
+def test_read() -> None:
+    def read(**options: object) -> str:
+        return explain(R(memory=memory.Matrix(read=memory.Read(**options)), **LINEAR)).read[0]
+
+    assert read() == "y_t = W_t q_t"
+    assert read(normalize="sum") == "y_t = W_t q_t / (n_t·q_t)"
+    assert read(normalize="floor") == "y_t = W_t q_t / max(|n_t·q_t|, 1)"
+    assert read(when="before", bonus="static") == "y_t = W_(t−1) q_t + ⟨q_t, u ⊙ k_t⟩ v_t"
+    assert read(bonus=-0.5) == "y_t = W_t q_t − 0.5 ⟨q_t, k_t⟩ v_t"
+    softmax = explain("softmax_attention")
+    assert softmax.read == ("y_t = Σ_(i≤t) s(k_i, q_t) v_i / Σ_(i≤t) s(k_i, q_t)",)
+    assert softmax.where == ("s(k, q) = exp(k·q/√K)",)
+
+
+# -- everything that is valid --------------------------------------------------------------------
+
+
+def test_valid_recipes_explain() -> None:
+    for _, recipe in generate.valid(150):
+        found = explain(recipe)
+        equations = "\n".join((found.problem, *found.write, *found.read))
+        # No sign meets another, no factor of 1, no empty factor, no Python in an equation.
+        assert not re.search(r"[−+] [−+]|\(\)|None|nan|inf\b|  [−+]|(?<![\w.])1 \w", equations), (
+            found
+        )
+        assert found.engine == "reference" or found.engine not in found.refused
+        json.dumps(found.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("name", rc.zoo.names())
+def test_presets_explain(name: str) -> None:
+    found = explain(name)
+    assert str(found).startswith(f"{name}\nproblem  min  ")
+    assert name in [match.name for match in found.named]
+    assert found == explain(rc.zoo.get(name))
+    blocks = [line[:9].strip() for line in str(found).split("\n")[1:]]
+    order = [
+        "problem",
+        "write",
+        "read",
+        "where",
+        "engine",
+        "named",
+        "needs",
+        "state",
+        "cost",
+        "has",
+    ]
+    seen = [block for block in blocks if block in order]
+    assert seen == [label for label in order if label in blocks]
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+def names(recipe: rc.Recipe | str) -> set[str]:
+    return {match.name for match in explain(recipe).named}
+
+
+def test_systems_with_one_recipe_are_named_together() -> None:
+    assert names("retnet") == {"retnet", "lightning_attention"}
+    apart = {match.name: dict(match.apart) for match in explain("retnet").named}
+    schedules = {name: options["gates.decay.schedule"] for name, options in apart.items()}
+    assert schedules == {"retnet": "dyadic", "lightning_attention": "alibi"}
+    assert apart["retnet"]["rope"] == 10000.0
+    assert "rope" not in apart["lightning_attention"]
+    assert explain("lightning_attention").named[0].name == "lightning_attention"
+    assert {"softmax_attention", "qk_norm_attention"} == names("softmax_attention")
+    gla = R(bias=bias.DotProduct(), retention=retention.Decay(per="key"),
+            algorithm=algorithm.GradientDescent(lr=1.0))  # fmt: skip
+    assert "gla" in names(gla)
+
+
+def test_names_follow_canonical_forms() -> None:
+    assert names(R(algorithm=algorithm.Momentum(momentum=0.0))) == {"delta_net"}
+    assert names(R(memory=memory.MLP(depth=1, residual=False))) == {"delta_net"}
+    assert names(R(context=context.Window(size=1, gated=False))) == {"delta_net"}
+
+
+def test_names_ignore_sizes() -> None:
+    def window(size: int) -> rc.Recipe:
+        within = (context.Window(size=size, gated=False),)
+        return rc.zoo.get("softmax_attention").recipe.but(context=context.Similar(within=within))
+
+    assert names(window(7)) == names(window(512)) == {"sliding_window_attention"}
+    fingerprint = module.fingerprint
+    small, large = memory.MLP(expansion=2), memory.MLP(expansion=8)
+    assert fingerprint(R(memory=small)) == fingerprint(R(memory=large))
+    assert fingerprint(MONETA) == fingerprint(
+        MONETA.but(algorithm=algorithm.GradientDescent(batch=64))
+    )
+    # Several sub-steps or maps are another system than one; how many does not matter.
+    one, two, four = (R(algorithm=algorithm.GradientDescent(steps=n)) for n in (1, 2, 4))
+    assert fingerprint(one) != fingerprint(two) == fingerprint(four)
+    # Numbers that are no sizes count.
+    assert fingerprint(R(bias=bias.Lp(p=3))) != fingerprint(R(bias=bias.Lp(p=4)))
+
+
+# -- properties ----------------------------------------------------------------------------------
+
+
+def test_properties() -> None:
+    def having(recipe: rc.Recipe) -> set[str]:
+        return {name for name, holds in module.properties(recipe).items() if holds}
+
+    assert having(R()) == set()
+    assert having(R(retention=retention.Decay(rate=0.9))) == set()  # decays, whatever the token
+    assert having(R(retention=retention.Decay())) == {"dynamic decay"}
+    assert having(MONETA) == {"dynamic decay", "deep memory"}
+    assert having(R(features=features.Relu())) == set()
+    assert having(R(features=features.Polynomial(degree=1))) == set()
+    assert having(R(features=features.Polynomial(degree=2))) == {"nonlinear capacity"}
+    assert having(R(algorithm=algorithm.Muon())) == {"locally optimal"}
+    assert having(R(algorithm=algorithm.Muon(newton_steps=0))) == set()
+    assert having(R(context=context.Window(size=2))) == {"flexible context"}
+    assert having(R(context=context.Window(size=1))) == set()
+
+
+# -- the rest ------------------------------------------------------------------------------------
+
+
+def test_what_a_recipe_needs() -> None:
+    found = explain(MONETA)
+    assert "gate log_decay [B, T, H, V] ≤ 0" in str(found)
+    assert "param norm_weight [H, V]" in str(found)
+    assert found.init == ("W2 [256×64]", "W1 [64×256]")
+    assert explain(R()).init == ()
+
+
+def test_method_is_explained_as_asked() -> None:
+    found = explain(R(), method="reference")
+    assert (found.engine, found.cost.engine) == ("reference", "reference")
+    with pytest.raises(rc.RecipeError, match="cannot run"):
+        explain(MONETA, method="linear")
+
+
+def test_what_is_no_recipe_is_refused() -> None:
+    with pytest.raises(rc.RecipeError, match="no architecture named"):
+        explain("gated_delta_nt")
+    with pytest.raises(rc.RecipeError, match="not int"):
+        explain(3)
+
+
+def test_terms() -> None:
+    a, b = Term(("a",)), Term(("b",), -2.0)
+    assert written((a, b)) == "a − 2 b"
+    assert written((-a, -b)) == "−a + 2 b"
+    assert written((b.times("η", -0.5), a.times(0.0))) == "η b"
+    assert written(()) == "0"
+    assert [grouped(x) for x in ("a b", "(a b)", "f(a b)", "−a")] == [
+        "(a b)", "(a b)", "f(a b)", "(−a)",
+    ]  # fmt: skip
+    assert (power(2), power(-1), power(0.5), power(1)) == ("²", "⁻¹", "^0.5", "")
+    assert (figure(-0.25), figure("η")) == ("−0.25", "η")
+
+
+def test_members_as_one_would_type_them() -> None:
+    recipe = R(
+        memory=memory.LocalConstant(),
+        context=context.Similar(within=(context.Window(size=4, gated=False),)),
+        algorithm=algorithm.Analytic(),
+    )
+    assert explain(recipe).title == (
+        "Recipe(memory=LocalConstant(), context=Similar(within=(Window(size=4, gated=False),)), "
+        "algorithm=Analytic())"
+    )
+    assert explain(R()).title == "Recipe()"
+
+
+# -- the documentation ---------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_every_member_is_documented() -> None:
+    text = (DOCS / "recipe.md").read_text(encoding="utf-8")
+    for choice in (*CHOICES, "read", "probe"):
+        for member in generate.members(choice):
+            assert f"`{member.__name__}" in text, (
+                f"docs/recipe.md does not mention {member.__name__}"
+            )
+
+
+def test_documented_explanations_are_what_is_printed() -> None:
+    text = (DOCS / "explain.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)
+    recipes = {str(explain(recipe)) for recipe in ("gated_delta_net", MONETA, ROBUST)}
+    # The first line is the recipe as it was typed.
+    found = {tuple(without_numbers(text)[1:]) for text in blocks}
+    assert found == {tuple(without_numbers(text)[1:]) for text in recipes}
