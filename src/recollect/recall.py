@@ -1,7 +1,8 @@
 """The functional face: `recall` memorises and reads, `read` only reads.
 
 Everything that is the same for all engines happens here, once: checks, packing, padding, grouped
-query heads, several associations per token, and the normaliser. Engines see dense right-padded rows.
+query heads, several associations per token, and the normaliser. Engines see dense right-padded
+rows.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def recall(
         state: continue from here; not together with ``init``.
         method: ``"auto"``, ``"reference"``, or an engine's name.
         causal: False memorises everything first and then reads.
-        attention_mask: ``[B, T]``, nonzero at real tokens; masked ones leave the state untouched and
-            read 0.
+        attention_mask: ``[B, T]``, nonzero at real tokens; masked ones leave the state untouched
+            and read 0.
         cu_seqlens: ``[N + 1]`` borders of N documents packed in one row (B = 1); the memory starts
             anew at each, and states have one row per document.
         chunk_size: an execution detail; it does not change results.
@@ -71,7 +72,8 @@ def recall(
         (float64 when an input is), attached to autograd.
 
     Raises:
-        RecipeError: gates or params missing, unknown or of the wrong shape; a method that cannot run.
+        RecipeError: gates or params missing, unknown or of the wrong shape; a method that cannot
+        run.
         ValueError: tensors whose shapes, devices or dtypes do not fit, or with NaN.
     """
     gates, params = dict(gates or {}), dict(params or {})
@@ -86,13 +88,17 @@ def recall(
             "only see the end: use context.Similar(kernel=...) without within"
         )
     engine = select(recipe, method).engine
-    for x in () if init is None else (init,) if isinstance(init, Tensor) else init:
-        _refuse_nan("init", x, tokens=False)
+    starts = () if init is None else (init,) if isinstance(init, Tensor) else init
+    if any(_suspicious(x) and bool(x.isnan().any()) for x in starts):
+        raise ValueError("init has a NaN: every output would be one; mend its source")
     if cu_seqlens is not None and init is not None:
         # Documents are grouped by length below, so each takes its own start along.
         state = initial_state(
             recipe,
-            **{"B": cu_seqlens.numel() - 1, "H": k.shape[2], "K": k.shape[-1], "V": v.shape[-1]},
+            B=cu_seqlens.numel() - 1,
+            H=k.shape[2],
+            K=k.shape[-1],
+            V=v.shape[-1],
             dtype=state_dtype(q, k, v),
             device=k.device,
             init=init,
@@ -154,7 +160,10 @@ def _run(
     if state is None:
         state = initial_state(
             recipe,
-            **{"B": B, "H": H, "K": k.shape[-1], "V": v.shape[-1]},
+            B=B,
+            H=H,
+            K=k.shape[-1],
+            V=v.shape[-1],
             dtype=dtype,
             device=k.device,
             init=init,
@@ -251,9 +260,7 @@ def read(
         diagonal = recipe.memory.diagonal
         H, V = last.shape[-2 if diagonal else -3], last.shape[-1 if diagonal else -2]
         dtype = state_dtype(q)
-        state = initial_state(
-            recipe, B=B, H=H, K=K, V=V, dtype=dtype, device=q.device, init=init
-        )
+        state = initial_state(recipe, B=B, H=H, K=K, V=V, dtype=dtype, device=q.device, init=init)
     if state.rows != B:
         raise ValueError(f"q has {B} rows and the state has {state.rows}")
     H, held_k, V = state.sizes

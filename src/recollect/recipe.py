@@ -77,7 +77,9 @@ class Recipe:
         """Engines know numbers by name alone, however they are given: a name has one owner."""
         held: dict[str, list[str]] = {}
         for part in self.members():
-            asked = {item.name for item in (*part.gates(), *part.params())} | part.constants().keys()
+            asked = {
+                item.name for item in (*part.gates(), *part.params())
+            } | part.constants().keys()
             for name in sorted({name.removeprefix("log_") for name in asked}):
                 held.setdefault(name, []).append(part.title)
         for name, titles in held.items():
@@ -92,7 +94,8 @@ class Recipe:
                 if count > 1:
                     owners = " and ".join(item.owner for item in asked if item.name == name)
                     yield (
-                        f"the {what} {name!r} is asked for by {owners}: give one of them a constant "
+                        f"the {what} {name!r} is asked for by {owners}: give one of them a "
+                        "constant "
                         "or drop it"
                     )
 
@@ -158,7 +161,8 @@ class Recipe:
         """
         if getattr(self.memory, "residual", False) and K != V:
             raise RecipeError(
-                f"{self.memory.title}(residual=True) adds the key to the prediction and needs K = V, "
+                f"{self.memory.title}(residual=True) adds the key to the prediction and needs K "
+                "= V, "
                 f"not K = {K} and V = {V}: use residual=False or equal sizes"
             )
         F = self.features.dim(K)
@@ -186,7 +190,7 @@ class Recipe:
         return dataclasses.replace(self, **changes)
 
     def canonical(self) -> Recipe:
-        """The simplest recipe with the same meaning, by the named rewrites of `recollect.rewrites`."""
+        """The simplest recipe with the same meaning, by the rewrites of `recollect.rewrites`."""
         recipe = self
         while True:
             before = recipe
@@ -245,7 +249,8 @@ def _joint_rules(recipe: Recipe) -> Iterator[str]:
         return
     if not recipe.features.finite:
         yield (
-            f"{recipe.features.title} has infinitely many features, which {memory.title} cannot hold "
+            f"{recipe.features.title} has infinitely many features, which {memory.title} cannot "
+            "hold "
             "as weights: use features.Taylor(), or memory.LocalConstant() with "
             "context.Similar(kernel=...)"
         )
@@ -277,7 +282,10 @@ def _nonparametric_rules(recipe: Recipe) -> Iterator[str]:
             f"{recipe.context.title} states no similarity: use context.Similar()"
         )
     if recipe.bias.affine is None or recipe.bias.probe is not None:
-        yield f"{memory} has no closed form under {recipe.bias.title}: use bias.L2() or DotProduct()"
+        yield (
+            f"{memory} has no closed form under {recipe.bias.title}: use bias.L2() or "
+            "bias.DotProduct()"
+        )
     retention = recipe.retention
     if retention.decay is not None or retention.linked or not retention.additive:
         yield (
@@ -286,7 +294,8 @@ def _nonparametric_rules(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.features != Identity():
         yield (
-            f"{memory} compares keys through context.Similar(kernel=...), so {recipe.features.title} "
+            f"{memory} compares keys through context.Similar(kernel=...), so "
+            f"{recipe.features.title} "
             "has no place: use features.Identity()"
         )
 
@@ -298,7 +307,8 @@ def _read_rules(recipe: Recipe) -> Iterator[str]:
         what = f"memory.Read(normalize={read.normalize!r})"
         if recipe.bias.affine is None or recipe.bias.affine[0] != 0:
             yield (
-                f"{what} divides by a dot-product memory of ones, which {recipe.bias.title} is not: "
+                f"{what} divides by a dot-product memory of ones, which {recipe.bias.title} is "
+                "not: "
                 "use bias.DotProduct()"
             )
         if not algorithm.linear:

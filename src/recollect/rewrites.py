@@ -93,7 +93,7 @@ def _no_momentum(recipe: Recipe) -> Recipe:
 
 
 def _unorthogonalised(recipe: Recipe) -> Recipe:
-    """Muon with no Newton–Schulz step and η inside is momentum; so it is outside if η is constant."""
+    """Muon without Newton–Schulz and with η inside is momentum; outside too if η is constant."""
     a = recipe.algorithm
     if (
         isinstance(a, Muon)
@@ -108,12 +108,7 @@ def _unorthogonalised(recipe: Recipe) -> Recipe:
 def _single_mean(recipe: Recipe) -> Recipe:
     """The mean over an inner batch of one token is its sum."""
     a = recipe.algorithm
-    if (
-        isinstance(a, GradientDescent)
-        and a.reduce == "mean"
-        and a.batch == 1
-        and a.offset == 0.0
-    ):
+    if isinstance(a, GradientDescent) and a.reduce == "mean" and a.batch == 1 and a.offset == 0.0:
         return recipe.but(algorithm=dataclasses.replace(a, reduce="sum"))
     return recipe
 

@@ -166,5 +166,3 @@ def bench(
         typer.echo(f"{what}: {ratio:.2f}")
     if save is not None:
         typer.echo(f"saved: {save}")
-
-

@@ -597,7 +597,7 @@ def decode(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     cls = registered(data.get("member"))
-    names = {field.name for field in cls._fields()}
+    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(data) - names - {"member"})
     if unknown:
         raise RecipeError(f"{cls.__name__} has no field {unknown[0]!r}; it has {sorted(names)}")

@@ -252,7 +252,8 @@ class _Linked(Retention):
     """What the members with a mirror map share: a decay and ``every``."""
 
     def validate(self) -> None:
-        if self.decay is not None and not isinstance(self.decay, Decay):
+        # The slot admits any retention, whatever its annotation says.
+        if self.decay is not None and type(self.decay) is not Decay:
             raise RecipeError(
                 f"{self.title}(decay=...) must be retention.Decay(...), not {self.decay.title}"
             )

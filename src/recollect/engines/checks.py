@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,8 @@ def check_call(
             raise ValueError(f"{name} must be floating point, not {x.dtype}")
         if x.dtype != q.dtype:
             raise ValueError(
-                f"q, k and v must share one dtype; {name} is {x.dtype} and q is {q.dtype}: cast them"
+                f"q, k and v must share one dtype; {name} is {x.dtype} and q is {q.dtype}: cast "
+                "them"
             )
         if x.device != q.device:
             raise ValueError(
@@ -61,11 +63,13 @@ def check_call(
             )
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
-            f"k and v must agree in all axes but the last; k is {list(k.shape)} and v {list(v.shape)}"
+            f"k and v must agree in all axes but the last; k is {list(k.shape)} and v "
+            f"{list(v.shape)}"
         )
     if n > 1 and k.shape[3] != n:
         raise ValueError(
-            f"this recipe takes {n} associations per token, so k and v need axis 3 of size {n}, not "
+            f"this recipe takes {n} associations per token, so k and v need axis 3 of size {n}, "
+            "not "
             f"{k.shape[3]}"
         )
     if q.shape[:2] != k.shape[:2]:
@@ -78,7 +82,8 @@ def check_call(
         )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"q has {q.shape[2]} heads, which must be a positive multiple of the {k.shape[2]} of k and v"
+            f"q has {q.shape[2]} heads, which must be a positive multiple of the {k.shape[2]} of "
+            "k and v"
         )
     K, V = k.shape[-1], v.shape[-1]
     if K == 0 or V == 0:
@@ -88,7 +93,9 @@ def check_call(
     if state is not None and init is not None:
         raise RecipeError("init and state exclude each other: a state already holds its memory")
     if mask is not None and borders is not None:
-        raise ValueError("attention_mask and cu_seqlens exclude each other: packed rows have no padding")
+        raise ValueError(
+            "attention_mask and cu_seqlens exclude each other: packed rows have no padding"
+        )
     if mask is not None:
         found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         if found != list(k.shape[:2]):
@@ -108,7 +115,8 @@ def check_call(
             )
         if state.position.device != k.device:
             raise ValueError(
-                f"the state is on {state.position.device} and k on {k.device}: use state.to(device=...)"
+                f"the state is on {state.position.device} and k on {k.device}: use "
+                "state.to(device=...)"
             )
         _check_state(recipe, state, K, V)
 
@@ -119,17 +127,26 @@ def _check_state(recipe: Recipe, state: State, K: int, V: int) -> None:
     held = None if buffer is None else buffer.k.shape[1]
     asked = {gate.name for gate in recipe.gates()}
     pairs = (
-        ("weights of shapes", [list(w.shape[2:]) for w in state.weights], [list(s) for s in shapes]),
+        (
+            "weights of shapes",
+            [list(w.shape[2:]) for w in state.weights],
+            [list(s) for s in shapes],
+        ),
         ("slots", sorted(state.slots), sorted(recipe.algorithm.slots)),
         ("a memory of ones", state.ones is not None, read.normalize != "none"),
         ("a scale", state.log_scale is not None, read.normalize == "floor"),
         ("associations kept", held, held if buffer is None else recipe.span or held),
-        ("gates kept", sorted(asked & set(buffer.rates)) if buffer else sorted(asked), sorted(asked)),
+        (
+            "gates kept",
+            sorted(asked & set(buffer.rates)) if buffer else sorted(asked),
+            sorted(asked),
+        ),
     )
     for what, has, needs in pairs:
         if has != needs:
             raise RecipeError(
-                f"this state belongs to another recipe: it has {what} {has}, and this one needs {needs}"
+                f"this state belongs to another recipe: it has {what} {has}, and this one needs "
+                f"{needs}"
             )
 
 
@@ -140,7 +157,7 @@ def _check_borders(borders: Tensor, k: Tensor) -> int:
     if not tensor or borders.dim() != 1 or borders.numel() < 2 or borders.is_floating_point():
         raise ValueError("cu_seqlens must be a tensor of whole numbers [N + 1], from 0 to T")
     ends = borders.tolist()
-    if ends[0] != 0 or ends[-1] != k.shape[1] or any(a > b for a, b in zip(ends, ends[1:])):
+    if ends[0] != 0 or ends[-1] != k.shape[1] or any(a > b for a, b in itertools.pairwise(ends)):
         raise ValueError(
             f"cu_seqlens must rise from 0 to T = {k.shape[1]} without falling, not {_short(ends)}"
         )
@@ -174,11 +191,14 @@ def check_gates(
         gate = asked[name]
         shape = _wanted(gate, recipe, sizes, lead)
         raise RecipeError(
-            f"gate {name!r} is missing: {gate.owner} needs it with shape {shape}, values {gate.range}"
+            f"gate {name!r} is missing: {gate.owner} needs it with shape {shape}, values "
+            f"{gate.range}"
         )
     if unknown:
         needs = ", ".join(sorted(asked)) or "none"
-        raise RecipeError(f"gate {sorted(unknown)[0]!r} is unknown to this recipe, which needs: {needs}")
+        raise RecipeError(
+            f"gate {sorted(unknown)[0]!r} is unknown to this recipe, which needs: {needs}"
+        )
     for name, gate in asked.items():
         x, shape = gates[name], _wanted(gate, recipe, sizes, lead)
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -210,7 +230,8 @@ def check_values(recipe: Recipe, gates: Mapping[str, Tensor], params: Params) ->
             low
             if span.low is not None and (low < span.low or (span.low_open and low == span.low))
             else high
-            if span.high is not None and (high > span.high or (span.high_open and high == span.high))
+            if span.high is not None
+            and (high > span.high or (span.high_open and high == span.high))
             else None
         )
         if bad is not None:
@@ -239,7 +260,9 @@ def check_params(
         )
     if unknown:
         needs = ", ".join(sorted(asked)) or "none"
-        raise RecipeError(f"param {sorted(unknown)[0]!r} is unknown to this recipe, which needs: {needs}")
+        raise RecipeError(
+            f"param {sorted(unknown)[0]!r} is unknown to this recipe, which needs: {needs}"
+        )
     for name, param in asked.items():
         shape, x = [H, *(sizes[axis] for axis in param.axes)], params[name]
         if not isinstance(x, Tensor) or not x.is_floating_point():

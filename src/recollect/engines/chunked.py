@@ -30,7 +30,6 @@ def chunk_length(*, solves: bool, cpu: bool = True) -> int:
     return 32 if solves and cpu else 64
 
 
-
 def chunked(
     q: Tensor,
     k: Tensor,

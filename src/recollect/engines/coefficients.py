@@ -1,6 +1,7 @@
 """Coefficient matrices of one chunk: decay, momentum, step and window as one small matrix per head.
 
-With P^a[t, i] = Π_{j=i+1..t} a_j (lower triangular, ones on the diagonal), the state after token t of
+With P^a[t, i] = Π_{j=i+1..t} a_j (lower triangular, ones on the diagonal), the state after token t
+of
 a chunk that began with A°, S° is
 
     A_t = a_t A° + m_t S° + Σ_i E[t, i] (contribution of step i),   E = P^α diag(σ) P^θ,
@@ -20,14 +21,14 @@ from torch import Tensor
 __all__ = ["Coefficients", "coefficients", "cumulated", "decay_matrix", "product_matrix", "shift"]
 
 FORGOTTEN = -1e3
-"""A log decay at which nothing is left in float64; lower ones are cut here, so that −inf has no NaN."""
+"""A log decay at which nothing is left in float64; lower ones are cut here: −inf has no NaN."""
 
 
 def cumulated(log_decay: Tensor, dim: int) -> Tensor:
     """Inclusive sums of log decays in float64.
 
-    A chunk may hold both −50 and −0.01 per token: in float32 their sum would lose the small ones, and
-    differences of these sums are what is needed.
+    A chunk may hold both −50 and −0.01 per token: in float32 their sum would lose the small ones,
+    and differences of these sums are what is needed.
     """
     return log_decay.double().clamp_min(FORGOTTEN).cumsum(dim)
 

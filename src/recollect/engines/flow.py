@@ -74,7 +74,7 @@ class Flow:
         # The same rows are scaled the same way for the system, the read-out and the start.
         self._scaled: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
 
-    def _rows(self, x: Tensor, like: Tensor, dim: int) -> Tensor:
+    def spread(self, x: Tensor, like: Tensor, dim: int) -> Tensor:
         """Numbers per token spread over the rows that ``like`` has per token."""
         each = like.shape[-2] // self.tokens
         return x if each == 1 else x.repeat_interleave(each, dim=dim)
@@ -87,7 +87,7 @@ class Flow:
         if key not in self._scaled:
             total = shift(self.total, -2, 0.0) if how == "earlier" else self.total
             total = -total if how == "back" else total
-            factor = self._rows(total.exp().to(x.dtype), x, -2)
+            factor = self.spread(total.exp().to(x.dtype), x, -2)
             self._scaled[key] = (x, x * factor)  # x is kept, so that its id stays its own
         return self._scaled[key][1]
 
@@ -114,7 +114,7 @@ class Flow:
         E = self.table.P if at_once else self.table.E
         if predict:
             E = self.table.matrix_before(E, decayed=self.before)
-        E = self._rows(self._rows(E, x, -2), y, -1)
+        E = self.spread(self.spread(E, x, -2), y, -1)
         return (x @ y.mT) * E
 
     def from_start(self, x: Tensor, *, predict: bool) -> Tensor:
@@ -124,7 +124,7 @@ class Flow:
         a = self.table.a
         if predict:
             a = self.table.before(a, decayed=self.before, first=1.0)
-        return x * self._rows(a, x, -1).unsqueeze(-1)
+        return x * self.spread(a, x, -1).unsqueeze(-1)
 
     def from_momentum(self, x: Tensor, *, predict: bool) -> Tensor:
         """x times the coefficient of S° at its token."""
@@ -132,29 +132,29 @@ class Flow:
         m = self.table.m
         if predict:
             m = self.table.before(m, decayed=self.before, first=0.0)
-        return x * self._rows(m, x, -1).unsqueeze(-1)
+        return x * self.spread(m, x, -1).unsqueeze(-1)
 
     def to_end(self, y: Tensor, *, at_once: bool = False) -> Tensor:
         """y times the coefficient of its step in A_C."""
         if self.total is not None:
             rest = (self.total[..., -1:, :] - self.total).exp().to(y.dtype)
-            return y * self._rows(rest, y, -2)
+            return y * self.spread(rest, y, -2)
         if self.table is None:
             return y
         E = self.table.P if at_once else self.table.E
-        return y * self._rows(E[..., -1, :], y, -1).unsqueeze(-1)
+        return y * self.spread(E[..., -1, :], y, -1).unsqueeze(-1)
 
     def to_momentum(self, y: Tensor) -> Tensor:
         """y times the coefficient of its step in S_C."""
         assert self.table is not None and self.table.theta is not None
-        return y * self._rows(self.table.theta[..., -1, :], y, -1).unsqueeze(-1)
+        return y * self.spread(self.table.theta[..., -1, :], y, -1).unsqueeze(-1)
 
     def value_to_end(self, values: Tensor) -> Tensor:
         """Values times their channels' decay to the end of the chunk."""
         if self.total_v is None:
             return values
         rest = (self.total_v[..., -1:, :] - self.total_v).exp().to(values.dtype)
-        return values * self._rows(rest, values, -2)
+        return values * self.spread(rest, values, -2)
 
     def kept(self, like: Tensor) -> Tensor:
         """The factor of A° in A_C, on the transposed state: ``[N, B, H, K or 1, V or 1]``."""
@@ -185,7 +185,7 @@ def solve(
     starts, moments, Z, Zs = _scan(flow, streams, unknown, N, N_s, Z, Zs)
     y = flow.from_start(queries, predict=False) @ starts
     if flow.total_v is not None:
-        y = y * flow._rows(flow.total_v.exp().to(y.dtype), queries, -2)
+        y = y * flow.spread(flow.total_v.exp().to(y.dtype), queries, -2)
     if moments is not None:
         y = _plus(y, flow.from_momentum(queries, predict=False), moments)
     if streams.known is not None:

@@ -43,17 +43,15 @@ def _block_drop(total: Tensor, reference: Tensor) -> float:
     return float((reference - total).detach().amax()) if total.numel() else 0.0
 
 
-def decayed_gram(
-    x: Tensor, x_total: Tensor, y: Tensor, y_total: Tensor, *, strict: bool
-) -> Tensor:
+def decayed_gram(x: Tensor, x_total: Tensor, y: Tensor, y_total: Tensor, *, strict: bool) -> Tensor:
     """``[..., C a, K], [..., C b, K] -> [..., C a, C b]``; zero where y is later than x.
 
     For chunks that decay too far to be absorbed at once (ways 2 and 3).
 
     Args:
         x, y: a (or b) rows per token, tokens in order.
-        x_total, y_total: float64 cumulated log decays per token ``[..., C, K]``; x's may lag one token
-            behind.
+        x_total, y_total: float64 cumulated log decays per token ``[..., C, K]``; x's may lag one
+            token behind.
         strict: whether y's own token is excluded.
     """
     C = x_total.shape[-2]
@@ -123,7 +121,8 @@ def decayed_mix(scores: Tensor, values: Tensor, total: Tensor) -> Tensor:
     """Σ_i scores[t, i] exp(total[t, v] − total[i, v]) values[i, v] for causal scores.
 
     Args:
-        scores: ``[..., C g, C b]``, g query rows and b value rows per token, zero above the diagonal.
+        scores: ``[..., C g, C b]``, g query rows and b value rows per token, zero above the
+        diagonal.
         values: ``[..., C b, V]``.
         total: float64 cumulated log decays per token and value channel ``[..., C, V]``.
     """
@@ -154,9 +153,7 @@ def decayed_mix(scores: Tensor, values: Tensor, total: Tensor) -> Tensor:
                 own.unflatten(-2, (size, b)),
             ).flatten(-3, -2)
         if start:
-            past = values[..., : start * b, :] * _exp(
-                reference - total[..., :start, :], b, values
-            )
+            past = values[..., : start * b, :] * _exp(reference - total[..., :start, :], b, values)
             mixed = mixed + (block[..., : start * b] @ past) * after
         rows.append(mixed)
     return torch.cat(rows, dim=-2)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -247,7 +247,8 @@ class _Pass(torch.autograd.Function):
             if not wanted or not pairs:
                 continue
             outputs, pulls = zip(*pairs, strict=True)
-            found = iter(torch.autograd.grad(outputs, wanted, pulls, allow_unused=True))
+            pulled = torch.autograd.grad(outputs, wanted, pulls, allow_unused=True)
+            found = iter(cast("tuple[Tensor | None, ...]", pulled))
             for total in totals:
                 if total is not None:
                     got = next(found)

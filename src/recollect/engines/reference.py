@@ -9,7 +9,8 @@ equations::
     A_t = retention.advance(A_(t−1), step_t)          α_t A_(t−1) + step_t unless rebuilt from W
     W_t = link(A_t),    y_t = M(W_t; φ(q_t))
 
-Rows of a batch differ in position (padding, packing), so everything that depends on the place in the
+Rows of a batch differ in position (padding, packing), so everything that depends on the place in
+the
 inner batch is selected per row by ``torch.where``.
 """
 
@@ -172,7 +173,7 @@ def _tokens(problem: Problem) -> _Tokens:
 def _fills(problem: Problem) -> dict[str, float]:
     """A harmless value of every number, for slots that hold nothing."""
     recipe = problem.recipe
-    fills = {name: 0.0 for name in problem.rates} | recipe.constants()
+    fills = dict.fromkeys(problem.rates, 0.0) | recipe.constants()
     fills |= {param.name: param.init for param in recipe.params() if isinstance(param.init, float)}
     return fills | {gate.name: gate.init for gate in recipe.gates()}
 
@@ -265,7 +266,9 @@ class _Walk:
         parts = self._over(self.tokens.rates["log_decay"], side, j)
         if decay.per == "key_value":
             rows = self._over(self.tokens.rates["log_decay_value"], "value", j)
-            parts = [a + b for a, b in zip(parts, rows, strict=True) if a is not None and b is not None]
+            parts = [
+                a + b for a, b in zip(parts, rows, strict=True) if a is not None and b is not None
+            ]
         return list(parts)
 
     def _step_gates(self, j: int) -> dict[str, Tensor]:
@@ -300,9 +303,7 @@ class _Walk:
             gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
         outer = self.outer
         with torch.enable_grad():
-            points = [
-                w if outer and w.requires_grad else w.detach().requires_grad_() for w in W
-            ]
+            points = [w if outer and w.requires_grad else w.detach().requires_grad_() for w in W]
             prediction = self.forward(points, phi, raw, self.problem.params)
             if prediction_free:
                 assert bias.affine is not None
@@ -372,9 +373,7 @@ class _Walk:
             theta = self._over(self.tokens.rates.get("momentum"), "value", j)
             gradients = self._gradients(W, j)
             writes: list[Tensor] | list[None] = (
-                self._gradients(W, j, prediction_free=True)
-                if algorithm.splits
-                else [None] * len(W)
+                self._gradients(W, j, prediction_free=True) if algorithm.splits else [None] * len(W)
             )
             steps, slots = [], {name: [] for name in self.S}
             for i, (g, write) in enumerate(zip(gradients, writes, strict=True)):
@@ -429,7 +428,8 @@ class _Walk:
     def _open(self, border: Tensor, j: int) -> None:
         """Where a new inner batch begins: W° = link(A), and remember A and S for the state."""
         rows = border.view(-1, 1, 1, 1)
-        # A link's gates belong to the step that uses it: W° of this step is link(A°) with its gates.
+        # A link's gates belong to the step that uses it: W° of this step is link(A°) with its
+        # gates.
         linked = self._link(self.A, self._step_gates(j))
         self.W = _where(rows, linked, self.W)
         if self.recipe.at_border or self.recipe.algorithm.every == "batch":
@@ -488,9 +488,7 @@ class _Walk:
         decays = [
             _as_matrix(s) + (0 if d is None else d) for s, d in zip(decays, log_decay, strict=True)
         ]
-        rates = [
-            _as_matrix(s) + (1 if e is None else e) for s, e in zip(rates, lr, strict=True)
-        ]
+        rates = [_as_matrix(s) + (1 if e is None else e) for s, e in zip(rates, lr, strict=True)]
         last = (place == self.b).view(-1, 1, 1, 1)
         A: Weights = []
         for i, a in enumerate(self.A):

@@ -115,7 +115,9 @@ class State:
         """Each row n times in a row."""
         return self.map(lambda x: x.repeat_interleave(n, dim=0))
 
-    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None):  # noqa: ANN201
+    def to(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> State:
         """Move; ``dtype`` applies to floating-point tensors."""
         return self.map(
             lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None)
@@ -127,9 +129,7 @@ class State:
         starts = [torch.zeros_like(w) for w in self.weights]
         if init is not None:
             given = (init,) if isinstance(init, Tensor) else tuple(init)
-            starts = [
-                a.to(w.dtype).expand_as(w) for a, w in zip(given, self.weights, strict=True)
-            ]
+            starts = [a.to(w.dtype).expand_as(w) for a, w in zip(given, self.weights, strict=True)]
 
         def clear(x: Tensor) -> Tensor:
             shaped = rows.view(-1, *(1,) * (x.dim() - 1))
@@ -228,7 +228,8 @@ def initial_state(
         given = (init,) if isinstance(init, Tensor) else tuple(init)
         if len(given) != len(shapes):
             raise RecipeError(
-                f"{recipe.memory.title} has {len(shapes)} map(s) and init has {len(given)} tensor(s)"
+                f"{recipe.memory.title} has {len(shapes)} map(s) and init has {len(given)} "
+                "tensor(s)"
             )
         for a, shape in zip(given, shapes, strict=True):
             if tuple(a.shape) not in ((H, *shape), (B, H, *shape)):
@@ -245,7 +246,11 @@ def initial_state(
 
     def blank(w: Tensor) -> Tensor:
         # A normalised memory moves with its memory of ones, one more row.
-        return w.new_zeros(*w.shape[:-2], w.shape[-2] + 1, w.shape[-1]) if normalized else torch.zeros_like(w)
+        return (
+            w.new_zeros(*w.shape[:-2], w.shape[-2] + 1, w.shape[-1])
+            if normalized
+            else torch.zeros_like(w)
+        )
 
     slots = {name: tuple(blank(w) for w in weights) for name in recipe.algorithm.slots}
     F = recipe.features.dim(K) if recipe.features.finite else 0
