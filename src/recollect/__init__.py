@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 from recollect.choices import algorithm, bias, context, features, memory, retention
 from recollect.choices.member import RecipeError, member, quantity
 from recollect.engines.state import State
+from recollect.explain import Explanation, explain  # isort: skip
+from recollect.cost import Cost, cost  # isort: skip  (after explain, which imports the module)
+from recollect.layer import LayerState, MemoryLayer
+from recollect.options import GateOptions, LayerOptions, Tie
 from recollect.recall import read, recall
 from recollect.recipe import Recipe
 
 if TYPE_CHECKING:
     from recollect import experiments, lm, tasks, zoo
-    from recollect.cost import Cost, cost
     from recollect.experiments import compare
-    from recollect.explain import Explanation, explain
-    from recollect.layer import LayerState, MemoryLayer
-    from recollect.options import GateOptions, LayerOptions
 
 __version__ = "0.1.0"
 
@@ -40,6 +40,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "State",
+    "Tie",
     "algorithm",
     "bias",
     "compare",
@@ -61,24 +62,11 @@ __all__ = [
 
 # Loaded on first use: they need optional dependencies, or cost time that a recipe does not.
 _MODULES = ("experiments", "lm", "tasks", "zoo")
-_LAZY = {
-    "Cost": "cost",
-    "cost": "cost",
-    "compare": "experiments",
-    "Explanation": "explain",
-    "explain": "explain",
-    "LayerState": "layer",
-    "MemoryLayer": "layer",
-    "GateOptions": "options",
-    "LayerOptions": "options",
-}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"recollect.{name}")
-    if name in _LAZY:
-        value = getattr(importlib.import_module(f"recollect.{_LAZY[name]}"), name)
-        globals()[name] = value  # the module of the same name must not shadow the function
-        return value
+    if name == "compare":
+        return importlib.import_module("recollect.experiments").compare
     raise AttributeError(f"module 'recollect' has no attribute {name!r}")

@@ -181,7 +181,9 @@ def _run(
         chunk_size=chunk_size,
     )
     lowered: Lowered = lower(problem)
-    y, after = engine.run(lowered.problem)
+    # Engines keep their sums in float32 themselves; autocast would undo that.
+    with torch.autocast(k.device.type, enabled=False):
+        y, after = engine.run(lowered.problem)
     if engine.shows_nan and _suspicious(y, *after.weights):
         _refuse_nan(q, k, v, gates, params)
     if not causal:

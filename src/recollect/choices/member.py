@@ -553,6 +553,12 @@ def member(cls: M) -> M:
             "rc.features.Features, rc.context.Context, rc.retention.Retention or "
             "rc.algorithm.Algorithm"
         )
+    # A field may be stated without an annotation: `scale = rc.quantity("token")`.
+    annotations = cls.__dict__.get("__annotations__", {})
+    for name, value in list(cls.__dict__.items()):
+        if isinstance(value, dataclasses.Field) and name not in annotations:
+            annotations = {**annotations, name: "float | str"}
+    cls.__annotations__ = annotations
     made = dataclass(frozen=True, kw_only=True)(cls)
     known = _REGISTRY.get(made.__name__)
     if known is not None and (known.__module__, known.__qualname__) != (

@@ -66,12 +66,16 @@ def _per_value(recipe: Recipe) -> bool:
 def describes(recipe: Recipe) -> str:
     """How this engine runs a recipe, in a few words."""
     affine, decay = recipe.bias.affine, recipe.retention.decay
-    channels = decay is not None and decay.per in ("key", "key_value")
+    channels = decay is not None and decay.per in ("key", "value", "key_value")
+    split = recipe.memory.diagonal or _per_value(recipe)
+    # A memory per value channel has one decay of its own; what is left is a decay over keys.
+    if split and decay is not None:
+        channels = decay.per == "key_value" or (decay.per == "key" and not recipe.memory.diagonal)
     if channels and recipe.algorithm.momentum_of != "none":
         return "analytic scan: decay per channel with momentum does not separate"
     if affine is not None and affine[0] == 0:
         return "masked attention"
-    if recipe.memory.diagonal or _per_value(recipe):
+    if split:
         return "one triangular solve per value channel"
     return "triangular solve"
 

@@ -47,6 +47,11 @@ class Sizes:
     length: int
     schedule: Schedule
 
+    def __post_init__(self) -> None:
+        for name in ("width", "depth", "heads", "length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Sizes: {name} must be at least 1, not {getattr(self, name)}")
+
     def but(
         self,
         *,
@@ -56,11 +61,11 @@ class Sizes:
         depth: int | None = None,
     ) -> Sizes:
         """These sizes with what is given replaced."""
-        schedule = replace(
-            self.schedule, steps=steps or self.schedule.steps, lr=lr or self.schedule.lr
-        )
+        given = {"steps": steps, "lr": lr}
+        schedule = replace(self.schedule, **{name: x for name, x in given.items() if x is not None})
+        sizes = {"width": width, "depth": depth}
         return replace(
-            self, schedule=schedule, width=width or self.width, depth=depth or self.depth
+            self, schedule=schedule, **{name: x for name, x in sizes.items() if x is not None}
         )
 
 
@@ -251,6 +256,7 @@ def compare(
                 try:
                     interrupted = _run(task, name, config, ready, size, seed, runs, watcher)
                 except (ValueError, RuntimeError) as error:
+                    # The others are worth having; the reason stands in the report.
                     failures.append((task, name, str(error)))
                 if interrupted:
                     raise KeyboardInterrupt

@@ -324,21 +324,20 @@ class MemoryLayer(nn.Module):
         borders: Tensor | None,
         output_state: bool,
     ) -> tuple[Tensor, State | None]:
-        """`recall`, outside of autocast: engines keep their sums in float32 themselves."""
-        with torch.autocast(q.device.type, enabled=False):
-            return recall(
-                self.recipe,
-                *(q, k, v),
-                gates,
-                params=params,
-                init=self.initial_memory if state is None else None,
-                state=None if state is None else state.memory,
-                method=self.method,
-                attention_mask=mask,
-                cu_seqlens=borders,
-                chunk_size=self.chunk_size,
-                output_state=output_state,
-            )
+        """`recall` with what this layer holds."""
+        return recall(
+            self.recipe,
+            *(q, k, v),
+            gates,
+            params=params,
+            init=self.initial_memory if state is None else None,
+            state=None if state is None else state.memory,
+            method=self.method,
+            attention_mask=mask,
+            cu_seqlens=borders,
+            chunk_size=self.chunk_size,
+            output_state=output_state,
+        )
 
     def _positions(self, x: Tensor, state: LayerState | None, borders: Tensor | None) -> Tensor:
         """Index of each token in its document ``[B, T]`` (of padded tokens: anything)."""

@@ -1,0 +1,154 @@
+"""`compare` at toy sizes: what it measures, equal terms, interrupts, failures, the report."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import recollect as rc
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from recollect.experiments import Schedule, Sizes, compare, save_comparison
+from recollect.experiments.compare import DEFAULTS, MQAR_BEYOND, MQAR_PAIRS, ModelRun
+from recollect.experiments.training import History
+
+SMALL = {
+    "text": Sizes(width=16, depth=1, heads=2, length=32, schedule=Schedule(steps=4, batch=2)),
+    "mqar": Sizes(width=16, depth=1, heads=1, length=48, schedule=Schedule(steps=3, batch=4)),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "mine.txt"
+    draw = random.Random(0)
+    words = ["memory", "writes", "key", "value", "reads", "query", "token", "state", "again", "the"]
+    paragraphs = [" ".join(draw.choices(words, k=40)) + "." for _ in range(150)]
+    path.write_text("\n\n".join(paragraphs))
+    return str(path)
+
+
+def run(
+    models: Sequence[Any], tasks: Sequence[str], text: str, **options: Any
+) -> rc.experiments.Comparison:
+    return compare(models, tasks, text=text, sizes=SMALL, **options)
+
+
+def test_models_meet_on_equal_terms_and_everything_is_reported(text: str, tmp_path: Path) -> None:
+    result = run(["linear_attention", "softmax_attention"], ["text", "mqar"], text)
+    assert [(r.task, r.model) for r in result.runs] == [
+        (task, model)
+        for task in ("text", "mqar")
+        for model in ("linear_attention", "softmax_attention")
+    ]
+    for task in ("text", "mqar"):
+        first, second = result.of(task)
+        assert (
+            first.tokens
+            == second.tokens
+            == SMALL[task].schedule.steps * (SMALL[task].schedule.batch * SMALL[task].length)
+        )
+        # Feed-forward widths are multiples of 8: counts agree to half a step.
+        assert abs(first.parameters - second.parameters) <= 12 * SMALL[task].width * 1
+        assert not first.grows
+        assert second.grows
+        assert first.finished
+        assert first.tokens_per_second > 0
+    assert result.bigram is not None
+    assert 0 < result.bigram < 8
+    assert set(result.of("mqar")[0].by_pairs) == {*MQAR_PAIRS, *MQAR_BEYOND}
+
+    paths = save_comparison(result, tmp_path, command="recollect compare ...")
+    page = paths["report"].read_text()
+    for word in ("linear_attention", "softmax_attention", "bigram", "recollect compare"):
+        assert word in page
+    data = json.loads(paths["json"].read_text())
+    assert data["bigram"] == result.bigram
+    assert data["environment"]["commit"]
+    rows = list(csv.DictReader(paths["csv"].read_text().splitlines()))
+    assert [float(row["value"]) for row in rows] == [r.value for r in result.runs]
+    assert paths["text-curves"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_seed_gives_the_same_numbers(text: str) -> None:
+    first, second = (run(["gla"], ["text"], text, seed=3).runs[0] for _ in range(2))
+    assert first.value == second.value
+    assert first.curve == second.curve
+    assert run(["gla"], ["text"], text, seed=4).runs[0].value != first.value
+
+
+def test_a_recipe_of_ones_own_competes(text: str) -> None:
+    mine = rc.Recipe(retention=rc.retention.Decay(per="key"), bias=rc.bias.DotProduct())
+    result = run([("mine", mine), "retnet"], ["text"], text)
+    assert [r.model for r in result.runs] == ["mine", "retnet"]
+
+
+class Stopper:
+    """Interrupts a model after some steps, as Ctrl-C would."""
+
+    def __init__(self, model: str, after: int) -> None:
+        self.model, self.after, self.now = model, after, ""
+
+    def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
+        self.now = model
+
+    def step(self, step: int, loss: float | None, history: History) -> None:
+        if self.now == self.model and step == self.after:
+            raise KeyboardInterrupt
+
+    def end(self, run: ModelRun) -> None:
+        pass
+
+
+def test_an_interrupt_keeps_what_was_measured(text: str, tmp_path: Path) -> None:
+    result = run(["retnet", "gla", "delta_net"], ["text"], text, watcher=Stopper("gla", after=3))
+    assert result.interrupted
+    assert [(r.model, r.finished) for r in result.runs] == [("retnet", True), ("gla", False)]
+    half = result.runs[1]
+    assert half.tokens == 3 * SMALL["text"].schedule.batch * SMALL["text"].length
+    assert half.curve
+    page = save_comparison(result, tmp_path)["report"].read_text()
+    assert "stopped early" in page
+
+
+def test_a_model_that_cannot_be_built_does_not_lose_the_others(text: str) -> None:
+    broken = ("broken", rc.Recipe(memory=rc.memory.MLP(residual=False, depth=1, biases=True)))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no room")
+
+    watcher = Stopper("nobody", 0)
+    watcher.begin = lambda task, model, parameters, steps: (  # type: ignore[method-assign]
+        fail() if model == "broken" else None
+    )
+    result = run([broken, "retnet"], ["text"], text, watcher=watcher)
+    assert [r.model for r in result.runs] == ["retnet"]
+    assert result.failures == (("text", "broken", "no room"),)
+
+
+@pytest.mark.parametrize(
+    ("models", "tasks", "says"),
+    [
+        ([], ["text"], "at least one model"),
+        (["gla", "gla"], ["text"], "named twice"),
+        (["gla"], ["poetry"], "unknown task 'poetry'"),
+        (["glaa"], ["text"], "gla"),
+    ],
+)
+def test_refusals(models: list[str], tasks: list[str], says: str, text: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        run(models, tasks, text)
+
+
+def test_sizes_refuse_nonsense() -> None:
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        DEFAULTS["text"].but(steps=0)
+    assert DEFAULTS["text"].but().schedule == DEFAULTS["text"].schedule
