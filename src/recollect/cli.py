@@ -88,7 +88,7 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **options: Any) -> None:
         try:
             command(*args, **options)
-        except ValueError as error:  # a RecipeError is one
+        except (ValueError, OSError) as error:  # a RecipeError is a ValueError
             typer.echo(f"recollect {command.__name__}: {error}", err=True)
             raise typer.Exit(2) from None
 

@@ -1,0 +1,117 @@
+"""The commands that run things, at toy sizes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner, Result
+
+import recollect as rc
+from recollect.bench.suites import SUITES, Shape
+from recollect.cli import build
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(build(), list(arguments))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    draw = random.Random(0)
+    words = ["memory", "writes", "key", "value", "reads", "query", "token", "state", "again", "the"]
+    path = folder / "mine.txt"
+    path.write_text("\n\n".join(" ".join(draw.choices(words, k=40)) + "." for _ in range(150)))
+    return path
+
+
+TINY = ("--steps", "2", "--width", "16", "--depth", "1")
+
+
+def test_compare_trains_reports_and_prints_json(text: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[bias]\nmember = "DotProduct"\n[retention]\nmember = "Decay"\nper = "key"\n')
+    out = tmp_path / "out"
+    models = f"retnet,{recipe}"
+    result = invoke(
+        "compare", "--models", models, "--text", str(text), "--out", str(out), "--json", *TINY
+    )
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert [run["model"] for run in data["runs"]] == ["retnet", "mine"]
+    assert (out / "report.html").exists()
+    assert json.loads((out / "results.json").read_text()) == data
+
+
+def test_compare_streams_a_dataset(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [{"text": paragraph} for paragraph in text.read_text().split("\n\n")]
+    (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    out = tmp_path / "out"
+    result = invoke(
+        "compare", "--models", "gla", "--dataset", str(folder), "--out", str(out), *TINY
+    )
+    assert result.exit_code == 0, result.output
+    assert str(folder) in json.loads((out / "results.json").read_text())["text"]["source"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--models", "gated_deltanet"), "gated_delta_net"),
+        (("--models", ""), "at least one model"),
+        (("--models", "gla", "--task", "poetry"), "unknown task 'poetry'"),
+        (("--models", "gla", "--text", "/nowhere.txt"), "no file /nowhere.txt"),
+        (("--models", "gla", "--text", "a", "--dataset", "b"), "exclude each other"),
+        (("--models", "gla", "--steps", "0"), "steps must be at least 1"),
+        (("--models", "mine.toml"), "no file mine.toml"),
+    ],
+)
+def test_compare_refuses_in_one_sentence(arguments: tuple[str, ...], says: str) -> None:
+    result = invoke("compare", *arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+
+
+SMALL = ("--length", "32", "--heads", "1", "--size", "8", "--rounds", "1")
+
+
+def test_bench_times_every_case_and_stores_where_and_what(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    result = invoke("bench", "--json", "--save", str(path), *SMALL)
+    assert result.exit_code == 0, result.output
+    data = json.loads(path.read_text())
+    assert json.loads(result.stdout) == data
+    names = {timing["name"] for timing in data["timings"]}
+    assert names == {case.name for case in SUITES["linear"].cases(Shape(T=32, H=1, K=8, V=8))}
+    assert data["environment"]["commit"]
+    assert data["shape"]["T"] == 32
+    assert set(data["ratios"]) == {what for what, _, _ in SUITES["linear"].pairs(Shape())}
+
+
+def test_bench_refuses_an_unknown_suite() -> None:
+    result = invoke("bench", "--suite", "quadratic")
+    assert result.exit_code == 2
+    assert "no suite 'quadratic'" in result.stderr
+
+
+def test_what_bench_times_is_the_recipe(tmp_path: Path) -> None:
+    # Each recall case computes what the recipe means, gates and backward included.
+    shape = Shape(T=16, H=1, K=4, V=4)
+    for case in SUITES["linear"].cases(shape):
+        found = case.make()()
+        if "fwd+bwd" in case.name:
+            assert all(g is not None and rc.recall is not None for g in found)  # type: ignore[union-attr]
+        else:
+            assert found.shape[-1] == 4  # type: ignore[union-attr]
+            assert bool(found.isfinite().all())  # type: ignore[union-attr]
