@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from recollect.choices import algorithm, bias, context, features, memory, retention
 from recollect.choices.member import RecipeError, member, quantity
+from recollect.cost import Cost, cost
 from recollect.engines.state import State
-from recollect.explain import Explanation, explain  # isort: skip
-from recollect.cost import Cost, cost  # isort: skip  (after explain, which imports the module)
+from recollect.explain import Explanation, explain
 from recollect.layer import LayerState, MemoryLayer
 from recollect.options import GateOptions, LayerOptions, Tie
 from recollect.recall import read, recall

@@ -29,7 +29,7 @@ WIDE = 120  # columns where no terminal bounds them
 
 def stated(name: str) -> Preset | tuple[str, Recipe] | tuple[str, Recipe, LayerOptions]:
     """A model by zoo name, or a recipe of one's own in a JSON or TOML file."""
-    from recollect.cli import load_recipe
+    from recollect.loading import load_recipe
     from recollect.zoo import get
 
     path = Path(name)

@@ -1,0 +1,336 @@
+"""What a field of a member may hold: quantities, constants, words, and other members.
+
+A quantity is a constant, a gate or a param, see `recollect.choices.member`. Each function here
+makes a dataclass field whose metadata says what it may hold; `Member` checks it when it is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recollect.choices.member import Member
+
+__all__ = [
+    "RULE",
+    "Domain",
+    "Gate",
+    "Param",
+    "Quantity",
+    "Range",
+    "check_quantity",
+    "domain",
+    "flag",
+    "integer",
+    "number",
+    "option",
+    "quantity",
+    "slot",
+    "text",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """An interval of the real line; ``None`` is no bound, ``*_open`` excludes the end."""
+
+    low: float | None = None
+    high: float | None = None
+    low_open: bool = False
+    high_open: bool = False
+
+    def contains(self, value: float) -> bool:
+        """Whether one finite number lies inside."""
+        if not math.isfinite(value):
+            return False
+        above = self.low is None or value > self.low or (value == self.low and not self.low_open)
+        below = (
+            self.high is None or value < self.high or (value == self.high and not self.high_open)
+        )
+        return above and below
+
+    def __str__(self) -> str:
+        if self.low is not None and self.high is not None:
+            left, right = "(" if self.low_open else "[", ")" if self.high_open else "]"
+            return f"in {left}{self.low:g}, {self.high:g}{right}"
+        if self.low is not None:
+            return f"{'>' if self.low_open else '>='} {self.low:g}"
+        if self.high is not None:
+            return f"{'<' if self.high_open else '<='} {self.high:g}"
+        return "any real number"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """One per-token number that a recipe asks for.
+
+    Attributes:
+        name: the key in ``gates``.
+        owner: the member that asks, e.g. ``"retention.Decay"``.
+        axes: symbolic axes after ``[B, T, H]``, e.g. ``("F",)``; see `Recipe.axes`.
+        range: the values it may take.
+        init: a sensible value to start learning from.
+        travels: whether it belongs to the association (moves with it through a window) rather than
+            to the step.
+    """
+
+    name: str
+    owner: str
+    axes: tuple[str, ...] = ()
+    range: Range = Range()
+    init: float = 1.0
+    travels: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Param:
+    """One learned tensor ``[H, *axes]`` that belongs to a member.
+
+    ``init`` is the value of every entry, or a tuple of values along the last axis.
+    """
+
+    name: str
+    owner: str
+    axes: tuple[str, ...] = ()
+    range: Range = Range()
+    init: float | tuple[float, ...] = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """What `quantity` declares; the arguments are documented there."""
+
+    name: str | None
+    range: Range
+    init: float
+    travels: bool
+    axes: tuple[str, ...] | Callable[[Any], tuple[str, ...]]
+    log: bool
+    kinds: tuple[str, ...]
+    letter: str | None
+
+    def axes_of(self, owner: Member) -> tuple[str, ...]:
+        """Symbolic axes after the head, of this member."""
+        return self.axes(owner) if callable(self.axes) else self.axes
+
+    def gate_range(self) -> Range:
+        """The range of the gate: of the logarithm where the gate is one."""
+        if not self.log:
+            return self.range
+        return Range(
+            low=None if not self.range.low else math.log(self.range.low),
+            high=None if self.range.high is None else math.log(self.range.high),
+        )
+
+
+RULE = "recollect"
+"""Metadata key of a `Quantity`, or of the function that checks any other field."""
+
+
+def quantity(
+    default: float | str = "token",
+    *,
+    name: str | None = None,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    init: float = 1.0,
+    travels: bool = False,
+    axes: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = (),
+    log: bool = False,
+    kinds: tuple[str, ...] = ("token", "static"),
+    letter: str | None = None,
+) -> Any:
+    """Field for a number that is a constant, a gate, or a param.
+
+    Args:
+        default: a float, ``"token"`` or ``"static"``.
+        name: gate and param name; the field's own name when omitted.
+        above, below: exclusive bounds.
+        at_least, at_most: inclusive bounds.
+        init: where a learned value starts.
+        travels: the gate belongs to the association (always true for a bias's gates).
+        axes: symbolic axes after the head, or a function of the member that gives them.
+        log: the constant is α and the gate is its logarithm, named ``log_<name>``.
+        kinds: which words are allowed beside a number; ``"log_token"`` asks for ``log_<name>``.
+        letter: how an equation writes it; the field's name when omitted.
+    """
+    span = Range(
+        low=above if above is not None else at_least,
+        high=below if below is not None else at_most,
+        low_open=above is not None,
+        high_open=below is not None,
+    )
+    spec = Quantity(
+        name=name,
+        range=span,
+        init=init,
+        travels=travels,
+        axes=axes,
+        log=log,
+        kinds=kinds,
+        letter=letter,
+    )
+    return dataclasses.field(default=default, metadata={RULE: spec})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """What a field that is no quantity may hold, for whoever walks the members (contract suites).
+
+    Attributes:
+        kind: ``"integer"``, ``"number"``, ``"option"``, ``"flag"``, ``"text"`` or ``"slot"``.
+        range: of a number; the lower bound of an integer.
+        words: of an option; the single slot kind of a slot.
+        optional: whether ``None`` is allowed. many: whether it is a tuple of members.
+        size: whether an integer only makes the same thing larger (a window's length), so that
+            systems are known by name whatever it is.
+    """
+
+    kind: str
+    range: Range = Range()
+    words: tuple[str, ...] = ()
+    optional: bool = False
+    many: bool = False
+    size: bool = False
+
+
+_DOMAIN = "recollect.domain"
+
+
+def domain(field: dataclasses.Field[Any]) -> Domain | None:
+    """What a member's field may hold; ``None`` for quantities and undeclared fields."""
+    return field.metadata.get(_DOMAIN)
+
+
+def _checked(default: Any, check: Callable[[Any], Any], domain: Domain) -> Any:
+    def convert(value: Any) -> Any:
+        return None if domain.optional and value is None else check(value)
+
+    metadata = {RULE: convert, _DOMAIN: domain}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def integer(
+    default: Any = dataclasses.MISSING,
+    *,
+    at_least: int = 0,
+    optional: bool = False,
+    size: bool = False,
+) -> Any:
+    """Field for a whole number with a lower bound; ``size`` as in `Domain`."""
+
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise ValueError(f"must be a whole number >= {at_least}, not {value!r}")
+        return value
+
+    return _checked(
+        default,
+        check,
+        Domain(kind="integer", range=Range(low=at_least), optional=optional, size=size),
+    )
+
+
+def number(
+    default: Any = dataclasses.MISSING,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    optional: bool = False,
+) -> Any:
+    """Field for a finite real constant (never a gate) with bounds."""
+    span = Range(
+        low=above if above is not None else at_least,
+        high=below if below is not None else at_most,
+        low_open=above is not None,
+        high_open=below is not None,
+    )
+
+    def check(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"must be a number {span}, not {value!r}")
+        if not span.contains(float(value)):
+            raise ValueError(f"must be a finite number {span}, not {value!r}")
+        return float(value)
+
+    return _checked(default, check, Domain(kind="number", range=span, optional=optional))
+
+
+def option(default: Any, *options: str, optional: bool = False) -> Any:
+    """Field for one word out of several; ``default`` is among them."""
+    words = tuple(word for word in dict.fromkeys((default, *options)) if word is not None)
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in words:
+            raise ValueError(f"must be one of {', '.join(map(repr, words))}, not {value!r}")
+        return value
+
+    return _checked(default, check, Domain(kind="option", words=words, optional=optional))
+
+
+def flag(default: bool) -> Any:
+    """Field for true or false."""
+
+    def check(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"must be True or False, not {value!r}")
+        return value
+
+    return _checked(default, check, Domain(kind="flag"))
+
+
+def text(default: Any = dataclasses.MISSING) -> Any:
+    """Field for a name."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"must be a non-empty name, not {value!r}")
+        return value
+
+    return _checked(default, check, Domain(kind="text"))
+
+
+def slot(default: Any, kind: str, *, optional: bool = False, many: bool = False) -> Any:
+    """Field for another member (or a tuple of members) of the given kind."""
+
+    def one(value: Any) -> Member:
+        from recollect.choices.member import Member  # which is made of these fields
+
+        if not isinstance(value, Member) or kind not in value.choices():
+            raise ValueError(f"must be a member of {kind}, not {value!r}")
+        return value
+
+    def check(value: Any) -> Any:
+        if not many:
+            return one(value)
+        if not isinstance(value, tuple | list):
+            raise ValueError(f"must be a tuple of members of {kind}, not {value!r}")
+        return tuple(one(item) for item in value)
+
+    return _checked(
+        default, check, Domain(kind="slot", words=(kind,), optional=optional, many=many)
+    )
+
+
+def check_quantity(value: Any, spec: Quantity) -> float | str:
+    """The value a quantity's field keeps; raises ValueError with the reason it refuses one."""
+    words = " or ".join(repr(word) for word in spec.kinds)
+    if isinstance(value, str):
+        if value not in spec.kinds:
+            raise ValueError(f"must be a number {spec.range}, {words}, not {value!r}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"must be a number {spec.range}, {words}, not {value!r}")
+    if not spec.range.contains(float(value)):
+        raise ValueError(f"must be a finite number {spec.range}, {words}, not {value!r}")
+    return float(value)

@@ -1,0 +1,128 @@
+"""The reference on all of the past at once: full-batch descent, and local constant attention."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from recollect.engines.problem import Problem
+from recollect.engines.state import State, roll
+from recollect.engines.tokens import Tokens, Weights, as_matrix, forward_of, join, wants_gradient
+
+__all__ = ["attend", "full_batch", "local_constant", "solve"]
+
+
+def full_batch(problem: Problem) -> tuple[Tensor, State]:
+    """Prefix with gradient descent: I full-batch steps from the origin at every t (TTR 20–23)."""
+    tokens = join(problem)
+    forward = forward_of(problem)
+    q_phi = problem.phi(problem.q, "query", problem.positions())
+    outputs = [
+        forward(
+            solve(problem, tokens, tokens.held + t),
+            q_phi[:, t],
+            problem.q[:, t].to(q_phi.dtype),
+            problem.params,
+        )
+        for t in range(problem.q.shape[1])
+    ]
+    B, T, H, G, _ = problem.q.shape
+    y = torch.stack(outputs, dim=1) if T else problem.v.new_zeros(B, 0, H, G, problem.v.shape[-1])
+    if problem.live is not None:
+        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    return y.to(problem.v.dtype), _keep_all(problem)
+
+
+def _keep_all(problem: Problem) -> State:
+    return dataclasses.replace(
+        problem.state,
+        position=problem.end,
+        buffer=roll(
+            problem.recipe,
+            problem.state.buffer,
+            k=problem.k,
+            v=problem.v,
+            rates=problem.rates,
+            lengths=problem.lengths,
+            position=problem.end,
+        ),
+    )
+
+
+def solve(problem: Problem, tokens: Tokens, j: int) -> Weights:
+    """W after I steps on the first j + 1 joined tokens, rates of token j."""
+    W = list(problem.state.weights)
+    if j < 0:
+        return W
+    forward, bias, recipe = forward_of(problem), problem.recipe.bias, problem.recipe
+    raw, phi, v = (x[:, : j + 1].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
+    logs = tokens.rates["log_decay"][:, : j + 1]
+    # γ_i = w_i Π_{l=i+1..t} γ_l: the sum over later tokens only.
+    later = logs.flip(1).cumsum(1).flip(1) - logs
+    weight = tokens.rates["weight"][:, : j + 1] * later.exp() * tokens.valid[:, : j + 1, None]
+    weight = weight.transpose(1, 2)  # [B, H, i]
+    names = {g.name: bool(g.axes) for g in bias.gates()}
+    gates: dict[str, Tensor] = {}
+    for name in bias.constants().keys() | bias.static_quantities() | names.keys():
+        x = tokens.rates[name][:, : j + 1].transpose(1, 2)
+        gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
+    lr = tokens.rates["lr"][:, j]
+    rate = lr.unsqueeze(-1) if lr.dim() == 3 else lr[..., None, None]
+    outer = wants_gradient(problem)
+    for _ in range(recipe.algorithm.steps):
+        with torch.enable_grad():
+            points = [w if outer and w.requires_grad else w.detach().requires_grad_() for w in W]
+            prediction = forward(points, phi, raw, problem.params)
+            if bias.states_loss:
+                target, cotangent = (bias.loss(prediction, v, gates) * weight).sum(), None
+            else:
+                error = bias.error(prediction, v, gates)
+                target, cotangent = prediction, error * weight.unsqueeze(-1)
+            gradients = torch.autograd.grad(
+                target, points, cotangent, create_graph=outer, materialize_grads=True
+            )
+        if lr.dim() == 3 and len(W) > 1:
+            means = [lr.mean(-1)[..., None, None]] * (len(W) - 1)
+            factors = [*means, rate]
+        else:
+            factors = [rate] * len(W)
+        W = [
+            (as_matrix(w) - f.view(*f.shape[:2], *f.shape[2:]) * as_matrix(g)).reshape(w.shape)
+            if w.dim() != 3 or lr.dim() != 3
+            else w - lr * g
+            for w, f, g in zip(W, factors, gradients, strict=True)
+        ]
+    return W
+
+
+def local_constant(problem: Problem) -> tuple[Tensor, State]:
+    """Σ s(k_i, q_t) v_i over the context, divided by Σ s under L2 (TTR 50)."""
+    y = attend(problem, causal=True)
+    return y.to(problem.v.dtype), _keep_all(problem)
+
+
+def attend(problem: Problem, *, causal: bool) -> Tensor:
+    """Outputs of the queries over the joined tokens; not causal, each query sees them all."""
+    tokens, recipe = join(problem), problem.recipe
+    q = problem.q.to(tokens.k.dtype)
+    horizon, kernel = recipe.context.horizon, recipe.context.kernel
+    assert kernel is not None and recipe.bias.affine is not None
+    keys, values = tokens.k.transpose(1, 2), tokens.v.transpose(1, 2)  # [B, H, n, ·]
+    outputs: list[Tensor] = []
+    for t in range(q.shape[1]):
+        stop = tokens.held + t + 1 if causal else len(tokens)
+        start = 0 if horizon is None else max(stop - horizon, 0)
+        score = kernel.kappa(q[:, t], keys[:, :, start:stop])  # [B, H, G, n]
+        score = torch.where(tokens.valid[:, None, None, start:stop], score, 0.0)
+        total = score @ values[:, :, start:stop]
+        if recipe.bias.affine[0] != 0:
+            size = score.sum(-1, keepdim=True)
+            total = torch.where(size == 0, 0.0, total / torch.where(size == 0, 1.0, size))
+        outputs.append(total)
+    B, T, H, G, _ = q.shape
+    y = torch.stack(outputs, dim=1) if T else values.new_zeros(B, 0, H, G, values.shape[-1])
+    if causal and problem.live is not None:
+        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    return y
