@@ -86,7 +86,7 @@ def without_numbers(text: str) -> list[str]:
     return [re.sub(r"none of the \d+", "none", line) for line in kept]
 
 
-# -- 6-data-model §6.5 ---------------------------------------------------------------------------
+# -- what an explanation looks like --------------------------------------------------------------
 
 
 def test_gated_delta_net() -> None:
@@ -132,7 +132,7 @@ def test_huber_lq_muon() -> None:
         "         W° = W at the start of the inner batch of 32",
     ]
     assert re.fullmatch(r"named    none of the \d+", lines(found, "named")[0])
-    # Newton–Schulz at every token: hundreds of times the gradient (3-algorithms §3.2).
+    # Newton–Schulz at every token: hundreds of times the gradient.
     price = next(line for line in found.cost.notes if "orthogonalising" in line)
     times = int(re.search(r"(\d+) times", price)[1])
     assert 100 < times < 1000

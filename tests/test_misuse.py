@@ -145,7 +145,7 @@ def test_params_that_do_not_fit(match: str, change: Callable[[dict[str, Tensor]]
 @pytest.mark.parametrize(
     ("match", "options"),
     [
-        ("chunk_size must be at least 1, not 0", {"chunk_size": 0}),
+        ("chunk_size must be a whole number >= 1, not 0", {"chunk_size": 0}),
         ("method='fast' is unknown: use 'auto' or one of", {"method": "fast"}),
         ("method='kernel' cannot run this recipe.*these can: linear", {"method": "kernel"}),
         (
@@ -222,7 +222,7 @@ def test_reads_that_do_not_fit() -> None:
         rc.read(ball, x.q, state=state, gates={**x.gates, "speed": x.gates["radius"]})
 
 
-# -- contradictory choices (2-zoo.md §2.1) -----------------------------------------------------
+# -- contradictory choices -----------------------------------------------------
 
 Decay, Window, GD = rc.retention.Decay, rc.context.Window, rc.algorithm.GradientDescent
 Momentum, MLP, Read = rc.algorithm.Momentum, rc.memory.MLP, rc.memory.Read
@@ -436,3 +436,61 @@ def test_no_graph_is_kept_where_nobody_asked(name: str) -> None:
     y, state = generate.run(recipe, generate.inputs(recipe, T=4), method="reference")
     assert not y.requires_grad
     assert not any(a.requires_grad for a in state.tensors())
+
+
+# -- what an independent reader tried ----------------------------------------------------------
+
+
+def test_reading_another_recipes_state_is_refused() -> None:
+    gated = rc.zoo.get("gated_delta_net").recipe
+    softmax = rc.zoo.get("softmax_attention").recipe
+    q, k, v = (torch.randn(1, 3, 2, 4) for _ in range(3))
+    gates = {"lr": torch.rand(1, 3, 2), "log_decay": -torch.rand(1, 3, 2)}
+    _, state = rc.recall(gated, q, k, v, gates)
+    with pytest.raises(rc.RecipeError, match="belongs to another recipe"):
+        rc.read(softmax, q, state=state)
+
+
+@pytest.mark.parametrize("value", [-1e9, 0.5, float("nan")])
+def test_a_mask_of_other_numbers_than_0_and_1_is_refused(value: float) -> None:
+    q = torch.randn(1, 3, 1, 4)
+    mask = torch.tensor([[value, 1.0, 1.0]])
+    with pytest.raises(ValueError, match="must hold 1 at real tokens and 0 elsewhere"):
+        rc.recall(rc.Recipe(), q, q, q, {"lr": torch.rand(1, 3, 1)}, attention_mask=mask)
+    layer = rc.MemoryLayer(8, 2, rc.Recipe())
+    with pytest.raises(ValueError, match="must hold 1 at real tokens and 0 elsewhere"):
+        layer(torch.randn(1, 3, 8), attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["q", "v", "lr"])
+def test_infinities_are_refused_with_their_place(name: str) -> None:
+    given = {x: torch.randn(1, 3, 1, 4) for x in ("q", "k", "v")} | {"lr": torch.rand(1, 3, 1)}
+    given[name][0, 1] = float("inf")
+    with pytest.raises(ValueError, match="infinity at row 0, token 1"):
+        rc.recall(rc.Recipe(), given["q"], given["k"], given["v"], {"lr": given["lr"]})
+
+
+@pytest.mark.parametrize("recipe", ["gla", None, rc.bias.L2()])
+def test_what_is_no_recipe_is_refused(recipe: object) -> None:
+    q = torch.randn(1, 3, 1, 4)
+    with pytest.raises(rc.RecipeError, match=r"recipe must be an rc\.Recipe"):
+        rc.recall(recipe, q, q, q)  # type: ignore[arg-type]
+    with pytest.raises(rc.RecipeError, match=r"recipe must be an rc\.Recipe"):
+        rc.read(recipe, q, init=torch.zeros(1, 4, 4))  # type: ignore[arg-type]
+
+
+def test_states_that_are_none_are_refused() -> None:
+    recipe = rc.Recipe()
+    q, gates = torch.randn(1, 3, 1, 4), {"lr": torch.rand(1, 3, 1)}
+    _, state = rc.recall(recipe, q, q, q, gates)
+    assert state is not None
+    with pytest.raises(ValueError, match="what an earlier call returned"):
+        rc.recall(recipe, q, q, q, gates, state=state.to_dict())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="what recall returned"):
+        rc.read(recipe, q, state={})  # type: ignore[arg-type]
+    layer = rc.MemoryLayer(8, 2, recipe)
+    with pytest.raises(ValueError, match="what this layer returned"):
+        layer(torch.randn(1, 3, 8), state)  # type: ignore[arg-type]
+    plain = rc.MemoryLayer(8, 2, recipe, rc.LayerOptions(conv=0))
+    with pytest.raises(ValueError, match="belongs to another layer"):
+        plain(torch.randn(1, 3, 8), layer(torch.randn(1, 3, 8))[1])

@@ -1,7 +1,7 @@
 """The reference against the equations of the framework, written out again as plain loops.
 
 Nothing here calls the library for its own expectation: each oracle is the recurrence of
-1-framework §1.3 or the paper's own form, on one head. Both sides are float64, so they differ by the
+the definition or the paper's own form, on one head. Both sides are float64, so they differ by the
 order of a few hundred roundings: 1e-10 is generous, and any wrong term is of order 0.1.
 """
 

@@ -1,4 +1,4 @@
-"""Members written by a user, as 6-data-model §6.6 shows them, without touching the library."""
+"""Members written by a user, as CONTRIBUTING.md shows them, without touching the library."""
 
 from __future__ import annotations
 

@@ -70,3 +70,7 @@ def __getattr__(name: str) -> Any:
     if name == "compare":
         return importlib.import_module("recollect.experiments").compare
     raise AttributeError(f"module 'recollect' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from recollect.choices.member import RecipeError
 from recollect.engines import reference
-from recollect.engines.checks import check_call, check_gates, check_params, check_values
+from recollect.engines.checks import (
+    check_call,
+    check_gates,
+    check_params,
+    check_recipe,
+    check_state,
+    check_values,
+)
 from recollect.engines.lowering import Lowered, lower
 from recollect.engines.packing import compact, pack_rows, scatter
 from recollect.engines.problem import Problem, resolve, state_dtype
@@ -76,10 +83,14 @@ def recall(
         run.
         ValueError: tensors whose shapes, devices or dtypes do not fit, or with NaN.
     """
+    check_recipe(recipe)
+    for name, given in (("gates", gates), ("params", params)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(f"{name} must map names to tensors, not {type(given).__name__}")
     gates, params = dict(gates or {}), dict(params or {})
     check_call(recipe, q, k, v, state=state, init=init, mask=attention_mask, borders=cu_seqlens)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size must be a whole number >= 1, not {chunk_size!r}")
     check_gates(recipe, gates, q=q, k=k, v=v)
     check_params(recipe, params, H=k.shape[2], K=q.shape[-1], V=v.shape[-1], like=q)
     if not causal and any(part.horizon is not None for part in recipe.context.within):
@@ -205,20 +216,27 @@ def _suspicious(*tensors: Tensor) -> bool:
 
 
 def _refuse_nan(q: Tensor, k: Tensor, v: Tensor, gates: Gates, params: Params) -> None:
-    """Refuse NaN in what was given, naming the first place."""
+    """Refuse NaN and infinities in what was given, naming the first place.
+
+    A log decay of −inf is a value like others: it forgets everything.
+    """
     named = {"q": q, "k": k, "v": v, **{f"gate {name!r}": x for name, x in gates.items()}}
+    named |= {f"param {name!r}": x for name, x in params.items()}
     for name, x in named.items():
-        if _suspicious(x) and bool(x.detach().isnan().any()):
-            row, token = (x.detach().isnan().nonzero()[0, :2]).tolist()
-            raise ValueError(
-                f"{name} has a NaN at row {row}, token {token}: the memory would carry it to every "
-                "later token; mask that token or mend its source"
-            )
-    for name, x in params.items():
-        if _suspicious(x) and bool(x.detach().isnan().any()):
-            raise ValueError(
-                f"param {name!r} has a NaN: every output would be one; mend its source"
-            )
+        if not _suspicious(x):
+            continue
+        x = x.detach()
+        bad = x.isnan() if "log_decay" in name else ~x.isfinite()
+        if not bool(bad.any()):
+            continue
+        what = "NaN" if bool(x.isnan().any()) else "infinity"
+        if name.startswith("param"):
+            raise ValueError(f"{name} has a {what}: every output would be one; mend its source")
+        row, token = (bad.nonzero()[0, :2]).tolist()
+        raise ValueError(
+            f"{name} has a {what} at row {row}, token {token}: the memory would carry it to every "
+            "later token; mask that token or mend its source"
+        )
 
 
 def read(
@@ -246,6 +264,7 @@ def read(
     Raises:
         RecipeError: neither or both of ``state`` and ``init``; gates the read needs are missing.
     """
+    check_recipe(recipe)
     if (state is None) == (init is None):
         raise RecipeError("rc.read needs something to read: give state=... or init=..., not both")
     if q.dim() != 4:
@@ -263,9 +282,12 @@ def read(
         H, V = last.shape[-2 if diagonal else -3], last.shape[-1 if diagonal else -2]
         dtype = state_dtype(q)
         state = initial_state(recipe, B=B, H=H, K=K, V=V, dtype=dtype, device=q.device, init=init)
+    if not isinstance(state, State):
+        raise ValueError(f"state must be what recall returned, not {type(state).__name__}")
     if state.rows != B:
         raise ValueError(f"q has {B} rows and the state has {state.rows}")
     H, held_k, V = state.sizes
+    check_state(recipe, state, held_k, V)
     if held_k != K:
         raise ValueError(f"q has K = {K} and the state's keys have K = {held_k}")
     if Hq % H:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ import rich.box
 import rich.console
 import rich.progress
 import rich.table
+import torch
 import typer
 
 from recollect.recipe import Recipe
@@ -71,6 +73,7 @@ def compare(
         for name in task
         if name in DEFAULTS
     }
+    _writable(out)
     console = rich.console.Console(stderr=as_json)
     if not console.is_terminal:
         console = rich.console.Console(stderr=as_json, width=WIDE)
@@ -98,6 +101,16 @@ def compare(
         raise typer.Exit(INTERRUPTED)
     if result.failures:
         raise typer.Exit(1)
+
+
+def _writable(out: Path) -> None:
+    """That the report will have a place: better known before hours of training than after."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written to: {error.strerror}") from None
 
 
 def _show(console: rich.console.Console, result: Comparison) -> None:
@@ -140,6 +153,11 @@ def bench(
 
     if suite not in SUITES:
         raise ValueError(f"there is no suite {suite!r}; there are {', '.join(SUITES)}")
+    for name, number in (("rounds", rounds), ("length", length), ("heads", heads), ("size", size)):
+        if number < 1:
+            raise ValueError(f"--{name} must be at least 1, not {number}")
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
     chosen = SUITES[suite]
     shape = Shape(T=length, H=heads, K=size, V=size, device=device)
     console = rich.console.Console(stderr=True)

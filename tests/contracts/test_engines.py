@@ -34,7 +34,7 @@ SOFTMAX = rc.Recipe(
 )
 ONE = GD(lr=1.0)
 
-# The named systems of issue 2 (2-zoo.md §2.2), written out.
+# The named systems of the zoo, written out.
 ZOO: dict[str, rc.Recipe] = {
     "softmax_attention": SOFTMAX,
     "qk_norm_attention": SOFTMAX.but(

@@ -19,7 +19,15 @@ from recollect.typing import Init, Params
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
 
-__all__ = ["check_call", "check_gates", "check_params", "check_values"]
+__all__ = [
+    "check_call",
+    "check_gates",
+    "check_mask",
+    "check_params",
+    "check_recipe",
+    "check_state",
+    "check_values",
+]
 
 
 def check_call(
@@ -97,15 +105,15 @@ def check_call(
             "attention_mask and cu_seqlens exclude each other: packed rows have no padding"
         )
     if mask is not None:
-        found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        if found != list(k.shape[:2]):
-            raise ValueError(
-                f"attention_mask must have shape {list(k.shape[:2])} [B, T], not {found}"
-            )
+        check_mask(mask, k.shape[0], k.shape[1])
     rows = k.shape[0]
     if borders is not None:
         rows = _check_borders(borders, k)
     if state is not None:
+        if not isinstance(state, State):
+            raise ValueError(
+                f"state must be what an earlier call returned, not {type(state).__name__}"
+            )
         if state.rows != rows:
             what = "documents" if borders is not None else "rows"
             raise ValueError(f"the state has {state.rows} rows and this call {rows} {what}")
@@ -118,11 +126,47 @@ def check_call(
                 f"the state is on {state.position.device} and k on {k.device}: use "
                 "state.to(device=...)"
             )
-        _check_state(recipe, state, K, V)
+        check_state(recipe, state, K, V)
 
 
-def _check_state(recipe: Recipe, state: State, K: int, V: int) -> None:
-    """That a state could be this recipe's: parts and shapes, not values."""
+def check_recipe(recipe: object) -> None:
+    """That a recipe is one.
+
+    Raises:
+        RecipeError: anything else, saying what to give.
+    """
+    from recollect.recipe import Recipe
+
+    if not isinstance(recipe, Recipe):
+        hint = f"; rc.zoo.get({recipe!r}).recipe is one" if isinstance(recipe, str) else ""
+        raise RecipeError(f"recipe must be an rc.Recipe, not {type(recipe).__name__}{hint}")
+
+
+def check_mask(mask: object, B: int, T: int) -> None:
+    """That an attention mask says which tokens are real, and nothing else.
+
+    Raises:
+        ValueError: another shape, or values other than 0 and 1 (looked at on the CPU).
+    """
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != (B, T):
+        found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask must have shape {[B, T]} [B, T], not {found}")
+    if mask.device.type != "cpu" or mask.dtype == torch.bool or torch.compiler.is_compiling():
+        return
+    odd = mask[(mask != 0) & (mask != 1)]
+    if odd.numel():
+        raise ValueError(
+            "attention_mask must hold 1 at real tokens and 0 elsewhere, and holds "
+            f"{odd[0].item():g}"
+        )
+
+
+def check_state(recipe: Recipe, state: State, K: int, V: int) -> None:
+    """That a state could be this recipe's: parts and shapes, not values.
+
+    Raises:
+        RecipeError: it belongs to another recipe.
+    """
     shapes, buffer, read = recipe.shapes(K, V), state.buffer, recipe.memory.read
     held = None if buffer is None else buffer.k.shape[1]
     asked = {gate.name for gate in recipe.gates()}

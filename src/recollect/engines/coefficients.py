@@ -7,8 +7,8 @@ a chunk that began with A°, S° is
     A_t = a_t A° + m_t S° + Σ_i E[t, i] (contribution of step i),   E = P^α diag(σ) P^θ,
     a = cumprod(α),   m = P^α (σ ⊙ cumprod(θ)),
 
-where σ is 0 at padded tokens and 1 elsewhere (without momentum E = P^α). Letters as in 3-algorithms
-§3.1: ``[..., C]`` per-token numbers in, ``[..., C, C]`` matrices out.
+where σ is 0 at padded tokens and 1 elsewhere (without momentum E = P^α). Letters as in
+`recollect.typing`: ``[..., C]`` per-token numbers in, ``[..., C, C]`` matrices out.
 """
 
 from __future__ import annotations

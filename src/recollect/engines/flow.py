@@ -1,7 +1,7 @@
 """Chunks under momentum, windows, probes and decays over values, in differentiable operations.
 
 Inside a chunk the state is affine in what stood at its start, so one unit-lower-triangular system
-per chunk gives the predictions of all its tokens at once (3-algorithms §3.3):
+per chunk gives the predictions of all its tokens at once (see `docs/design/linear-engine.md`):
 
     (I + E⁻ ⊙ (W Dᵀ)) X = [known part | coefficients of A° | coefficients of S°]
 

@@ -1,8 +1,8 @@
 """The reference engine: the definition, one token at a time.
 
-This file is the judge of every other engine. It follows 1-framework §1.3 literally, takes the inner
-gradient by autograd, imports nothing fast, and runs in any dtype. The letters are those of the
-equations::
+This file is the judge of every other engine. It follows `docs/design/meaning.md` literally, takes
+the inner gradient by autograd, imports nothing fast, and runs in any dtype. The letters are those
+of the equations::
 
     g_t = Σ_m γ_(t,m) ∇_W ℓ(M(W°; φ(k_(t−m))), v_(t−m))
     S_t, step_t = algorithm(S_(t−1), g_t)

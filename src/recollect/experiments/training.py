@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -50,8 +51,8 @@ class Schedule:
         for name in ("steps", "batch", "evaluations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Schedule: {name} must be at least 1, not {getattr(self, name)}")
-        if self.lr <= 0:
-            raise ValueError(f"Schedule: lr must be above 0, not {self.lr}")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ValueError(f"Schedule: lr must be a finite number above 0, not {self.lr}")
 
     @property
     def checkpoints(self) -> list[int]:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from recollect.choices.features import Identity
 from recollect.choices.member import Gate, Param, RecipeError
+from recollect.engines.checks import check_mask
 from recollect.engines.packing import Rows, compact, scatter
 from recollect.engines.select import select
 from recollect.engines.state import State
@@ -61,7 +62,7 @@ class MemoryLayer(nn.Module):
 
     x → linear q, k, v → causal depthwise convolution → SiLU → (RoPE) → L2 norm of q and k per head
     → `recall` → RMS norm per head → ⊙ SiLU(linear(x)) → linear, each as its options say
-    (1-framework §1.5). Gates and params are made from what the recipe declares.
+    (MIRAS 5.4, ATLAS 5.1). Gates and params are made from what the recipe declares.
 
     Args:
         d_model: width of the tokens.
@@ -225,23 +226,45 @@ class MemoryLayer(nn.Module):
             ValueError: shapes that do not fit.
         """
         self._check(x, attention_mask, cu_seqlens)
+        self._check_state(x, state, cu_seqlens)
         if attention_mask is None:
             return self._dense(x, state, None, cu_seqlens, output_state)
         rows = compact(attention_mask)
         y, after = self._dense(rows.gather(x), state, rows, None, output_state)
         return scatter(y, rows), after
 
+    def _check_state(self, x: Tensor, state: LayerState | None, borders: Tensor | None) -> None:
+        if state is None:
+            return
+        if not isinstance(state, LayerState):
+            raise ValueError(
+                f"state must be what this layer returned earlier, not {type(state).__name__}"
+            )
+        rows = x.shape[0] if borders is None else borders.shape[0] - 1
+        if state.rows != rows:
+            raise ValueError(f"the state has {state.rows} rows and this call {rows}")
+        wanted = None if self.conv is None else (self.conv.width - 1, self.conv.channels)
+        found = None if state.conv is None else tuple(state.conv.shape[1:])
+        if wanted != found:
+            raise ValueError(
+                f"this state belongs to another layer: its convolution tail is {found} and this "
+                f"layer's is {wanted}"
+            )
+
     def _check(self, x: Tensor, mask: Tensor | None, borders: Tensor | None) -> None:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"x must be a floating-point tensor [B, T, {self.d_model}], not {found}"
+            )
         if x.dim() != 3 or x.shape[-1] != self.d_model:
             raise ValueError(f"x must have shape [B, T, {self.d_model}], not {list(x.shape)}")
         if mask is not None and borders is not None:
             raise ValueError(
                 "attention_mask and cu_seqlens exclude each other: packed rows have no padding"
             )
-        if mask is not None and mask.shape != x.shape[:2]:
-            raise ValueError(
-                f"attention_mask must have shape {list(x.shape[:2])} [B, T], not {list(mask.shape)}"
-            )
+        if mask is not None:
+            check_mask(mask, x.shape[0], x.shape[1])
         if borders is not None and x.shape[0] != 1:
             raise ValueError(
                 f"cu_seqlens packs documents in one row, so B must be 1, not {x.shape[0]}"
