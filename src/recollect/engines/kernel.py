@@ -5,7 +5,6 @@ The state is a KV cache: the raw associations that later queries may still see.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn import functional
 
 from recollect.choices.features import Exponential
 from recollect.engines.problem import Problem
-from recollect.engines.state import State, roll
+from recollect.engines.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -41,19 +40,7 @@ def describes(recipe: Recipe) -> str:
 def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the cache after the last token."""
     y = attend(problem)
-    state = dataclasses.replace(
-        problem.state,
-        position=problem.end,
-        buffer=roll(
-            problem.recipe,
-            problem.state.buffer,
-            k=problem.k,
-            v=problem.v,
-            rates=problem.rates,
-            lengths=problem.lengths,
-            position=problem.end,
-        ),
-    )
+    state = problem.after()
     return y, state
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from recollect.engines.chunked import chunked
 from recollect.engines.problem import Problem, state_dtype
 from recollect.engines.recurrent import recurrent
-from recollect.engines.state import State, roll
+from recollect.engines.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -90,20 +90,9 @@ def run(problem: Problem) -> tuple[Tensor, State]:
 
 def _after(problem: Problem, A: Tensor, S: Tensor | None) -> State:
     names = problem.recipe.algorithm.slots
-    return dataclasses.replace(
-        problem.state,
+    return problem.after(
         weights=(A,),
         slots={name: (S,) for name in names if S is not None},
-        position=problem.end,
-        buffer=roll(
-            problem.recipe,
-            problem.state.buffer,
-            k=problem.k,
-            v=problem.v,
-            rates=problem.rates,
-            lengths=problem.lengths,
-            position=problem.end,
-        ),
     )
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from recollect.engines.state import State
+from recollect.engines.state import State, roll
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -65,6 +66,19 @@ class Problem:
         """Lift ``x [B, T, H, N, K]`` in the state's dtype."""
         x = x.to(state_dtype(self.q, self.k, self.v))
         return self.recipe.features.phi(x, self.params, side, position)
+
+    def after(self, **changes: Any) -> State:
+        """The state after this call: position and buffer moved on, and what the engine changed."""
+        buffer = roll(
+            self.recipe,
+            self.state.buffer,
+            k=self.k,
+            v=self.v,
+            rates=self.rates,
+            lengths=self.lengths,
+            position=self.end,
+        )
+        return dataclasses.replace(self.state, position=self.end, buffer=buffer, **changes)
 
     def positions(self) -> Tensor:
         """Index of each token in its document, ``[B, T]``, from 0."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from recollect.choices.algorithm import Step
 from recollect.choices.memory import Stack
 from recollect.engines.problem import Problem
-from recollect.engines.state import State, roll
+from recollect.engines.state import State
 from recollect.engines.tokens import Weights, as_matrix, forward_of, join, wants_gradient
 
 __all__ = ["Walk"]
@@ -396,20 +395,9 @@ class Walk:
     def state(self, problem: Problem) -> State:
         """The state after all tokens: weights of the open batch's start, and its raw tokens."""
         closed = (self.count % self.b == 0).view(-1, 1, 1, 1)
-        return dataclasses.replace(
-            problem.state,
+        return problem.after(
             weights=tuple(_where(closed, self.A, self.A0)),
             slots={n: tuple(_where(closed, self.S[n], self.S0[n])) for n in self.S},
-            position=problem.end,
-            buffer=roll(
-                self.recipe,
-                problem.state.buffer,
-                k=problem.k,
-                v=problem.v,
-                rates=problem.rates,
-                lengths=problem.lengths,
-                position=problem.end,
-            ),
         )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
 from recollect.engines.problem import Problem
-from recollect.engines.state import State, roll
+from recollect.engines.state import State
 from recollect.engines.tokens import Tokens, Weights, as_matrix, forward_of, join, wants_gradient
 
 __all__ = ["attend", "full_batch", "local_constant", "solve"]
@@ -36,19 +34,7 @@ def full_batch(problem: Problem) -> tuple[Tensor, State]:
 
 
 def _keep_all(problem: Problem) -> State:
-    return dataclasses.replace(
-        problem.state,
-        position=problem.end,
-        buffer=roll(
-            problem.recipe,
-            problem.state.buffer,
-            k=problem.k,
-            v=problem.v,
-            rates=problem.rates,
-            lengths=problem.lengths,
-            position=problem.end,
-        ),
-    )
+    return problem.after()
 
 
 def solve(problem: Problem, tokens: Tokens, j: int) -> Weights:
