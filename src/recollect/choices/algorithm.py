@@ -141,10 +141,6 @@ class Algorithm(Member):
         own = f"{type(self).__name__.lower()}(g_{at})"
         return (f"g_{at} = {written(gradient.compact)}",), (Term((own,)),)
 
-    def story(self) -> str:
-        """The rule in a few words."""
-        return "one gradient step"
-
 
 _PER = {"head": (), "value": ("V",)}
 
@@ -205,9 +201,6 @@ class GradientDescent(_Descent):
     offset: float | str = quantity(0.0, axes=("b",), kinds=("static",), init=0.0, letter="o")
 
     full_batch = True
-
-    def story(self) -> str:
-        return f"{self.steps} gradient steps" if self.steps > 1 else "gradient descent"
 
     def validate(self) -> None:
         if self.steps > 1 and self.batch > 1:
@@ -281,9 +274,6 @@ class Momentum(_Descent):
         line = written((kept, *(term.times(eta, -1.0) for term in gradient.write)))
         erased = tuple(term.times(eta, -1.0) for term in gradient.erase)
         return (f"S_t = {line}",), (*erased, Term(("S_t",)))
-
-    def story(self) -> str:
-        return "momentum" if self.of == "gradient" else "momentum of the writes"
 
 
 _NS = (3.4445, -4.7750, 2.0315)
@@ -375,9 +365,6 @@ class Muon(_Descent):
                 "batch > 1, or every='token'"
             )
 
-    def story(self) -> str:
-        return f"Muon, {self.newton_steps} Newton–Schulz steps"
-
 
 class _Keyed(_Descent):
     """Rules whose rate depends on κ(k, k): they solve for one association in closed form."""
@@ -422,9 +409,6 @@ class Implicit(_Keyed):
         delta = self.symbol("lr")
         return f"{figure(delta)}/({written((Term(()), Term((f'‖{x}‖²',)).times(delta, slope)))})"
 
-    def story(self) -> str:
-        return "implicit step"
-
 
 @member
 class Normalized(_Keyed):
@@ -446,9 +430,6 @@ class Normalized(_Keyed):
         mu = self.symbol("lr")
         below = Term((f"‖{x}‖²",)).times(slope)
         return f"{figure(mu)}/{below if slope == 1 else grouped(str(below))}"
-
-    def story(self) -> str:
-        return "projection on the newest association"
 
 
 @member
@@ -473,9 +454,6 @@ class Analytic(Algorithm):
                 f"{recipe.memory.title} has weights: use memory.LocalConstant() with "
                 "context.Similar(), or algorithm.GradientDescent()"
             )
-
-    def story(self) -> str:
-        return "closed form"
 
 
 class _Elementwise(_Descent):
@@ -507,9 +485,6 @@ class RMSProp(_Elementwise):
         moment = f"u_t = {_moment(self.decay_rate, 'u', 'g_t²')}"
         step = Term((f"g_t/(√u_t + {figure(self.eps)})",), -1.0).times(self.pace())
         return (f"g_t = {written(gradient.compact)}", moment), (step,)
-
-    def story(self) -> str:
-        return "RMSProp"
 
 
 @member
@@ -545,9 +520,6 @@ class Adam(_Elementwise):
 
     def notes(self) -> tuple[str, ...]:
         return (f"m̂_t = m_t/(1 − {figure(self.beta1)}^t), û_t = u_t/(1 − {figure(self.beta2)}^t)",)
-
-    def story(self) -> str:
-        return "Adam"
 
 
 def _moment(rate: float, letter: str, new: str) -> str:

@@ -176,8 +176,6 @@ def chunked(
         streams = Streams(known=(written, values))
     elif probe is not None and erase is not None:
         drop = cut.split(erase.to(work))
-        if alive is not None:
-            drop = drop * cut.scalars(alive.unsqueeze(-1)).unsqueeze(-1)
         streams = Streams(
             measured=cut.split(probe.to(work)),
             direction=drop if slope == 1 else slope * drop,

@@ -17,11 +17,11 @@ __all__ = ["Walk"]
 
 
 class Walk:
-    """The recursion of §1.3 over tokens, for B rows and H memories at once.
+    """The recursion of `docs/design/meaning.md` over tokens, for B rows and H memories at once.
 
     Attributes:
         A, S: dual weights and slots now.
-        W: W°, where gradients are taken (``base`` in the spec).
+        W: W°, where gradients are taken.
         readable: the weights that are read now.
     """
 
