@@ -14,6 +14,7 @@ where σ is 0 at padded tokens and 1 elsewhere (without momentum E = P^α). Lett
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,26 @@ def cumulated(log_decay: Tensor, dim: int) -> Tensor:
     A chunk may hold both −50 and −0.01 per token: in float32 their sum would lose the small ones,
     and differences of these sums are what is needed.
     """
-    return log_decay.double().clamp_min(FORGOTTEN).cumsum(dim)
+    return _Cumulated.apply(log_decay, dim)  # type: ignore[no-any-return]
+
+
+class _Cumulated(torch.autograd.Function):
+    """The sum, with a backward without flipped copies: Σ_{t≥i} g_t = g_i + Σ_t g_t − Σ_{t≤i} g_t.
+
+    In float64 the difference costs nothing that a gradient of float32 could hold.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, log_decay: Tensor, dim: int) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(log_decay)
+        ctx.dim = dim
+        return log_decay.double().clamp_min(FORGOTTEN).cumsum(dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (log_decay,) = ctx.saved_tensors
+        later = grad + (grad.sum(ctx.dim, keepdim=True) - grad.cumsum(ctx.dim))
+        return later.to(log_decay.dtype).masked_fill(log_decay < FORGOTTEN, 0.0), None
 
 
 def decay_matrix(total: Tensor, dtype: torch.dtype) -> Tensor:
