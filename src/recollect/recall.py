@@ -132,6 +132,7 @@ def recall(
             lengths=lengths,
             causal=causal,
             chunk_size=chunk_size,
+            output_state=output_state,
         )
 
     # Padding holds valid numbers, so that what is discarded cannot poison a gradient.
@@ -164,6 +165,7 @@ def _run(
     lengths: Tensor | None,
     causal: bool,
     chunk_size: int | None,
+    output_state: bool,
 ) -> tuple[Tensor, State]:
     """One dense, right-padded call of an engine."""
     check_values(recipe, gates, params)
@@ -193,6 +195,7 @@ def _run(
         lengths=lengths,
         state=state,
         chunk_size=chunk_size,
+        continues=output_state or not causal,
     )
     lowered: Lowered = lower(problem)
     # Engines keep their sums in float32 themselves; autocast would undo that.

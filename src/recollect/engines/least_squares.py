@@ -197,7 +197,13 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     given = (q, k, v, logs, ridge, state.weights[0], slots["gram"], kept, origin)
     if k.shape[1] == 1 and not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
         return _step(problem, every, inverse, *given)
-    spans = Spans(chunk=at.chunk, every=at.per_span, ends=at.ends, forgets=_forgets(recipe))
+    spans = Spans(
+        chunk=at.chunk,
+        every=at.per_span,
+        ends=at.ends,
+        forgets=_forgets(recipe),
+        continues=problem.continues,
+    )
     q, k, v, logs = (_aligned(x, at) for x in (q, k, v, logs))
     y, M, D, kept, inverse = recursion(
         q,

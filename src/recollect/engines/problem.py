@@ -38,6 +38,8 @@ class Problem:
         chunk_size: an execution detail, or ``None`` for the engine's own.
         steps_per_token: associations that stand as tokens of their own, so that features see the
             token's position.
+        continues: whether anything will go on from the state after this call; where not, an engine
+            may leave out what only that needs.
     """
 
     recipe: Recipe
@@ -50,6 +52,7 @@ class Problem:
     lengths: Tensor | None = None
     chunk_size: int | None = None
     steps_per_token: int = 1
+    continues: bool = True
 
     @cached_property
     def live(self) -> Tensor | None:

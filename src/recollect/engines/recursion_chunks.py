@@ -25,12 +25,14 @@ class Spans:
         every: chunks of a span, at whose end the ridge is refreshed; 0 for never.
         ends: ``[spans, B]``, which rows reach the end of a span.
         forgets: whether there is any decay; without, there is nothing to refresh.
+        continues: whether the Gram matrix after all tokens will be looked at.
     """
 
     chunk: int
     every: int
     ends: Tensor | None
     forgets: bool
+    continues: bool = True
 
     def border(self, chunk: int) -> int | None:
         """Index of the span that ends with this chunk."""
@@ -115,9 +117,11 @@ class Layout:
         return x.flatten(0, 1)
 
 
-def bmm(x: Tensor, y: Tensor) -> Tensor:
-    """Matrix products over both leading axes."""
-    return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).unflatten(0, x.shape[:2])
+def bmm(x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+    """Matrix products alpha x y over both leading axes."""
+    none = x.new_empty(()).expand(x.shape[0] * x.shape[1], x.shape[-2], y.shape[-1])
+    product = torch.baddbmm(none, x.flatten(0, 1), y.flatten(0, 1), beta=0, alpha=alpha)
+    return product.unflatten(0, x.shape[:2])
 
 
 def plus(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
@@ -233,15 +237,15 @@ def forward(
         Z = group.states[-1]
         # Rounding leaves P a little unsymmetric, and the recursion would feed on that.
         Z[..., :F] = (Z[..., :F] + Z[..., :F].mT) / 2
-        queries = layout.queries(q[:, start:stop])
-        scores = layout.causal(bmm(queries, group.solved[..., :F].mT).neg_())
+        queries = layout.queries(q[:, start:stop]).contiguous()
+        scores = layout.causal(bmm(queries, group.solved[..., :F].mT, alpha=-1))
         out = bmm(queries, group.states[:-1, ..., F:])
         y[:, start:stop] = layout.unqueries(plus(out, scores, group.solved[..., F:]))
         if group.factors is not None:
             saved.states.append(group.states[:-1])
             saved.solved.append(group.solved)
             saved.factors.append(group.factors)
-    if not spans.forgets:
+    if spans.continues and not spans.forgets:
         flat = k.transpose(1, 2).flatten(0, 1)
         D = torch.baddbmm(D, flat.mT, flat)
     P, M = Z.split([F, V], dim=-1)
@@ -305,19 +309,18 @@ def _forgetting(
 ) -> tuple[Tensor, Tensor]:
     """Chunks with decay: every P comes from its Gram matrix, so only M is sequential.
 
-    P − XᵀX would lose what strong decay leaves of it.
+    P − XᵀX would lose what strong decay leaves of it. A chunk takes M to T M + U with
+    T = I − XᵀL⁻¹K and U = XᵀL⁻¹V, which all chunks find at once; then R = L⁻¹(V − K M).
     """
     F = group.keys.shape[-1]
     ends = group.reach[..., -1]
     systems = _grams(group.keys, group.logs)
-    found: list[Border] = []
-    for i, (gram, end) in enumerate(zip(systems.unbind(0), ends.unbind(0), strict=True)):
+    for gram, end in zip(systems.unbind(0), ends.unbind(0), strict=True):
         D = gram.addcmul_(D, end[:, None, None])
-        border = _border(layout, group.first + i, D, kappa * end, ridge)
-        found.append(border)
-        kappa = border.after
-    borders += found
     D = D.clone()
+    found = _borders(layout, group.first, systems, ends, kappa, ridge)
+    borders += found
+    kappa = found[-1].after
     after = torch.stack([border.after for border in found])
     systems.diagonal(dim1=-2, dim2=-1).add_(after.unsqueeze(-1) * ridge)
     P = _inverse(systems)
@@ -330,16 +333,22 @@ def _forgetting(
     if group.factors is not None:
         group.factors = half
     X = bmm(half, KP)
-    torch.neg(X, out=group.solved[..., :F])
-    M = group.states[0, ..., F:]
-    for i, (key, x, h, border) in enumerate(
-        zip(group.keys.unbind(0), X.mT.unbind(0), half.unbind(0), found, strict=True)
+    group.solved[..., :F] = group.keys
+    whitened = bmm(half, group.solved)  # L⁻¹K and L⁻¹V
+    step = bmm(X.mT, whitened)
+    step[..., :F].neg_().diagonal(dim1=-2, dim2=-1).add_(1)
+    _raise(step, P, found, ridge, origin)
+    states = group.states[..., F:]
+    for before, then, (T, U) in zip(
+        states[:-1].unbind(0),
+        states[1:].unbind(0),
+        (x.split([F, x.shape[-1] - F], dim=-1) for x in step.unbind(0)),
+        strict=True,
     ):
-        value = group.solved[i, ..., F:]
-        rest = torch.bmm(h, torch.baddbmm(value, key, M, alpha=-1))
-        value.copy_(rest)
-        M = _raised(torch.baddbmm(M, x, rest), P[i], border, ridge, origin)
-        group.states[i + 1, ..., F:] = M
+        torch.baddbmm(U, T, before, out=then)
+    torch.neg(X, out=group.solved[..., :F])
+    rest = whitened[..., F:].contiguous()
+    group.solved[..., F:] = plus(rest, whitened[..., :F], states[:-1], alpha=-1)
     return D, kappa
 
 
@@ -349,20 +358,35 @@ def _grams(keys: Tensor, logs: Tensor) -> Tensor:
     return bmm(decayed.mT, keys)
 
 
-def _border(layout: Layout, chunk: int, D: Tensor, kappa: Tensor, ridge: Tensor) -> Border:
-    """What happens to ρ after a chunk."""
-    span, spans = layout.spans.border(chunk), layout.spans
-    least = smallest_ridge(D).squeeze(-1) / ridge.mean(-1)
-    fixed, target = least > kappa, torch.maximum(kappa, least)
-    if span is not None:
-        assert spans.ends is not None
-        reached = spans.ends[span].repeat_interleave(layout.H)
-        target = torch.where(reached, torch.ones_like(kappa), target)
-        fixed = fixed | reached
-    return Border(chunk, kappa, target, fixed)
+def _borders(
+    layout: Layout, first: int, grams: Tensor, ends: Tensor, kappa: Tensor, ridge: Tensor
+) -> list[Border]:
+    """What happens to ρ after each chunk, from the Gram matrices there."""
+    spans = layout.spans
+    floors = smallest_ridge(grams).squeeze(-1) / ridge.mean(-1)  # [n, BH]
+    found: list[Border] = []
+    for index, (least, end) in enumerate(zip(floors.unbind(0), ends.unbind(0), strict=True)):
+        kappa = kappa * end
+        fixed, target = least > kappa, torch.maximum(kappa, least)
+        span = spans.border(first + index)
+        if span is not None:
+            assert spans.ends is not None
+            reached = spans.ends[span].repeat_interleave(layout.H)
+            target = torch.where(reached, 1.0, target)
+            fixed = fixed | reached
+        found.append(Border(first + index, kappa, target, fixed))
+        kappa = target
+    return found
 
 
-def _raised(M: Tensor, P: Tensor, border: Border, ridge: Tensor, origin: Tensor) -> Tensor:
-    """M after ρ is raised from κλ to τλ; P is the inverse with τ."""
-    by = torch.where(border.fixed, border.after - border.before, 0.0)[:, None] * ridge
-    return torch.baddbmm(M, P, by.unsqueeze(-1) * (M - origin), alpha=-1)
+def _raise(step: Tensor, P: Tensor, borders: list[Border], ridge: Tensor, origin: Tensor) -> None:
+    """T and U after ρ is raised from κλ to τλ, in place; P is the inverse with τ."""
+    fixed = torch.stack([border.fixed for border in borders])
+    if P.device.type == "cpu" and not bool(fixed.any()):
+        return
+    raised = torch.stack([border.after - border.before for border in borders])
+    by = torch.where(fixed, raised, 0.0)[..., None] * ridge  # [n, BH, F]
+    F = P.shape[-1]
+    moved = by.unsqueeze(-1) * step
+    moved[..., F:] -= by.unsqueeze(-1) * origin
+    plus(step, P, moved, alpha=-1)
