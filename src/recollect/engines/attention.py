@@ -15,6 +15,8 @@ of the piece so that it stays small. Where a piece decays so far that float32 wo
 value is a mask without a gradient, made from differences in float64, and the channel is zero and
 carries the gradient.
 
+Where decays are all the weights, keys that have decayed to nothing are left out (`reach`).
+
 What is no softmax (a plain sum, a kernel that is no exponential) is two products per piece. Pieces
 are recomputed in the backward pass, so that memory stays O(T).
 """
@@ -33,6 +35,7 @@ from recollect.choices.context import Context
 from recollect.choices.features import Kernel
 from recollect.choices.sight import Scene, Weights
 from recollect.engines.problem import Problem, state_dtype
+from recollect.engines.reach import Reach
 from recollect.engines.scene import look, values
 
 if TYPE_CHECKING:
@@ -139,6 +142,9 @@ def _softmax(
         extra.append(by_length * scene.k.square().sum(-1))
     separable = [x.of_key for x in weights if x.of_key is not None and not x.hides]
     decay = torch.stack(separable).sum(0) if separable else None
+    reach = None
+    if decay is not None and len(separable) == len(weights) and not reading:
+        reach = Reach.of(decay, q, k, scale=scale, by_length=by_length)
     moving = decay is not None and _is_gentle(scene, decay, k.dtype)
     if moving:
         weights = [x for x in weights if x.of_key is None or x.hides]
@@ -154,14 +160,15 @@ def _softmax(
     q, k, v = (_widened(x, max(q.shape[-1], V)) for x in (q, k, v))
     if moving:
         assert decay is not None
-        y = _pieces(problem, scene, (q, k, v), weights, scale, horizon, (decay, scene.q.shape[-1]))
+        place = scene.q.shape[-1]
+        y = _pieces(problem, scene, (q, k, v), weights, scale, horizon, reach, (decay, place))
     elif old is None and not weights and not reading and (horizon is None or horizon >= T):
         # Padding stands on the right, after every real query.
         y = _sdpa(q, k, v, scale=scale, is_causal=True)
     elif horizon is not None and not weights and not reading and T > 1:
         y = _banded(q, k, v, scene.valid, scene.first, horizon, scale)
     else:
-        y = _pieces(problem, scene, (q, k, v), weights, scale, horizon)
+        y = _pieces(problem, scene, (q, k, v), weights, scale, horizon, reach)
     return y[..., :V].transpose(1, 2).unflatten(2, (-1, G))
 
 
@@ -265,11 +272,13 @@ def _pieces(
     weights: list[Weights],
     scale: float,
     horizon: int | None,
+    reach: Reach | None,
     moving: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Queries in pieces, each with the keys up to its last: the weights are the logits' bias.
 
     Args:
+        reach: how far decays leave anything to see.
         moving: a bias of the key alone ``[B, n, H]``, and the channel that it is added to.
     """
     q, k, v = qkv
@@ -281,7 +290,13 @@ def _pieces(
     quiet = [x for x in weights if x.hard or x.of_key is not None]
     loud = [x for x in weights if not (x.hard or x.of_key is not None)]
 
+    size = piece_size(q.shape[0] * q.shape[1], k.shape[2], PIECE)
+    lows: dict[int, int] = {}
+    if reach is not None:
+        lows = reach.lows(scene.slots, list(slices(scene, horizon, size)))
+
     def piece(queries: slice, keys: slice) -> Tensor:
+        keys = slice(lows.get(queries.start, keys.start), keys.stop)
         mask = seen(scene, queries, keys, horizon, gapped=gapped)  # [B, C, m] or None
         if mask is not None:
             mask = mask[:, None]
@@ -298,6 +313,8 @@ def _pieces(
             total = total.flatten(1, 2)  # [B, H G, C, m]
             if mask is not None:
                 total = total.masked_fill(~mask, -torch.inf)
+            if reach is not None:
+                total = total.masked_fill(total < -reach.furthest, -torch.inf)
             if may_be_empty:
                 empty = (total == -torch.inf).all(-1, keepdim=True)
                 total = total.masked_fill(empty, 0.0)
@@ -309,7 +326,10 @@ def _pieces(
         if moving is not None:
             of_key, place = moving
             start = of_key[:, scene.slots[queries.start]].unsqueeze(1)
-            bias_of_key = (of_key[:, keys] - start).clamp_min(FAR).to(k.dtype).transpose(1, 2)
+            bias_of_key = of_key[:, keys] - start
+            if reach is not None:
+                bias_of_key = bias_of_key.masked_fill(reach.beyond(scene.slots[queries], keys), FAR)
+            bias_of_key = bias_of_key.clamp_min(FAR).to(k.dtype).transpose(1, 2)
             parts = seen_keys.split([place, 1, k.shape[-1] - place - 1], dim=-1)
             seen_keys = torch.cat([parts[0], parts[1] + bias_of_key.unsqueeze(-1), parts[2]], -1)
         y = _sdpa(q[:, :, queries], seen_keys, v[:, :, keys], scale=scale, mask=mask)

@@ -131,8 +131,8 @@ class _Growing:
     def scale(self, a: Tensor, other: Tensor | None = None) -> None:
         """x ← a x (+ other).
 
-        What has decayed to the end of the dtype's range is set to 0: products with subnormal numbers
-        take a processor ten times as long.
+        What has decayed to the end of the dtype's range is set to 0: products with subnormal
+        numbers take a processor ten times as long.
         """
         x = a * self.rows
         x = x if other is None else x + other
