@@ -8,8 +8,23 @@ gives a frozen dataclass of tensors.
 
 from recollect.tasks.cues import CueConfig, cues
 from recollect.tasks.exchange import Exchange, exchange, spread_keys
-from recollect.tasks.mqar import IGNORE, MqarConfig, mqar
+from recollect.tasks.learnability import Mapping, MappingConfig, mapping
+from recollect.tasks.mad import (
+    MadCompression,
+    MadConfig,
+    MadCopying,
+    MadFuzzy,
+    MadMemorization,
+    MadRecall,
+    MadSetting,
+    mad,
+    mad_settings,
+)
+from recollect.tasks.mqar import IGNORE, MqarConfig, MqarMix, mqar, mqar_mix
+from recollect.tasks.needles import NeedleConfig, needle_prompts, needles
+from recollect.tasks.prompts import Prompt, sentences
 from recollect.tasks.reach import Reach, ReachConfig, reach
+from recollect.tasks.stories import Story, StoryConfig, stories, story_bytes, story_prompts
 from recollect.tasks.swaps import SwapConfig, swaps
 from recollect.tasks.switching import Switching, SwitchingConfig, switching
 from recollect.tasks.text import (
@@ -25,9 +40,23 @@ __all__ = [
     "IGNORE",
     "CueConfig",
     "Exchange",
+    "MadCompression",
+    "MadConfig",
+    "MadCopying",
+    "MadFuzzy",
+    "MadMemorization",
+    "MadRecall",
+    "MadSetting",
+    "Mapping",
+    "MappingConfig",
     "MqarConfig",
+    "MqarMix",
+    "NeedleConfig",
+    "Prompt",
     "Reach",
     "ReachConfig",
+    "Story",
+    "StoryConfig",
     "SwapConfig",
     "Switching",
     "SwitchingConfig",
@@ -39,9 +68,19 @@ __all__ = [
     "exchange",
     "heldout_windows",
     "load_text",
+    "mad",
+    "mad_settings",
+    "mapping",
     "mqar",
+    "mqar_mix",
+    "needle_prompts",
+    "needles",
     "reach",
+    "sentences",
     "spread_keys",
+    "stories",
+    "story_bytes",
+    "story_prompts",
     "swaps",
     "switching",
     "word_problem",
