@@ -326,8 +326,8 @@ def _recall(
     key = uniform(keys, batch, pairs)
     noise = torch.rand(batch, pairs, generator=generator, device=device) < config.noise
     noise.scatter_(1, uniform(pairs, batch, 1), False)
-    shown = torch.zeros(batch, keys, dtype=torch.bool, device=device)
-    shown = shown.scatter_reduce(1, key, ~noise, "amax")
+    shown = torch.zeros(batch, keys, dtype=torch.int64, device=device)
+    shown = shown.scatter_add(1, key, (~noise).long()) > 0
     score = torch.rand(batch, keys, generator=generator, device=device).masked_fill(~shown, -1)
     key = torch.cat([key, score.argmax(1, keepdim=True)], dim=1)
     noise = torch.nn.functional.pad(noise, (0, 1))
