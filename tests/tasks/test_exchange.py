@@ -7,7 +7,7 @@ import torch
 
 import recollect as rc
 from recollect.compress import rewrite
-from recollect.tasks.exchange import Exchange, exchange, spread_keys
+from recollect.tasks.exchange import Exchange, exchange, spread_keys, welch
 
 SIZES = [(64, 36), (256, 128)]
 GD, Matrix = rc.algorithm.GradientDescent, rc.memory.Matrix
@@ -45,9 +45,35 @@ def test_keys_are_spread(n: int, d: int) -> None:
     assert (gram - torch.eye(n)).abs().max() < 1 / 8
 
 
-def test_other_sizes_are_refused() -> None:
+@pytest.mark.parametrize(("n", "d"), [(128, 56), (192, 64), (512, 128), (5, 5), (3, 8)])
+def test_other_keys_are_found(n: int, d: int) -> None:
+    """By descent, or because they fit."""
+    keys = spread_keys(n, d)
+    gram = keys @ keys.T
+    assert keys.shape == (n, d)
+    torch.testing.assert_close(gram.diagonal(), torch.ones(n).double(), atol=1e-12, rtol=0)
+    spread = float((gram - torch.eye(n)).abs().max())
+    assert welch(n, d) - 1e-12 <= spread < 1 / 8
+
+
+def test_the_welch_bound() -> None:
+    """64 keys need 33 dimensions, and (64, 36) is as good as it can be."""
+    assert welch(64, 32) > 1 / 8 > welch(64, 33)
+    assert welch(64, 36) == pytest.approx(1 / 9)
     with pytest.raises(ValueError, match="no keys are known"):
-        spread_keys(65, 36)
+        spread_keys(64, 32)
+
+
+def test_questions_about_the_first_key() -> None:
+    stream = exchange(6, 8, 30, torch.Generator().manual_seed(0), ask="first")
+    row, swapped = list(range(6)), stream.k[6:]
+    assert set(stream.asked.tolist()) == {0}
+    assert set(stream.holds[:6].tolist()) == {0}
+    for t in range(30):
+        a, b = (int(i) for i in (swapped[t].argmax(), swapped[t].argmin()))
+        row[a], row[b] = row[b], row[a]
+        assert int(stream.holds[6 + t]) == row[0]
+    assert stream.final.tolist() == row
 
 
 @pytest.mark.parametrize("method", ["reference", "kernel"])

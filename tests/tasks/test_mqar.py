@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recollect.tasks import IGNORE, MqarConfig, mqar
+from recollect.tasks import IGNORE, MqarConfig, mqar, mqar_mix
 
 
 @st.composite
@@ -121,3 +121,18 @@ def test_impossible_instances_are_refused(change: dict[str, object], message: st
 def test_a_negative_batch_is_refused(generator: torch.Generator) -> None:
     with pytest.raises(ValueError, match="batch must not be negative"):
         mqar(MqarConfig(vocab=64, pairs=4, length=32), -1, generator)
+
+
+def test_the_published_mixes() -> None:
+    one = mqar_mix("one length", length=256)
+    assert one.train == ((MqarConfig(vocab=8192, pairs=16, length=256), 100_000),)
+    assert one.test == ((one.train[0][0], 3_000),)
+    mixed = mqar_mix("mixed")
+    assert sum(count for _, count in mixed.train) == 180_000
+    assert max(config.pairs for config, _ in mixed.train) == 64
+    assert [(c.length, c.pairs) for c, _ in mixed.test][-2:] == [(512, 128), (1024, 256)]
+    assert {c.fill for c, _ in (*mixed.train, *mixed.test)} == {"random"}
+    with pytest.raises(ValueError, match="512, got 1024"):
+        mqar_mix("one length", length=1024)
+    with pytest.raises(ValueError, match="'one length' or 'mixed'"):
+        mqar_mix("both")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import recollect as rc
-from recollect.tasks import IGNORE, WordConfig, words
+from recollect.tasks import IGNORE, WordConfig, word_problem, words
 from recollect.tasks.word_problem import permutations, products
 
 
@@ -29,6 +29,35 @@ def test_labels_are_running_products(items: int) -> None:
         for p, answer in zip(word, answers, strict=True):
             places = [group[p][place] for place in places]
             assert group[answer] == tuple(places)
+
+
+@pytest.mark.parametrize(("name", "size"), [("parity", 2), ("S3", 6), ("A4", 12), ("A5", 60)])
+def test_named_groups(name: str, size: int) -> None:
+    """Items moved by hand, one permutation after the other; even ones only in Aₙ."""
+    config = word_problem(name, length=7)
+    group = permutations(config.items, config.group)
+    assert len(group) == size == config.vocab - 1
+    inputs, labels = words(config, 4, torch.Generator().manual_seed(0))
+    for word, answers in zip(inputs[:, 1:].tolist(), labels[:, 1:].tolist(), strict=True):
+        places = list(range(config.items))
+        for p, answer in zip(word, answers, strict=True):
+            places = [group[p][place] for place in places]
+            assert group[answer] == tuple(places)
+    if name.startswith("A"):
+        signs = [torch.linalg.det(torch.eye(config.items)[list(p)]) for p in group]
+        assert all(sign > 0.5 for sign in signs)
+
+
+def test_parity_counts_ones() -> None:
+    inputs, labels = words(word_problem("parity", 20), 5, torch.Generator().manual_seed(0))
+    assert torch.equal(labels[:, 1:], inputs[:, 1:].cumsum(1) % 2)
+
+
+def test_s5_has_120_permutations() -> None:
+    assert word_problem("S5") == WordConfig(items=5, length=32)
+    assert word_problem("S5").vocab == 121
+    with pytest.raises(ValueError, match="'A4' or 'A5'"):
+        word_problem("M11")
 
 
 def test_products_are_a_group() -> None:

@@ -2,6 +2,17 @@
 
 from recollect.experiments.compare import Comparison, ModelRun, Sizes, compare
 from recollect.experiments.compare_report import save_comparison
+from recollect.experiments.published import Published, published, published_names
 from recollect.experiments.training import Schedule
 
-__all__ = ["Comparison", "ModelRun", "Schedule", "Sizes", "compare", "save_comparison"]
+__all__ = [
+    "Comparison",
+    "ModelRun",
+    "Published",
+    "Schedule",
+    "Sizes",
+    "compare",
+    "published",
+    "published_names",
+    "save_comparison",
+]

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["Exchange", "exchange", "spread_keys"]
+from recollect.tasks.checks import one_of
+
+__all__ = ["Exchange", "exchange", "spread_keys", "welch"]
 
 
 def _signs(power: int) -> Tensor:
@@ -28,13 +32,18 @@ def _signs(power: int) -> Tensor:
 def spread_keys(n: int, d: int) -> Tensor:
     """n unit vectors of size d with inner products below 1/8, ``[n, d]`` in float64.
 
-    (64, 36): with M = 2I₄ − J₄ and H = M⊗M⊗M, H² = 64 I and H has 36 eigenvalues 8, so that
-    I + (H − I)/9 is a Gram matrix of rank 36; inner products ±1/9. (2d, d), d a power of two from
-    128 on: unit vectors and the columns of a Hadamard matrix; inner products ±1/√d or 0.
+    n ≤ d: unit vectors of the axes. (64, 36): with M = 2I₄ − J₄ and H = M⊗M⊗M, H² = 64 I and H has
+    36 eigenvalues 8, so that I + (H − I)/9 is a Gram matrix of rank 36; inner products ±1/9.
+    (2d, d), d a power of two from 128 on: unit vectors and the columns of a Hadamard matrix; inner
+    products ±1/√d or 0. Other sizes, such as (128, 56), (192, 64) and (512, 128), by descent on a
+    soft maximum of the inner products from a fixed start (seconds, then remembered); n vectors need
+    inner products of at least √((n − d)/(d(n − 1))) (Welch), so that 64 need d ≥ 33.
 
     Raises:
-        ValueError: other sizes.
+        ValueError: sizes for which no such keys are known.
     """
+    if 1 <= n <= d:
+        return torch.eye(n, d, dtype=torch.float64)
     if (n, d) == (64, 36):
         M = 2 * torch.eye(4, dtype=torch.float64) - 1
         H = torch.kron(torch.kron(M, M), M)
@@ -45,9 +54,40 @@ def spread_keys(n: int, d: int) -> Tensor:
     if n == 2 * d and d == 2**power and d >= 128:
         eye = torch.eye(d, dtype=torch.float64)
         return torch.cat([eye, _signs(power) / math.sqrt(d)])
+    if d >= 1 and welch(n, d) < 1 / 8 and n <= 1024:
+        found = _descend(n, d)
+        if found is not None:
+            return found.clone()
     raise ValueError(
-        f"no keys are known for n = {n}, d = {d}: use (64, 36), or (2d, d), d = 128 2^i"
+        f"no keys are known for n = {n}, d = {d}: use n ≤ d, (64, 36), (128, 56), (192, 64), "
+        "(512, 128), or (2d, d), d = 128 2^i"
     )
+
+
+def welch(n: int, d: int) -> float:
+    """The least that the largest |inner product| of n unit vectors of size d can be."""
+    return math.sqrt(max(0, n - d) / (d * max(1, n - 1)))
+
+
+@lru_cache(maxsize=8)
+def _descend(n: int, d: int) -> Tensor | None:
+    """Unit vectors whose largest |inner product| descent has brought below 1/8, or None."""
+    generator = torch.Generator().manual_seed(0)
+    free = torch.randn(n, d, generator=generator, dtype=torch.float64).requires_grad_()
+    optimizer = torch.optim.Adam([free], lr=0.02)
+    with torch.enable_grad():
+        for step in range(3000):
+            keys = torch.nn.functional.normalize(free, dim=-1)
+            gram = (keys @ keys.T).square() * (1 - torch.eye(n, dtype=torch.float64))
+            if step % 10 == 0 and float(gram.detach().max()) < 0.1245**2:
+                return keys.detach()
+            # p-norms of the squared inner products, sharper as they even out.
+            power = 2 + 14 * min(1.0, step / 600)
+            loss = (gram / (1 / 64)).pow(power).mean().pow(1 / power)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,29 +117,43 @@ def exchange(
     swaps: int,
     generator: torch.Generator,
     *,
+    ask: Literal["any", "first"] = "any",
     dtype: torch.dtype = torch.float32,
 ) -> Exchange:
-    """A stream of random swaps, each of two different keys, with a random question per token.
+    """A stream of random swaps, each of two different keys, with a question per token.
 
-    While values are being written, questions are about keys already there.
+    Args:
+        n, d, swaps: sizes.
+        generator: the only source of randomness.
+        ask: ``"any"`` key already there, at random, or always the ``"first"``, as AM figures 4 to 6
+            do, where the read-out has to be learned.
+        dtype: of keys and values.
 
     Raises:
-        ValueError: sizes for which `spread_keys` knows no keys, or a negative number of swaps.
+        ValueError: sizes for which `spread_keys` knows no keys, a negative number of swaps, or
+            swaps of fewer than two keys.
     """
+    one_of("exchange", ("any", "first"), ask=ask)
+    if swaps > 0 and n < 2:
+        raise ValueError(f"exchange: swaps need two keys, and n is {n}")
     if swaps < 0:
         raise ValueError(f"swaps must be at least 0, not {swaps}")
     keys = spread_keys(n, d).to(dtype)
+
+    def question(keys_there: int) -> int:
+        return 0 if ask == "first" else int(torch.randint(keys_there, (), generator=generator))
+
     stands = list(range(n))
     k, asked, holds = [keys], [], []
     for t in range(n):
-        index = int(torch.randint(t + 1, (), generator=generator))
+        index = question(t + 1)
         asked.append(index)
         holds.append(stands[index])
     for _ in range(swaps):
         a, b = torch.randperm(n, generator=generator)[:2].tolist()
         stands[a], stands[b] = stands[b], stands[a]
         k.append(keys[a : a + 1] - keys[b : b + 1])
-        index = int(torch.randint(n, (), generator=generator))
+        index = question(n)
         asked.append(index)
         holds.append(stands[index])
     values = torch.cat([torch.eye(n, dtype=dtype), torch.zeros(swaps, n, dtype=dtype)])

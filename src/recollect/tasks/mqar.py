@@ -23,6 +23,9 @@ IGNORE = -100
 """The label of a position at which nothing is asked; PyTorch's cross entropy skips it."""
 
 
+__all__ = ["IGNORE", "MqarConfig", "MqarMix", "mqar", "mqar_mix"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MqarConfig:
     """What an instance looks like.
@@ -32,8 +35,8 @@ class MqarConfig:
         pairs: P, the number of key-value pairs, each of which is asked once.
         length: T, the number of tokens of an instance; even, and at least 4 P.
         power: a, the exponent of the distribution of query slots; above 0. At 1 it is uniform.
-        fill: what stands where nothing is asked: token 0, as in the published experiments, or
-            tokens drawn from the whole vocabulary, which may collide with keys and is harder.
+        fill: what stands where nothing is asked: token 0, or tokens drawn from the whole
+            vocabulary, which may collide with keys and is harder. Both are published (`mqar_mix`).
 
     Raises:
         ValueError: if no instance has this shape, saying which number to change.
@@ -81,6 +84,62 @@ class MqarConfig:
     def slots(self) -> int:
         """How many places a query can take after the pairs."""
         return self.length // 2 - self.pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class MqarMix:
+    """What one model of an experiment is trained and tested on.
+
+    Attributes:
+        train, test: shapes of instances, each with how many there are.
+    """
+
+    train: tuple[tuple[MqarConfig, int], ...]
+    test: tuple[tuple[MqarConfig, int], ...]
+
+
+_ONE_LENGTH = {64: 4, 128: 8, 256: 16, 512: 64}
+_MIXED_TRAIN = ((64, 4, 100_000), (128, 8, 20_000), (256, 16, 20_000), (256, 32, 20_000),
+                (256, 64, 20_000))  # fmt: skip
+_MIXED_TEST = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256))
+
+
+def mqar_mix(
+    recipe: Literal["one length", "mixed"], *, length: int = 64, vocab: int = 8192
+) -> MqarMix:
+    """The two published recipes of training and test data, both with power 0.01.
+
+    ``"one length"`` is of the benchmark's first paper (Arora et al. 2023, figure 2): 100,000
+    instances of one length to train on and 3,000 to test; 64 tokens have 4 pairs, 128 have 8, 256
+    have 16, 512 have 64; fillers are token 0. ``"mixed"`` is of the second (Arora et al. 2024,
+    figure 2): training has up to 64 pairs in up to 256 tokens, the test up to 256 pairs in 1,024;
+    fillers are random. Both train two layers of mixers without feed-forward networks.
+
+    Args:
+        recipe: which.
+        length: T of ``"one length"``.
+        vocab: V; both papers have 8,192.
+
+    Raises:
+        ValueError: another recipe or length.
+    """
+    if recipe == "one length":
+        if length not in _ONE_LENGTH:
+            raise ValueError(
+                f"mqar_mix: length must be one of {', '.join(map(str, _ONE_LENGTH))}, got {length}"
+            )
+        config = MqarConfig(vocab=vocab, pairs=_ONE_LENGTH[length], length=length)
+        return MqarMix(train=((config, 100_000),), test=((config, 3_000),))
+    if recipe != "mixed":
+        raise ValueError(f"mqar_mix: recipe must be 'one length' or 'mixed', got {recipe!r}")
+
+    def shape(tokens: int, pairs: int) -> MqarConfig:
+        return MqarConfig(vocab=vocab, pairs=pairs, length=tokens, fill="random")
+
+    return MqarMix(
+        train=tuple((shape(T, P), count) for T, P, count in _MIXED_TRAIN),
+        test=tuple((shape(T, P), 1_000) for T, P in _MIXED_TEST),
+    )
 
 
 def mqar(config: MqarConfig, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

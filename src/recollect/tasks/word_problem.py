@@ -1,5 +1,8 @@
 """The word problem of a permutation group: say the product of all permutations so far.
 
+S₃, S₅ and A₅ are groups of 3 and 5 items, parity is S₂: its two permutations are 0 and 1, and a
+product says whether the number of ones is odd. `word_problem` gives them by name.
+
 A model that tracks it keeps a state that permutes n items. One generalised Householder factor per
 token is a reflection at best, and a rotation of S₃ is a product of two: a single layer of a delta
 rule cannot follow it, DeltaProduct with two steps per token can (Siems et al. 2025, section 3).
@@ -9,53 +12,85 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from recollect.tasks.checks import at_least, one_of, same_batch
 from recollect.tasks.mqar import IGNORE
 
-__all__ = ["WordConfig", "permutations", "products", "words"]
+__all__ = ["WordConfig", "permutations", "products", "word_problem", "words"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WordConfig:
-    """Words over Sₙ.
+    """Words over Sₙ or Aₙ.
 
     Attributes:
         items: n; 3 gives six permutations.
         length: permutations per word. A token that begins the word stands before them.
+        group: ``"symmetric"``, all permutations, or ``"alternating"``, the even ones.
 
     Raises:
-        ValueError: a size below one.
+        ValueError: a size below one, or another group.
     """
 
     items: int = 3
     length: int = 32
+    group: Literal["symmetric", "alternating"] = "symmetric"
 
     def __post_init__(self) -> None:
-        for name in ("items", "length"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"WordConfig({name}=...) must be at least 1, not {getattr(self, name)}"
-                )
+        at_least("WordConfig", 1, items=self.items, length=self.length)
+        one_of("WordConfig", ("symmetric", "alternating"), group=self.group)
 
     @property
     def vocab(self) -> int:
         """Tokens: the permutations, and the one that begins a word."""
-        return len(permutations(self.items)) + 1
+        return len(permutations(self.items, self.group)) + 1
 
 
-def permutations(items: int) -> list[tuple[int, ...]]:
-    """The permutations of 0..n−1 in lexicographic order; the first is the identity."""
-    return list(itertools.permutations(range(items)))
+_NAMES: dict[str, tuple[int, Literal["symmetric", "alternating"]]] = {
+    "parity": (2, "symmetric"),
+    "S3": (3, "symmetric"),
+    "S4": (4, "symmetric"),
+    "S5": (5, "symmetric"),
+    "A4": (4, "alternating"),
+    "A5": (5, "alternating"),
+}
 
 
-def products(items: int) -> Tensor:
-    """``[n!, n!]``: the index of g ∘ h (first h, then g) in row g and column h."""
-    group = permutations(items)
-    index = {p: i for i, p in enumerate(group)}
-    rows = [[index[tuple(g[h[i]] for i in range(items))] for h in group] for g in group]
+def word_problem(name: str, length: int = 32) -> WordConfig:
+    """The word problem that the literature calls by a name.
+
+    Args:
+        name: ``"parity"``, ``"S3"``, ``"S4"``, ``"S5"``, ``"A4"`` or ``"A5"``.
+        length: permutations per word.
+
+    Raises:
+        ValueError: another name, listing these.
+    """
+    one_of("word_problem", tuple(_NAMES), name=name)
+    items, group = _NAMES[name]
+    return WordConfig(items=items, length=length, group=group)
+
+
+def permutations(items: int, group: str = "symmetric") -> list[tuple[int, ...]]:
+    """The group's permutations of 0..n−1 in lexicographic order; the first is the identity."""
+    everything = itertools.permutations(range(items))
+    return [p for p in everything if group == "symmetric" or _even(p)]
+
+
+def _even(p: tuple[int, ...]) -> bool:
+    """Whether an even number of pairs stand in the wrong order."""
+    return sum(a > b for a, b in itertools.combinations(p, 2)) % 2 == 0
+
+
+def products(items: int, group: str = "symmetric") -> Tensor:
+    """``[g, g]``: the index of a ∘ b (first b, then a) in row a and column b."""
+    members = permutations(items, group)
+    index = {p: i for i, p in enumerate(members)}
+    rows = [[index[tuple(a[b[i]] for i in range(items))] for b in members] for a in members]
     return torch.tensor(rows)
 
 
@@ -67,10 +102,15 @@ def words(config: WordConfig, batch: int, generator: torch.Generator) -> tuple[T
         generator: the only source of randomness.
 
     Returns:
-        inputs ``[batch, length + 1]``: the beginning, n!, then indices of permutations p_1, p_2, …
+        inputs ``[batch, length + 1]``: the beginning (the last token), then indices of
+        permutations p_1, p_2, …
         labels: the index of p_t ∘ … ∘ p_1, and :data:`IGNORE` at the beginning.
+
+    Raises:
+        ValueError: a negative batch.
     """
-    compose = products(config.items)
+    same_batch("words", batch)
+    compose = products(config.items, config.group)
     size = compose.shape[0]
     picks = torch.randint(size, (batch, config.length), generator=generator)
     product, labels = torch.zeros(batch, dtype=torch.long), [torch.full((batch,), IGNORE)]

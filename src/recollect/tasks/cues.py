@@ -1,0 +1,119 @@
+"""Associative recall as TTR lays it out: cue-response pairs at random, repeated, then seen cues.
+
+P cues have one response each. An instance names pairs at random, with repetition, and then asks
+cues that were named (TTR section 6)::
+
+    u3 v3 u1 v1 u3 v3 u2 v2 ... | u1 [v1 u2 v2 ...] u3      inputs
+     .  .  .  .  .  .  .  . ... | v1   . v2   .     v3      labels (. is IGNORE)
+
+The benchmark of Arora et al. (`recollect.tasks.mqar`) has the same name and another layout: every
+pair once, fillers between the queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from recollect.tasks.checks import at_least, distinct, one_of, same_batch
+from recollect.tasks.mqar import IGNORE
+
+__all__ = ["CueConfig", "cues"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CueConfig:
+    """What an instance looks like.
+
+    Left open by the paper: whether the map is drawn for each sequence (here it is, or nothing would
+    have to be recalled), how many cues there are beside the P of an instance (none by default: the
+    P keys can be orthogonal in P dimensions), and whether repeated cues are trained on.
+
+    Args:
+        pairs: P, the pairs an instance draws from.
+        length: T, the tokens before the first question; even.
+        vocab_pairs: how many cues there are, and how many responses; P when ``None``.
+        queries: cues asked at the end. All but the last are followed by their response, so that
+            every bigram that begins with a cue stays true.
+        asks: what has a label: ``"end"``, the questions; ``"repeats"``, also every cue among the T
+            tokens that was named before, which trains on more positions of the same sequences.
+
+    Raises:
+        ValueError: if no instance has this shape, saying which number to change.
+    """
+
+    pairs: int
+    length: int
+    vocab_pairs: int | None = None
+    queries: int = 1
+    asks: Literal["end", "repeats"] = "end"
+
+    def __post_init__(self) -> None:
+        at_least("CueConfig", 1, pairs=self.pairs, queries=self.queries)
+        at_least("CueConfig", 2, length=self.length)
+        if self.length % 2:
+            raise ValueError(
+                f"CueConfig: length must be even, because a pair takes two tokens; got "
+                f"{self.length}, try {self.length + 1}"
+            )
+        if self.vocab_pairs is not None and self.vocab_pairs < self.pairs:
+            raise ValueError(
+                f"CueConfig: {self.pairs} pairs cannot be drawn from {self.vocab_pairs} cues; "
+                f"vocab_pairs must be at least {self.pairs}"
+            )
+        one_of("CueConfig", ("end", "repeats"), asks=self.asks)
+
+    @property
+    def cues(self) -> int:
+        """C: tokens 0..C−1 are cues, C..2C−1 responses."""
+        return self.pairs if self.vocab_pairs is None else self.vocab_pairs
+
+    @property
+    def vocab(self) -> int:
+        """2C tokens."""
+        return 2 * self.cues
+
+    @property
+    def total(self) -> int:
+        """The tokens of an instance: T + 2 queries − 1."""
+        return self.length + 2 * self.queries - 1
+
+
+def cues(config: CueConfig, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw a batch of instances.
+
+    Args:
+        config: what an instance looks like.
+        batch: B, how many instances; 0 gives empty tensors.
+        generator: the only source of randomness; the result lives on its device.
+
+    Returns:
+        ``(inputs, labels)``, both int64 ``[B, T + 2 queries − 1]``.
+
+    Raises:
+        ValueError: if ``batch`` is negative.
+    """
+    same_batch("cues", batch)
+    P, C, device = config.pairs, config.cues, generator.device
+    cue = distinct(batch, C, P, generator)
+    response = C + distinct(batch, C, P, generator)
+    named = torch.randint(P, (batch, config.length // 2), generator=generator, device=device)
+    # A seen cue: uniform over the tokens named, as "j was drawn earlier" reads, so that a pair that
+    # was named twice is asked twice as often.
+    which = torch.randint(
+        config.length // 2, (batch, config.queries), generator=generator, device=device
+    )
+    order = torch.cat([named, named.gather(1, which)], dim=1)
+    pair = torch.stack([cue.gather(1, order), response.gather(1, order)], dim=-1)
+    inputs = pair.flatten(1)[:, : config.total]
+    labels = torch.full_like(inputs, IGNORE)
+    labels[:, config.length :: 2] = pair[:, config.length // 2 :, 1]
+    if config.asks == "repeats":
+        same = order[:, :, None] == order[:, None, :]
+        seen = same.tril(-1).any(-1)[:, : config.length // 2]
+        repeats = pair[:, : config.length // 2, 1]
+        labels[:, : config.length : 2] = torch.where(seen, repeats, IGNORE)
+    return inputs, labels

@@ -1,0 +1,89 @@
+"""Reachability in a directed acyclic graph: two trees, and which nodes hang below the first root.
+
+AM section 3.3: n nodes in topological order are divided into two classes of equal size with a tree
+on each; a node's vector names itself and its parent; the label says whether the first node reaches
+it. One powers-of-the-adjacency computation solves it: reachable = row 1 of (I − A)⁻¹ > 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.tasks.checks import at_least, distinct, same_batch
+
+__all__ = ["Reach", "ReachConfig", "reach"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReachConfig:
+    """Two trees over the nodes; AM has 32 nodes.
+
+    Left open by the paper: the trees' law (here a node's parent is uniform among the earlier nodes
+    of its class) and what a root's vector says of a parent (here nothing).
+
+    Args:
+        nodes: n, even, so that the classes are of equal size.
+
+    Raises:
+        ValueError: an odd number of nodes, or fewer than 2.
+    """
+
+    nodes: int = 32
+
+    def __post_init__(self) -> None:
+        at_least("ReachConfig", 2, nodes=self.nodes)
+        if self.nodes % 2:
+            raise ValueError(
+                f"ReachConfig: nodes must be even for two classes of equal size, got {self.nodes}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reach:
+    """Graphs, one per row.
+
+    Attributes:
+        x: ``[B, n, n]``, node i's vector: onehot(i) + onehot(parent of i).
+        parent: ``[B, n]``, int64, −1 for the two roots. Parents come before children.
+        labels: ``[B, n]``, int64, 1 where node 0 reaches node i (itself included), else 0.
+    """
+
+    x: Tensor
+    parent: Tensor
+    labels: Tensor
+
+
+def reach(
+    config: ReachConfig,
+    batch: int,
+    generator: torch.Generator,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Reach:
+    """Draw graphs, O(B n²).
+
+    Args:
+        config: sizes.
+        batch: B.
+        generator: the only source of randomness; the result lives on its device.
+        dtype: of the node vectors.
+
+    Raises:
+        ValueError: a negative batch.
+    """
+    same_batch("reach", batch)
+    n, device = config.nodes, generator.device
+    # Node 0 is in the first class; n/2 of the other n − 1 are in the second.
+    second = torch.zeros(batch, n, dtype=torch.bool, device=device)
+    second.scatter_(1, 1 + distinct(batch, n - 1, n // 2, generator), True)
+    same = (second[:, :, None] == second[:, None, :]).tril(-1)  # earlier nodes of one's class
+    noise = torch.rand(batch, n, n, generator=generator, device=device, dtype=torch.float64)
+    parent = noise.masked_fill(~same, -1).argmax(-1)
+    parent = torch.where(same.any(-1), parent, -1)
+    eye = torch.eye(n, device=device, dtype=dtype)
+    has = (parent >= 0)[..., None]
+    x = eye + torch.where(has, eye[parent.clamp_min(0)], 0)
+    return Reach(x=x, parent=parent, labels=(~second).long())

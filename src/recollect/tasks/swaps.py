@@ -1,0 +1,77 @@
+"""Swaps as tokens: n items stand in n places, each token swaps two, say which item stands first.
+
+AM section 3.2 and listing 2: with n = 5 there are C(5, 2) = 10 tokens and 5 answers; the label at
+every step is the item at the first place after it. The state is a permutation, so a model that
+answers at every length tracks S_n. AM figure 6 is the same task at lengths 32, 64, 128 and 256: a
+`SwapConfig` per length. Figure 5 gives the layer keys instead of tokens:
+`recollect.tasks.exchange` with ``ask="first"``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.tasks.checks import at_least, same_batch
+
+__all__ = ["SwapConfig", "pairs_of", "swaps"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapConfig:
+    """Sequences of swaps; the defaults are AM figure 4's.
+
+    Args:
+        items: n, from 2 on.
+        length: swaps per sequence, 16 in figure 4.
+
+    Raises:
+        ValueError: a size too small.
+    """
+
+    items: int = 5
+    length: int = 16
+
+    def __post_init__(self) -> None:
+        at_least("SwapConfig", 2, items=self.items)
+        at_least("SwapConfig", 1, length=self.length)
+
+    @property
+    def vocab(self) -> int:
+        """Input tokens: the n(n−1)/2 swaps, as `pairs_of` orders them. Answers are 0..n−1."""
+        return self.items * (self.items - 1) // 2
+
+
+def pairs_of(items: int) -> Tensor:
+    """``[n(n−1)/2, 2]``: the places i < j that each token swaps, in lexicographic order."""
+    return torch.combinations(torch.arange(items))
+
+
+def swaps(config: SwapConfig, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Uniform swaps, and who stands first after each.
+
+    Args:
+        config: sizes.
+        batch: B, sequences.
+        generator: the only source of randomness; the result lives on its device.
+
+    Returns:
+        ``(inputs, labels)``, int64 ``[B, length]``: swaps below ``config.vocab`` and items below
+        ``config.items``. Item i stands at place i before the first swap, and place 0 is asked.
+
+    Raises:
+        ValueError: a negative batch.
+    """
+    same_batch("swaps", batch)
+    device = generator.device
+    tokens = torch.randint(config.vocab, (batch, config.length), generator=generator, device=device)
+    places = pairs_of(config.items).to(device)
+    stands = torch.arange(config.items, device=device).repeat(batch, 1)
+    labels = torch.empty_like(tokens)
+    for t in range(config.length):
+        pair = places[tokens[:, t]]  # [B, 2]
+        stands = stands.scatter(1, pair.flip(1), stands.gather(1, pair))
+        labels[:, t] = stands[:, 0]
+    return tokens, labels

@@ -1,0 +1,144 @@
+"""Switching autoregression: forecast a sequence whose dynamics change once (TTR section 5, eq. 55).
+
+    k_{t+1} = a_t k_t + σ ε_t,   a_t = 0.9 for t < T/4, 0.999 from then on,   ε_t ~ N(0, Σ)
+
+The association of time t is k_t → v_t = k_{t+1}/‖k_{t+1}‖ and the query is q_t = k_{t+1}, so that a
+layer's output y_t = m_t(k_{t+1}) forecasts v_{t+1} from what it memorised up to t. Nothing is
+learned. The naive forecaster answers v_t, which it has seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from recollect.tasks.checks import at_least, below, one_of, same_batch
+
+__all__ = ["Switching", "SwitchingConfig", "switching"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchingConfig:
+    """The process; the defaults are the published ones where the paper says them.
+
+    Left open by the paper: Σ beyond "unit diagonals and non-zero off-diagonals", and k_1.
+
+    Args:
+        size: K, the size of keys and values.
+        length: T, the associations memorised.
+        early, late: the factor a before and after the switch, 0 to 1.
+        noise: σ.
+        covariance: Σ. ``"equal"`` has ``correlation`` everywhere off the diagonal; ``"drawn"`` is
+            AAᵀ scaled to a unit diagonal for a K × K matrix A of standard normal numbers, drawn
+            anew for every sequence.
+        correlation: of two coordinates when ``"equal"``; 0 to 1.
+        start: k_1 is ``"stationary"`` (the early process's own spread, σ/√(1 − a²)) or one
+            ``"step"`` of noise from 0.
+
+    Raises:
+        ValueError: a number out of range, naming it.
+    """
+
+    size: int = 64
+    length: int = 256
+    early: float = 0.9
+    late: float = 0.999
+    noise: float = 0.02
+    covariance: Literal["equal", "drawn"] = "equal"
+    correlation: float = 0.5
+    start: Literal["stationary", "step"] = "stationary"
+
+    def __post_init__(self) -> None:
+        at_least("SwitchingConfig", 1, size=self.size)
+        at_least("SwitchingConfig", 4, length=self.length)
+        below("SwitchingConfig", 0, 1, early=self.early, late=self.late)
+        below("SwitchingConfig", 0, 1, correlation=self.correlation)
+        below("SwitchingConfig", 1e-12, 1e12, noise=self.noise)
+        one_of("SwitchingConfig", ("equal", "drawn"), covariance=self.covariance)
+        one_of("SwitchingConfig", ("stationary", "step"), start=self.start)
+        if self.start == "stationary" and self.early == 1:
+            raise ValueError(
+                "SwitchingConfig: early = 1 has no stationary spread; use start='step'"
+            )
+
+    @property
+    def switch(self) -> int:
+        """How many of the factors a_1, a_2, … are the early one: those of t < T/4."""
+        return -(-self.length // 4) - 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Switching:
+    """Sequences to memorise and forecast.
+
+    Attributes:
+        k, v: ``[B, T, K]``, the associations; values have length 1.
+        q: ``[B, T, K]``, the next key.
+        target: ``[B, T, K]``, the next value: what y_t forecasts.
+    """
+
+    k: Tensor
+    v: Tensor
+    q: Tensor
+    target: Tensor
+
+    @property
+    def naive(self) -> Tensor:
+        """The forecast that repeats the value seen last ``[B, T, K]``."""
+        return self.v
+
+    def loss(self, y: Tensor) -> Tensor:
+        """‖v_{t+1} − y_t‖² per token ``[B, T]``, the quantity of TTR figure 2."""
+        return (self.target - y).square().sum(-1)
+
+
+def switching(
+    config: SwitchingConfig,
+    batch: int,
+    generator: torch.Generator,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Switching:
+    """Draw sequences, O(B T K²).
+
+    Args:
+        config: the process.
+        batch: B.
+        generator: the only source of randomness; the result lives on its device.
+        dtype: of the result; the process runs in float64.
+
+    Raises:
+        ValueError: a negative batch.
+    """
+    same_batch("switching", batch)
+    K, device, wide = config.size, generator.device, torch.float64
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=wide)
+
+    if config.covariance == "equal":
+        eye = torch.eye(K, device=device, dtype=wide)
+        sigma = config.correlation + (1 - config.correlation) * eye
+        # At a correlation of 1 Σ has rank one, which only the symmetric root bears.
+        root = _root(sigma).expand(batch, K, K)
+    else:
+        root = torch.nn.functional.normalize(normal(batch, K, K), dim=-1)  # unit rows: unit Σ_ii
+    noise = config.noise * normal(batch, config.length + 2, K) @ root.mT
+    k = noise[:, 0]
+    if config.start == "stationary":
+        k = k / (1 - config.early**2) ** 0.5
+    keys = [k]
+    for t in range(1, config.length + 2):
+        k = (config.early if t <= config.switch else config.late) * k + noise[:, t]
+        keys.append(k)
+    path = torch.stack(keys, dim=1).to(dtype)  # [B, T + 2, K]
+    units = path / path.norm(dim=-1, keepdim=True)
+    return Switching(k=path[:, :-2], v=units[:, 1:-1], q=path[:, 1:-1], target=units[:, 2:])
+
+
+def _root(sigma: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(sigma)
+    return vectors * values.clamp_min(0).sqrt()
