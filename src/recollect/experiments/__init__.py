@@ -2,6 +2,16 @@
 
 from recollect.experiments.compare import Comparison, ModelRun, Sizes, compare
 from recollect.experiments.compare_report import save_comparison
+from recollect.experiments.rows import add_rows, write_rows_table
 from recollect.experiments.training import Schedule
 
-__all__ = ["Comparison", "ModelRun", "Schedule", "Sizes", "compare", "save_comparison"]
+__all__ = [
+    "Comparison",
+    "ModelRun",
+    "Schedule",
+    "Sizes",
+    "add_rows",
+    "compare",
+    "save_comparison",
+    "write_rows_table",
+]

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from recollect.lm.cache import RecollectCache
 from recollect.lm.config import RecollectConfig
+from recollect.lm.groups import parameter_groups
 from recollect.lm.model import RecollectForCausalLM, RecollectModel
 from recollect.lm.sizes import match_parameters, parameter_count
 
@@ -29,6 +30,7 @@ __all__ = [
     "RecollectModel",
     "match_parameters",
     "parameter_count",
+    "parameter_groups",
 ]
 
 AutoConfig.register(RecollectConfig.model_type, RecollectConfig, exist_ok=True)
