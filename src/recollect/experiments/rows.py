@@ -162,8 +162,8 @@ def _page(rows: Sequence[dict[str, Any]]) -> str:
         f"{schedule['steps']} steps of {schedule['batch']} × {terms['length']} bytes, AdamW, "
         f"weight decay {schedule['weight_decay']:g}, clipping at {schedule['clip']:g}, peak "
         f"learning rate {schedule['lr']:g} after a warm-up over {schedule['warmup']:.0%} of the "
-        f"steps, then a cosine to 0; float32, seed {terms['seed']}. Each row is at its preset's own "
-        "defaults, nothing is tuned per row.",
+        f"steps, then a cosine to 0; float32, seed {terms['seed']}. Each row is at its preset's "
+        "own defaults, nothing is tuned per row.",
         "",
         f"Made by `{first['command']}`; a command with other `--models` adds rows."
         if first["command"]
