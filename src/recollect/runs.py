@@ -221,13 +221,16 @@ def bench(
     from recollect.bench import run
     from recollect.bench.suites import SUITES, Shape, chosen_cases, document, ratios
 
-    if suite not in SUITES:
-        raise ValueError(f"there is no suite {suite!r}; there are {', '.join(SUITES)}")
+    if suite not in (*SUITES, "train"):
+        raise ValueError(f"there is no suite {suite!r}; there are {', '.join([*SUITES, 'train'])}")
     for name, number in (("rounds", rounds), ("length", length), ("heads", heads), ("size", size)):
         if number < 1:
             raise ValueError(f"--{name} must be at least 1, not {number}")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
+    if suite == "train":
+        _bench_train(rounds, length, save, as_json)
+        return
     chosen = SUITES[suite]
     shape = Shape(T=length, H=heads, K=size, V=size, device=device)
     cases = chosen_cases(chosen, shape, [name.strip() for name in only.split(",") if name.strip()])
@@ -253,5 +256,38 @@ def bench(
     result.print()
     for what, ratio in extra.items():
         typer.echo(f"{what}: {ratio:.2f}")
+    if save is not None:
+        typer.echo(f"saved: {save}")
+
+
+def _bench_train(rounds: int, length: int, save: Path | None, as_json: bool) -> None:
+    """The suite ``train``: whole steps, in the callback of a run, so it times them itself."""
+    from recollect.bench.train_suite import BARE, RUN, measure
+
+    context = min(length, 512)
+    console = rich.console.Console(stderr=True)
+    with rich.progress.Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("timing train", total=rounds)
+        result = measure(
+            rounds=rounds,
+            context=context,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    ratio = 1 / result[RUN].ratio
+    data = {
+        "suite": "train",
+        "shape": {"context": context, "batch": 4, "parameters": 3_000_000},
+        **json.loads(result.to_json()),
+        "ratios": {"tokens per second: recollect train / bare loop": ratio},
+    }
+    if save is not None:
+        from recollect.report.files import write_atomic
+
+        write_atomic(save, json.dumps(data, indent=2, allow_nan=False) + "\n")
+    if as_json:
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        return
+    result.print()
+    typer.echo(f"tokens per second of {RUN} by the {BARE}'s: {ratio:.2f}")
     if save is not None:
         typer.echo(f"saved: {save}")

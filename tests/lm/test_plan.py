@@ -50,7 +50,7 @@ def test_tokens_set_the_steps_and_a_size_sets_the_rate() -> None:
     [
         (
             {"optimizer": {"warm_up": 3}},
-            r"\[optimizer\] has no key 'warm_up'; did you mean 'warmup'",
+            r"has no key 'warm_up'; did you mean 'warmup'",
         ),
         ({"modle": {}}, r"no table \[modle\]; did you mean 'model'"),
         ({"model": {"width": "wide"}}, r"\[model\] width must be a whole number, not 'wide'"),

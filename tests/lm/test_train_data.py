@@ -167,10 +167,9 @@ def test_batches_without_borders_stay_rows_and_streams_have_none() -> None:
 
 def parquet(path: Path, texts: list[str | None], *, group: int = 2) -> Path:
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
+    writer = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"id": list(range(len(texts))), "body": texts})
-    pyarrow.parquet.write_table(table, path, row_group_size=group)
+    writer.write_table(table, path, row_group_size=group)
     return path
 
 

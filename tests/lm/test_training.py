@@ -279,6 +279,19 @@ def test_variants_take_the_same_steps(text: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(one[name], two[name], atol=2e-4, rtol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_compiled_mlps_take_the_same_steps(text: Path, tmp_path: Path) -> None:
+    base = {"steps": 2, "batch": 2}
+    plain = train(plan(text, tmp_path / "a", optimizer=base))
+    fused = train(plan(text, tmp_path / "b", optimizer=base, run={"compile": True}))
+    assert any("MLPs" in note for note in fused.notes)
+    one, two = weights(plain.folder), weights(fused.folder)
+    assert one.keys() == two.keys()
+    for name in one:  # fused sums in another order, through AdamW's quotients
+        torch.testing.assert_close(one[name], two[name], atol=2e-4, rtol=0)
+
+
 def test_bfloat16_keeps_float32_weights(text: Path, tmp_path: Path) -> None:
     result = train(plan(text, tmp_path, optimizer={"steps": 2}, run={"bf16": True}))
     assert {w.dtype for w in weights(result.folder).values()} == {torch.float32}

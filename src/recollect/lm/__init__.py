@@ -25,11 +25,12 @@ from recollect.lm.model import RecollectForCausalLM, RecollectModel
 from recollect.lm.paper_sizes import PAPER_SIZES, PaperSize, paper_config
 from recollect.lm.plan import TrainPlan, load_plan
 from recollect.lm.sizes import match_parameters, parameter_count
-from recollect.lm.training import Trained, train
+from recollect.lm.training import Progress, Trained, train
 
 __all__ = [
     "PAPER_SIZES",
     "PaperSize",
+    "Progress",
     "RecollectCache",
     "RecollectConfig",
     "RecollectForCausalLM",

@@ -185,7 +185,7 @@ def read_rows(
 
 
 def collate(rows: Sequence[Row], *, reset: bool) -> dict[str, Tensor]:
-    """A batch: ``input_ids`` and ``labels`` of one shape, and ``cu_seqlens`` where there are borders.
+    """A batch: ``input_ids``, ``labels`` of that shape, and ``cu_seqlens`` where there are borders.
 
     Args:
         rows: of one length. reset: whether the memory starts anew at every document; otherwise a

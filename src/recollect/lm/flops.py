@@ -49,9 +49,9 @@ def model_flops(config: RecollectConfig, *, context: int) -> float:
 
 
 def measured_ceiling(device: torch.device | str, dtype: torch.dtype) -> float:
-    """Operations per second that one large matrix product reaches here and now: a tenth of a second.
+    """Operations per second that one large matrix product reaches here and now.
 
-    2 · 1024³ over the fastest of a few rounds.
+    2 · 1024³ (4096³ on a GPU) over the lower quartile of a few rounds; about a tenth of a second.
     """
     device = torch.device(device)
     side = _SIDE if device.type == "cpu" else 4 * _SIDE

@@ -1,4 +1,4 @@
-"""What a training run is, as data: four tables of a TOML file, checked before anything is loaded."""
+"""What a training run is: four tables of a TOML file, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def _share(plan: object, *names: str, below: float = 1.0) -> None:
 def _one_of(plan: object, name: str, words: tuple[str, ...]) -> None:
     if getattr(plan, name) not in words:
         raise ValueError(
-            f"[{_table(plan)}] {name} must be one of {', '.join(words)}, not {getattr(plan, name)!r}"
+            f"[{_table(plan)}] {name} must be one of {', '.join(words)}, not "
+            f"{getattr(plan, name)!r}"
         )
 
 
@@ -216,7 +217,7 @@ class RunPlan:
         heldout_rows: rows measured on, at most.
         bf16: matrix products in bfloat16, weights in float32.
         checkpointing: activations are computed again in the backward pass instead of kept.
-        compile: `torch.compile`, where every layer's engine takes it.
+        compile: `torch.compile` for the MLPs; engines choose by what they see and run as they are.
         tensorboard: write its logs to ``out/logs``.
     """
 

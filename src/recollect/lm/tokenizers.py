@@ -61,7 +61,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
         raise ValueError(f"[data] tokenizer {name!r} cannot be loaded: {first}") from None
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"[data] tokenizer {name!r} has no eos_token, which ends a document: set one and save it"
+            f"[data] tokenizer {name!r} has no eos_token, which ends a document: set one and "
+            "save it"
         )
     return tokenizer
 

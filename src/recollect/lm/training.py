@@ -1,8 +1,8 @@
 """`train`: a language model from a plan, on `transformers.Trainer` and Accelerate.
 
 The Trainer does what it does well: the loop, AdamW and its schedule, clipping, bf16, gradient
-accumulation, many devices, logs, and going on from a checkpoint. Ours are only the rows, the weights
-that decay, checkpoints that are whole, and a measurement weighted by tokens.
+accumulation, many devices, logs, and going on from a checkpoint. Ours are only the rows, the
+weights that decay, checkpoints that are whole, and a measurement weighted by tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from transformers import TrainingArguments as Arguments
 from transformers.utils import logging as transformers_logging
 
 from recollect.lm.atomic import AtomicTrainer, clear_aside, last_checkpoint
-from recollect.lm.config import Named, RecollectConfig
-from recollect.lm.data import IGNORE, Row, Rows, RowStream, Tally, collate, read_rows
+from recollect.lm.data import IGNORE, Row, Rows, collate
 from recollect.lm.flops import measured_ceiling, model_flops
 from recollect.lm.groups import decayed_names
 from recollect.lm.model import RecollectForCausalLM
-from recollect.lm.paper_sizes import PAPER_SIZES
-from recollect.lm.plan import ModelPlan, TrainPlan
-from recollect.lm.sizes import match_parameters
-from recollect.lm.sources import BadLines, HubDocuments, Source, find_files
-from recollect.lm.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
-from recollect.loading import load_recipe
-from recollect.options import LayerOptions
-from recollect.recipe import Recipe
+from recollect.lm.plan import TrainPlan
+from recollect.lm.prepare import build_model, rows_of, tokenizer_of
+from recollect.lm.sources import BadLines
 from recollect.report.files import write_atomic
 
 __all__ = ["Progress", "Trained", "Watch", "train"]
@@ -77,7 +71,7 @@ class Trained:
         loss: of the last log line, nats per token.
         heldout: bits per byte of the held-out rows, ``None`` without any.
         skipped: lines left out, and the first few of them.
-        notes: what a reader should know, such as why the model was not compiled.
+        notes: what a reader should know, such as what of the model was compiled.
     """
 
     model: RecollectForCausalLM
@@ -123,14 +117,15 @@ def train(
     out = Path(plan.run.out)
     checkpoint = _begun(plan, out, resume=resume)
     bad = BadLines(skip=plan.data.bad_lines == "skip")
-    tokenizer = _tokenizer(plan, out, bad)
-    stock = _stock(plan, tokenizer, bad)
+    tokenizer = tokenizer_of(plan, out, bad)
+    stock = rows_of(plan, tokenizer, bad)
     torch.manual_seed(plan.run.seed)
     model = build_model(plan, tokenizer)
     notes: list[str] = []
     if bad.count:
         say(f"{bad.count} lines were left out: {'; '.join(bad.told)}")
-    compiled = plan.run.compile and _compiles(model.config, say, notes)
+    if plan.run.compile:
+        notes.append(_compile(model))
     if plan.run.checkpointing:
         model.gradient_checkpointing_enable()
     kind = trainer_class or RecollectTrainer
@@ -139,7 +134,7 @@ def train(
         warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch)\..*")
         trainer = kind(
             model=model,
-            args=_arguments(plan, out, compiled=compiled),
+            args=_arguments(plan, out),
             train_dataset=stock.train,
             eval_dataset=stock.heldout or None,
             data_collator=partial(collate, reset=plan.data.packing == "documents"),
@@ -177,7 +172,7 @@ def train(
 
 
 class RecollectTrainer(AtomicTrainer):
-    """The Trainer with our weight decay, our order of rows, and a measurement weighted by tokens."""
+    """The Trainer with our weight decay, order of rows, and a measurement weighted by tokens."""
 
     bytes_per_token = 1.0
 
@@ -265,162 +260,7 @@ class _Keeper(TrainerCallback):
             self.watch(self.progress)
 
 
-# -- what a plan asks for --------------------------------------------------------------------------
-
-
-def build_model(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast) -> RecollectForCausalLM:
-    """The model that a plan starts from: new, or a saved one.
-
-    Raises:
-        ValueError: a recipe or sizes that cannot be.
-    """
-    if plan.model.start is not None:
-        model = RecollectForCausalLM.from_pretrained(plan.model.start)
-        return model.float()
-    return RecollectForCausalLM(model_config(plan.model, tokenizer))
-
-
-def model_config(plan: ModelPlan, tokenizer: PreTrainedTokenizerFast) -> RecollectConfig:
-    """The configuration that ``[model]`` describes, for a tokenizer.
-
-    Raises:
-        ValueError: a recipe or sizes that cannot be.
-    """
-    size = None if plan.size is None else PAPER_SIZES[plan.size]
-    width, depth, heads = (256, 4, 4) if size is None else (size.width, size.depth, size.heads)
-    named: Named | dict[str, Named]
-    if plan.recipes:
-        named = {name: _recipe(value, None) for name, value in plan.recipes.items()}
-    else:
-        found = _recipe(plan.recipe, plan.options)
-        named = found if isinstance(found, str) else {_name(plan.recipe): found}
-    config = RecollectConfig.from_recipes(
-        named,
-        layers=plan.layers or None,
-        vocab_size=-(-len(tokenizer) // 8) * 8,  # a multiple of 8 makes faster products
-        hidden_size=plan.width or width,
-        num_hidden_layers=plan.depth or depth,
-        num_attention_heads=plan.heads or heads,
-        num_key_value_heads=plan.kv_heads,
-        head_dim=plan.key_dim,
-        value_dim=plan.value_dim,
-        intermediate_size=plan.mlp,
-        tie_word_embeddings=plan.tie,
-        method=plan.method,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    if plan.parameters is not None:
-        (config,) = match_parameters([config], plan.parameters)
-    return config
-
-
-def _recipe(value: Any, options: dict[str, Any] | None) -> Named:
-    """A recipe by name, file or table, with options of its own where they are given."""
-    if isinstance(value, str) and not value.endswith((".json", ".toml")):
-        if options is None:
-            return value
-        from recollect.zoo import get
-
-        return get(value).recipe, LayerOptions.from_dict(options)
-    if isinstance(value, str):
-        recipe = load_recipe(Path(value))
-    else:
-        if isinstance(value, dict) and set(value) == {"recipe", "options"}:
-            value, options = value["recipe"], value["options"]
-        recipe = Recipe.from_dict(value)
-    return recipe, LayerOptions() if options is None else LayerOptions.from_dict(options)
-
-
-def _name(value: Any) -> str:
-    return Path(value).stem if isinstance(value, str) else "memory"
-
-
-@dataclass
-class _Stock:
-    """Rows to train on and to measure on."""
-
-    train: Rows | RowStream
-    heldout: list[Row] = field(default_factory=list)
-    bytes_per_token: float = 1.0
-
-
-def _stock(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) -> _Stock:
-    data, run = plan.data, plan.run
-    read = partial(read_rows, tokenizer=tokenizer, context=data.context)
-    heldout, tally = [], None
-    if data.heldout or data.heldout_split is not None:
-        heldout, tally = read(_documents(plan, bad, heldout=True))
-    if data.streams:
-        stream = RowStream(
-            _documents(plan, bad),
-            tokenizer,
-            context=data.context,
-            shuffle=data.shuffle,
-            seed=run.seed,
-        )
-        return _Stock(stream, _spread(heldout, run.heldout_rows), _ratio(tally))
-    rows, read_all = read(_documents(plan, bad))
-    if data.heldout_share:
-        every = round(1 / data.heldout_share)
-        heldout, tally = rows[every - 1 :: every], read_all
-        rows = [row for i, row in enumerate(rows) if i % every != every - 1]
-        if not heldout or not rows:
-            raise ValueError(
-                f"[data] heldout_share = {data.heldout_share:g} of {len(rows) + len(heldout)} rows "
-                "leaves nothing on one side: give more text, or shorten context"
-            )
-    processes = _processes()
-    length = plan.steps * plan.optimizer.batch * plan.optimizer.accumulate * processes
-    order = Rows(rows, length=length, seed=run.seed)
-    return _Stock(order, _spread(heldout, run.heldout_rows), _ratio(tally or read_all))
-
-
-def _ratio(tally: Tally | None) -> float:
-    return 1.0 if tally is None else tally.bytes_per_token
-
-
-def _processes() -> int:
-    from accelerate import PartialState
-
-    return PartialState().num_processes
-
-
-def _spread(rows: list[Row], most: int) -> list[Row]:
-    """At most so many rows, evenly spread."""
-    keep = min(most, len(rows))
-    return [rows[i * len(rows) // keep] for i in range(keep)]
-
-
-def _documents(plan: TrainPlan, bad: BadLines, *, heldout: bool = False) -> Iterable[str]:
-    data = plan.data
-    if data.dataset is not None and not (heldout and data.heldout):
-        split = data.heldout_split if heldout else data.split
-        return HubDocuments(
-            path=data.dataset, name=data.name, split=split or "", column=data.column, bad=bad
-        )
-    key = "heldout" if heldout else "train"
-    files = find_files(data.heldout if heldout else data.train, key=key)
-    return Source(files=files, column=data.column, separator=data.separator, bad=bad)
-
-
-def _tokenizer(plan: TrainPlan, out: Path, bad: BadLines) -> PreTrainedTokenizerFast:
-    """The plan's tokenizer; one that is trained is kept with the run."""
-    if plan.model.start is not None:
-        return load_tokenizer(plan.model.start)
-    if plan.data.tokenizer == "bytes":
-        return byte_tokenizer()
-    if plan.data.tokenizer != "bpe":
-        return load_tokenizer(plan.data.tokenizer)
-    folder = out / "tokenizer"
-    if not (folder / "tokenizer.json").exists():
-        # Lines are noted when rows are made, once.
-        quiet = BadLines(skip=bad.skip)
-        train_bpe(_documents(plan, quiet), plan.data.vocab).save_pretrained(str(folder))
-    return load_tokenizer(str(folder))
-
-
-def _arguments(plan: TrainPlan, out: Path, *, compiled: bool) -> Arguments:
+def _arguments(plan: TrainPlan, out: Path) -> Arguments:
     optimizer, run = plan.optimizer, plan.run
     floor = {"min_lr_rate": optimizer.floor} if optimizer.floor else {}
     return Arguments(
@@ -446,7 +286,6 @@ def _arguments(plan: TrainPlan, out: Path, *, compiled: bool) -> Arguments:
         eval_strategy="steps" if run.eval_every else "no",
         eval_steps=run.eval_every or None,
         bf16=run.bf16,
-        torch_compile=compiled,
         report_to=_reports(plan, out),
         disable_tqdm=True,
         seed=run.seed,
@@ -473,8 +312,19 @@ def _reports(plan: TrainPlan, out: Path) -> list[str]:
     return ["tensorboard"]
 
 
-def _compiles(config: RecollectConfig, say: Callable[[str], None], notes: list[str]) -> bool:
-    return True
+def _compile(model: RecollectForCausalLM) -> str:
+    """Compile what one graph can hold, in place, and say what that is.
+
+    Engines choose their way by what they see (how strong a decay is, whether a solve went well), so
+    a graph through a memory breaks dozens of times and gains nothing. MLPs are the same products
+    for every batch.
+    """
+    for block in model.model.blocks:
+        block.mlp.compile()  # type: ignore[union-attr]
+    return (
+        "compiled: the MLPs of all blocks; memory layers run as they are, because their engines "
+        "choose by what they see"
+    )
 
 
 _MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard")  # without another result
@@ -504,8 +354,8 @@ def _begun(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
                 old = before.get(table, {}).get(name)
                 if old != value and name not in _MAY_CHANGE and name != "out":
                     raise ValueError(
-                        f"{out} was begun with [{table}] {name} = {old!r}, not {value!r}: resume it "
-                        "as it was, or give another folder as out in [run]"
+                        f"{out} was begun with [{table}] {name} = {old!r}, not {value!r}: resume "
+                        "it as it was, or give another folder as out in [run]"
                     )
     write_atomic(kept, json.dumps(mine, indent=2) + "\n")
     return checkpoint
