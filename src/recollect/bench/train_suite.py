@@ -96,7 +96,7 @@ def measure(
             "a",
             "query",
         ]
-        text.write_text(" ".join(draw.choices(words, k=(rounds + _WARM) * batch * context // 4)))
+        text.write_text("".join(draw.choices(words, k=(rounds + _WARM) * batch * context // 4)))
         plan = TrainPlan.from_dict(
             {
                 "model": {"recipe": recipe, "parameters": parameters},
