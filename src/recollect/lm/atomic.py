@@ -157,8 +157,9 @@ def _writer_errors() -> tuple[type[Exception], ...]:
     return (SafetensorError,)
 
 
+_SAID = ("no space left", "enospc", "os error 28", "disk quota")
 # Of a write cut short torch says only where it found itself; without room there is no other cause.
-_FULL = ("no space left", "enospc", "os error 28", "disk quota", "unexpected pos", "failed writing")
+_FULL = (*_SAID, "unexpected pos", "failed writing", "iostream error")
 _WRITING = (*_FULL, "pytorchstreamwriter", "inline_container", "i/o error", "iostream")
 
 

@@ -127,7 +127,9 @@ def train(
     if plan.run.compile:
         notes.append(_compile(model))
     if plan.run.checkpointing:
-        model.gradient_checkpointing_enable()
+        # The newer name; the older one goes with version 6 of transformers.
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)()
     kind = trainer_class or RecollectTrainer
     with _quiet(), warnings.catch_warnings():
         # The Trainer's remarks on its own defaults are no concern of whoever trains.
@@ -286,6 +288,7 @@ def _arguments(plan: TrainPlan, out: Path) -> Arguments:
         eval_strategy="steps" if run.eval_every else "no",
         eval_steps=run.eval_every or None,
         bf16=run.bf16,
+        use_cpu=not torch.accelerator.is_available(),  # or it refuses bf16
         report_to=_reports(plan, out),
         disable_tqdm=True,
         seed=run.seed,
