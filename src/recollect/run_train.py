@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -59,7 +60,7 @@ def train(
         "steps": result.steps,
         "tokens": result.tokens,
         "seconds": result.seconds,
-        "loss": result.loss,
+        "loss": result.loss if math.isfinite(result.loss or 0.0) else None,
         "heldout_bits_per_byte": result.heldout,
         "skipped_lines": result.skipped,
         "notes": list(result.notes),

@@ -332,6 +332,13 @@ def test_tensorboard_is_asked_for_by_name(
         train(plan(text, tmp_path, run={"tensorboard": True}))
 
 
+def test_log_lines_say_how_fast_it_goes(whole: Path) -> None:
+    state = json.loads((whole.parent / "checkpoint-6" / "trainer_state.json").read_text())
+    lines = [line for line in state["log_history"] if "loss" in line]
+    assert len(lines) == STEPS
+    assert all(line["tokens_per_second"] > 0 and line["ceiling_share"] > 0 for line in lines)
+
+
 def test_a_corrupt_line_stops_or_is_skipped_and_counted(text: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     lines = text.read_text().splitlines()

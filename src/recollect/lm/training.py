@@ -92,7 +92,7 @@ def train(
     resume: bool = False,
     watch: Watch | None = None,
     say: Callable[[str], None] | None = None,
-    trainer_class: type[AtomicTrainer] | None = None,
+    trainer_class: type[RecollectTrainer] | None = None,
 ) -> Trained:
     """Train a language model as a plan says.
 
@@ -122,8 +122,9 @@ def train(
     torch.manual_seed(plan.run.seed)
     model = build_model(plan, tokenizer)
     notes: list[str] = []
-    if bad.count:
-        say(f"{bad.count} lines were left out: {'; '.join(bad.told)}")
+    told = bad.count
+    if told:
+        say(f"{told} lines were left out: {'; '.join(bad.told)}")
     if plan.run.compile:
         notes.append(_compile(model))
     if plan.run.checkpointing:
@@ -142,14 +143,14 @@ def train(
             data_collator=partial(collate, reset=plan.data.packing == "documents"),
             processing_class=tokenizer,
         )
-        if isinstance(trainer, RecollectTrainer):
-            trainer.bytes_per_token = stock.bytes_per_token
+        trainer.bytes_per_token = stock.bytes_per_token
         trainer.remove_callback(PrinterCallback)
         device = trainer.args.device
         ceiling = measured_ceiling(device, torch.bfloat16 if plan.run.bf16 else torch.float32)
         flops = model_flops(model.config, context=plan.data.context)
         keeper = _Keeper(plan, trainer.args.world_size, flops, ceiling * trainer.args.world_size)
         keeper.watch = watch
+        trainer.speed = keeper.speed
         trainer.add_callback(keeper)
         if checkpoint is not None:
             say(f"going on from {checkpoint}")
@@ -159,6 +160,8 @@ def train(
         trainer.save_whole(out / "model")
         if stock.heldout and not (plan.run.eval_every and plan.steps % plan.run.eval_every == 0):
             trainer.evaluate()
+    if bad.count > told:  # rows that stream are read while training
+        say(f"{bad.count} lines were left out: {'; '.join(bad.told)}")
     return Trained(
         model=model,
         folder=out / "model",
@@ -177,6 +180,11 @@ class RecollectTrainer(AtomicTrainer):
     """The Trainer with our weight decay, order of rows, and a measurement weighted by tokens."""
 
     bytes_per_token = 1.0
+    speed: Callable[[], dict[str, float]] = staticmethod(dict)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Every log line of the loss also says how fast it goes."""
+        super().log({**logs, **self.speed()} if "loss" in logs else logs, *args, **kwargs)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return decayed_names(model)
@@ -249,12 +257,15 @@ class _Keeper(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if logs and "loss" in logs:
-            logs["tokens_per_second"] = self.progress.tokens_per_second
-            logs["ceiling_share"] = self.progress.ceiling_share
             self._since, self._seconds = 0, 0.0
             self._tell(loss=float(logs["loss"]))
         if logs and "eval_bits_per_byte" in logs:
             self._tell(heldout=float(logs["eval_bits_per_byte"]))
+
+    def speed(self) -> dict[str, float]:
+        """What a log line says beside the loss."""
+        news = self.progress
+        return {"tokens_per_second": news.tokens_per_second, "ceiling_share": news.ceiling_share}
 
     def _tell(self, **changes: Any) -> None:
         self.progress = replace(self.progress, **changes)
