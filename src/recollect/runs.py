@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,6 +54,12 @@ def compare(
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the models.")] = None,
     depth: Annotated[int | None, typer.Option(help="Layers of the models.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Heads of every layer.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of an example.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Examples of a step.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Training tokens per model, in place of --steps.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, examples and their order.")] = 0,
     method: Annotated[str, typer.Option(help="Engine, or auto.")] = "auto",
     key_dim: Annotated[
@@ -62,6 +69,13 @@ def compare(
         int | None, typer.Option(help="Of every model; default: the largest one's.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/compare"),
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a table that grows: one file per model, and those that are there are "
+            "not trained again. In place of the report; needs --parameters and the task text."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Train models at equal parameters and tokens, and report."""
@@ -75,15 +89,45 @@ def compare(
         raise ValueError("--text and --dataset exclude each other: give one text")
     corpus = None if dataset is None else stream_text(dataset)
     sizes = {
-        name: DEFAULTS[name].but(steps=steps, lr=lr, width=width, depth=depth, key_dim=key_dim)
+        name: DEFAULTS[name].but(
+            steps=steps,
+            lr=lr,
+            width=width,
+            depth=depth,
+            heads=heads,
+            length=length,
+            batch=batch,
+            tokens=tokens,
+            key_dim=key_dim,
+        )
         for name in task
         if name in DEFAULTS
     }
-    _writable(out)
+    if rows is not None and (parameters is None or list(task) != ["text"]):
+        raise ValueError(
+            "--rows needs --parameters, so that rows can be laid side by side, and --task text"
+        )
+    _writable(out if rows is None else rows)
     console = rich.console.Console(stderr=as_json)
     if not console.is_terminal:
         console = rich.console.Console(stderr=as_json, width=WIDE)
     with Monitor(console, models=len(chosen), tasks=len(set(task))) as monitor:
+        if rows is not None:
+            assert parameters is not None
+            made = experiments.add_rows(
+                chosen,
+                rows,
+                sizes=sizes["text"],
+                parameters=parameters,
+                text=text,
+                corpus=corpus,
+                seed=seed,
+                method=method,
+                watcher=monitor,
+                command=shlex.join(["recollect", *sys.argv[1:]]),
+            )
+            _ended(console, rows / "README.md", made, as_json=as_json)
+            return
         result = experiments.compare(
             chosen,
             task,
@@ -101,12 +145,28 @@ def compare(
         typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
         _show(console, result)
-    console.print(f"report: {paths['report']}", soft_wrap=True)
-    for name, model, reason in result.failures:
+    _ended(console, paths["report"], [result])
+
+
+def _ended(
+    console: rich.console.Console,
+    report: Path,
+    results: Sequence[Comparison],
+    *,
+    as_json: bool = False,
+) -> None:
+    """Say where the report is and what failed, and leave with the code that says so."""
+    if as_json:
+        data = [result.to_dict() for result in results]
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+    if report.exists():
+        console.print(f"report: {report}", soft_wrap=True)
+    failures = [failure for result in results for failure in result.failures]
+    for name, model, reason in failures:
         console.print(f"{model} could not be trained on {name}: {reason}", soft_wrap=True)
-    if result.interrupted:
+    if any(result.interrupted for result in results):
         raise typer.Exit(INTERRUPTED)
-    if result.failures:
+    if failures:
         raise typer.Exit(1)
 
 
@@ -161,13 +221,16 @@ def bench(
     from recollect.bench import run
     from recollect.bench.suites import SUITES, Shape, chosen_cases, document, ratios
 
-    if suite not in SUITES:
-        raise ValueError(f"there is no suite {suite!r}; there are {', '.join(SUITES)}")
+    if suite not in (*SUITES, "train"):
+        raise ValueError(f"there is no suite {suite!r}; there are {', '.join([*SUITES, 'train'])}")
     for name, number in (("rounds", rounds), ("length", length), ("heads", heads), ("size", size)):
         if number < 1:
             raise ValueError(f"--{name} must be at least 1, not {number}")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
+    if suite == "train":
+        _bench_train(rounds, length, save, as_json)
+        return
     chosen = SUITES[suite]
     shape = Shape(T=length, H=heads, K=size, V=size, device=device)
     cases = chosen_cases(chosen, shape, [name.strip() for name in only.split(",") if name.strip()])
@@ -193,5 +256,38 @@ def bench(
     result.print()
     for what, ratio in extra.items():
         typer.echo(f"{what}: {ratio:.2f}")
+    if save is not None:
+        typer.echo(f"saved: {save}")
+
+
+def _bench_train(rounds: int, length: int, save: Path | None, as_json: bool) -> None:
+    """The suite ``train``: whole steps, in the callback of a run, so it times them itself."""
+    from recollect.bench.train_suite import BARE, RUN, measure
+
+    context = min(length, 512)
+    console = rich.console.Console(stderr=True)
+    with rich.progress.Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("timing train", total=rounds)
+        result = measure(
+            rounds=rounds,
+            context=context,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    ratio = 1 / result[RUN].ratio
+    data = {
+        "suite": "train",
+        "shape": {"context": context, "batch": 4, "parameters": 3_000_000},
+        **json.loads(result.to_json()),
+        "ratios": {"tokens per second: recollect train / bare loop": ratio},
+    }
+    if save is not None:
+        from recollect.report.files import write_atomic
+
+        write_atomic(save, json.dumps(data, indent=2, allow_nan=False) + "\n")
+    if as_json:
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        return
+    result.print()
+    typer.echo(f"tokens per second of {RUN} by the {BARE}'s: {ratio:.2f}")
     if save is not None:
         typer.echo(f"saved: {save}")

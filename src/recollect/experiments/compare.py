@@ -25,7 +25,7 @@ from recollect.tasks.text import (
 )
 from recollect.zoo import Preset, get
 
-__all__ = ["TASKS", "Comparison", "ModelRun", "Sizes", "Watcher", "compare"]
+__all__ = ["TASKS", "Comparison", "ModelRun", "Named", "Sizes", "Watcher", "compare", "named"]
 
 TASKS = ("text", "mqar")
 
@@ -62,15 +62,37 @@ class Sizes:
         lr: float | None = None,
         width: int | None = None,
         depth: int | None = None,
+        heads: int | None = None,
+        length: int | None = None,
+        batch: int | None = None,
+        tokens: int | None = None,
         key_dim: int | None = None,
     ) -> Sizes:
-        """These sizes with what is given replaced."""
-        given = {"steps": steps, "lr": lr}
+        """These sizes with what is given replaced; ``tokens`` sets the steps, rounded up.
+
+        Raises:
+            ValueError: a size below 1, or both steps and tokens.
+        """
+        given = {"steps": steps, "lr": lr, "batch": batch}
         schedule = replace(self.schedule, **{name: x for name, x in given.items() if x is not None})
-        sizes = {"width": width, "depth": depth, "key_dim": key_dim}
-        return replace(
+        sizes = {
+            "width": width,
+            "depth": depth,
+            "heads": heads,
+            "length": length,
+            "key_dim": key_dim,
+        }
+        changed = replace(
             self, schedule=schedule, **{name: x for name, x in sizes.items() if x is not None}
         )
+        if tokens is None:
+            return changed
+        if steps is not None:
+            raise ValueError("steps and tokens exclude each other: one follows from the other")
+        if tokens < 1:
+            raise ValueError(f"tokens must be at least 1, not {tokens}")
+        steps = -(-tokens // (schedule.batch * changed.length))
+        return replace(changed, schedule=replace(schedule, steps=steps))
 
 
 DEFAULTS: dict[str, Sizes] = {
@@ -186,9 +208,11 @@ class _Nobody:
 
 
 Named = str | Preset | tuple[str, Recipe] | tuple[str, Recipe, LayerOptions]
+"""A zoo name, a preset, or a recipe of one's own under a name, with its options or without."""
 
 
-def _named(model: Named) -> tuple[str, Recipe, LayerOptions]:
+def named(model: Named) -> tuple[str, Recipe, LayerOptions]:
+    """The model's name, recipe and options."""
     if isinstance(model, tuple):
         return (*model, LayerOptions()) if len(model) == 2 else model
     preset = get(model) if isinstance(model, str) else model
@@ -241,7 +265,7 @@ def compare(
         ValueError: no models, a name twice, or an unknown task.
         RecipeError: an unknown zoo name.
     """
-    chosen = [_named(model) for model in models]
+    chosen = [named(model) for model in models]
     names = [name for name, _, _ in chosen]
     if not chosen:
         raise ValueError("compare needs at least one model")

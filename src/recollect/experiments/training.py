@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from recollect.lm.groups import decayed_names
 from recollect.tasks.mqar import IGNORE
 
 __all__ = ["Examples", "History", "Schedule", "token_loss", "train"]
@@ -34,7 +35,7 @@ class Schedule:
         batch: examples per step.
         lr: peak learning rate.
         warmup: share of the steps spent warming up.
-        weight_decay: AdamW's, on matrices.
+        weight_decay: AdamW's, on the weights that `recollect.lm.parameter_groups` names.
         clip: largest gradient norm.
         evaluations: how many points the learning curve has.
     """
@@ -151,6 +152,13 @@ class _Keeper(TrainerCallback):
             self.history.losses.append((state.global_step, float(logs["loss"])))
 
 
+class _Trainer(Trainer):
+    """The Trainer, with weight decay where `recollect.lm.parameter_groups` has it."""
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return decayed_names(model)
+
+
 def train(
     model: nn.Module,
     examples: Examples,
@@ -199,7 +207,7 @@ def train(
             dataloader_pin_memory=False,
         )
         keeper = _Keeper(history, schedule, schedule.batch * length, measure, watch)
-        trainer = Trainer(
+        trainer = _Trainer(
             model=model,
             args=arguments,
             train_dataset=examples,

@@ -19,16 +19,31 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from recollect.lm.cache import RecollectCache
 from recollect.lm.config import RecollectConfig
+from recollect.lm.counts import count_parameters
+from recollect.lm.groups import parameter_groups
 from recollect.lm.model import RecollectForCausalLM, RecollectModel
+from recollect.lm.paper_sizes import PAPER_SIZES, PaperSize, paper_config
+from recollect.lm.plan import TrainPlan, load_plan
 from recollect.lm.sizes import match_parameters, parameter_count
+from recollect.lm.training import Progress, Trained, train
 
 __all__ = [
+    "PAPER_SIZES",
+    "PaperSize",
+    "Progress",
     "RecollectCache",
     "RecollectConfig",
     "RecollectForCausalLM",
     "RecollectModel",
+    "TrainPlan",
+    "Trained",
+    "count_parameters",
+    "load_plan",
     "match_parameters",
+    "paper_config",
     "parameter_count",
+    "parameter_groups",
+    "train",
 ]
 
 AutoConfig.register(RecollectConfig.model_type, RecollectConfig, exist_ok=True)

@@ -1,0 +1,198 @@
+"""A table that grows row by row: each model's result is a file, and those that stand are kept.
+
+Runs of an hour each are not repeated because one of them failed. Rows lie side by side only under
+equal terms, so every file says its own, and a table of unequal ones is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from recollect.experiments.compare import Comparison, Named, Sizes, Watcher, compare, named
+from recollect.report.files import write_atomic
+from recollect.tasks.text import TextCorpus, load_text
+
+__all__ = ["add_rows", "write_rows_table"]
+
+SCHEMA = 1
+
+
+def add_rows(
+    models: Sequence[Named],
+    folder: str | PathLike[str],
+    *,
+    sizes: Sizes,
+    parameters: int,
+    text: str | None = None,
+    corpus: TextCorpus | None = None,
+    seed: int = 0,
+    method: str = "auto",
+    watcher: Watcher | None = None,
+    command: str = "",
+) -> list[Comparison]:
+    """Train the models whose rows a folder lacks, on text; the table is rewritten after each.
+
+    Args:
+        models, text, corpus, seed, method, parameters, watcher: as in `compare`.
+        folder: holds ``NAME.json`` for each model and ``README.md``, the table.
+        sizes: of every model and run.
+        command: that makes the table, to be printed above it.
+
+    Returns:
+        The comparisons made now, one per model. It ends early at an interrupt; an unfinished model
+        leaves no row.
+
+    Raises:
+        ValueError: a row that stands was made under other terms.
+    """
+    place = Path(folder)
+    corpus = corpus or load_text(text)
+    terms = _terms(sizes, parameters, corpus.sha256, seed, method)
+    made: list[Comparison] = []
+    for model in models:
+        name, recipe, options = named(model)
+        path = place / f"{name}.json"
+        layer = {"recipe": recipe.to_dict(), "options": options.to_dict()}
+        if path.exists() and _stands(path, {**terms, **layer}):
+            continue
+        result = compare(
+            [model],
+            ["text"],
+            corpus=corpus,
+            sizes={"text": sizes},
+            seed=seed,
+            method=method,
+            parameters=parameters,
+            watcher=watcher,
+        )
+        made.append(result)
+        if result.runs and result.runs[0].finished:
+            whole = result.to_dict()
+            row = {
+                "schema": SCHEMA,
+                "model": name,
+                "command": command,
+                "terms": terms,
+                **layer,
+                "run": whole["runs"][0],  # type: ignore[index]
+                "bigram": result.bigram,
+                "source": corpus.source,
+                "environment": whole["environment"],
+            }
+            write_atomic(path, json.dumps(row, indent=2, allow_nan=False) + "\n")
+            write_rows_table(place)
+        if result.interrupted:
+            break
+    return made
+
+
+def _terms(sizes: Sizes, parameters: int, sha256: str, seed: int, method: str) -> dict[str, Any]:
+    """What two rows must share to be compared, as JSON gives it back."""
+    terms = {**asdict(sizes), "parameters": parameters, "sha256": sha256, "seed": seed}
+    return json.loads(json.dumps({**terms, "method": method}))
+
+
+def _stands(path: Path, terms: Mapping[str, Any]) -> bool:
+    row = _read(path)
+    found = {**row["terms"], "recipe": row["recipe"], "options": row["options"]}
+    for name, value in json.loads(json.dumps(terms)).items():
+        if found.get(name) != value:
+            what = f": {name} is another" if isinstance(value, dict) else ""
+            what = what or f": {name} was {found.get(name)!r}, not {value!r}"
+            raise ValueError(
+                f"{path} was made under other terms{what}; take another folder for these, or "
+                "delete the file to train it anew"
+            )
+    return True
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; delete it to train it anew") from None
+    if not isinstance(row, dict) or row.get("schema") != SCHEMA:
+        raise ValueError(f"{path} is no row of such a table; delete it or take another folder")
+    return row
+
+
+def write_rows_table(folder: str | PathLike[str]) -> Path:
+    """Write ``README.md`` from all rows of a folder, best first.
+
+    Raises:
+        ValueError: no rows, or rows under different terms.
+    """
+    place = Path(folder)
+    rows = [_read(path) for path in sorted(place.glob("*.json"))]
+    if not rows:
+        raise ValueError(f"{place} has no rows")
+    first = rows[0]
+    for row in rows[1:]:
+        if row["terms"] != first["terms"]:
+            raise ValueError(
+                f"{place}: {first['model']} and {row['model']} were made under different terms, so "
+                "they are no table"
+            )
+    rows.sort(key=lambda row: (row["run"]["value"] is None, row["run"]["value"]))
+    return write_atomic(place / "README.md", _page(rows))
+
+
+def _page(rows: Sequence[dict[str, Any]]) -> str:
+    first = rows[0]
+    terms, schedule = first["terms"], first["terms"]["schedule"]
+    tokens = schedule["steps"] * schedule["batch"] * terms["length"]
+    heads = f"{terms['heads']} head{'s' if terms['heads'] > 1 else ''}"
+    devices = dict.fromkeys(
+        f"{row['environment']['device']}, {row['environment']['threads']} thread"
+        f"{'s' if row['environment']['threads'] > 1 else ''}, "
+        f"torch {row['environment']['torch']}, Python {row['environment']['python']}"
+        for row in rows
+    )
+    lines = [
+        "# Language models at equal parameters and tokens",
+        "",
+        f"Held-out bits per byte of text after {tokens:,} training bytes. Every model has "
+        f"{terms['depth']} layers of width {terms['width']} with {heads}, and about "
+        f"{terms['parameters']:,} trained parameters, which the width of its MLP is set to. "
+        f"{schedule['steps']} steps of {schedule['batch']} × {terms['length']} bytes, AdamW, "
+        f"weight decay {schedule['weight_decay']:g}, clipping at {schedule['clip']:g}, peak "
+        f"learning rate {schedule['lr']:g} after a warm-up over {schedule['warmup']:.0%} of the "
+        f"steps, then a cosine to 0; float32, seed {terms['seed']}. Each row is at its preset's "
+        "own defaults, nothing is tuned per row.",
+        "",
+        f"Made by `{first['command']}`; a command with other `--models` adds rows."
+        if first["command"]
+        else "",
+        "",
+        f"Text: {first['source']}, sha256 `{terms['sha256']}`. Held-out: 131,072 bytes of "
+        "paragraphs that the training part does not have.",
+        "",
+        f"Device: {'; '.join(devices)}. Speeds were taken beside other work and are no benchmark.",
+        "",
+        "| model | bits per byte | parameters | state, bytes per sequence | minutes | commit |",
+        "|---|---|---|---|---|---|",
+        *(_line(row) for row in rows),
+        f"| byte bigram | {first['bigram']:.3f} | | | | |",
+        "",
+        "One seed, models this small and a text this short show that a layer learns and how fast, "
+        "not which is best at scale. `NAME.json` holds a row's learning curve, recipe and "
+        "environment.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    run = row["run"]
+    value = "diverged" if run["value"] is None else f"{run['value']:.3f}"
+    state = f"{run['state_bytes']:,}{', grows' if run['grows'] else ''}"
+    commit = row["environment"]["commit"][:8]
+    return (
+        f"| `{row['model']}` | {value} | {run['parameters']:,} | {state} | "
+        f"{run['seconds'] / 60:.1f} | {commit} |"
+    )

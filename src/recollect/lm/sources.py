@@ -1,0 +1,197 @@
+"""Documents from files, one at a time: text, JSON lines, Parquet, and datasets of the hub."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BadLines", "HubDocuments", "Source", "find_files"]
+
+_KINDS = (".txt", ".md", ".text", ".jsonl", ".parquet")  # of files in a folder
+
+
+@dataclass(kw_only=True)
+class BadLines:
+    """What is done with a line that cannot be read, and what was.
+
+    Attributes:
+        skip: go on without it; otherwise the first one ends the run.
+        count: lines left out.
+        told: the first few, each with file and line.
+    """
+
+    skip: bool = False
+    count: int = 0
+    told: list[str] = field(default_factory=list)
+
+    def note(self, where: str, reason: str) -> None:
+        """A line that cannot be read.
+
+        Raises:
+            ValueError: unless lines are skipped.
+        """
+        if not self.skip:
+            raise ValueError(
+                f'{where}: {reason}; repair it, or set bad_lines = "skip" in [data] to go on '
+                "without such lines"
+            )
+        self.count += 1
+        message = f"{where}: {reason}"
+        if len(self.told) < 10 and message not in self.told:
+            self.told.append(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The documents of some files, in order; each pass reads them anew.
+
+    Attributes:
+        files: their paths.
+        column: the field that holds the text of a JSON line or a Parquet row.
+        separator: what divides a text file into documents; empty for one document per file.
+        bad: what is done with lines that cannot be read.
+    """
+
+    files: tuple[Path, ...]
+    column: str = "text"
+    separator: str = ""
+    bad: BadLines = field(default_factory=BadLines)
+
+    def __iter__(self) -> Iterator[str]:
+        for path in self.files:
+            yield from self._documents(path)
+
+    def _documents(self, path: Path) -> Iterator[str]:
+        if path.suffix == ".jsonl":
+            return self._json_lines(path)
+        if path.suffix == ".parquet":
+            return self._parquet(path)
+        return self._text(path)
+
+    def _text(self, path: Path) -> Iterator[str]:
+        raw = path.read_bytes()
+        try:
+            text = raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = raw.count(b"\n", 0, error.start) + 1
+            self.bad.note(f"{path}:{line}", f"not UTF-8 at byte {error.start}")
+            text = raw.decode("utf-8-sig", errors="ignore")
+        parts = text.split(self.separator) if self.separator else [text]
+        yield from (part for part in parts if part.strip())
+
+    def _json_lines(self, path: Path) -> Iterator[str]:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row: Any = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
+                    self.bad.note(f"{path}:{number}", f"{reason} ({error})")
+                    continue
+                yield from self._field(row, f"{path}:{number}")
+
+    def _parquet(self, path: Path) -> Iterator[str]:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            file = pyarrow.parquet.ParquetFile(path)
+        except (pyarrow.ArrowException, OSError) as error:
+            self.bad.note(str(path), f"not a Parquet file ({error})")
+            return
+        with file:
+            if self.column not in file.schema_arrow.names:
+                raise ValueError(
+                    f"{path} has no column {self.column!r}; it has "
+                    f"{', '.join(file.schema_arrow.names)}: name one as column in [data]"
+                )
+            number = 0
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                try:
+                    found = file.read_row_group(group, columns=[self.column])
+                    texts = found.column(self.column).to_pylist()
+                except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                    where = f"{path}: rows {number + 1} to {number + rows}"
+                    self.bad.note(where, f"cannot be read ({error})")
+                    number += rows
+                    continue
+                for text in texts:
+                    number += 1
+                    yield from self._field({self.column: text}, f"{path}: row {number}")
+
+    def _field(self, row: Any, where: str) -> Iterator[str]:
+        if not isinstance(row, dict):
+            self.bad.note(where, f"a {type(row).__name__}, not an object with {self.column!r}")
+        elif self.column not in row:
+            fields = ", ".join(map(str, row)) or "none"
+            self.bad.note(where, f"no field {self.column!r}; its fields are: {fields}")
+        elif not isinstance(row[self.column], str):
+            kind = type(row[self.column]).__name__
+            self.bad.note(where, f"{self.column!r} is of type {kind}, not text")
+        elif row[self.column]:
+            yield row[self.column]
+
+
+def find_files(patterns: Sequence[str], *, key: str) -> tuple[Path, ...]:
+    """Files of names, folders and patterns, each pattern's in order of their names.
+
+    Raises:
+        ValueError: a pattern that finds nothing.
+    """
+    found: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_dir():
+            here = sorted(p for p in path.rglob("*") if p.suffix in _KINDS and p.is_file())
+        elif path.is_file():
+            here = [path]
+        else:
+            here = sorted(Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
+        if not here:
+            raise ValueError(
+                f"[data] {key}: {pattern!r} finds no file (in a folder: {', '.join(_KINDS)})"
+            )
+        found += here
+    return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubDocuments:
+    """The documents of a dataset, streamed: nothing is fetched that is not asked for.
+
+    Attributes:
+        path: as `datasets.load_dataset` takes it: a hub name, or a folder.
+        name, split: of the configuration and the part.
+        column: the field that holds the text.
+        bad: what is done with rows that have no text.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    column: str = "text"
+    bad: BadLines = field(default_factory=BadLines)
+
+    def __iter__(self) -> Iterator[str]:
+        from datasets import load_dataset
+
+        try:
+            rows = load_dataset(self.path, self.name, split=self.split, streaming=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise ValueError(f"dataset {self.path!r} cannot be streamed: {first}") from None
+        for number, row in enumerate(rows, start=1):
+            where = f"dataset {self.path}, {self.split}, row {number}"
+            text = row.get(self.column)
+            if isinstance(text, str):
+                if text:
+                    yield text
+            else:
+                self.bad.note(where, f"no text in {self.column!r}; its fields are {', '.join(row)}")

@@ -1,0 +1,85 @@
+"""A table that grows row by row: nothing is trained twice, and unequal rows are refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from recollect.experiments import Schedule, Sizes, add_rows, write_rows_table
+from recollect.experiments.compare import DEFAULTS, Comparison
+from recollect.tasks.text import TextCorpus, load_text
+
+SMALL = Sizes(width=16, depth=1, heads=2, length=32, schedule=Schedule(steps=3, batch=2))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> TextCorpus:
+    path = tmp_path_factory.mktemp("text") / "mine.txt"
+    draw = random.Random(0)
+    words = ["memory", "writes", "key", "value", "reads", "query", "token", "state", "again", "the"]
+    paragraphs = [" ".join(draw.choices(words, k=40)) + "." for _ in range(150)]
+    path.write_text("\n\n".join(paragraphs))
+    return load_text(path)
+
+
+def rows(models: list[str], folder: Path, corpus: TextCorpus, **options: Any) -> list[Comparison]:
+    options = {"sizes": SMALL, "parameters": 12_000, **options}
+    return add_rows(models, folder, corpus=corpus, command="recollect compare ...", **options)
+
+
+def test_rows_that_stand_are_not_trained_again(tmp_path: Path, corpus: TextCorpus) -> None:
+    first = rows(["retnet"], tmp_path, corpus)
+    assert [r.runs[0].model for r in first] == ["retnet"]
+    before = (tmp_path / "retnet.json").read_text()
+    second = rows(["retnet", "gla"], tmp_path, corpus)
+    assert [r.runs[0].model for r in second] == ["gla"]
+    assert (tmp_path / "retnet.json").read_text() == before
+    page = (tmp_path / "README.md").read_text()
+    for model in ("retnet", "gla"):
+        row = json.loads((tmp_path / f"{model}.json").read_text())
+        assert f"| `{model}` | {row['run']['value']:.3f} | " in page
+        assert row["run"]["tokens"] == 3 * 2 * 32
+        assert row["environment"]["torch"]
+    assert corpus.sha256 in page
+    assert "recollect compare ..." in page
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"parameters": 13_000}, "parameters was 12000, not 13000"),
+        ({"seed": 1}, "seed was 0, not 1"),
+        ({"sizes": SMALL.but(length=16)}, "length was 32, not 16"),
+    ],
+)
+def test_other_terms_are_refused_before_anything_is_trained(
+    tmp_path: Path, corpus: TextCorpus, changed: dict[str, Any], says: str
+) -> None:
+    rows(["retnet"], tmp_path, corpus)
+    with pytest.raises(ValueError, match=says):
+        rows(["retnet"], tmp_path, corpus, **changed)
+
+
+def test_rows_of_other_terms_are_no_table(tmp_path: Path, corpus: TextCorpus) -> None:
+    rows(["retnet"], tmp_path, corpus)
+    row = json.loads((tmp_path / "retnet.json").read_text())
+    row["terms"]["seed"], row["model"] = 7, "other"
+    (tmp_path / "other.json").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match="under different terms"):
+        write_rows_table(tmp_path)
+    (tmp_path / "other.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        write_rows_table(tmp_path)
+
+
+def test_tokens_set_the_steps() -> None:
+    size = DEFAULTS["text"].but(tokens=1_000_000, length=512, batch=4)
+    assert size.schedule.steps == 489
+    with pytest.raises(ValueError, match="exclude each other"):
+        size.but(steps=3, tokens=100)

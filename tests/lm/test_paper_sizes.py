@@ -1,0 +1,89 @@
+"""The papers' sizes, and the closed formula of parameters against models that are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import recollect as rc
+
+pytest.importorskip("transformers")
+
+from recollect.lm import RecollectConfig, RecollectForCausalLM, parameter_count
+from recollect.lm.counts import count_parameters
+from recollect.lm.paper_sizes import PAPER_SIZES, paper_config
+
+# Width 80: low-rank gates stay low-rank and the sizes of heads are even.
+SMALL: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize("name", rc.zoo.names())
+def test_the_formula_counts_what_a_model_has(name: str) -> None:
+    config = RecollectConfig.from_recipes(name, **SMALL)
+    assert sum(count_parameters(config).values()) == parameter_count(config)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 2},
+        {"head_dim": 12},
+        {"intermediate_size": 24},
+        {"num_hidden_layers": 3},
+    ],
+    ids=lambda sizes: next(iter(sizes)),
+)
+@pytest.mark.parametrize("name", ["gated_delta_net", "rwkv7", "titans", "delta_product"])
+def test_the_formula_follows_every_size(name: str, sizes: dict[str, Any]) -> None:
+    config = RecollectConfig.from_recipes(name, **{**SMALL, **sizes})
+    assert sum(count_parameters(config).values()) == parameter_count(config)
+
+
+def test_values_may_have_another_size_than_keys() -> None:
+    config = RecollectConfig.from_recipes("gated_delta_net", **SMALL, head_dim=12, value_dim=6)
+    assert sum(count_parameters(config).values()) == parameter_count(config)
+
+
+def test_the_formula_follows_the_pattern() -> None:
+    layers = ["softmax_attention", "titans", "titans"]
+    config = RecollectConfig.from_recipes(
+        ["softmax_attention", "titans"], layers=layers, **{**SMALL, "num_hidden_layers": 5}
+    )
+    assert sum(count_parameters(config).values()) == parameter_count(config)
+
+
+def test_parts_are_what_they_are_called() -> None:
+    """By hand, for a model whose numbers are few: 2 layers of width 80, 4 heads of 20."""
+    config = RecollectConfig.from_recipes("linear_attention", **SMALL, intermediate_size=8)
+    found = count_parameters(config)
+    _, options = config.recipe("linear_attention")
+    assert found["embedding"] == 2 * 50 * 80
+    assert found["norms"] == 5 * 80
+    assert found["mlp"] == 2 * 3 * 80 * 8
+    assert found["maps"] == 2 * (80 * 240 + (2 if options.output_gate == "silu" else 1) * 80 * 80)
+
+
+@pytest.mark.parametrize("size", PAPER_SIZES)
+@pytest.mark.parametrize("name", ["softmax_attention", "gated_delta_net", "titans"])
+def test_the_papers_sizes_on_the_meta_device(size: str, name: str) -> None:
+    config = paper_config(size, name)
+    with torch.device("meta"):
+        model = RecollectForCausalLM(config)
+    found = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert sum(count_parameters(config).values()) == found
+    named = {"170M": 170e6, "340M": 340e6, "760M": 760e6, "1.3B": 1.3e9}[size]
+    # The papers' names are round numbers for backbones whose MLP and embeddings they do not state.
+    assert 0.75 < found / named < 1.35
+
+
+def test_an_unknown_size_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean '340M'"):
+        paper_config("34M", "gla")

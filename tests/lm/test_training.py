@@ -1,0 +1,352 @@
+"""Training runs: resumed after a kill they end where they would have, and nothing half is kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recollect.lm.atomic import CheckpointError, last_checkpoint
+from recollect.lm.plan import TrainPlan
+from recollect.lm.training import Progress, RecollectTrainer, train
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "mine.jsonl"
+    draw = random.Random(0)
+    words = ["memory", "writes", "key", "value", "reads", "query", "token", "state", "again", "the"]
+    lines = (" ".join(draw.choices(words, k=draw.randint(1, 20))) for _ in range(80))
+    path.write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    return path
+
+
+def plan(text: Path, out: Path, **changes: dict[str, Any]) -> TrainPlan:
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"recipe": "gated_delta_net", "width": 16, "depth": 1, "heads": 2, "mlp": 16},
+        "data": {"train": [str(text)], "context": 32},
+        "optimizer": {"steps": STEPS, "batch": 2, "lr": 0.01},
+        "run": {"out": str(out), "save_every": 2, "keep": 2, "log_every": 1, "seed": 3},
+    }
+    for table, values in changes.items():
+        tables[table] |= values
+    return TrainPlan.from_dict(tables)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same(first: Path, second: Path) -> None:
+    one, two = weights(first), weights(second)
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of a run that nothing stopped."""
+    torch.manual_seed(11)  # a run does not depend on what was drawn before it
+    return train(plan(text, tmp_path_factory.mktemp("whole"))).folder
+
+
+KILLED = """
+import json, os, signal, sys
+from recollect.lm.plan import TrainPlan
+from recollect.lm.training import RecollectTrainer, train
+
+where = sys.argv[2]
+
+class Killed(RecollectTrainer):
+    def training_step(self, *args, **kwargs):
+        if where == "step" and self.state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir):
+        if where == "save" and self.state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._save_rng_state(output_dir)
+
+train(TrainPlan.from_dict(json.loads(sys.argv[1])), trainer_class=Killed)
+"""
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param("step", marks=pytest.mark.slow), "save"], ids=["between", "in a save"]
+)
+def test_killed_and_resumed_ends_where_the_whole_run_does(
+    where: str, text: Path, tmp_path: Path, whole: Path
+) -> None:
+    run = plan(text, tmp_path)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, json.dumps(run.to_dict()), where],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == -9, killed.stderr
+    assert (tmp_path / ".saving" / "checkpoint-4").exists() == (where == "save")
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    result = train(run, resume=True)
+    assert result.steps == STEPS - 2
+    assert_same(result.folder, whole)
+    assert not (tmp_path / ".saving").exists()
+
+
+def stopped(after: int) -> Callable[[Progress], None]:
+    def watch(progress: Progress) -> None:
+        if progress.step == after:
+            raise KeyboardInterrupt
+
+    return watch
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"stream": True, "shuffle": 5},
+        {"packing": "stream"},
+    ],
+    ids=["streaming", "without resets"],
+)
+def test_interrupted_and_resumed_in_other_ways(
+    data: dict[str, Any], text: Path, tmp_path: Path
+) -> None:
+    first = train(plan(text, tmp_path / "whole", data=data))
+    run = plan(text, tmp_path / "cut", data=data)
+    with pytest.raises(KeyboardInterrupt):
+        train(run, watch=stopped(after=5))
+    second = train(run, resume=True)
+    assert second.steps == 2
+    assert_same(first.folder, second.folder)
+
+
+class Full(RecollectTrainer):
+    """From step 4 on, the optimizer's file is on a device that is full."""
+
+    file = "optimizer.pt"
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.state.global_step >= 4:
+            os.symlink("/dev/full", os.path.join(output_dir, self.file))
+        super()._save_optimizer_and_scheduler(output_dir)
+
+
+class FullAtScheduler(Full):
+    file = "scheduler.pt"
+
+
+class FullAtState(Full):
+    file = "trainer_state.json"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")
+@pytest.mark.parametrize("kind", [Full, FullAtScheduler, FullAtState], ids=lambda kind: kind.file)
+def test_a_full_disk_is_one_sentence_and_keeps_the_last_checkpoint(
+    kind: type[Full], text: Path, tmp_path: Path, whole: Path
+) -> None:
+    run = plan(text, tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        train(run, trainer_class=kind)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in ("checkpoint-4 could not be written", "disk is full", "checkpoint-2 is whole"):
+        assert part in message
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "plan.json"]
+    if kind is Full:
+        assert_same(train(run, resume=True).folder, whole)
+
+
+def test_another_error_is_not_called_a_full_disk(text: Path, tmp_path: Path) -> None:
+    class Broken(RecollectTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        train(plan(text, tmp_path), trainer_class=Broken)
+
+
+def test_what_a_run_leaves(text: Path, tmp_path: Path, whole: Path) -> None:
+    run = whole.parent
+    # The two newest checkpoints, and a model that anybody loads without code of its own.
+    names = {p.name for p in run.iterdir()}
+    assert names == {"checkpoint-4", "checkpoint-6", "model", "plan.json"}
+    assert not list((run / "model").glob("*.bin"))
+    assert not list((run / "model").glob("*.pt"))
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    ids = tokenizer("memory", return_tensors="pt").input_ids
+    assert ids.tolist() == [list(b"memory")]
+    assert model(input_ids=ids).logits.shape[-1] == 264
+    assert TrainPlan.from_dict(json.loads((run / "plan.json").read_text())).steps == STEPS
+
+
+def test_a_folder_with_a_run_is_not_trained_over(text: Path, whole: Path) -> None:
+    run = plan(text, whole.parent)
+    with pytest.raises(ValueError, match=r"already holds checkpoint-6.*--resume"):
+        train(run)
+    other = replace(run, optimizer=replace(run.optimizer, lr=0.5))
+    with pytest.raises(ValueError, match=r"\[optimizer\] lr = 0.01, not 0.5"):
+        train(other, resume=True)
+
+
+def test_a_checkpoint_that_lost_a_file_is_refused(text: Path, tmp_path: Path) -> None:
+    run = plan(text, tmp_path, optimizer={"steps": 2})
+    train(run)
+    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-2 lacks optimizer.pt"):
+        train(run, resume=True)
+
+
+def test_it_learns_measures_and_tells(text: Path, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    run = plan(
+        text,
+        tmp_path,
+        data={"heldout_share": 0.2},
+        optimizer={"steps": 25, "batch": 4},
+        run={"eval_every": 5, "save_every": 0, "log_every": 5},
+    )
+    result = train(run, watch=seen.append)
+    assert result.heldout is not None
+    assert result.loss is not None
+    measured = [p.heldout for p in seen if p.heldout is not None]
+    assert measured[-1] < measured[0] - 0.5
+    assert 0 < result.heldout < 8
+    assert result.tokens == 25 * 4 * 32
+    assert all(p.tokens_per_second > 0 and 0 < p.ceiling_share < 2 for p in seen if p.step > 0)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_held_out_rows_are_not_trained_on_and_weighted_by_tokens(
+    text: Path, tmp_path: Path
+) -> None:
+    """The measurement against a plain sum over rows, one at a time."""
+    from recollect.lm.data import collate, read_rows
+    from recollect.lm.sources import Source
+    from recollect.lm.tokenizers import byte_tokenizer
+
+    run = plan(text, tmp_path, data={"heldout_share": 0.2}, optimizer={"steps": 1})
+    result = train(run)
+    rows, tally = read_rows(Source(files=(text,)), byte_tokenizer(), context=32)
+    held = rows[4::5]
+    total, count = 0.0, 0
+    model = result.model.eval()
+    with torch.no_grad():
+        for row in held:
+            batch = collate([row], reset=True)
+            asked = int((batch["labels"][:, 1:] != -100).sum())
+            total += float(model(**batch).loss) * asked
+            count += asked
+    bits = total / count / math.log(2) / tally.bytes_per_token
+    assert result.heldout == pytest.approx(bits, rel=1e-5)
+
+
+def test_variants_take_the_same_steps(text: Path, tmp_path: Path) -> None:
+    """Recomputed activations change nothing; halves of a batch accumulate to the whole."""
+    base = {"steps": 2, "batch": 4}
+    plain = train(plan(text, tmp_path / "a", optimizer=base))
+    again = train(plan(text, tmp_path / "b", optimizer=base, run={"checkpointing": True}))
+    assert_same(plain.folder, again.folder)
+    halves = {"steps": 2, "batch": 2, "accumulate": 2}
+    both = train(plan(text, tmp_path / "c", optimizer=halves))
+    one, two = weights(plain.folder), weights(both.folder)
+    for name in one:  # sums in another order, through AdamW's quotients
+        torch.testing.assert_close(one[name], two[name], atol=2e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_compiled_mlps_take_the_same_steps(text: Path, tmp_path: Path) -> None:
+    base = {"steps": 2, "batch": 2}
+    plain = train(plan(text, tmp_path / "a", optimizer=base))
+    fused = train(plan(text, tmp_path / "b", optimizer=base, run={"compile": True}))
+    assert any("MLPs" in note for note in fused.notes)
+    one, two = weights(plain.folder), weights(fused.folder)
+    assert one.keys() == two.keys()
+    for name in one:  # fused sums in another order, through AdamW's quotients
+        torch.testing.assert_close(one[name], two[name], atol=2e-4, rtol=0)
+
+
+def test_bfloat16_keeps_float32_weights(text: Path, tmp_path: Path) -> None:
+    result = train(plan(text, tmp_path, optimizer={"steps": 2}, run={"bf16": True}))
+    assert {w.dtype for w in weights(result.folder).values()} == {torch.float32}
+    assert result.loss is not None
+    assert math.isfinite(result.loss)
+
+
+def test_training_goes_on_from_a_saved_model(text: Path, tmp_path: Path, whole: Path) -> None:
+    start = {"model": {"start": str(whole)}}
+    run = TrainPlan.from_dict({**plan(text, tmp_path).to_dict(), **start})
+    run = replace(run, optimizer=replace(run.optimizer, steps=1, lr=1e-12))
+    assert_same(train(run).folder, whole)  # a step of next to nothing from where it was
+
+
+def test_a_bpe_of_ones_own_is_trained_kept_and_used(text: Path, tmp_path: Path) -> None:
+    run = plan(
+        text, tmp_path, data={"tokenizer": "bpe", "vocab": 300}, optimizer={"steps": 2, "batch": 1}
+    )
+    result = train(run)
+    tokenizer = AutoTokenizer.from_pretrained(result.folder)
+    assert len(tokenizer) == 300
+    ids = tokenizer("memory writes the key").input_ids
+    assert len(ids) < len("memory writes the key") / 2
+    assert tokenizer.decode(ids) == "memory writes the key"
+    assert result.model.config.vocab_size == 304
+
+
+def test_tensorboard_is_asked_for_by_name(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *a: None if "tensorboard" in n else find(n, *a)
+    )
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        train(plan(text, tmp_path, run={"tensorboard": True}))
+
+
+def test_log_lines_say_how_fast_it_goes(whole: Path) -> None:
+    state = json.loads((whole.parent / "checkpoint-6" / "trainer_state.json").read_text())
+    lines = [line for line in state["log_history"] if "loss" in line]
+    assert len(lines) == STEPS
+    assert all(line["tokens_per_second"] > 0 and line["ceiling_share"] > 0 for line in lines)
+
+
+def test_a_corrupt_line_stops_or_is_skipped_and_counted(text: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    lines = text.read_text().splitlines()
+    broken.write_text("\n".join([*lines[:5], '{"text": "half', *lines[5:]]))
+    with pytest.raises(ValueError, match=r"broken.jsonl:6: not JSON.*bad_lines"):
+        train(plan(broken, tmp_path / "a"))
+    said: list[str] = []
+    run = plan(broken, tmp_path / "b", data={"bad_lines": "skip"}, optimizer={"steps": 1})
+    result = train(run, say=said.append)
+    assert result.skipped == 1
+    assert any("broken.jsonl:6" in sentence for sentence in said)
