@@ -14,7 +14,7 @@ from torch import Tensor
 from recollect.choices.bias import Bias
 from recollect.engines.deep.curves import Curve
 
-__all__ = ["Commits", "Inner", "Keys", "Made", "Path", "forward", "plain"]
+__all__ = ["Commits", "Inner", "Keys", "Made", "Path", "Room", "forward", "plain"]
 
 Tensors = list[Tensor]
 Commits = Sequence[bool | Tensor]
@@ -91,31 +91,63 @@ class Made:
     inner: Inner | None
 
 
+class Room:
+    """Memory that one span of batches leaves to the next; without it every span would take new.
+
+    A block that the system has just given is several times slower to write than to compute.
+    """
+
+    def __init__(self, *, reused: bool) -> None:
+        self.reused = reused
+        self.held: dict[tuple[object, ...], Tensor] = {}
+        self.turn = 0
+
+    def begin(self) -> None:
+        """A span begins; what the last one ended with is still to be read."""
+        self.turn = 1 - self.turn
+
+    def take(self, like: Tensor, *name: object, shape: Sequence[int]) -> Tensor:
+        """Unset memory, the same for the same name and shape where it may be."""
+        if not self.reused:
+            return like.new_empty(shape)
+        key = (*name, tuple(shape))
+        if key not in self.held:
+            self.held[key] = like.new_empty(shape)
+        return self.held[key]
+
+
 def _rows(x: Tensor, N: int) -> Sequence[Tensor]:
     """Batch by batch; a stack of one is written over and over."""
     return x.unbind(0) if x.shape[0] == N else (x[0],) * N
 
 
-def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits) -> Made:
+def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, room: Room) -> Made:
     """All batches in order, without a graph."""
     k, c, T = keys.k, keys.c, keys.T
     N, P, R, _ = k.shape
     L, J = len(start), start[0].shape[1]
     kept = N if path.keep else 1
-    new = k.new_empty
+    room.begin()
+
+    def new(name: str, index: int, *shape: int) -> Tensor:
+        return room.take(k, name, index, shape=shape)
+
     outs = [w.shape[-1] if up else w.shape[-2] for w, up in zip(start, path.tall, strict=True)]
-    stacks = [new(N if N > 1 else 0, *w.shape) for w in start]
-    ends = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in start]
-    for stack, w in zip(stacks, start, strict=True):
-        if N > 1:
-            stack[0].copy_(w)
+    ends = [new(f"end {room.turn}", i, *w.shape) for i, w in enumerate(start)]
     if N == 1:
         stacks = [w.unsqueeze(0) for w in start]
-    hs = [k, *(new(N, P, R, width) for width in outs[:-1])]
-    deltas = [new(N, P, R, width) for width in outs]
-    zs, slopes, us = ([new(kept, P, R, width) for width in outs[:-1]] for _ in range(3))
+    else:
+        stacks = [new("M", i, N, *w.shape) for i, w in enumerate(start)]
+        for stack, w in zip(stacks, start, strict=True):
+            stack[0].copy_(w)
+    hs = [k, *(new("h", i, N, P, R, width) for i, width in enumerate(outs[:-1]))]
+    deltas = [new("delta", i, N, P, R, width) for i, width in enumerate(outs)]
+    zs, slopes, us = (
+        [new(name, i, kept, P, R, width) for i, width in enumerate(outs[:-1])]
+        for name in ("z", "slope", "u")
+    )
     # The keys' own coefficients are one product; those of later maps are made on the way.
-    Qs = [new(kept, P, R, J, w.shape[-2]) for w in start]
+    Qs = [new("Q", i, kept, P, R, J, w.shape[-2]) for i, w in enumerate(start)]
     if path.tall[0]:
         Qs[0] = k.unsqueeze(-2) * c.unsqueeze(-1)
     affine = path.bias.affine
@@ -123,7 +155,7 @@ def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits) -
     last = deltas[-1]
     base: Sequence[Tensor] = ()
     if affine is None:
-        prediction = new(kept, P, R, outs[-1])
+        prediction = new("prediction", 0, kept, P, R, outs[-1])
     else:
         constant = keys.v * -affine[1]
         if path.residual:

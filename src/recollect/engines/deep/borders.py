@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from recollect.engines.deep.border_back import backward
-from recollect.engines.deep.border_walk import Commits, Keys, Made, Path, forward, plain
+from recollect.engines.deep.border_walk import Commits, Keys, Made, Path, Room, forward, plain
 from recollect.engines.deep.reads import Asked, Seen, plain_read, pull_read, read
 
 __all__ = ["walk_borders"]
@@ -49,9 +49,10 @@ def walk_borders(
     """
     if not path.keep:
         parts: Tensors = []
+        room = Room(reused=True)
         memory = list(start)
         for here in _spans(keys, start):
-            made = forward(path, keys.cut(*here), memory, commits[slice(*here)])
+            made = forward(path, keys.cut(*here), memory, commits[slice(*here)], room)
             parts.append(read(path, made, asked.cut(*here))[0])
             memory = made.ends
         return torch.cat(parts), memory
@@ -79,9 +80,9 @@ class _Walk(torch.autograd.Function):
         keys, asked, memory = _named(path, flat)
         ctx.path, ctx.commits, ctx.spans = path, commits, _spans(keys, memory)
         outputs: Tensors = []
-        ctx.kept = []
+        ctx.kept, room = [], Room(reused=False)
         for here in ctx.spans:
-            made = forward(path, keys.cut(*here), memory, commits[slice(*here)])
+            made = forward(path, keys.cut(*here), memory, commits[slice(*here)], room)
             y, seen = read(path, made, asked.cut(*here))
             outputs.append(y)
             ctx.kept.append((made, seen))

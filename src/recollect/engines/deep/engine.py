@@ -13,6 +13,7 @@ the same factors (`tokens`). See `docs/design/deep-engine.md`.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,9 @@ __all__ = ["describes", "refuses", "rule_of", "run", "way"]
 
 GROUP_BYTES = 2**26
 """What the intermediates of a group of inner batches may take in the backward pass."""
+
+CHAIN_BYTES = 2**29
+"""The same for chains, whose backward pass keeps no graph: long sequences take one group."""
 
 
 def refuses(recipe: Recipe) -> list[str]:
@@ -144,6 +148,8 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     if T == 0 or B == 0 or H == 0:
         y = problem.v.new_zeros(B, T, H, G, problem.v.shape[-1])
         return y, problem.after(weights=state.weights, slots=dict(state.slots))
+    if problem.q.device.type == "cpu":
+        _hold_freed_memory()
     method, grid = _method(problem), lay_out(problem)
     memory = Memory(
         A=[w.flatten(0, 1) for w in state.weights],
@@ -187,6 +193,17 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     return y.to(problem.v.dtype), kept
 
 
+@functools.cache
+def _hold_freed_memory() -> None:
+    """Let the C library keep what is freed, for the next batch or call to use.
+
+    glibc gives freed memory back to the system beyond twice the largest block that was ever freed
+    (32 MB at most), and a page that has just come from the system costs more than the arithmetic
+    on it: a quarter of a short call. One block that nobody touches raises that limit, at no cost.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
 def _batches_a_group(problem: Problem, method: Method, grid: Grid) -> int:
     """g: as many inner batches as the caller's chunk, or as fit in `GROUP_BYTES`."""
     if problem.chunk_size is not None:
@@ -196,6 +213,12 @@ def _batches_a_group(problem: Problem, method: Method, grid: Grid) -> int:
     widths = sum(m.out + m.inp for m in method.maps)
     copies = 2 * grid.b if method.way == "tokens" else 3
     rows = grid.b * (1 + G) + grid.c
+    if method.chain is not None:
+        # M at the border; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.
+        kept = weights * (1 + len(problem.state.slots))
+        numbers = kept + rows * (3 * widths + 2 * (grid.b + grid.c))
+        each = B * H * numbers * problem.state.weights[0].element_size()
+        return max(1, CHAIN_BYTES // max(each, 1))
     numbers = weights * copies * (1 + len(problem.state.slots)) + 4 * rows * widths
     each = B * H * numbers * problem.state.weights[0].element_size()
     return max(1, GROUP_BYTES // max(each, 1))
