@@ -142,10 +142,13 @@ def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, r
             stack[0].copy_(w)
     hs = [k, *(new("h", i, N, P, R, width) for i, width in enumerate(outs[:-1]))]
     deltas = [new("delta", i, N, P, R, width) for i, width in enumerate(outs)]
+    # Without a backward pass z of all maps is needed within a batch, and nothing after it.
     zs, slopes, us = (
         [new(name, i, kept, P, R, width) for i, width in enumerate(outs[:-1])]
         for name in ("z", "slope", "u")
     )
+    store, pull_to = path.curve.store, path.curve.pull_to
+    quick = None if path.keep or store is None or pull_to is None else (store, pull_to)
     # The keys' own coefficients are one product; those of later maps are made on the way.
     Qs = [new("Q", i, kept, P, R, J, w.shape[-2]) for i, w in enumerate(start)]
     if path.tall[0]:
@@ -184,7 +187,10 @@ def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, r
         for i in range(L - 1):
             torch.bmm(h, A_[i][n], out=z_[i][n])
             h = h_[i + 1][n]
-            path.curve.rise(z_[i][n], h, slope_[i][n])
+            if quick is None:
+                path.curve.rise(z_[i][n], h, slope_[i][n])
+            else:
+                quick[0](z_[i][n], h)
         delta = delta_[-1][n]
         if affine is None:
             assert prediction is not None
@@ -197,9 +203,12 @@ def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, r
         elif affine[0] != 0:
             torch.baddbmm(base[n], h, A_[-1][n], alpha=affine[0], out=delta)
         for i in range(L - 1, 0, -1):
-            torch.bmm(delta, A_[i][n].mT, out=u_[i - 1][n])
+            u = torch.bmm(delta, A_[i][n].mT, out=u_[i - 1][n])
             delta = delta_[i - 1][n]
-            torch.mul(u_[i - 1][n], slope_[i - 1][n], out=delta)
+            if quick is None:
+                torch.mul(u, slope_[i - 1][n], out=delta)
+            else:
+                quick[1](u, z_[i - 1][n], delta)
         for i in range(L):
             after = whole[i][n + 1]
             if commit is False:

@@ -35,8 +35,11 @@ __all__ = ["walk_borders"]
 
 Tensors = list[Tensor]
 
-TOGETHER = 2**21
+TOGETHER = 2**23
 """Bytes of weights at borders that are read at once: few enough to stay near the processor."""
+
+FEW = 4
+"""Batches below which it is better to read them one by one than to gather their weights."""
 
 
 def walk_borders(
@@ -65,7 +68,8 @@ def _spans(keys: Keys, start: Sequence[Tensor]) -> list[tuple[int, int]]:
     """First and last batch of those that are read at once."""
     N = keys.k.shape[0]
     each = sum(w.numel() * w.element_size() for w in start)
-    some = min(N, max(1, TOGETHER // max(each, 1)))
+    some = min(N, TOGETHER // max(each, 1))
+    some = 1 if some < FEW else some
     return [(s, min(s + some, N)) for s in range(0, N, some)]
 
 

@@ -28,12 +28,16 @@ class Curve:
         pull: from (g, z) to σ′(z) ⊙ g, by operations that autograd can differentiate again.
         rise: writes σ(z) and σ′(z) into its second and third argument, without a graph.
         bend: σ″(z), without a graph.
+        store, pull_to: value and pull written into their last argument, where torch has one
+            operation for each; together cheaper than ``rise`` where no slope is kept.
     """
 
     value: Callable[[Tensor], Tensor]
     pull: Callable[[Tensor, Tensor], Tensor]
     rise: Callable[[Tensor, Tensor, Tensor], object]
     bend: Callable[[Tensor], Tensor]
+    store: Callable[[Tensor, Tensor], object] | None = None
+    pull_to: Callable[[Tensor, Tensor, Tensor], object] | None = None
 
 
 def _gelu_rise(z: Tensor, value: Tensor, slope: Tensor) -> None:
@@ -115,12 +119,18 @@ CURVES: dict[str, Curve] = {
         pull=lambda g, z: aten.gelu_backward(g, z),
         rise=_gelu_rise,
         bend=_gelu_bend,
+        store=lambda z, out: aten.gelu.out(z, out=out),
+        pull_to=lambda g, z, out: aten.gelu_backward.grad_input(g, z, grad_input=out),
     ),
     "gelu_tanh": Curve(
         value=lambda z: functional.gelu(z, approximate="tanh"),
         pull=lambda g, z: aten.gelu_backward(g, z, approximate="tanh"),
         rise=_tanh_gelu_rise,
         bend=_tanh_gelu_bend,
+        store=lambda z, out: aten.gelu.out(z, approximate="tanh", out=out),
+        pull_to=lambda g, z, out: aten.gelu_backward.grad_input(
+            g, z, approximate="tanh", grad_input=out
+        ),
     ),
     "silu": Curve(value=functional.silu, pull=_silu_pull, rise=_silu_rise, bend=_silu_bend),
     "tanh": Curve(
