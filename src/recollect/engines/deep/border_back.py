@@ -111,7 +111,7 @@ class _Errors:
     def __init__(self, path: Path, keys: Keys, made: Made, needs: Mapping[str, bool]) -> None:
         assert made.inner is not None
         self.path, self.keys, self.points = path, keys, made.inner.prediction
-        self.leaves = {"v": keys.v, **keys.gates}
+        self.leaves = {"v": keys.v, **{f"gate {name}": x for name, x in keys.gates.items()}}
         self.found = {name: torch.zeros_like(x) for name, x in self.leaves.items() if needs[name]}
 
     def pull(self, n: int, up: Tensor, out: Tensor) -> None:
@@ -126,7 +126,7 @@ class _Errors:
                 name: x[n].detach().requires_grad_(name in self.found)
                 for name, x in self.leaves.items()
             }
-            gates = {name: x for name, x in leaves.items() if name != "v"}
+            gates = {name: leaves[f"gate {name}"] for name in self.keys.gates}
             error = self.path.bias.error(point, leaves["v"], gates)
             wanted = [point, *(leaves[name] for name in self.found)]
             grads = torch.autograd.grad(
@@ -169,7 +169,8 @@ def backward(
     """Through a walk, from its last batch to its first.
 
     Args:
-        needs: by name, T, k, v, raw, c and the bias's numbers: whether a gradient is asked for.
+        needs: whether a gradient is asked for of T, k, v, raw, c, and of the bias's numbers, which
+            are called ``"gate …"``.
         back: what reads say. ends: gradients of A and S after the last batch, ``[P, J, entries]``,
             which this pass may overwrite.
     """

@@ -123,7 +123,7 @@ def _once(
 ) -> list[Tensor | None]:
     """The gradient, span by span from the last."""
     keys, asked, memory = _named(path, flat)
-    names = [*_FIXED, *path.gates]
+    names = [*_FIXED, *(f"gate {name}" for name in path.gates)]
     asks = dict(zip(names, needs, strict=False))
     given = dict(zip(names, flat, strict=False))
     total = {

@@ -32,7 +32,7 @@ from recollect.engines.state import State
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
 
-__all__ = ["describes", "refuses", "rule_of", "run", "way"]
+__all__ = ["chain_of", "describes", "refuses", "rule_of", "run", "way"]
 
 GROUP_BYTES = 2**26
 """What the intermediates of a group of inner batches may take in the backward pass."""
@@ -124,18 +124,20 @@ def _method(problem: Problem) -> Method:
         # Tokens of a batch with one step at its border read W°, whatever the link's mode.
         settled=retention.linked and not recipe.at_border and way(recipe) != "border",
         split=recipe.at_border and retention.settles_first and how != "border",
-        chain=_chain(recipe, memory),
+        chain=chain_of(recipe),
     )
 
 
-def _chain(recipe: Recipe, memory: Stack) -> Chain | None:
+def chain_of(recipe: Recipe) -> Chain | None:
     """The memory as a chain with one table of coefficients, if the recipe is that plain."""
-    rule, retention = rule_of(recipe), recipe.retention
+    memory, rule, retention = recipe.memory, rule_of(recipe), recipe.retention
     decay = retention.decay
     plain = way(recipe) == "table" and not (rule.splits or rule.pairs or retention.linked)
     plain &= decay is None or (decay.per == "head" and decay.when == "after")
     plain &= getattr(recipe.algorithm, "per", "head") == "head"
-    if not plain or memory.chain is None or not slope_of(memory.chain):
+    if not plain or not isinstance(memory, Stack):
+        return None
+    if memory.chain is None or not slope_of(memory.chain):
         return None
     residual = getattr(memory, "residual", False)
     return Chain(activation=memory.chain, residual=residual, bias=recipe.bias)
