@@ -37,8 +37,12 @@ __all__ = ["chain_of", "describes", "refuses", "rule_of", "run", "way"]
 GROUP_BYTES = 2**26
 """What the intermediates of a group of inner batches may take in the backward pass."""
 
-CHAIN_BYTES = 2**29
-"""The same for chains, whose backward pass keeps no graph: long sequences take one group."""
+WHOLE_BYTES = 2**28
+"""What all batches of a chain may take to be one group, which no second pass has to make again.
+
+Beyond it groups of `GROUP_BYTES` are as fast: memory that small is used again, and what is fresh
+from the system costs as much to touch as a second pass to compute.
+"""
 
 
 def refuses(recipe: Recipe) -> list[str]:
@@ -157,7 +161,13 @@ def run(problem: Problem) -> tuple[Tensor, State]:
         A=[w.flatten(0, 1) for w in state.weights],
         slots={name: [w.flatten(0, 1) for w in slot] for name, slot in state.slots.items()},
     )
-    g = _batches_a_group(problem, method, grid)
+    wanted = {param.name for param in method.memory.params()}
+    params = {name: x for name, x in problem.params.items() if name in wanted}
+    given = (grid.keys, grid.steps, grid.queries, params)
+    outer = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (*memory.tensors(), *(x for d in given for x in d.values()))
+    )
+    g = _batches_a_group(problem, method, grid, outer=outer)
     columns = g * grid.b
     total = grid.N * grid.b
     groups = [(s, min(s + columns, total)) for s in range(0, total, columns)]
@@ -166,8 +176,6 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     own |= {**grid.queries, "count": grid.count}
     names = [*lead, *own]
     parts = [Part(x, grid.c - 1) for x in lead.values()] + [Part(x) for x in own.values()]
-    wanted = {param.name for param in method.memory.params()}
-    params = {name: x for name, x in problem.params.items() if name in wanted}
 
     def call(
         group: int, memories: list[Tensor], tokens: list[Tensor], rest: list[Tensor], outer: bool
@@ -206,7 +214,7 @@ def _hold_freed_memory() -> None:
     torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
-def _batches_a_group(problem: Problem, method: Method, grid: Grid) -> int:
+def _batches_a_group(problem: Problem, method: Method, grid: Grid, *, outer: bool) -> int:
     """g: as many inner batches as the caller's chunk, or as fit in `GROUP_BYTES`."""
     if problem.chunk_size is not None:
         return max(1, problem.chunk_size // grid.b)
@@ -220,7 +228,10 @@ def _batches_a_group(problem: Problem, method: Method, grid: Grid) -> int:
         kept = weights * (1 + len(problem.state.slots))
         numbers = kept + rows * (3 * widths + 2 * (grid.b + grid.c))
         each = B * H * numbers * problem.state.weights[0].element_size()
-        return max(1, CHAIN_BYTES // max(each, 1))
+        whole = grid.N * each <= WHOLE_BYTES
+        # Without gradients next to nothing of this is kept.
+        budget = GROUP_BYTES if outer else WHOLE_BYTES
+        return grid.N if whole else max(1, budget // max(each, 1))
     numbers = weights * copies * (1 + len(problem.state.slots)) + 4 * rows * widths
     each = B * H * numbers * problem.state.weights[0].element_size()
     return max(1, GROUP_BYTES // max(each, 1))
