@@ -15,6 +15,7 @@ Members declare what they need (`Member.gates`, `Member.params`) and why they ma
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Iterator
@@ -111,6 +112,7 @@ class Member:
             yield from part.requires(recipe)
 
     @classmethod
+    @functools.cache
     def _fields(cls) -> tuple[dataclasses.Field[Any], ...]:
         if not dataclasses.is_dataclass(cls):
             raise RecipeError(f"{cls.__name__} is not a member yet: decorate it with @rc.member")

@@ -5,7 +5,8 @@ maps that read the features, D = Σ (in + out), G queries per token:
 
 =============  ============================================================================
 keys           2 R W forward, 2 R (W − W₁) back to every map's output
-write          2 R W (twice with momentum): A and S at the batch's end
+write          2 R W (twice with momentum): A and S at the batch's end; 8 W where chains with
+               momentum move both through one matrix of two rows
 read           2 b G W (twice with momentum), and 2 b G R D for the batch's own associations
 coefficients   2 b³ for decay times momentum, 2 b² R for a window
 =============  ============================================================================
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from recollect.choices.memory import LinearMap
-from recollect.engines.deep.engine import rule_of, way
+from recollect.engines.deep.engine import chain_of, rule_of, way
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -73,6 +74,8 @@ def _segment(
     else:
         read = 2 * b * G * (W * (1 + moving) + R * D)
     write = 2 * R * W * (1 if how == "border" else 1 + moving) * (ends or settled)
+    if ends and moving and chain_of(recipe) is not None:
+        write += 8 * W
     step = orthogonal(recipe, maps) if how == "border" and ends else 0
     return {
         "keys": keys,

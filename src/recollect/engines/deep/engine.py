@@ -13,6 +13,7 @@ the same factors (`tokens`). See `docs/design/deep-engine.md`.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,10 +32,17 @@ from recollect.engines.state import State
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
 
-__all__ = ["describes", "refuses", "rule_of", "run", "way"]
+__all__ = ["chain_of", "describes", "refuses", "rule_of", "run", "way"]
 
 GROUP_BYTES = 2**26
 """What the intermediates of a group of inner batches may take in the backward pass."""
+
+WHOLE_BYTES = 2**28
+"""What all batches of a chain may take to be one group, which no second pass has to make again.
+
+Beyond it groups of `GROUP_BYTES` are as fast: memory that small is used again, and what is fresh
+from the system costs as much to touch as a second pass to compute.
+"""
 
 
 def refuses(recipe: Recipe) -> list[str]:
@@ -120,18 +128,20 @@ def _method(problem: Problem) -> Method:
         # Tokens of a batch with one step at its border read W°, whatever the link's mode.
         settled=retention.linked and not recipe.at_border and way(recipe) != "border",
         split=recipe.at_border and retention.settles_first and how != "border",
-        chain=_chain(recipe, memory),
+        chain=chain_of(recipe),
     )
 
 
-def _chain(recipe: Recipe, memory: Stack) -> Chain | None:
+def chain_of(recipe: Recipe) -> Chain | None:
     """The memory as a chain with one table of coefficients, if the recipe is that plain."""
-    rule, retention = rule_of(recipe), recipe.retention
+    memory, rule, retention = recipe.memory, rule_of(recipe), recipe.retention
     decay = retention.decay
     plain = way(recipe) == "table" and not (rule.splits or rule.pairs or retention.linked)
     plain &= decay is None or (decay.per == "head" and decay.when == "after")
     plain &= getattr(recipe.algorithm, "per", "head") == "head"
-    if not plain or memory.chain is None or not slope_of(memory.chain):
+    if not plain or not isinstance(memory, Stack):
+        return None
+    if memory.chain is None or not slope_of(memory.chain):
         return None
     residual = getattr(memory, "residual", False)
     return Chain(activation=memory.chain, residual=residual, bias=recipe.bias)
@@ -144,12 +154,20 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     if T == 0 or B == 0 or H == 0:
         y = problem.v.new_zeros(B, T, H, G, problem.v.shape[-1])
         return y, problem.after(weights=state.weights, slots=dict(state.slots))
+    if problem.q.device.type == "cpu":
+        _hold_freed_memory()
     method, grid = _method(problem), lay_out(problem)
     memory = Memory(
         A=[w.flatten(0, 1) for w in state.weights],
         slots={name: [w.flatten(0, 1) for w in slot] for name, slot in state.slots.items()},
     )
-    g = _batches_a_group(problem, method, grid)
+    wanted = {param.name for param in method.memory.params()}
+    params = {name: x for name, x in problem.params.items() if name in wanted}
+    given = (grid.keys, grid.steps, grid.queries, params)
+    outer = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (*memory.tensors(), *(x for d in given for x in d.values()))
+    )
+    g = _batches_a_group(problem, method, grid, outer=outer)
     columns = g * grid.b
     total = grid.N * grid.b
     groups = [(s, min(s + columns, total)) for s in range(0, total, columns)]
@@ -158,8 +176,6 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     own |= {**grid.queries, "count": grid.count}
     names = [*lead, *own]
     parts = [Part(x, grid.c - 1) for x in lead.values()] + [Part(x) for x in own.values()]
-    wanted = {param.name for param in method.memory.params()}
-    params = {name: x for name, x in problem.params.items() if name in wanted}
 
     def call(
         group: int, memories: list[Tensor], tokens: list[Tensor], rest: list[Tensor], outer: bool
@@ -187,7 +203,18 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     return y.to(problem.v.dtype), kept
 
 
-def _batches_a_group(problem: Problem, method: Method, grid: Grid) -> int:
+@functools.cache
+def _hold_freed_memory() -> None:
+    """Let the C library keep what is freed, for the next batch or call to use.
+
+    glibc gives freed memory back to the system beyond twice the largest block that was ever freed
+    (32 MB at most), and a page that has just come from the system costs more than the arithmetic
+    on it: a quarter of a short call. One block that nobody touches raises that limit, at no cost.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
+def _batches_a_group(problem: Problem, method: Method, grid: Grid, *, outer: bool) -> int:
     """g: as many inner batches as the caller's chunk, or as fit in `GROUP_BYTES`."""
     if problem.chunk_size is not None:
         return max(1, problem.chunk_size // grid.b)
@@ -196,6 +223,15 @@ def _batches_a_group(problem: Problem, method: Method, grid: Grid) -> int:
     widths = sum(m.out + m.inp for m in method.maps)
     copies = 2 * grid.b if method.way == "tokens" else 3
     rows = grid.b * (1 + G) + grid.c
+    if method.chain is not None:
+        # M at the border; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.
+        kept = weights * (1 + len(problem.state.slots))
+        numbers = kept + rows * (3 * widths + 2 * (grid.b + grid.c))
+        each = B * H * numbers * problem.state.weights[0].element_size()
+        whole = grid.N * each <= WHOLE_BYTES
+        # Without gradients next to nothing of this is kept.
+        budget = GROUP_BYTES if outer else WHOLE_BYTES
+        return grid.N if whole else max(1, budget // max(each, 1))
     numbers = weights * copies * (1 + len(problem.state.slots)) + 4 * rows * widths
     each = B * H * numbers * problem.state.weights[0].element_size()
     return max(1, GROUP_BYTES // max(each, 1))

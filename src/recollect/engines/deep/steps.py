@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.memory import LinearMap, Stack
-from recollect.engines.deep.chain import Chain, chain_columns, walk_chain
+from recollect.engines.deep.chain import Chain, run_chain
 from recollect.engines.deep.maps import (
     Factors,
     Points,
@@ -154,10 +154,16 @@ def _walk_chain(
     method: Method, chain: Chain, layout: Layout, memory: Memory
 ) -> tuple[Tensor, Memory]:
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
-    moments = memory.slots.get("momentum")
-    made = chain_columns(chain, table, layout.keys, layout.x, layout.raw, layout.G)
-    outputs, A, S = walk_chain(chain, made, layout.commits, memory.A, moments, own=not layout.outer)
-    y = torch.stack(outputs).unflatten(1, layout.x.shape[1:3])
+    y, A, S = run_chain(
+        chain,
+        table,
+        layout.keys,
+        (layout.x, layout.raw),
+        layout.commits,
+        (memory.A, memory.slots.get("momentum")),
+        outer=layout.outer,
+    )
+    y = y.unflatten(1, layout.x.shape[1:3])
     return y, Memory(A=A, slots={} if S is None else {"momentum": S})
 
 

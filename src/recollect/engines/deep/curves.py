@@ -1,0 +1,155 @@
+"""Activations between the maps of a chain: value, slope and bend, with as few passes as they take.
+
+The exact GELU costs its error function; value and slope share it here, and the bend that the outer
+gradient needs is a polynomial times the same Gaussian.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["CURVES", "Curve"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One activation σ.
+
+    Attributes:
+        value: σ(z), by torch's own operation.
+        pull: from (g, z) to σ′(z) ⊙ g, by operations that autograd can differentiate again.
+        rise: writes σ(z) and σ′(z) into its second and third argument, without a graph.
+        bend: σ″(z), without a graph.
+        store, pull_to: value and pull written into their last argument, where torch has one
+            operation for each; together cheaper than ``rise`` where no slope is kept.
+    """
+
+    value: Callable[[Tensor], Tensor]
+    pull: Callable[[Tensor, Tensor], Tensor]
+    rise: Callable[[Tensor, Tensor, Tensor], object]
+    bend: Callable[[Tensor], Tensor]
+    store: Callable[[Tensor, Tensor], object] | None = None
+    pull_to: Callable[[Tensor, Tensor, Tensor], object] | None = None
+
+
+def _gelu_rise(z: Tensor, value: Tensor, slope: Tensor) -> None:
+    torch.mul(z, math.sqrt(0.5), out=value).erf_().mul_(0.5).add_(0.5)  # Φ(z)
+    torch.mul(z, z, out=slope).mul_(-0.5).exp_()
+    torch.addcmul(value, z, slope, value=1 / math.sqrt(2 * math.pi), out=slope)
+    value.mul_(z)
+
+
+def _gelu_bend(z: Tensor) -> Tensor:
+    """(2 − z²) φ(z)."""
+    square = z * z
+    density = (square * -0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
+    return square.neg_().add_(2).mul_(density)
+
+
+_C, _CUBIC = math.sqrt(2 / math.pi), 0.044715
+
+
+def _tanh_gelu(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """tanh u, 1 − tanh² u and u′ of u = √(2/π) (z + 0.044715 z³)."""
+    square = z * z
+    t = torch.tanh((1 + _CUBIC * square) * z * _C)
+    return t, 1 - t * t, _C * (1 + 3 * _CUBIC * square)
+
+
+def _tanh_gelu_rise(z: Tensor, value: Tensor, slope: Tensor) -> None:
+    t, rest, inner = _tanh_gelu(z)
+    torch.add(t, 1, out=value).mul_(0.5)
+    torch.addcmul(value, z * inner, rest, value=0.5, out=slope)
+    value.mul_(z)
+
+
+def _tanh_gelu_bend(z: Tensor) -> Tensor:
+    t, rest, inner = _tanh_gelu(z)
+    second = 6 * _CUBIC * _C * z - 2 * t * inner * inner
+    return rest * (inner + 0.5 * z * second)
+
+
+def _silu_rise(z: Tensor, value: Tensor, slope: Tensor) -> None:
+    gate = torch.sigmoid(z)
+    torch.mul(z, gate, out=value)
+    torch.addcmul(gate, value, 1 - gate, out=slope)
+
+
+def _silu_bend(z: Tensor) -> Tensor:
+    gate = torch.sigmoid(z)
+    return gate * (1 - gate) * (2 + z * (1 - 2 * gate))
+
+
+def _silu_pull(g: Tensor, z: Tensor) -> Tensor:
+    gate = torch.sigmoid(z)
+    return g * gate * (1 + z * (1 - gate))
+
+
+def _tanh_rise(z: Tensor, value: Tensor, slope: Tensor) -> None:
+    torch.tanh(z, out=value)
+    torch.mul(value, value, out=slope).neg_().add_(1)
+
+
+def _tanh_bend(z: Tensor) -> Tensor:
+    value = torch.tanh(z)
+    return -2 * value * (1 - value * value)
+
+
+def _relu_rise(z: Tensor, value: Tensor, slope: Tensor) -> None:
+    torch.clamp_min(z, 0, out=value)
+    slope.copy_(z > 0)
+
+
+def _identity_rise(z: Tensor, value: Tensor, slope: Tensor) -> None:
+    value.copy_(z)
+    slope.fill_(1)
+
+
+CURVES: dict[str, Curve] = {
+    "gelu": Curve(
+        value=functional.gelu,
+        pull=lambda g, z: aten.gelu_backward(g, z),
+        rise=_gelu_rise,
+        bend=_gelu_bend,
+        store=lambda z, out: aten.gelu.out(z, out=out),
+        pull_to=lambda g, z, out: aten.gelu_backward.grad_input(g, z, grad_input=out),
+    ),
+    "gelu_tanh": Curve(
+        value=lambda z: functional.gelu(z, approximate="tanh"),
+        pull=lambda g, z: aten.gelu_backward(g, z, approximate="tanh"),
+        rise=_tanh_gelu_rise,
+        bend=_tanh_gelu_bend,
+        store=lambda z, out: aten.gelu.out(z, approximate="tanh", out=out),
+        pull_to=lambda g, z, out: aten.gelu_backward.grad_input(
+            g, z, approximate="tanh", grad_input=out
+        ),
+    ),
+    "silu": Curve(value=functional.silu, pull=_silu_pull, rise=_silu_rise, bend=_silu_bend),
+    "tanh": Curve(
+        value=torch.tanh,
+        pull=lambda g, z: g * (1 - torch.tanh(z).square()),
+        rise=_tanh_rise,
+        bend=_tanh_bend,
+    ),
+    "relu": Curve(
+        value=functional.relu,
+        pull=lambda g, z: g * (z > 0),
+        rise=_relu_rise,
+        bend=torch.zeros_like,
+    ),
+    "identity": Curve(
+        value=lambda z: z,
+        pull=lambda g, z: g,
+        rise=_identity_rise,
+        bend=torch.zeros_like,
+    ),
+}
+"""Those that chains may have between their maps, by the name a memory gives them."""

@@ -1,0 +1,157 @@
+"""Chains of maps: the written-out pass from border to border, its gradient, and its activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from tests.contracts import generate
+from torch import Tensor
+
+import recollect as rc
+from recollect.engines import deep
+from recollect.engines.deep import borders
+from recollect.engines.deep.curves import CURVES
+from recollect.engines.deep.engine import chain_of
+
+memory, bias, retention = rc.memory, rc.bias, rc.retention
+algorithm, context = rc.algorithm, rc.context
+
+EXACT = 1e-10
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_slopes_and_bends_are_derivatives(name: str) -> None:
+    """Value, slope and bend in closed form against autograd, to the last digits of float64."""
+    curve = CURVES[name]
+    z = torch.linspace(-6, 6, 241, dtype=torch.float64) + 1e-3  # off the kink of relu
+    z.requires_grad_()
+    y = curve.value(z)
+    (slope,) = torch.autograd.grad(y.sum(), z, create_graph=True)
+    bend = torch.zeros_like(z)
+    if slope.requires_grad:
+        (bend,) = torch.autograd.grad(slope.sum(), z)
+    found, steep = torch.empty(241).double(), torch.empty(241).double()
+    curve.rise(z.detach(), found, steep)
+    torch.testing.assert_close(found, y.detach(), atol=1e-14, rtol=1e-13)
+    torch.testing.assert_close(steep, slope.detach(), atol=1e-14, rtol=1e-13)
+    torch.testing.assert_close(curve.bend(z.detach()), bend, atol=1e-13, rtol=1e-12)
+    g = torch.linspace(-1, 2, 241, dtype=torch.float64)
+    pulled = g * slope.detach()
+    torch.testing.assert_close(curve.pull(g, z).detach(), pulled, atol=1e-14, rtol=1e-13)
+    if curve.store is not None and curve.pull_to is not None:
+        curve.store(z.detach(), found)
+        torch.testing.assert_close(found, y.detach(), atol=1e-14, rtol=1e-13)
+        curve.pull_to(g, z.detach(), found)
+        torch.testing.assert_close(found, pulled, atol=1e-14, rtol=1e-13)
+
+
+def _chains() -> dict[str, rc.Recipe]:
+    """Every structure of a chain: depth, shape, residual, error, window, decay, momentum."""
+    plain = rc.Recipe(
+        memory=memory.MLP(expansion=2),
+        retention=retention.Decay(),
+        algorithm=algorithm.Momentum(batch=3),
+    )
+    found = {
+        "momentum": plain,
+        "no decay": plain.but(retention=retention.Keep()),
+        "no momentum": plain.but(algorithm=algorithm.GradientDescent(batch=3)),
+        "neither": plain.but(
+            retention=retention.Keep(), algorithm=algorithm.GradientDescent(batch=3)
+        ),
+        "mean": plain.but(
+            retention=retention.Keep(),
+            algorithm=algorithm.GradientDescent(batch=3, reduce="mean", offset="static"),
+        ),
+        "window": plain.but(context=context.Window(size=3)),
+        "dot product": plain.but(bias=bias.DotProduct()),
+        "robust": plain.but(bias=bias.Huber(form="norm", threshold="static")),
+        "matrix": plain.but(memory=memory.Matrix()),
+        "narrow": plain.but(memory=memory.MLP(depth=3, expansion=1, residual=False)),
+    }
+    for name in CURVES.keys() - {"gelu", "identity"}:
+        found[name] = plain.but(memory=memory.MLP(depth=3, expansion=2, activation=name))
+    return found
+
+
+@rc.member
+class Named(bias.Bias):
+    """(c/2) ‖M(k) − v‖², c a gate that is named as nothing else should have to avoid."""
+
+    c: float | str = rc.quantity("token", at_least=0, init=0.5)
+
+    def loss(self, prediction: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
+        return 0.5 * gates["c"].squeeze(-1) * (prediction - value).square().sum(-1)
+
+
+CHAINS = _chains()
+CHAINS["a number called c"] = CHAINS["momentum"].but(bias=Named())
+
+
+@pytest.mark.parametrize("together", [0, 2**30])
+@pytest.mark.parametrize("name", CHAINS)
+def test_equals_the_reference(name: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads batch by batch and all at once; rows that end at different tokens."""
+    monkeypatch.setattr(borders, "TOGETHER", together)
+    recipe = CHAINS[name]
+    assert chain_of(recipe) is not None
+    x = generate.inputs(recipe, B=2, T=17, H=2, G=2)
+    mask = torch.ones(2, 17, dtype=torch.bool)
+    mask[0, 10:] = False
+    for options in ({}, {"attention_mask": mask}):
+        expected, kept, slopes = generate.gradients(recipe, x, method="reference", **options)
+        y, state, found = generate.gradients(recipe, x, method="deep", **options)
+        assert generate.error(y, expected) < EXACT
+        assert generate.worst(generate.parts(state), generate.parts(kept))[0] < EXACT
+        assert generate.worst(found, slopes)[0] < EXACT
+        with torch.no_grad():
+            y, state = generate.run(recipe, x, method="deep", **options)
+        assert generate.error(y, expected) < EXACT
+        assert generate.worst(generate.parts(state), generate.parts(kept))[0] < EXACT
+
+
+def test_a_second_pass_over_the_same_graph() -> None:
+    """What the backward pass gathers is its own: asked for twice, the gradient is the same."""
+    recipe = CHAINS["momentum"]
+    x = generate.inputs(recipe, B=1, T=8, H=2).leaves()
+    y, _ = generate.run(recipe, x, method="deep")
+    leaves = [t for t in x.tensors().values() if t.requires_grad]
+    weight = torch.randn_like(y)
+
+    def slopes() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, leaves, weight, retain_graph=True)
+
+    kept = weight.clone()
+    for first, second in zip(slopes(), slopes(), strict=True):
+        assert torch.equal(first, second)
+    assert torch.equal(weight, kept)
+
+
+def test_single_precision_agrees() -> None:
+    """The written-out gradient loses no more digits than float32 has."""
+    recipe = CHAINS["momentum"]
+    x = generate.inputs(recipe, B=2, T=33, H=2, K=8, V=8, dtype=torch.float64)
+    expected, _, slopes = generate.gradients(recipe, x, method="deep")
+    low = x.put({name: t.float() for name, t in x.tensors().items()})
+    y, _, found = generate.gradients(recipe, low, method="deep")
+    assert y.dtype == torch.float32
+    assert generate.error(y, expected) < 1e-5
+    assert generate.worst(found, slopes)[0] < 1e-4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory": memory.MLP(norm="layer")},
+        {"retention": retention.Decay(per="key"), "algorithm": algorithm.GradientDescent(batch=3)},
+        {"memory": memory.Matrix(), "algorithm": algorithm.Momentum(batch=3, of="value")},
+    ],
+    ids=["norm", "channels", "write only"],
+)
+def test_what_is_not_a_chain_takes_the_general_path(change: dict[str, Any]) -> None:
+    recipe = CHAINS["momentum"].but(**change)
+    assert deep.refuses(recipe) == []
+    assert chain_of(recipe) is None
