@@ -18,17 +18,23 @@ except ImportError as error:
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from recollect.lm.cache import RecollectCache
+from recollect.lm.checkpoint import CheckpointError
 from recollect.lm.config import RecollectConfig
 from recollect.lm.model import RecollectForCausalLM, RecollectModel
+from recollect.lm.prompt import Prompt
 from recollect.lm.sizes import match_parameters, parameter_count
+from recollect.lm.swap import replace_attention
 
 __all__ = [
+    "CheckpointError",
+    "Prompt",
     "RecollectCache",
     "RecollectConfig",
     "RecollectForCausalLM",
     "RecollectModel",
     "match_parameters",
     "parameter_count",
+    "replace_attention",
 ]
 
 AutoConfig.register(RecollectConfig.model_type, RecollectConfig, exist_ok=True)
