@@ -199,9 +199,10 @@ def explain(
 
 COMMANDS: tuple[Callable[..., None], ...] = (zoo, explain)
 if typer is not None:
+    from recollect.run_generate import generate
     from recollect.runs import bench, compare
 
-    COMMANDS = (*COMMANDS, compare, bench)
+    COMMANDS = (*COMMANDS, compare, generate, bench)
 
 if __name__ == "__main__":
     main()

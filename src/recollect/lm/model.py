@@ -173,6 +173,13 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
         )
 
+    @property
+    def cache_grows(self) -> bool:
+        """Whether a layer's state grows with the text: all associations, or a row per key."""
+        layers = (block.layer for block in self.model.blocks)
+        recipes = [layer.recipe for layer in layers if isinstance(layer, MemoryLayer)]
+        return any(recipe.span is None or recipe.dual for recipe in recipes)
+
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,

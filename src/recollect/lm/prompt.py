@@ -102,6 +102,18 @@ class Prompt:
             cache = out.past_key_values
         return cls(input_ids=input_ids, cache=cache, attention_mask=attention_mask)
 
+    @torch.no_grad()
+    def extended(self, model: RecollectForCausalLM, more: Tensor) -> Prompt:
+        """This text and ``more [B, t]`` after it, read but for the last column."""
+        told = self.inputs(more)
+        ids, mask, seen = told["input_ids"], told["attention_mask"], self.cache.seen
+        cache = told["past_key_values"]
+        if ids.shape[1] - 1 > seen:
+            fresh = {"attention_mask": mask[:, :-1], "use_cache": True, "logits_to_keep": 1}
+            out = model(ids[:, seen:-1], past_key_values=cache, **fresh)
+            cache = out.past_key_values
+        return Prompt(input_ids=ids, cache=cache, attention_mask=mask)
+
     def inputs(self, more: Tensor | None = None) -> dict[str, Any]:
         """What ``model.generate`` takes to go on, after ``more [B, t]`` tokens.
 

@@ -1,0 +1,111 @@
+"""Tokenizers: bytes by default, a BPE trained on one's own text, or any of Hugging Face's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+__all__ = ["END", "byte_tokenizer", "encode", "load_tokenizer", "train_bpe"]
+
+END = "<|end|>"
+"""Stands at the end of every document; where generation stops."""
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte of UTF-8, its number that of the byte, and 256 for the end of a document.
+
+    It saves and loads as any tokenizer of Hugging Face does, without code of ours.
+    """
+    alphabet = _byte_letters()
+    model = models.BPE(vocab={letter: byte for byte, letter in enumerate(alphabet)}, merges=[])
+    return _wrapped(Tokenizer(model))
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of ``vocab`` tokens trained on texts; every text has an encoding.
+
+    Args:
+        texts: read once. vocab: at least 257, the bytes and the end of a document.
+
+    Raises:
+        ValueError: fewer than 257.
+    """
+    if vocab < 257:
+        raise ValueError(f"a byte-level BPE needs at least 257 tokens, not {vocab}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab - 1,  # and the end of a document
+        initial_alphabet=_byte_letters(),
+        show_progress=False,
+        special_tokens=[],
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _wrapped(tokenizer)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a folder or of the hub; no code in it is run.
+
+    Raises:
+        ValueError: none can be loaded, or it has no token that ends a document.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"[data] tokenizer {name!r} cannot be loaded: {first}") from None
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"[data] tokenizer {name!r} has no eos_token, which ends a document: set one and "
+            "save it"
+        )
+    return tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
+    """The tokens of a document with its end, int32 ``[n]``."""
+    end = tokenizer.eos_token_id
+    if is_bytes(tokenizer):
+        raw = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
+        return np.append(raw, np.int32(end))
+    ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    return np.array([*ids, end], dtype=np.int32)
+
+
+def is_bytes(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether tokens are bytes, so that nothing need be looked up."""
+    known = getattr(tokenizer, "_recollect_bytes", None)
+    if known is None:
+        vocab = tokenizer.get_vocab()
+        known = len(vocab) == 257 and all(
+            vocab.get(letter) == byte for byte, letter in enumerate(_byte_letters())
+        )
+        tokenizer._recollect_bytes = known  # type: ignore[attr-defined]
+    return known
+
+
+def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_letters() -> list[str]:
+    """The letter that byte-level tokenizers write for each byte, in the bytes' order.
+
+    Printable bytes of Latin-1 stand for themselves, the others are numbered from 256 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    rest = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(rest)) for byte in range(256)]
