@@ -161,8 +161,13 @@ def test_packed_documents_are_kept_apart() -> None:
         both = net(ids[1:], position_ids=position, use_cache=False).logits[0]
         one, two = net(ids[1:, :4]).logits[0], net(ids[1:, 4:]).logits[0]
     torch.testing.assert_close(both, torch.cat([one, two]), atol=1e-4, rtol=1e-4)
+    document = position.eq(0).cumsum(1)
+    mask = (document[:, :, None] == document[:, None]).tril()[:, None]
+    with torch.no_grad():
+        told = net(ids[1:], attention_mask=mask, use_cache=False).logits[0]
+    torch.testing.assert_close(told, both, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="pass use_cache=False"):
-        net(ids[1:], position_ids=position, use_cache=True)
+        net(ids[1:], attention_mask=mask, use_cache=True)
 
 
 def test_eager_masks_bfloat16_and_a_saved_swap(tmp_path: object) -> None:

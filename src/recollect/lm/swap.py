@@ -200,7 +200,8 @@ def replace_attention(
             f"that have a layer_idx, {', '.join(SEPARATE)} (or one of {', '.join(FUSED)}) and one "
             f"of {', '.join(OUT)}"
         )
-    chosen, (made, options) = _chosen(found, layers), resolved(recipe)
+    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    chosen, (made, options) = _chosen(found, layers, depth), resolved(recipe)
     if options.persistent:
         raise RecipeError(
             "LayerOptions(persistent=...) reads learned pairs and no tokens, so it cannot stand in "
@@ -220,7 +221,7 @@ def replace_attention(
             head_dim=options.key_dim or sizes.head_dim,
             value_dim=sizes.head_dim,
             method=method,
-            depth=(index, len(found)),
+            depth=(index, depth),
         )
         reports.append(_take_over(layer, old, sizes, index=index, name=name))
         weight = next(old.parameters())
@@ -255,18 +256,18 @@ def _attentions(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     return dict(sorted(found.items()))
 
 
-def _chosen(found: dict[int, Any], layers: Iterable[int] | None) -> list[int]:
+def _chosen(found: dict[int, Any], layers: Iterable[int] | None, depth: int) -> list[int]:
     if layers is None:
         return list(found)
     indices = [layers] if isinstance(layers, int) else list(layers)
     places: list[int] = []
     for index in indices:
         whole = isinstance(index, int) and not isinstance(index, bool)
-        place = index + len(found) if whole and index < 0 else index
+        place = index + depth if whole and index < 0 else index
         if place not in found:
             raise ValueError(
-                f"layers names {index!r}, and this decoder has attention in layers "
-                f"{min(found)} to {max(found)}"
+                f"layers names {index!r}, and this decoder has attention that could be replaced "
+                f"in layers {', '.join(map(str, found))}"
             )
         places.append(place)
     if not places:
