@@ -210,6 +210,12 @@ def test_a_folder_may_hold_the_model_without_its_head(tmp_path: Path, sound: Pat
         RecollectForCausalLM.from_pretrained(tmp_path)
 
 
+def test_what_is_no_folder_is_one_sentence(sound: Path) -> None:
+    for path in (sound / "config.json", sound / "absent", "./absent"):
+        with pytest.raises(CheckpointError, match="there is no folder"):
+            RecollectForCausalLM.from_pretrained(path)
+
+
 def test_what_is_asked_of_loading_still_works(sound: Path) -> None:
     net, info = RecollectForCausalLM.from_pretrained(sound, output_loading_info=True)
     assert not info["missing_keys"]

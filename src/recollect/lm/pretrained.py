@@ -58,6 +58,9 @@ class RecollectPreTrainedModel(PreTrainedModel):
         """
         where, report = str(pretrained_model_name_or_path), kwargs.pop("output_loading_info", False)
         unusual = {"state_dict", "variant", "gguf_file", "subfolder", "quantization_config"}
+        kwargs.setdefault("use_safetensors", True)  # never a pickle
+        if Path(where).is_file() or (where[:1] in ("/", ".", "~") and not Path(where).exists()):
+            raise CheckpointError(f"there is no folder {where}: name that of a saved model")
         if Path(where).is_dir() and not unusual & set(kwargs):
             cls._check_folder(Path(where), **kwargs)
         try:
