@@ -199,10 +199,11 @@ def explain(
 
 COMMANDS: tuple[Callable[..., None], ...] = (zoo, explain)
 if typer is not None:
+    from recollect.run_generate import generate
     from recollect.run_train import sizes, train
     from recollect.runs import bench, compare
 
-    COMMANDS = (*COMMANDS, compare, train, sizes, bench)
+    COMMANDS = (*COMMANDS, compare, train, sizes, generate, bench)
 
 if __name__ == "__main__":
     main()

@@ -202,6 +202,19 @@ class Tie:
         """Plain data."""
         return {"target": self.target, "source": self.source, "rule": self.rule}
 
+    @classmethod
+    def from_dict(cls, data: object) -> Tie:
+        """Rebuild what `to_dict` wrote.
+
+        Raises:
+            RecipeError: an unknown or missing field, or a value its field refuses.
+        """
+        fields = _fields(cls, data)
+        for name in ("target", "source", "rule"):
+            if name not in fields:
+                raise RecipeError(f"Tie needs {name}: what follows what, and by which rule")
+        return cls(**fields)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
@@ -329,5 +342,8 @@ class LayerOptions:
         if not isinstance(gates, Mapping):
             raise RecipeError(f"LayerOptions: gates is a mapping, not {type(gates).__name__}")
         fields["gates"] = {name: GateOptions.from_dict(gate) for name, gate in gates.items()}
-        fields["ties"] = tuple(Tie(**_fields(Tie, tie)) for tie in fields.get("ties", ()))
+        ties = fields.get("ties", ())
+        if not isinstance(ties, list | tuple):
+            raise RecipeError(f"LayerOptions: ties is a list, not {type(ties).__name__}")
+        fields["ties"] = tuple(Tie.from_dict(tie) for tie in ties)
         return cls(**fields)

@@ -465,8 +465,11 @@ class MemoryLayer(nn.Module):
         if self.shift is None:
             return self.qkv(seen["qkv"])
         weights = self.qkv.weight.split(self.sizes)
-        parts = zip("qkv", weights, strict=True)
-        return torch.cat([functional.linear(seen[name], w) for name, w in parts if w.numel()], -1)
+        bias = self.qkv.bias
+        biases = [None] * 3 if bias is None else bias.split(self.sizes)
+        parts = zip("qkv", weights, biases, strict=True)
+        seen_by = [functional.linear(seen[name], w, b) for name, w, b in parts if w.numel()]
+        return torch.cat(seen_by, -1)
 
     def _values(self, seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every number that the layer makes, before ties."""

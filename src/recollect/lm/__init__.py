@@ -18,19 +18,24 @@ except ImportError as error:
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from recollect.lm.cache import RecollectCache
+from recollect.lm.checkpoint import CheckpointError
 from recollect.lm.config import RecollectConfig
 from recollect.lm.counts import count_parameters
 from recollect.lm.groups import parameter_groups
 from recollect.lm.model import RecollectForCausalLM, RecollectModel
 from recollect.lm.paper_sizes import PAPER_SIZES, PaperSize, paper_config
 from recollect.lm.plan import TrainPlan, load_plan
+from recollect.lm.prompt import Prompt
 from recollect.lm.sizes import match_parameters, parameter_count
+from recollect.lm.swap import replace_attention
 from recollect.lm.training import Progress, Trained, train
 
 __all__ = [
     "PAPER_SIZES",
+    "CheckpointError",
     "PaperSize",
     "Progress",
+    "Prompt",
     "RecollectCache",
     "RecollectConfig",
     "RecollectForCausalLM",
@@ -43,6 +48,7 @@ __all__ = [
     "paper_config",
     "parameter_count",
     "parameter_groups",
+    "replace_attention",
     "train",
 ]
 

@@ -1,47 +1,174 @@
-"""The cache: one state per layer, in the shape that text generation asks for."""
+"""The cache: one state per layer, behind the interface that transformers generates with.
+
+Whatever a layer remembers (a memory and its momentum, the associations of a window, all keys and
+values, the tail of a convolution, an angle, a last token) is one `LayerState`, so there is one kind
+of cache layer. It serves `RecollectForCausalLM`, and layers swapped into other decoders, whose
+caches mix it with layers of keys and values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
 
 from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from recollect.layer import LayerState
 
-__all__ = ["RecollectCache"]
+__all__ = ["RecollectCache", "StateLayer"]
 
 
-class RecollectCache:
+class StateLayer(CacheLayerMixin):
+    """One layer's state in a cache of transformers.
+
+    Args:
+        state: after the columns so far; ``None`` before the first.
+        seen: columns of the batch so far, padding included.
+    """
+
+    is_compileable = False  # the decoding loop must not put it into fixed buffers
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, state: LayerState | None = None, seen: int = 0) -> None:
+        super().__init__()
+        self.state, self.seen = state, seen
+        self.is_initialized = state is not None
+
+    def __repr__(self) -> str:
+        size = 0 if self.state is None else self.state.nbytes
+        return f"{type(self).__name__}({self.seen} columns, {size} bytes)"
+
+    @property
+    def batch_size(self) -> int:
+        """Rows; −1 before the first column."""
+        return -1 if self.state is None else self.state.rows
+
+    def advance(self, state: LayerState, columns: int) -> None:
+        """Take the state after ``columns`` more."""
+        self.state, self.seen, self.is_initialized = state, self.seen + columns, True
+
+    def get_seq_length(self) -> int:
+        """Columns of the batch so far, padding included."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Columns that a mask spans, and the first of them."""
+        new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return self.seen + new, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its earlier name
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these rows, in this order: the survivors of a beam."""
+        self._change(lambda state: state.select(beam_idx))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row several times in a row."""
+        self._change(lambda state: state.repeat(repeats))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.state, self.seen, self.is_initialized = None, 0, False
+
+    def offload(self) -> None:
+        """Stay: a state is small."""
+
+    def prefetch(self) -> None:
+        """Nothing to fetch."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Only nothing can be taken back.
+
+        Raises:
+            ValueError: anything else.
+        """
+        if tokens_to_remove:
+            raise ValueError(
+                "a memory cannot forget its last tokens, so this way of generating (assisted, or "
+                "prompt lookup) is not for it: use greedy search, sampling or beams"
+            )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
+        """There are no keys and values to hold.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("this cache layer holds a memory's state, not keys and values")
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> NoReturn:
+        """As `lazy_initialization`."""
+        self.lazy_initialization(key_states, value_states)
+
+    def _change(self, f: Callable[[LayerState], LayerState]) -> None:
+        if self.state is not None:
+            self.state = f(self.state)
+
+
+class RecollectCache(Cache):
     """States of all layers after some tokens.
 
     A forward pass makes a new one and leaves the one it was given as it is, so a prompt can be
     continued several times.
 
     Args:
-        states: one per layer.
+        states: one per layer; none before the first token.
         seen: columns of the batch so far, padding included.
     """
 
-    is_compileable = False  # the decoding loop must not put it into fixed buffers
-    is_sliding = ()
+    def __init__(self, states: Iterable[LayerState] = (), seen: int = 0) -> None:
+        super().__init__(layers=[StateLayer(state, seen) for state in states])
+        self.seen = seen
 
-    def __init__(self, states: Iterable[LayerState], seen: int) -> None:
-        self.states, self.seen = tuple(states), seen
-
-    def __len__(self) -> int:
-        return len(self.states)
+    def __repr__(self) -> str:
+        return (
+            f"RecollectCache({len(self)} layers, {self.rows} rows, {self.seen} columns, "
+            f"{self.nbytes_per_sequence} bytes per sequence)"
+        )
 
     def __iter__(self) -> Iterator[LayerState]:
         return iter(self.states)
+
+    @property
+    def states(self) -> tuple[LayerState, ...]:
+        """One per layer."""
+        return tuple(layer.state for layer in self.layers)
+
+    @property
+    def rows(self) -> int:
+        """B; 0 before the first token."""
+        return self.states[0].rows if self.states else 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch so far, padding included."""
         return self.seen
 
+    def reset(self) -> None:
+        """Forget everything."""
+        self.layers, self.seen = [], 0
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(state.nbytes for state in self.states)
+
+    @property
+    def nbytes_per_sequence(self) -> int:
+        """Bytes of all tensors, per row."""
+        return self.nbytes // max(1, self.rows)
 
     def map(self, f: Callable[[LayerState], LayerState]) -> RecollectCache:
         """Apply ``f`` to every layer's state."""
@@ -50,15 +177,3 @@ class RecollectCache:
     def detach(self) -> RecollectCache:
         """Cut the graph (truncated backpropagation)."""
         return self.map(LayerState.detach)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these rows, in this order: the survivors of a beam."""
-        self.states = tuple(state.select(beam_idx) for state in self.states)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row several times in a row."""
-        self.states = tuple(state.repeat(repeats) for state in self.states)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
-        self.reorder_cache(indices)

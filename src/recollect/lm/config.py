@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from difflib import get_close_matches
+from typing import Any, TypeGuard, cast
 
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from recollect.blocks import mlp_width
 from recollect.choices.member import RecipeError
@@ -15,9 +16,24 @@ from recollect.options import LayerOptions
 from recollect.recipe import Recipe
 from recollect.zoo import Preset, get
 
-__all__ = ["SCHEMA", "Named", "RecollectConfig"]
+__all__ = ["SCHEMA", "Named", "RecollectConfig", "resolved"]
 
 SCHEMA = 1
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_OPTIONAL = ("num_key_value_heads", "head_dim", "value_dim", "intermediate_size")
+_LARGEST, _DEEPEST = 2**31 - 1, 10_000  # a mistake is told from a wish before it takes all memory
+_REAL = ("float32", "bfloat16", "float16", "float64")
+
+# What the base class reads from a configuration: its fields, those it takes by name, and those that
+# other parts of transformers write into the file.
+_INHERITED = frozenset(
+    {*vars(PretrainedConfig()), *GenerationConfig().to_dict()}
+    | {"transformers_version", "model_type", "architectures", "dtype", "torch_dtype", "auto_map"}
+    | {"name_or_path", "num_labels", "output_attentions", "attn_implementation"}
+    | {"experts_implementation", "per_layer_config", "quantization_config", "tokenizer_class"}
+    | {"finetuning_task", "task_specific_params", "is_decoder", "cross_attention_hidden_size"}
+)
 
 Named = str | Preset | Recipe | tuple[Recipe, LayerOptions]
 """What may stand for a recipe with its options: a zoo name, a preset, or a recipe of one's own."""
@@ -81,25 +97,39 @@ class RecollectConfig(PretrainedConfig):
                 f"this configuration has schema {schema!r} and this version of recollect reads "
                 f"schema {SCHEMA}: install the version that wrote it"
             )
+        _check_unknown(kwargs)
+        for name in ("dtype", "torch_dtype"):
+            given = kwargs.get(name)
+            if given is not None and str(given).removeprefix("torch.") not in _REAL:
+                raise RecipeError(
+                    f"RecollectConfig({name}=...) must be one of {', '.join(_REAL)}, not {given!r}"
+                )
         super().__init__(**kwargs)
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads or num_attention_heads
+        self.num_key_value_heads: Any = num_key_value_heads
         self.head_dim, self.value_dim = head_dim, value_dim
-        self.intermediate_size = intermediate_size or mlp_width(hidden_size)
-        self.recipes = dict(recipes or {})
-        self.layers = list(self.recipes if layers is None else layers)
+        self.intermediate_size: Any = intermediate_size
+        self.recipes = {} if recipes is None else recipes
+        self.layers: list[str] = layers  # type: ignore[assignment]  # completed below
         self.schema = schema
         self.method = method
         self.rms_norm_eps = rms_norm_eps
-        self.initializer_range = (
-            hidden_size**-0.5 if initializer_range is None else initializer_range
-        )
+        self.initializer_range = initializer_range
         self.tie_word_embeddings = tie_word_embeddings
         self.use_cache = use_cache
         self.pad_token_id, self.bos_token_id = pad_token_id, bos_token_id
         self.eos_token_id = eos_token_id
+        _check_fields(self)
+        self.recipes = dict(self.recipes)
+        self.layers = list(self.recipes if layers is None else layers)
+        if num_key_value_heads is None:
+            self.num_key_value_heads = num_attention_heads
+        if intermediate_size is None:
+            self.intermediate_size = mlp_width(hidden_size)
+        if initializer_range is None:
+            self.initializer_range = hidden_size**-0.5
         self._check()
 
     def _check(self) -> None:
@@ -139,7 +169,7 @@ class RecollectConfig(PretrainedConfig):
                 )
         written: dict[str, Any] = {}
         for name, value in _by_name(recipes).items():
-            recipe, options = _resolved(value)
+            recipe, options = resolved(value)
             written[name] = {"recipe": recipe.to_dict(), "options": options.to_dict()}
         return cls(recipes=written, layers=None if layers is None else list(layers), **sizes)
 
@@ -187,6 +217,59 @@ class RecollectConfig(PretrainedConfig):
     __hash__ = None  # type: ignore[assignment]
 
 
+def _check_unknown(fields: Mapping[str, Any]) -> None:
+    """That the base class knows the fields that are not ours: a typing mistake is no attribute."""
+    for name in fields:
+        if name in _INHERITED or name.startswith("_"):
+            continue
+        near = get_close_matches(name, _arguments(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(_arguments())}"
+        raise RecipeError(f"RecollectConfig has no field {name!r}: {hint}")
+
+
+def _check_fields(config: RecollectConfig) -> None:
+    """Types and ranges of everything but the recipes."""
+
+    def refuse(name: str, wanted: str) -> None:
+        said = repr(getattr(config, name))
+        said = said if len(said) <= 80 else f"{said[:77]}..."
+        raise RecipeError(f"RecollectConfig({name}=...) must be {wanted}, not {said}")
+
+    for name in (*_SIZES, *_OPTIONAL):
+        value = getattr(config, name)
+        most = _DEEPEST if name == "num_hidden_layers" else _LARGEST
+        fits = _whole(value) and 1 <= value <= most
+        if not fits and not (value is None and name in _OPTIONAL):
+            refuse(name, f"a whole number from 1 to {most:,}")
+    for name in ("rms_norm_eps", "initializer_range"):
+        value = getattr(config, name)
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e3
+        if not fits and not (value is None and name == "initializer_range"):
+            refuse(name, "a number above 0 and below 1000")
+    for name in ("tie_word_embeddings", "use_cache"):
+        if not isinstance(getattr(config, name), bool):
+            refuse(name, "True or False")
+    if not isinstance(config.method, str):
+        refuse("method", "the name of an engine")
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(config, name)
+        several = isinstance(value, list) and name == "eos_token_id"
+        for token in value if several else [value]:
+            if token is not None and not (_whole(token) and 0 <= token < config.vocab_size):
+                refuse(name, f"a token from 0 to {config.vocab_size - 1}")
+    if not isinstance(config.recipes, Mapping):
+        refuse("recipes", "a mapping of names to recipes")
+    names = config.layers
+    if names is not None and not (
+        isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    ):
+        refuse("layers", "a list of names of recipes")
+
+
+def _whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _arguments() -> list[str]:
     """Names of the configuration's own arguments, without those of the base class."""
     return [*inspect.signature(RecollectConfig.__init__).parameters][1:-1]
@@ -206,7 +289,12 @@ def _by_name(recipes: Named | Sequence[str] | Mapping[str, Named]) -> dict[str, 
     return {name: name for name in cast(Sequence[str], recipes)}
 
 
-def _resolved(value: Named) -> tuple[Recipe, LayerOptions]:
+def resolved(value: Named) -> tuple[Recipe, LayerOptions]:
+    """What a name, a preset or a recipe of one's own stands for.
+
+    Raises:
+        RecipeError: an unknown zoo name, or something else.
+    """
     if isinstance(value, str):
         value = get(value)
     if isinstance(value, Preset):

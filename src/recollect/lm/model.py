@@ -7,53 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from recollect.blocks import Block
-from recollect.layer import FeedForward, InitialMemory, MemoryLayer, layer_of
-from recollect.layer.convolution import ShortConvolution
-from recollect.layer.numbers import Number
+from recollect.layer import FeedForward, MemoryLayer, layer_of
 from recollect.lm.cache import RecollectCache
 from recollect.lm.config import RecollectConfig
+from recollect.lm.pretrained import RecollectPreTrainedModel
 
 __all__ = ["RecollectForCausalLM", "RecollectModel"]
 
 IGNORE = -100
-
-
-class RecollectPreTrainedModel(PreTrainedModel):
-    """What both models share: how they start, and what the library may do with them."""
-
-    config_class = RecollectConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _is_stateful = True  # a state cannot be cropped, so no assisted decoding
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        std = self.config.initializer_range
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=std)
-        elif isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
-        elif isinstance(module, Number | ShortConvolution | InitialMemory):
-            # These know their own start; what came from a checkpoint stays.
-            loaded = [
-                (weight, weight.clone())
-                for weight in module.parameters()
-                if getattr(weight, "_is_hf_initialized", False)
-            ]
-            module.reset_parameters()
-            for weight, value in loaded:
-                weight.copy_(value)
 
 
 class RecollectModel(RecollectPreTrainedModel):
@@ -62,6 +28,8 @@ class RecollectModel(RecollectPreTrainedModel):
     Raises:
         RecipeError: sizes that do not fit a recipe.
     """
+
+    _unread = frozenset({"lm_head.weight"})
 
     def __init__(self, config: RecollectConfig) -> None:
         super().__init__(config)
@@ -105,6 +73,8 @@ class RecollectModel(RecollectPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        _check_cache(past_key_values, len(self.blocks))
+        before = past_key_values.states if past_key_values else (None,) * len(self.blocks)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         mask = _mask(attention_mask, x, seen)
         if use_cache is None:
@@ -112,9 +82,8 @@ class RecollectModel(RecollectPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden, states = [], []
-        for index, block in enumerate(self.blocks):
+        for block, state in zip(self.blocks, before, strict=True):
             hidden.append(x)
-            state = None if past_key_values is None else past_key_values.states[index]
             if self.gradient_checkpointing and self.training:
                 x, after = self._gradient_checkpointing_func(
                     block.__call__, x, state, mask, cu_seqlens, output_state=use_cache
@@ -126,7 +95,7 @@ class RecollectModel(RecollectPreTrainedModel):
         cache = RecollectCache(states, seen + x.shape[1]) if use_cache else None
         return BaseModelOutputWithPast(
             last_hidden_state=x,
-            past_key_values=cache,  # type: ignore[arg-type]  # a cache by its methods
+            past_key_values=cache,
             hidden_states=(*hidden, x) if output_hidden_states else None,
         )
 
@@ -204,6 +173,13 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
         )
 
+    @property
+    def cache_grows(self) -> bool:
+        """Whether a layer's state grows with the text: all associations, or a row per key."""
+        layers = (block.layer for block in self.model.blocks)
+        recipes = [layer.recipe for layer in layers if isinstance(layer, MemoryLayer)]
+        return any(recipe.span is None or recipe.dual for recipe in recipes)
+
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
@@ -214,13 +190,29 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """What one step of `generate` feeds: the columns that no state has seen."""
+        """What one step of `generate` feeds: the columns that no state has seen.
+
+        With a cache, ``input_ids`` is the whole text so far, or the new columns beside an
+        ``attention_mask`` of all of them. A cache of B rows continues n · B sequences (beams).
+        """
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        fresh: dict[str, Any] = {"input_ids": input_ids[:, seen:]}
-        if inputs_embeds is not None and seen == 0:
-            fresh = {"inputs_embeds": inputs_embeds}
-        elif inputs_embeds is not None:
-            fresh = {"input_ids": input_ids[:, -1:]}  # the prompt's columns are not in input_ids
+        new = next_sequence_length
+        if new is None:
+            new = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1] - seen
+        if inputs_embeds is not None and (seen == 0 or is_first_iteration):
+            fresh: dict[str, Any] = {"inputs_embeds": inputs_embeds[:, seen:]}
+        else:
+            if not 1 <= new <= input_ids.shape[1]:
+                raise ValueError(
+                    f"the cache has seen {seen} columns and {input_ids.shape[1]} were given, which "
+                    "leaves none to read: give the whole text so far and at least one token more, "
+                    "or only the new tokens with an attention_mask over all columns"
+                )
+            fresh = {"input_ids": input_ids[:, -new:]}
+        rows = next(iter(fresh.values())).shape[0]
+        if past_key_values and past_key_values.rows < rows and not rows % past_key_values.rows:
+            repeats = rows // past_key_values.rows
+            past_key_values = past_key_values.map(lambda state: state.repeat(repeats))
         kept = kwargs.get("logits_to_keep")
         return {
             **fresh,
@@ -229,6 +221,26 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             "use_cache": kwargs.get("use_cache", True),
             **({} if kept is None else {"logits_to_keep": kept}),
         }
+
+    def generate(  # type: ignore[override]
+        self, *args: Any, generator: torch.Generator | None = None, **kwargs: Any
+    ) -> Any:
+        """`transformers.GenerationMixin.generate`, with its randomness as an argument.
+
+        Args:
+            args, kwargs: as in transformers.
+            generator: draws the seed of this call, and the global generators stay as they were;
+                without one, sampling reads those.
+        """
+        if generator is None:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        if not isinstance(generator, torch.Generator):
+            raise ValueError(f"generator must be a torch.Generator, not {generator!r}")
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        own = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=own):
+            torch.manual_seed(seed)
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
 
 
 def _layer(config: RecollectConfig, index: int) -> MemoryLayer | FeedForward:
@@ -243,6 +255,16 @@ def _layer(config: RecollectConfig, index: int) -> MemoryLayer | FeedForward:
         value_dim=config.value_dim,
         method=config.method,
         depth=(index, config.num_hidden_layers),
+    )
+
+
+def _check_cache(cache: object, layers: int) -> None:
+    if cache is None or (isinstance(cache, RecollectCache) and len(cache) in (0, layers)):
+        return
+    what = f"one of {len(cache)} layers" if isinstance(cache, RecollectCache) else repr(type(cache))
+    raise ValueError(
+        f"past_key_values must be the RecollectCache that this model of {layers} layers returned "
+        f"earlier, not {what}"
     )
 
 

@@ -1,0 +1,70 @@
+"""Read a long prompt once, save what was read, and answer several questions from it.
+
+    python examples/continue_from_cache.py --model runs/my-text/model --text manual.txt
+
+What is saved is the state of every memory, so for a recurrent recipe the file is as small after a
+book as after a line. It is data: loading it runs nothing, and another model refuses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+import recollect as rc
+from recollect.lm.tokenizers import byte_tokenizer
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--model", help="folder of a saved model; an untrained one when left out")
+parser.add_argument("--text", help="the prompt, a UTF-8 file; this example's source when left out")
+parser.add_argument("--ask", action="append", help="what follows it; may be given several times")
+parser.add_argument("--tokens", type=int, default=100)
+parser.add_argument("--smoke", action="store_true", help="a few tokens")
+arguments = parser.parse_args()
+questions = arguments.ask or ["\nFirst,", "\nIn the end,"]
+tokens = 4 if arguments.smoke else arguments.tokens
+
+if arguments.model:
+    model = rc.lm.RecollectForCausalLM.from_pretrained(arguments.model)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+else:
+    model = rc.lm.RecollectForCausalLM(
+        rc.lm.RecollectConfig.from_recipes(
+            "gated_delta_net",
+            vocab_size=257,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+        )
+    ).eval()
+    tokenizer = byte_tokenizer()
+
+
+def encoded(text: str) -> torch.Tensor:
+    return tokenizer(text, return_tensors="pt")["input_ids"]
+
+
+text = Path(arguments.text or __file__).read_text(encoding="utf-8")
+text = text[:200] if arguments.smoke else text
+
+with tempfile.TemporaryDirectory() as folder:
+    path = rc.lm.Prompt.read(model, encoded(text)).save(f"{folder}/prompt.safetensors", model)
+    print(f"read {len(text)} characters, saved {path.stat().st_size:,} bytes")
+
+    # Elsewhere, later: the same model goes on without reading the text again.
+    prompt = rc.lm.Prompt.load(path, model)
+    for question in questions:
+        inputs = prompt.inputs(encoded(question))
+        made = model.generate(
+            **inputs,
+            max_new_tokens=tokens,
+            do_sample=True,
+            generator=torch.Generator().manual_seed(0),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        new = made[0, inputs["input_ids"].shape[1] :]
+        print(f"{question!r} -> {tokenizer.decode(new, skip_special_tokens=True)!r}")

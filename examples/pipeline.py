@@ -1,0 +1,46 @@
+"""A saved model in `transformers.pipeline`, as any other of Hugging Face.
+
+python examples/pipeline.py --model runs/my-text/model --prompt "The memory"
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+from transformers import pipeline
+
+import recollect as rc
+from recollect.lm.tokenizers import byte_tokenizer
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--model", help="folder of a saved model; an untrained one when left out")
+parser.add_argument("--prompt", default="The memory")
+parser.add_argument("--tokens", type=int, default=100)
+parser.add_argument("--smoke", action="store_true", help="a few tokens")
+arguments = parser.parse_args()
+
+with tempfile.TemporaryDirectory() as scratch:
+    folder = arguments.model
+    if folder is None:
+        # What a run leaves behind: the model and its tokenizer, in one folder.
+        folder = scratch
+        config = rc.lm.RecollectConfig.from_recipes(
+            ["gated_delta_net", "softmax_attention"],
+            vocab_size=257,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+        )
+        rc.lm.RecollectForCausalLM(config).save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+    # `import recollect.lm` has registered the model's type: trust_remote_code is not needed.
+    write = pipeline("text-generation", model=folder, tokenizer=folder)
+    made = write(
+        [arguments.prompt, f"{arguments.prompt} of"],
+        batch_size=2,
+        max_new_tokens=4 if arguments.smoke else arguments.tokens,
+        do_sample=False,
+    )
+    for one in made:
+        print(repr(one[0]["generated_text"]))

@@ -1,0 +1,64 @@
+"""Put a memory into some layers of a decoder of Hugging Face, keep its projections, and train it.
+
+    python examples/swap_attention.py --model meta-llama/Llama-3.2-1B --recipe gated_delta_net
+
+Without a model it takes a tiny Llama of random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import recollect as rc
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--model", help="a decoder's folder or hub name")
+parser.add_argument("--recipe", default="gated_delta_net", help="a name of the zoo")
+parser.add_argument("--layers", default="0,-1", help="indices, separated by commas")
+parser.add_argument("--smoke", action="store_true", help="a few steps")
+arguments = parser.parse_args()
+torch.manual_seed(0)
+
+if arguments.model:
+    model = AutoModelForCausalLM.from_pretrained(arguments.model)
+else:
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+layers = [int(index) for index in arguments.layers.split(",")]
+print(rc.lm.replace_attention(model, arguments.recipe, layers))
+
+# The rest of the decoder stays; only what is new is trained here.
+for name, weight in model.named_parameters():
+    weight.requires_grad_(".layer." in name)
+optimizer = torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], lr=1e-3)
+text = torch.randint(3, 64, (4, 16))
+for step in range(2 if arguments.smoke else 50):
+    loss = model(text, labels=text).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 10 == 0:
+        print(f"step {step}: loss {loss.item():.3f}")
+
+model.eval()
+out = model.generate(text[:1], max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+print(out.sequences[0].tolist())
+print(out.past_key_values.layers)  # states where layers were swapped, keys and values elsewhere
+
+# A swapped decoder is loaded by doing the same again to one of the same configuration:
+#     rc.lm.replace_attention(model, recipe, layers); model.load_state_dict(saved)

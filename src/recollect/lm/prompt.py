@@ -1,0 +1,300 @@
+"""Prompts that were read: states on disk, from which generation resumes.
+
+One file, written under its name only when it is whole: the tensors of all states as safetensors,
+and beside them, as JSON in the same file's metadata, what they belong to. Reading one runs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from recollect.layer import LayerState
+from recollect.lm.cache import RecollectCache
+from recollect.lm.checkpoint import CheckpointError, read_tensors
+from recollect.report.files import write_atomic
+
+if TYPE_CHECKING:
+    from recollect.lm.model import RecollectForCausalLM
+
+__all__ = ["Prompt", "fingerprint"]
+
+FORMAT = 1
+# What says how a model runs or is saved, not what it computes.
+SILENT = ("method", "use_cache", "dtype", "architectures", "transformers_version", "_name_or_path")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prompt:
+    """A text with the states of a model that has read it, but for its last columns.
+
+    ::
+
+        prompt = rc.lm.Prompt.read(model, ids)
+        model.generate(**prompt.inputs(question))      # any number of times
+        prompt.save("prompt.safetensors", model)
+        prompt = rc.lm.Prompt.load("prompt.safetensors", model)
+
+    Args:
+        input_ids: tokens ``[B, T]``.
+        cache: of the first ``cache.seen`` ≤ T columns.
+        attention_mask: ``[B, T]``, nonzero at real tokens; all are, when omitted.
+
+    Raises:
+        ValueError: parts that do not fit together.
+    """
+
+    input_ids: Tensor
+    cache: RecollectCache
+    attention_mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.input_ids.dim() != 2:
+            raise ValueError(f"input_ids must have shape [B, T], not {list(self.input_ids.shape)}")
+        rows, columns = self.input_ids.shape
+        if self.cache and self.cache.rows != rows:
+            raise ValueError(
+                f"the cache has {self.cache.rows} rows and the text {rows}: that of a beam search "
+                "has a row per beam and cannot be continued, so read its text anew"
+            )
+        if self.cache.seen > columns:
+            raise ValueError(
+                f"the cache has seen {self.cache.seen} columns and the text has {columns}: give "
+                "the text from its beginning"
+            )
+        mask = self.attention_mask
+        if mask is not None and mask.shape != self.input_ids.shape:
+            raise ValueError(
+                f"attention_mask must have shape {[rows, columns]}, not {list(mask.shape)}"
+            )
+
+    @classmethod
+    @torch.no_grad()
+    def read(
+        cls, model: RecollectForCausalLM, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> Prompt:
+        """Read all columns but the last, with which generation begins.
+
+        Args:
+            model: the reader; ``generate`` itself returns such a cache with
+                ``return_dict_in_generate=True``, beside ``sequences``.
+            input_ids: ``[B, T]``, padded on the left.
+            attention_mask: ``[B, T]``.
+
+        Raises:
+            ValueError: a text that ends in padding.
+        """
+        if attention_mask is not None and not bool((attention_mask[:, -1] != 0).all()):
+            raise ValueError("a prompt is continued at its end: pad it on the left")
+        cache = RecollectCache()
+        if input_ids.shape[1] > 1:
+            mask = None if attention_mask is None else attention_mask[:, :-1]
+            out = model(input_ids[:, :-1], attention_mask=mask, use_cache=True, logits_to_keep=1)
+            cache = out.past_key_values
+        return cls(input_ids=input_ids, cache=cache, attention_mask=attention_mask)
+
+    @torch.no_grad()
+    def extended(self, model: RecollectForCausalLM, more: Tensor) -> Prompt:
+        """This text and ``more [B, t]`` after it, read but for the last column."""
+        told = self.inputs(more)
+        ids, mask, seen = told["input_ids"], told["attention_mask"], self.cache.seen
+        cache = told["past_key_values"]
+        if ids.shape[1] - 1 > seen:
+            fresh = {"attention_mask": mask[:, :-1], "use_cache": True, "logits_to_keep": 1}
+            out = model(ids[:, seen:-1], past_key_values=cache, **fresh)
+            cache = out.past_key_values
+        return Prompt(input_ids=ids, cache=cache, attention_mask=mask)
+
+    def inputs(self, more: Tensor | None = None) -> dict[str, Any]:
+        """What ``model.generate`` takes to go on, after ``more [B, t]`` tokens.
+
+        A prompt of one row takes ``more`` of any number of rows.
+
+        Raises:
+            ValueError: other rows, or nothing left to read.
+        """
+        prompt = self
+        if more is not None:
+            if more.dim() != 2 or self.input_ids.shape[0] not in (1, more.shape[0]):
+                raise ValueError(
+                    f"more must have shape [{self.input_ids.shape[0]}, t], not {list(more.shape)}"
+                )
+            if more.shape[0] > self.input_ids.shape[0]:
+                prompt = prompt.repeat(more.shape[0])
+        ids, mask = prompt.input_ids, prompt.attention_mask
+        mask = torch.ones_like(ids) if mask is None else mask
+        if more is not None:
+            ids = torch.cat([ids, more.to(ids)], 1)
+            mask = torch.cat([mask, torch.ones_like(more).to(mask)], 1)
+        if prompt.cache.seen >= ids.shape[1]:
+            raise ValueError(
+                f"the model has read all {ids.shape[1]} columns: give at least one token more"
+            )
+        return {"input_ids": ids, "attention_mask": mask, "past_key_values": prompt.cache}
+
+    def repeat(self, n: int) -> Prompt:
+        """Each row n times in a row."""
+        mask = self.attention_mask
+        return replace(
+            self,
+            input_ids=self.input_ids.repeat_interleave(n, 0),
+            cache=self.cache.map(lambda state: state.repeat(n)),
+            attention_mask=None if mask is None else mask.repeat_interleave(n, 0),
+        )
+
+    def save(self, path: str | os.PathLike[str], model: RecollectForCausalLM) -> Path:
+        """Write it to one file; the old file stays until the new one is whole.
+
+        Args:
+            path: where to, customarily ``.safetensors``.
+            model: that read it; `load` takes no other. All of its weights are hashed.
+
+        Raises:
+            OSError: the folder cannot be written, or the disk is full.
+        """
+        tensors = {"input_ids": self.input_ids}
+        if self.attention_mask is not None:
+            tensors["attention_mask"] = self.attention_mask
+        for index, state in enumerate(self.cache):
+            tensors.update({f"layers.{index}.{n}": x for n, x in state.to_dict().items()})
+        # Copies, because one tensor may be another's view, which the format does not know.
+        tensors = {n: x.detach().cpu().contiguous().clone() for n, x in tensors.items()}
+        written = {
+            "format": FORMAT,
+            "seen": self.cache.seen,
+            "layers": len(self.cache),
+            "model": fingerprint(model),
+            "sha256": _digest(tensors),
+        }
+        return write_atomic(path, save(tensors, metadata={"recollect": json.dumps(written)}))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: RecollectForCausalLM) -> Prompt:
+        """Read what `save` wrote, onto the model's device.
+
+        Raises:
+            CheckpointError: a file that is cut short, altered, or of another model.
+        """
+        path = Path(path)
+        tensors, metadata = read_tensors(path)
+        written = _metadata(path, metadata)
+        for part, found in fingerprint(model).items():
+            if written["model"].get(part) != found:
+                raise CheckpointError(
+                    f"{path} was read by another model: its {part} differs, and a state means "
+                    "nothing to other weights; read the prompt anew"
+                )
+        if written["sha256"] != _digest(tensors):
+            raise CheckpointError(f"{path} was altered after it was written: read the prompt anew")
+        ids, mask = tensors.pop("input_ids", None), tensors.pop("attention_mask", None)
+        try:
+            states = [
+                LayerState.from_dict(_under(f"layers.{index}.", tensors))
+                for index in range(written["layers"])
+            ]
+            if ids is None or len(tensors) != sum(len(state.to_dict()) for state in states):
+                raise ValueError("tensors that no layer of this model has")
+            cache = RecollectCache(states, written["seen"])
+            _check_states(cache, model)
+            prompt = cls(input_ids=ids, cache=cache, attention_mask=mask)
+        except (ValueError, TypeError, RuntimeError, LookupError) as error:
+            raise CheckpointError(f"{path} holds no prompt of this model: {error}") from None
+        return prompt._to(model.device)
+
+    def _to(self, device: torch.device) -> Prompt:
+        mask = self.attention_mask
+        return Prompt(
+            input_ids=self.input_ids.to(device),
+            cache=self.cache.map(lambda state: state.to(device=device)),
+            attention_mask=None if mask is None else mask.to(device),
+        )
+
+
+def fingerprint(model: RecollectForCausalLM) -> dict[str, str]:
+    """SHA-256 of what a model computes with: its configuration, and its weights as they are now.
+
+    Cost: one pass over the weights, about a second per gigabyte.
+    """
+    told = {n: x for n, x in model.config.to_dict().items() if n not in SILENT}
+    plain = json.dumps(told, sort_keys=True, default=str).encode()
+    return {
+        "configuration": hashlib.sha256(plain).hexdigest(),
+        "weights": _digest(model.state_dict()),
+    }
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, types, shapes and bytes."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        x = tensors[name].detach().cpu().contiguous()
+        total.update(f"{name} {x.dtype} {list(x.shape)}\n".encode())
+        # Not every element type has a counterpart in numpy, and every one has bytes.
+        raw: Any = x.reshape(-1).view(torch.uint8).numpy()
+        total.update(raw)
+    return total.hexdigest()
+
+
+def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What `Prompt.save` wrote beside the tensors."""
+    try:
+        written = json.loads(metadata["recollect"])
+        kinds = {"format": int, "seen": int, "layers": int, "model": dict, "sha256": str}
+        if not all(isinstance(written[name], kind) for name, kind in kinds.items()):
+            raise TypeError
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise CheckpointError(
+            f"{path} is no saved prompt: write one with Prompt.save (a model's own file is loaded "
+            "with from_pretrained)"
+        ) from None
+    if written["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {written['format']} and this version of recollect reads format "
+            f"{FORMAT}: install the version that wrote it"
+        )
+    return written
+
+
+def _under(head: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(head) :]: x for name, x in tensors.items() if name.startswith(head)}
+
+
+def _check_states(cache: RecollectCache, model: RecollectForCausalLM) -> None:
+    """That states have the tensors, types and shapes that this model's have.
+
+    Sizes in which the states of one text and of a longer one differ are free: they grow.
+    """
+    if not cache:
+        return
+    rows, wanted = cache.rows, len(model.model.blocks)
+    if len(cache) != wanted:
+        raise ValueError(f"{len(cache)} layers, and the model has {wanted}")
+    ids = torch.zeros(1, 3, dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        short, long = (model.model(ids[:, :n], use_cache=True).past_key_values for n in (1, 3))
+    for index, (state, a, b) in enumerate(zip(cache, short, long, strict=True)):
+        found, one, three = state.to_dict(), a.to_dict(), b.to_dict()
+        if set(found) != set(three):
+            odd = sorted(set(found) ^ set(three))[0]
+            raise ValueError(f"{odd!r} of layer {index} is missing or too many")
+        for name, x in found.items():
+            free = [m != n for m, n in zip(one[name].shape, three[name].shape, strict=True)]
+            shape = [
+                n if f else m for m, n, f in zip(three[name].shape, x.shape, free, strict=True)
+            ]
+            if name != "memory.sizes":
+                shape[:1] = [rows]
+            if x.dtype != three[name].dtype or list(x.shape) != shape:
+                raise ValueError(
+                    f"{name!r} of layer {index} is {x.dtype} of shape {list(x.shape)}, and the "
+                    f"model's is {three[name].dtype} of shape {shape}"
+                )

@@ -1,0 +1,355 @@
+"""Swapping recipes into decoders of Hugging Face: `replace_attention`.
+
+An attention module is known by its structure: linear maps to queries, keys and values, one back,
+and the index of its layer. In its place stands a `MemoryLayer` whose own maps start as those were,
+wherever the recipe has maps of the same shapes. The decoder's own cache then holds a `StateLayer`
+at that index, beside the keys and values of layers that stayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.pytorch_utils import Conv1D
+
+from recollect.choices.member import RecipeError
+from recollect.layer import MemoryLayer
+from recollect.lm.cache import StateLayer
+from recollect.lm.config import Named, resolved
+from recollect.lm.masks import Columns, columns
+
+__all__ = ["Swap", "SwappedAttention", "SwappedLayer", "replace_attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwappedLayer:
+    """What became of one layer's attention.
+
+    Attributes:
+        index: of the layer. name: of the module that was replaced.
+        kept: maps whose weights were taken over: of ``"q"``, ``"k"``, ``"v"``, ``"o"``.
+        new: parameters that start afresh, by name, with their number of entries.
+        dropped: parameters of the old module that the recipe has no place for.
+    """
+
+    index: int
+    name: str
+    kept: tuple[str, ...]
+    new: dict[str, int]
+    dropped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        count = sum(self.new.values())
+        parts = [f"layer {self.index} ({self.name}): kept {', '.join(self.kept) or 'nothing'}"]
+        parts.append(
+            f"new {', '.join(self.new)} ({count:,} parameters)" if self.new else "none new"
+        )
+        if self.dropped:
+            parts.append(f"dropped {', '.join(self.dropped)}")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swap:
+    """What `replace_attention` did, layer by layer."""
+
+    layers: tuple[SwappedLayer, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.layers))
+
+
+class SwappedAttention(nn.Module):
+    """A `MemoryLayer` that is called as the attention module whose place it took.
+
+    Args:
+        layer: the sequence layer.
+        layer_idx: its index in the decoder, and in the decoder's cache.
+        dropout: on the output, as the old module had.
+    """
+
+    def __init__(self, layer: MemoryLayer, layer_idx: int, dropout: nn.Module | None) -> None:
+        super().__init__()
+        self.layer, self.layer_idx = layer, layer_idx
+        self.dropout = nn.Identity() if dropout is None else dropout
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """The layer's output, and no attention weights.
+
+        Args:
+            hidden_states: ``[B, T, hidden_size]``.
+            attention_mask: as the decoder makes it: ``None``, ``[B, S]`` or ``[B, 1, T, S]``,
+                causal but for padding and for borders of packed documents.
+            past_key_values: the decoder's cache, whose layer of this index is changed in place.
+            others: what attention is told and a memory does not need (positions, say).
+
+        Raises:
+            ValueError: a mask that is not causal, or a cache that cannot hold a state.
+        """
+        told = columns(attention_mask, hidden_states, others.get("cu_seq_lens_q"))
+        if past_key_values is None:
+            y, _ = _run(self.layer, hidden_states, None, told, output_state=False)
+            return self.dropout(y), None
+        slot = _slot(past_key_values, self.layer_idx)
+        y, after = _run(self.layer, hidden_states, slot, told, output_state=True)
+        slot.advance(after, hidden_states.shape[1])
+        return self.dropout(y), None
+
+
+def _run(
+    layer: MemoryLayer, x: Tensor, slot: StateLayer | None, told: Columns, *, output_state: bool
+) -> tuple[Tensor, Any]:
+    state = None if slot is None else slot.state
+    if told.borders is None:
+        return layer(x, state, told.mask, output_state=output_state)
+    if output_state:
+        raise ValueError(
+            "packed documents end where others begin, so there is no one state to go on from: pass "
+            "use_cache=False, or one document per row"
+        )
+    # All rows in one: documents know nothing of each other anyway.
+    y, _ = layer(x.reshape(1, -1, x.shape[-1]), None, None, told.borders, output_state=False)
+    return y.view_as(x), None
+
+
+def _slot(cache: Cache, index: int) -> StateLayer:
+    """The cache's layer of this index, made to hold a state."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        raise ValueError(
+            f"past_key_values must be a transformers.Cache, which a {type(cache).__name__} is not"
+        )
+    while len(layers) <= index:
+        kind = cache.layer_class_to_replicate
+        if kind is None:
+            raise ValueError(
+                f"the cache has {len(layers)} layers and layer {index} was asked for: take "
+                "DynamicCache(config=model.config)"
+            )
+        layers.append(kind())
+    old = layers[index]
+    if isinstance(old, StateLayer):
+        return old
+    if getattr(old, "is_compileable", False):
+        raise ValueError(
+            "a static cache holds keys and values of a fixed length, and a memory's state is "
+            "neither: leave cache_implementation out"
+        )
+    if isinstance(old, CacheLayerMixin) and old.is_initialized and old.get_seq_length():
+        raise ValueError(
+            f"layer {index} of this cache was filled by the attention that was replaced: begin "
+            "with a new one"
+        )
+    layers[index] = StateLayer()
+    return layers[index]
+
+
+# -- the modules and their maps ------------------------------------------------------------------
+
+SEPARATE = ("q_proj", "k_proj", "v_proj")
+FUSED = ("c_attn", "qkv_proj")  # queries, keys and values one after the other
+OUT = ("o_proj", "out_proj", "c_proj", "dense")
+
+
+@torch.no_grad()
+def replace_attention(
+    model: PreTrainedModel,
+    recipe: Named,
+    layers: Iterable[int] | None = None,
+    *,
+    method: str = "auto",
+) -> Swap:
+    """Put a recipe in place of a decoder's attention; the model is changed in place.
+
+    Weights of the projections to queries, keys and values and back are kept where the recipe has
+    maps of the same shapes: the heads' number and size, and that of memories (grouped heads), are
+    the decoder's. Everything else starts as in a `MemoryLayer` of its own. With
+    ``"softmax_attention"`` and the decoder's own rotary base the model computes what it did.
+
+    Args:
+        model: a decoder whose attention modules have ``q_proj``, ``k_proj``, ``v_proj`` (or one map
+            for all three) and a map back; Llama, Qwen, Mistral, Phi-3 and GPT-2 are such.
+        recipe: a zoo name, a preset, a recipe, or a recipe with its options.
+        layers: indices, negative ones from the end; all when omitted.
+        method: engine, as in `recall`.
+
+    Returns:
+        What was kept, what is new and what was dropped, by layer.
+
+    Raises:
+        RecipeError: a recipe that does not fit the decoder's sizes.
+        ValueError: no such layer, or no attention module that could be replaced.
+    """
+    found = _attentions(model)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no attention that could be replaced: modules are sought "
+            f"that have a layer_idx, {', '.join(SEPARATE)} (or one of {', '.join(FUSED)}) and one "
+            f"of {', '.join(OUT)}"
+        )
+    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    chosen, (made, options) = _chosen(found, layers, depth), resolved(recipe)
+    if options.persistent:
+        raise RecipeError(
+            "LayerOptions(persistent=...) reads learned pairs and no tokens, so it cannot stand in "
+            "for attention: take a recipe that is written"
+        )
+    swapped: list[tuple[str, SwappedAttention]] = []
+    reports: list[SwappedLayer] = []
+    for index in chosen:
+        name, old = found[index]
+        sizes = _sizes(model, old, name)
+        layer = MemoryLayer(
+            sizes.d_model,
+            sizes.heads,
+            made,
+            options,
+            kv_heads=sizes.kv_heads,
+            head_dim=options.key_dim or sizes.head_dim,
+            value_dim=sizes.head_dim,
+            method=method,
+            depth=(index, depth),
+        )
+        reports.append(_take_over(layer, old, sizes, index=index, name=name))
+        weight = next(old.parameters())
+        layer.to(device=weight.device, dtype=weight.dtype).train(old.training)
+        kept = getattr(old, "resid_dropout", None)
+        swapped.append((name, SwappedAttention(layer, index, kept)))
+    # Only now, so that a refusal leaves the model as it was.
+    for name, module in swapped:
+        model.set_submodule(name, module)
+    model._is_stateful = True  # a state cannot be cropped, so no assisted decoding
+    return Swap(layers=tuple(reports))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    d_model: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    maps: dict[str, tuple[Tensor, Tensor | None]]  # q, k, v, o: weight [out, in] and bias
+
+
+def _attentions(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
+    """Self-attention by layer, with its module's name."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        index = getattr(module, "layer_idx", None)
+        into = all(hasattr(module, n) for n in SEPARATE) or any(hasattr(module, n) for n in FUSED)
+        back = any(hasattr(module, n) for n in OUT)
+        if isinstance(index, int) and into and back and not hasattr(module, "q_attn"):
+            found.setdefault(index, (name, module))
+    return dict(sorted(found.items()))
+
+
+def _chosen(found: dict[int, Any], layers: Iterable[int] | None, depth: int) -> list[int]:
+    if layers is None:
+        return list(found)
+    indices = [layers] if isinstance(layers, int) else list(layers)
+    places: list[int] = []
+    for index in indices:
+        whole = isinstance(index, int) and not isinstance(index, bool)
+        place = index + depth if whole and index < 0 else index
+        if place not in found:
+            raise ValueError(
+                f"layers names {index!r}, and this decoder has attention that could be replaced "
+                f"in layers {', '.join(map(str, found))}"
+            )
+        places.append(place)
+    if not places:
+        raise ValueError("layers is empty: name at least one layer, or leave it out for all")
+    return sorted(set(places))
+
+
+def _sizes(model: PreTrainedModel, old: nn.Module, name: str) -> _Sizes:
+    """Heads and maps of an attention module."""
+    config: Any = model.config.get_text_config(decoder=True)
+    back = _weight(next(getattr(old, n) for n in OUT if hasattr(old, n)))
+    d_model, width = back[0].shape
+    heads = config.num_attention_heads
+    head_dim = getattr(old, "head_dim", None) or width // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    if all(hasattr(old, n) for n in SEPARATE):
+        maps = [_weight(getattr(old, n)) for n in SEPARATE]
+    else:
+        weight, bias = _weight(next(getattr(old, n) for n in FUSED if hasattr(old, n)))
+        if weight.shape[0] != sum(sizes):
+            raise ValueError(
+                f"{name} has one map of {weight.shape[0]} outputs for queries, keys and values, "
+                f"and {heads} heads, {kv_heads} of keys, of size {head_dim} need {sum(sizes)}: "
+                "this decoder lays them out otherwise and is not supported"
+            )
+        biases = [None] * 3 if bias is None else bias.split(sizes)
+        maps = list(zip(weight.split(sizes), biases, strict=True))
+    return _Sizes(
+        d_model=d_model,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        maps=dict(zip("qkvo", [*maps, back], strict=True)),
+    )
+
+
+def _weight(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight ``[out, in]`` and bias of a linear map, however it is stored."""
+    if isinstance(module, Conv1D):
+        return module.weight.T, module.bias
+    if isinstance(module, nn.Linear):
+        return module.weight, module.bias
+    raise ValueError(
+        f"a projection is a {type(module).__name__}, and only torch.nn.Linear and GPT-2's Conv1D "
+        "are taken over: merge adapters and undo quantization first"
+    )
+
+
+def _take_over(
+    layer: MemoryLayer, old: nn.Module, sizes: _Sizes, *, index: int, name: str
+) -> SwappedLayer:
+    """Copy the maps whose shapes are the same; what else there is stays as it was drawn."""
+    kept: list[str] = []
+    parts = dict(zip("qkv", layer.qkv.weight.split(layer.sizes), strict=True))
+    biased = any(sizes.maps[part][1] is not None for part in "qkv")
+    biases = torch.zeros(sum(layer.sizes))
+    places = dict(zip("qkv", biases.split(layer.sizes), strict=True))
+    for part, target in (*parts.items(), ("o", layer.out.weight)):
+        weight, bias = sizes.maps[part]
+        if weight.shape != target.shape:
+            continue
+        target.copy_(weight)
+        kept.append(part)
+        if bias is not None and part == "o":
+            layer.out.bias = nn.Parameter(bias.detach().clone())
+        elif bias is not None:
+            places[part].copy_(bias)
+    if biased and set(kept) & set("qkv"):
+        layer.qkv.bias = nn.Parameter(biases)
+    whole = {"qkv": all(p in kept or not x.numel() for p, x in parts.items()), "out": "o" in kept}
+    new = {
+        n: x.numel()
+        for n, x in layer.named_parameters()
+        if not (n.partition(".")[0] in whole and whole[n.partition(".")[0]])
+    }
+    if "qkv.weight" in new:
+        new.pop("qkv.bias", None)
+        del new["qkv.weight"]
+        fresh = {f"qkv.weight ({p})": x.numel() for p, x in parts.items() if p not in kept}
+        new = {**{n: c for n, c in fresh.items() if c}, **new}
+    known = {*SEPARATE, *FUSED, *OUT}
+    dropped = [n for n, _ in old.named_parameters() if n.partition(".")[0] not in known]
+    dropped += [f"{part} projection" for part in "qkvo" if part not in kept]
+    return SwappedLayer(index=index, name=name, kept=tuple(kept), new=new, dropped=tuple(dropped))

@@ -1,0 +1,58 @@
+"""Small models of the zoo: a family's first preset in every run, the others where time allows."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+import recollect as rc
+from recollect.lm import RecollectConfig, RecollectForCausalLM
+
+VOCAB = 24
+
+
+def every_family() -> list[object]:
+    """Zoo names as parameters; those after a family's first are marked slow."""
+    seen: set[str] = set()
+    params: list[object] = []
+    for name in rc.zoo.names():
+        family = rc.zoo.get(name).family
+        marks = (pytest.mark.slow,) if family in seen else ()
+        seen.add(family)
+        params.append(pytest.param(name, marks=marks))
+    return params
+
+
+@functools.cache
+def model(name: str, seed: int = 0) -> RecollectForCausalLM:
+    """Two layers of width 32; "hybrid" is a deep memory, attention and a window in turn."""
+    recipes: object = name
+    if name == "hybrid":
+        recipes = ["omega_net", "softmax_attention", "gated_delta_net"]
+    torch.manual_seed(seed)
+    config = RecollectConfig.from_recipes(
+        recipes,  # type: ignore[arg-type]
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=3 if name == "hybrid" else 2,
+        num_attention_heads=2,
+    )
+    net = RecollectForCausalLM(config).eval()
+    with torch.no_grad():
+        net.lm_head.weight.mul_(4)  # choices that rounding cannot turn
+    return net
+
+
+def text(rows: int = 2, length: int = 9, seed: int = 1) -> Tensor:
+    """Tokens without 0, which is padding."""
+    return torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(rows: int = 2, length: int = 9, holes: int = 3) -> tuple[Tensor, Tensor]:
+    """A batch whose first row has ``holes`` columns of padding on the left, and its mask."""
+    ids = text(rows, length)
+    ids[0, :holes] = 0
+    return ids, (ids != 0).long()

@@ -1,0 +1,225 @@
+"""Saved models: the same bit by bit, and whatever is wrong with one said in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import recollect as rc
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from tests.lm.families import every_family, model, text
+from transformers import AutoModelForCausalLM
+
+from recollect.lm import CheckpointError, RecollectForCausalLM, RecollectModel
+
+QKV = "model.blocks.0.layer.qkv.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*every_family(), "hybrid"])
+def test_saved_and_loaded_is_the_same_bit_by_bit(
+    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    net = RecollectForCausalLM(model(name).config).eval()
+    net.load_state_dict(model(name).state_dict())
+    net.to(dtype).save_pretrained(tmp_path)
+    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".safetensors"}  # no code
+    back = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=False)
+    assert type(back) is RecollectForCausalLM
+    assert back.dtype == dtype
+    mine, its = net.state_dict(), back.state_dict()
+    assert list(mine) == list(its)
+    assert all(torch.equal(its[n], x) and its[n].dtype == x.dtype for n, x in mine.items())
+    with torch.no_grad():
+        assert torch.equal(back(text()).logits, net(text()).logits)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    model("gated_delta_net").save_pretrained(folder)
+    return folder
+
+
+Change = Callable[[Path], object]
+
+
+def raw(name: str, change: Callable[[bytes], bytes]) -> Change:
+    return lambda d: (d / name).write_bytes(change((d / name).read_bytes()))
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    def apply(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        tensors = {name: x.clone() for name, x in load_file(path).items()}
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return apply
+
+
+def header(**entry: object) -> Change:
+    """The first tensor's entry in the header, altered."""
+
+    def apply(data: bytes) -> bytes:
+        size = struct.unpack("<Q", data[:8])[0]
+        told = json.loads(data[8 : 8 + size])
+        told[next(name for name in told if name != "__metadata__")].update(entry)
+        written = json.dumps(told).encode()
+        return struct.pack("<Q", len(written)) + written + data[8 + size :]
+
+    return raw("model.safetensors", apply)
+
+
+def config(**fields: object) -> Change:
+    def apply(data: bytes) -> bytes:
+        return json.dumps({**json.loads(data), **fields}).encode()
+
+    return raw("config.json", apply)
+
+
+def recipe(change: Callable[[dict[str, Any]], object]) -> Change:
+    def apply(folder: Path) -> None:
+        told = json.loads((folder / "config.json").read_text())
+        change(told["recipes"]["gated_delta_net"])
+        (folder / "config.json").write_text(json.dumps(told))
+
+    return apply
+
+
+def sharded(name: str) -> Change:
+    def apply(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
+        index = {"weight_map": {QKV: name}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return apply
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+CORRUPTIONS: dict[str, tuple[Change, str]] = {
+    "weights cut": (raw("model.safetensors", lambda b: b[: len(b) // 2]), "cut short or altered"),
+    "weights cut in the header": (raw("model.safetensors", lambda b: b[:20]), "cut short"),
+    "weights empty": (raw("model.safetensors", lambda b: b""), "cut short"),
+    "weights longer": (raw("model.safetensors", lambda b: b + b"more"), "cut short or altered"),
+    "header of 2^60 bytes": (
+        raw("model.safetensors", lambda b: struct.pack("<Q", 2**60) + b[8:]),
+        "header too large",
+    ),
+    "header not text": (
+        raw("model.safetensors", lambda b: b[:8] + b"\xff" * 30 + b[38:]),
+        "cut short or altered",
+    ),
+    "negative shape": (header(shape=[-1, 4]), "cut short or altered"),
+    "offsets beyond the file": (header(data_offsets=[0, 10**9]), "cut short or altered"),
+    "unknown type": (header(dtype="PICKLE"), "unknown variant `PICKLE`"),
+    "weight missing": (weights(lambda x: x.pop(QKV)), f"lacks the weight '{QKV}'"),
+    "weight too many": (
+        weights(lambda x: x.update(evil=torch.zeros(2))),
+        "has the weight 'evil' that config.json knows nothing of",
+    ),
+    "weight of another shape": (
+        weights(lambda x: x.update({QKV: x[QKV][:-1].contiguous()})),
+        r"has shape \[95, 32\] and config.json asks for \[96, 32\]",
+    ),
+    "weight of integers": (weights(lambda x: x.update({QKV: x[QKV].long()})), "has type I64"),
+    "weight not a number": (
+        weights(lambda x: x[QKV].view(-1)[3:4].fill_(float("nan"))),
+        f"'{QKV}' holds NaN or infinity",
+    ),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "has no model.safetensors"),
+    "pickled weights": (pickled, "whose reading could run code"),
+    "index out of the folder": (sharded("../model.safetensors"), "no file of this folder"),
+    "shard missing": (sharded("absent.safetensors"), "lacks absent.safetensors"),
+    "config cut": (raw("config.json", lambda b: b[:200]), "config.json is not JSON"),
+    "config not text": (raw("config.json", lambda b: b"\xff\xfe" * 9), "is not UTF-8 text"),
+    "config a list": (raw("config.json", lambda b: b"[1]"), "must hold a mapping, not a list"),
+    "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
+    "another model type": (config(model_type="llama"), "holds a model of type 'llama'"),
+    "another schema": (config(schema=2), "has schema 2"),
+    "negative size": (config(hidden_size=-32), r"hidden_size=...\) must be .* not -32"),
+    "size as text": (config(hidden_size="32"), "not '32'"),
+    "size not a number": (config(vocab_size=float("nan")), "not nan"),
+    "endless size": (config(num_hidden_layers=10**9), "from 1 to 10,000, not 1000000000"),
+    "truth for a size": (config(num_hidden_layers=True), "not True"),
+    "heads that do not divide": (config(num_attention_heads=3), "no multiple of 3 heads"),
+    "more layers": (config(num_hidden_layers=3), "lacks the weight 'model.blocks.2.*12 more"),
+    "fewer layers": (config(num_hidden_layers=1), "knows nothing of"),
+    "unknown field": (config(hiden_size=3), "did you mean 'hidden_size'"),
+    "unknown number type": (config(dtype="load"), "must be one of float32"),
+    "token out of range": (config(pad_token_id=99), "a token from 0 to 23, not 99"),
+    "recipes a list": (config(recipes=[]), "must be a mapping"),
+    "unknown recipe": (config(layers=["x"]), "is not among"),
+    "unknown choice": (recipe(lambda r: r["recipe"].update(biass={})), "no choice 'biass'"),
+    "unknown member": (
+        recipe(lambda r: r["recipe"].update(bias={"member": "os.system"})),
+        "no member named 'os.system' is registered",
+    ),
+    "option of another type": (recipe(lambda r: r["options"].update(conv="4")), "not '4'"),
+    "option changed": (recipe(lambda r: r["options"].update(conv=5)), "conv.weight' has shape"),
+    "tie without a rule": (
+        recipe(lambda r: r["options"].update(ties=[{"target": "lr", "source": "log_decay"}])),
+        "Tie needs rule",
+    ),
+    "generation config cut": (raw("generation_config.json", lambda b: b"{"), "is not JSON"),
+}
+
+
+@pytest.mark.parametrize("what", CORRUPTIONS)
+def test_what_is_wrong_with_a_checkpoint_is_one_sentence(
+    what: str, sound: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bad"
+    shutil.copytree(sound, folder)
+    change, says = CORRUPTIONS[what]
+    change(folder)
+    with pytest.raises((CheckpointError, rc.RecipeError), match=says) as caught:
+        RecollectForCausalLM.from_pretrained(folder)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+    assert caught.value.__cause__ is None
+    # What transformers reads before it knows the class, it refuses in its own words.
+    if what not in ("another model type",):
+        with pytest.raises((ValueError, OSError)):
+            AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_folder_may_hold_the_model_without_its_head(tmp_path: Path, sound: Path) -> None:
+    base = RecollectModel.from_pretrained(sound)
+    base.save_pretrained(tmp_path)
+    assert torch.equal(
+        RecollectModel.from_pretrained(tmp_path)(text()).last_hidden_state,
+        model("gated_delta_net").model(text()).last_hidden_state,
+    )
+    with pytest.raises(CheckpointError, match=r"lacks the weight 'lm_head\.weight'"):
+        RecollectForCausalLM.from_pretrained(tmp_path)
+
+
+def test_what_is_no_folder_is_one_sentence(sound: Path) -> None:
+    for path in (sound / "config.json", sound / "absent", "./absent"):
+        with pytest.raises(CheckpointError, match="there is no folder"):
+            RecollectForCausalLM.from_pretrained(path)
+
+
+def test_what_is_asked_of_loading_still_works(sound: Path) -> None:
+    net, info = RecollectForCausalLM.from_pretrained(sound, output_loading_info=True)
+    assert not info["missing_keys"]
+    half = RecollectForCausalLM.from_pretrained(sound, dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    told = RecollectForCausalLM.from_pretrained(sound, config=net.config)
+    assert torch.equal(told.lm_head.weight, net.lm_head.weight)

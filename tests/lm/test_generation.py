@@ -1,0 +1,155 @@
+"""Generation with one cache for every recipe: what is decoded is what a forward pass says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import recollect as rc
+
+pytest.importorskip("transformers")
+
+from tests.lm.families import every_family, model, padded, text
+from transformers.cache_utils import Cache, DynamicCache
+
+from recollect.lm import RecollectCache
+
+ALL = [*every_family(), "hybrid"]
+# float32: logits are sums of a few hundred products of order 1, here of order 4.
+TOL = {"atol": 4e-4, "rtol": 1e-4}
+HOW = {"max_new_tokens": 4, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_padding_on_the_left_is_each_row_alone_while_decoding_too(name: str) -> None:
+    net, (ids, mask) = model(name), padded()
+    with torch.no_grad():
+        out = net(ids, attention_mask=mask, use_cache=True)
+        rows = [net(ids[:1, 3:]), net(ids[1:])]
+        for t in range(3):
+            torch.testing.assert_close(out.logits[0, -1], rows[0].logits[0, -1], **TOL)
+            torch.testing.assert_close(out.logits[1, -1], rows[1].logits[0, -1], **TOL)
+            more = text(2, 1, seed=t)
+            mask = torch.cat([mask, mask[:, -1:]], 1)
+            out = net(more, attention_mask=mask, past_key_values=out.past_key_values)
+            rows = [
+                net(more[i : i + 1], past_key_values=row.past_key_values)
+                for i, row in enumerate(rows)
+            ]
+    assert out.past_key_values.get_seq_length() == ids.shape[1] + 3
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_beams_with_the_cache_are_beams_without(name: str) -> None:
+    net, (ids, mask) = model(name), padded()
+    how = {**HOW, "attention_mask": mask, "num_beams": 3, "num_return_sequences": 2}
+    made = net.generate(ids, do_sample=False, **how)
+    again = net.generate(ids, do_sample=False, use_cache=False, **how)
+    assert torch.equal(made, again)
+    assert len({tuple(row) for row in made.tolist()}) == 4  # the rows and the beams differ
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_sampling_is_reproducible_from_a_generator(name: str) -> None:
+    net, (ids, mask) = model(name), padded()
+    how = {**HOW, "attention_mask": mask, "do_sample": True, "top_k": 0}
+
+    def draw(seed: int, **more: object) -> torch.Tensor:
+        return net.generate(ids, generator=torch.Generator().manual_seed(seed), **how, **more)
+
+    before = torch.get_rng_state()
+    first = draw(3)
+    assert torch.equal(torch.get_rng_state(), before)  # the global generator stayed as it was
+    torch.rand(5)
+    assert torch.equal(draw(3), first)
+    assert torch.equal(draw(3, use_cache=False), first)
+    assert any(not torch.equal(draw(seed), first) for seed in (4, 5, 6))
+
+
+def test_a_generator_moves_on_and_must_be_one() -> None:
+    net, ids, generator = model("gated_delta_net"), text(), torch.Generator().manual_seed(0)
+    how = {**HOW, "do_sample": True, "max_new_tokens": 8}
+    assert not torch.equal(
+        net.generate(ids, generator=generator, **how), net.generate(ids, generator=generator, **how)
+    )
+    with pytest.raises(ValueError, match=r"must be a torch\.Generator, not 3"):
+        net.generate(ids, generator=3, **how)
+
+
+@pytest.mark.parametrize("name", ALL[:-1])
+def test_the_cache_grows_only_where_a_recipe_keeps_everything(name: str) -> None:
+    net, preset = model(name), rc.zoo.get(name)
+    priced = rc.cost(preset.recipe, K=16, V=16).grows > 0 and not preset.options.persistent
+    assert net.cache_grows == priced
+    lengths = (5, 70) if priced else (3, 5, 21)  # 70 is beyond an inner batch of 64
+    with torch.no_grad():
+        sizes = {T: net(text(1, T)).past_key_values.nbytes_per_sequence for T in lengths}
+    assert (len(set(sizes.values())) > 1) == priced, sizes
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "softmax_attention", "hybrid"])
+def test_a_returned_cache_is_continued(name: str) -> None:
+    net, (ids, mask) = model(name), padded()
+    how = {"pad_token_id": 0, "do_sample": False}
+    whole = net.generate(ids, attention_mask=mask, max_new_tokens=8, **how)
+    out = net.generate(
+        ids, attention_mask=mask, max_new_tokens=3, return_dict_in_generate=True, **how
+    )
+    cache = out.past_key_values
+    assert isinstance(cache, RecollectCache)
+    assert isinstance(cache, Cache)
+    assert cache.seen == out.sequences.shape[1] - 1  # the last token was not read yet
+    longer = torch.cat([mask, torch.ones(2, 3).long()], 1)
+    rest = {"attention_mask": longer, "past_key_values": cache, "max_new_tokens": 5, **how}
+    for _ in range(2):  # twice from one cache
+        assert torch.equal(net.generate(out.sequences, **rest), whole)
+    only_new = net.generate(out.sequences[:, -1:], **rest)
+    assert torch.equal(only_new[:, 1:], whole[:, -5:])
+    beams = net.generate(out.sequences, num_beams=3, **rest)
+    alone = net.generate(out.sequences, attention_mask=longer, num_beams=3, max_new_tokens=5, **how)
+    assert torch.equal(beams, alone)
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "softmax_attention"])
+def test_a_long_prompt_is_read_in_pieces(name: str) -> None:
+    net, (ids, mask) = model(name), padded()
+    how = {**HOW, "attention_mask": mask, "do_sample": False}
+    pieces = net.generate(ids, past_key_values=RecollectCache(), prefill_chunk_size=4, **how)
+    assert torch.equal(pieces, net.generate(ids, **how))
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "softmax_attention"])
+def test_embeddings_may_stand_for_the_prompt(name: str) -> None:
+    net, (ids, mask) = model(name), padded()
+    how = {**HOW, "attention_mask": mask, "do_sample": False}
+    made = net.generate(inputs_embeds=net.get_input_embeddings()(ids), **how)
+    assert torch.equal(made, net.generate(ids, **how)[:, ids.shape[1] :])
+
+
+def test_what_cannot_be_continued_is_one_sentence() -> None:
+    net, ids = model("gated_delta_net"), text()
+    cache = net(ids).past_key_values
+    with pytest.raises(ValueError, match="seen 9 columns and 9 were given, which leaves none"):
+        net.generate(ids, past_key_values=cache, **HOW)
+    with pytest.raises(ValueError, match=r"must be the RecollectCache .* of 2 layers"):
+        net(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="not one of 3 layers"):
+        net(ids, past_key_values=model("hybrid")(ids).past_key_values)
+    with pytest.raises(ValueError, match="cannot forget its last tokens"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="assisted generation"):
+        net.generate(ids[:1], prompt_lookup_num_tokens=2, **HOW)
+
+
+def test_a_cache_says_what_it_holds() -> None:
+    cache = model("gated_delta_net")(text(2, 5)).past_key_values
+    assert repr(cache) == (
+        f"RecollectCache(2 layers, 2 rows, 5 columns, {cache.nbytes // 2} bytes per sequence)"
+    )
+    assert (cache.batch_size, cache.is_compileable, cache.is_croppable) == (2, False, False)
+    cache.batch_repeat_interleave(2)
+    assert cache.rows == 4
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    assert cache.rows == 2
+    cache.reset()
+    assert (len(cache), cache.get_seq_length()) == (0, 0)

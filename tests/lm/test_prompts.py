@@ -1,0 +1,171 @@
+"""Prompts on disk: generation resumes from them as if it had read the text, or says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from tests.lm.families import every_family, model, padded, text
+
+from recollect.lm import CheckpointError, Prompt, RecollectForCausalLM
+from recollect.lm.checkpoint import read_tensors
+from recollect.lm.prompt import _digest, _metadata, fingerprint
+
+HOW = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
+
+
+@pytest.mark.parametrize("name", [*every_family(), "hybrid"])
+def test_a_saved_prompt_is_resumed(name: str, tmp_path: Path) -> None:
+    net, (ids, mask), more = model(name), padded(), text(2, 3, seed=5)
+    path = Prompt.read(net, ids, mask).save(tmp_path / "deep" / "p.safetensors", net)
+    prompt = Prompt.load(path, net)
+    assert prompt.cache.seen == ids.shape[1] - 1
+    for _ in range(2):
+        assert torch.equal(
+            net.generate(**prompt.inputs(), **HOW), net.generate(ids, attention_mask=mask, **HOW)
+        )
+    both = {"attention_mask": torch.cat([mask, torch.ones_like(more)], 1)}
+    assert torch.equal(
+        net.generate(**prompt.inputs(more), num_beams=2, **HOW),
+        net.generate(torch.cat([ids, more], 1), num_beams=2, **both, **HOW),
+    )
+    assert [p.name for p in path.parent.iterdir()] == ["p.safetensors"]  # nothing half written
+
+
+def test_one_prompt_serves_several_questions() -> None:
+    net, ids, more = model("gated_delta_net"), text(1), text(3, 2, seed=5)
+    made = net.generate(**Prompt.read(net, ids).inputs(more), **HOW)
+    want = net.generate(torch.cat([ids.expand(3, -1), more], 1), **HOW)
+    assert torch.equal(made, want)
+    one = Prompt.read(net, ids[:, :1])  # nothing to read before the last column
+    assert torch.equal(net.generate(**one.inputs(), **HOW), net.generate(ids[:, :1], **HOW))
+
+
+def test_what_generate_returned_is_a_prompt(tmp_path: Path) -> None:
+    net, ids = model("hybrid"), text()
+    out = net.generate(ids, return_dict_in_generate=True, **HOW)
+    prompt = Prompt(input_ids=out.sequences, cache=out.past_key_values)
+    back = Prompt.load(prompt.save(tmp_path / "p", net), net)
+    want = net.generate(ids, **{**HOW, "max_new_tokens": 8})
+    assert torch.equal(net.generate(**back.inputs(), **HOW), want)
+    beams = net.generate(ids, num_beams=2, return_dict_in_generate=True, **HOW)
+    with pytest.raises(ValueError, match="that of a beam search"):
+        Prompt(input_ids=beams.sequences, cache=beams.past_key_values)
+
+
+def test_bfloat16_is_kept_bit_by_bit(tmp_path: Path) -> None:
+    net = RecollectForCausalLM(model("hybrid").config).bfloat16().eval()
+    prompt = Prompt.read(net, text())
+    back = Prompt.load(prompt.save(tmp_path / "p", net), net)
+    for a, b in zip(prompt.cache, back.cache, strict=True):
+        mine, its = a.to_dict(), b.to_dict()
+        assert set(mine) == set(its)
+        assert all(torch.equal(its[n], x) and its[n].dtype == x.dtype for n, x in mine.items())
+
+
+def test_the_fingerprint_is_of_what_is_computed(tmp_path: Path) -> None:
+    net = model("gated_delta_net")
+    net.save_pretrained(tmp_path)
+    back = RecollectForCausalLM.from_pretrained(tmp_path)
+    back.model.blocks[0].layer.method = "reference"
+    assert fingerprint(back) == fingerprint(net)
+    with torch.no_grad():
+        back.lm_head.weight[0, 0] += 1
+    assert fingerprint(back)["weights"] != fingerprint(net)["weights"]
+    assert fingerprint(back)["configuration"] == fingerprint(net)["configuration"]
+
+
+def test_a_prompt_of_another_model_or_altered_is_refused(tmp_path: Path) -> None:
+    net, path = model("gated_delta_net"), tmp_path / "p.safetensors"
+    Prompt.read(net, text()).save(path, net)
+    whole = path.read_bytes()
+
+    def refused(says: str, other: object = net) -> None:
+        with pytest.raises(CheckpointError, match=says) as caught:
+            Prompt.load(path, other)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+
+    other = RecollectForCausalLM(net.config)
+    refused("read by another model: its weights differs", other)
+    refused("read by another model: its configuration differs", model("hybrid"))
+    path.write_bytes(whole[:-9])
+    refused("cut short or altered")
+    path.write_bytes(whole[:-9] + bytes(9 * [7]))
+    refused("was altered after it was written")
+    path.write_bytes(b"")
+    refused("cut short or altered")
+    net.save_pretrained(tmp_path)
+    path.write_bytes((tmp_path / "model.safetensors").read_bytes())
+    refused("is no saved prompt")
+    path.unlink()
+    refused("there is no file")
+
+    # Altered by someone who also wrote a new digest: still of this model's shapes, or refused.
+    path.write_bytes(whole)
+    tensors, metadata = read_tensors(path)
+    first = "layers.0.memory.weights.0"
+
+    def forged(changes: dict[str, torch.Tensor | None], **fields: object) -> None:
+        new = {n: x for n, x in {**tensors, **changes}.items() if x is not None}
+        told = {**_metadata(path, metadata), "sha256": _digest(new), **fields}
+        save_file(new, path, metadata={"recollect": json.dumps(told)})
+
+    for changes, fields, says in (
+        ({first: tensors[first][:, :, :-1].contiguous()}, {}, "the model's is"),
+        ({first: tensors[first].double()}, {}, r"is torch\.float64"),
+        ({first: None}, {}, "missing or too many"),
+        ({"layers.7.conv": tensors[first].clone()}, {}, "no layer of this model"),
+        ({"layers.0.memory.evil": tensors[first].clone()}, {}, "no part of a recollect state"),
+        ({"input_ids": None}, {}, "no layer of this model"),
+        ({"input_ids": tensors["input_ids"][:1]}, {}, "the cache has 2 rows and the text 1"),
+        ({}, {"seen": 99}, "has seen 99 columns"),
+        ({}, {"layers": 1}, "no layer of this model"),
+        ({}, {"format": 2}, "has format 2"),
+        ({}, {"model": "x"}, "is no saved prompt"),
+        ({"layers.0.memory.sizes": torch.tensor(3)}, {}, "holds no prompt of this model"),
+    ):
+        forged(changes, **fields)  # type: ignore[arg-type]
+        refused(says)
+    path.write_bytes(whole)
+    assert Prompt.load(path, net).cache.rows == 2
+    assert load_file(path)["input_ids"].shape == (2, 9)
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    net, path = model("gated_delta_net"), tmp_path / "p"
+    prompt = Prompt.read(net, text())
+    prompt.save(path, net)
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        Prompt.read(net, text(seed=9)).save(path, net)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
+def test_misuse_is_one_sentence() -> None:
+    net, ids = model("gated_delta_net"), text()
+    mask = torch.ones_like(ids)
+    mask[0, -1] = 0
+    with pytest.raises(ValueError, match="pad it on the left"):
+        Prompt.read(net, ids, mask)
+    prompt = Prompt.read(net, ids)
+    with pytest.raises(ValueError, match=r"more must have shape \[2, t\], not \[3, 2\]"):
+        prompt.inputs(text(3, 2))
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \[2, 9\]"):
+        Prompt(input_ids=ids, cache=prompt.cache, attention_mask=mask[:, 1:])
+    whole = Prompt(input_ids=ids[:, :-1], cache=prompt.cache)
+    with pytest.raises(ValueError, match="give at least one token more"):
+        whole.inputs()

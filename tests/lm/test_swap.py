@@ -1,0 +1,218 @@
+"""Recipes in decoders of others: what is kept is kept, and the rest of the decoder still works."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import recollect as rc
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StaticCache,
+)
+from transformers.cache_utils import DynamicCache
+
+from recollect.lm import replace_attention
+from recollect.lm.swap import SwappedAttention
+
+BASE = 10000.0
+SMALL = {
+    "vocab_size": 30,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
+HOW = {"max_new_tokens": 5, "do_sample": False}
+
+
+def decoder(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    made: PreTrainedModel = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**SMALL)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),  # biases of q, k and v
+        "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GROUPED)),  # one map for all three
+    }[name]().eval()
+    with torch.no_grad():  # biases are drawn too, or it would not show whether they are kept
+        for weight in made.parameters():
+            if weight.dim() > 1 or not bool(weight.all()):
+                nn.init.normal_(weight, std=0.2)
+    return made
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(1))
+    ids[0, :3] = 0
+    return ids, (ids != 0).long()
+
+
+def softmax(name: str) -> tuple[rc.Recipe, rc.LayerOptions]:
+    """The decoder's own attention as a recipe."""
+    preset = rc.zoo.get("softmax_attention")
+    rope = None if name == "gpt2" else BASE
+    return preset.recipe, dataclasses.replace(preset.options, rope=rope)
+
+
+def logits(net: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Of real tokens; positions are counted from the first of them, as generation does."""
+    with torch.no_grad():
+        position = (mask.cumsum(1) - 1).clamp_min(0)
+        return net(ids, attention_mask=mask, position_ids=position).logits[mask != 0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "phi3"])
+def test_softmax_attention_in_place_of_itself_changes_nothing(name: str) -> None:
+    net, (ids, mask) = decoder(name), batch()
+    want, text = logits(net, ids, mask), net.generate(ids, attention_mask=mask, **HOW)
+    beams = net.generate(ids, attention_mask=mask, num_beams=3, **HOW)
+    done = replace_attention(net, softmax(name))
+    assert [layer.index for layer in done.layers] == [0, 1, 2]
+    for layer in done.layers:
+        assert layer.kept == ("q", "k", "v", "o")
+        assert (layer.new, layer.dropped) == ({}, ())
+    assert sum(isinstance(m, SwappedAttention) for m in net.modules()) == 3
+    torch.testing.assert_close(logits(net, ids, mask), want, atol=1e-4, rtol=1e-4)
+    assert torch.equal(net.generate(ids, attention_mask=mask, **HOW), text)
+    assert torch.equal(net.generate(ids, attention_mask=mask, num_beams=3, **HOW), beams)
+
+
+@pytest.mark.parametrize("layers", [None, [0], [-1]], ids=str)
+@pytest.mark.parametrize("recipe", ["gated_delta_net", "titans", "rwkv7", "mamba"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_swapped_decoder_decodes_pads_and_trains(
+    name: str, recipe: str, layers: list[int] | None
+) -> None:
+    net, (ids, mask) = decoder(name), batch()
+    done = replace_attention(net, recipe, layers)
+    assert [layer.index for layer in done.layers] == {None: [0, 1, 2]}.get(
+        layers and layers[0], [0] if layers == [0] else [2]
+    )
+    # Padding: each row alone.
+    got = logits(net, ids, mask)
+    alone = [logits(net, row[None], torch.ones_like(row)[None]) for row in (ids[0, 3:], ids[1])]
+    torch.testing.assert_close(got, torch.cat(alone), atol=1e-4, rtol=1e-4)
+    # Decoding: the cache, mixed with keys and values where layers stayed.
+    with torch.no_grad():
+        out = net(ids[1:, :4], use_cache=True)
+        steps = [out.logits]
+        for t in range(4, 9):
+            out = net(ids[1:, t : t + 1], past_key_values=out.past_key_values)
+            steps.append(out.logits)
+        assert out.past_key_values.get_seq_length() == 9
+    torch.testing.assert_close(torch.cat(steps, 1)[0], alone[1], atol=1e-4, rtol=1e-4)
+    for beams in (1, 3):
+        how = {**HOW, "attention_mask": mask, "num_beams": beams}
+        assert torch.equal(net.generate(ids, **how), net.generate(ids, use_cache=False, **how))
+    # Training.
+    net.train()
+    loss = net(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+    loss.backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in net.parameters())
+
+
+def test_what_is_kept_and_what_is_new_is_said() -> None:
+    net = decoder("llama")
+    before = {n: x.clone() for n, x in net.model.layers[0].self_attn.named_parameters()}
+    done = replace_attention(net, "gated_delta_net", layers=[0])
+    layer = net.model.layers[0].self_attn.layer
+    assert (layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim) == (4, 2, 8, 8)
+    q, k, v = layer.qkv.weight.split([32, 16, 16])
+    for part, found in (("q", q), ("k", k), ("v", v), ("o", layer.out.weight)):
+        assert torch.equal(before[f"{part}_proj.weight"], found)
+    told = done.layers[0]
+    named = dict(layer.named_parameters())
+    assert told.new == {
+        n: x.numel() for n, x in named.items() if n not in ("qkv.weight", "out.weight")
+    }
+    assert str(done).startswith(
+        "layer 0 (model.layers.0.self_attn): kept q, k, v, o; new conv.weight"
+    )
+    fewer = replace_attention(decoder("llama"), "mamba").layers[0]  # keys of 16 channels
+    assert fewer.kept == ("v", "o")
+    assert fewer.new["qkv.weight (q)"] == 4 * 16 * 32
+    assert fewer.dropped == ("q projection", "k projection")
+    more = replace_attention(decoder("gpt2"), "delta_product").layers[0]  # several pairs a token
+    assert more.kept == ("q", "o")
+
+
+def test_packed_documents_are_kept_apart() -> None:
+    net, (ids, _) = decoder("llama"), batch()
+    replace_attention(net, "gated_delta_net")
+    position = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    with torch.no_grad():
+        both = net(ids[1:], position_ids=position, use_cache=False).logits[0]
+        one, two = net(ids[1:, :4]).logits[0], net(ids[1:, 4:]).logits[0]
+    torch.testing.assert_close(both, torch.cat([one, two]), atol=1e-4, rtol=1e-4)
+    document = position.eq(0).cumsum(1)
+    mask = (document[:, :, None] == document[:, None]).tril()[:, None]
+    with torch.no_grad():
+        told = net(ids[1:], attention_mask=mask, use_cache=False).logits[0]
+    torch.testing.assert_close(told, both, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="pass use_cache=False"):
+        net(ids[1:], attention_mask=mask, use_cache=True)
+
+
+def test_eager_masks_bfloat16_and_a_saved_swap(tmp_path: object) -> None:
+    net, (ids, mask) = decoder("llama"), batch()
+    replace_attention(net, "gated_delta_net", layers=[1])
+    want = logits(net, ids, mask)
+    net.set_attn_implementation("eager")  # masks of numbers
+    torch.testing.assert_close(logits(net, ids, mask), want, atol=1e-4, rtol=1e-4)
+    again = decoder("llama")
+    replace_attention(again, "gated_delta_net", layers=[1])
+    again.load_state_dict(net.state_dict())
+    torch.testing.assert_close(logits(again, ids, mask), want, atol=1e-4, rtol=1e-4)
+    half = decoder("llama").bfloat16()
+    replace_attention(half, "gated_delta_net")
+    assert {x.dtype for x in half.parameters()} == {torch.bfloat16}
+    assert half(ids, attention_mask=mask).logits[mask != 0].isfinite().all()
+
+
+def test_what_cannot_be_swapped_is_one_sentence() -> None:
+    net, ids = decoder("llama"), batch()[0]
+    before = net.state_dict().keys()
+    for says, kind, ask in (
+        ("reads learned pairs and no tokens", rc.RecipeError, {"recipe": "ffn_relu"}),
+        ("layers names 3, and", ValueError, {"recipe": "gla", "layers": [0, 3]}),
+        ("layers is empty", ValueError, {"recipe": "gla", "layers": []}),
+        ("unknown|no architecture|nope", rc.RecipeError, {"recipe": "nope"}),
+        ("zoo name, a preset", rc.RecipeError, {"recipe": 3}),
+        ("cannot run", rc.RecipeError, {"recipe": "gla", "method": "kernel"}),
+    ):
+        with pytest.raises(kind, match=says):
+            replace_attention(net, **ask)
+    assert net.state_dict().keys() == before  # a refusal changes nothing
+    with pytest.raises(ValueError, match="LlamaMLP has no attention that could be replaced"):
+        replace_attention(net.model.layers[0].mlp, "gla")
+
+    used = net(ids, use_cache=True).past_key_values
+    replace_attention(net, "gla", layers=[1])
+    with pytest.raises(ValueError, match="filled by the attention that was replaced"):
+        net(ids[:, :1], past_key_values=used)
+    static = StaticCache(config=net.config, max_cache_len=20)
+    with pytest.raises(ValueError, match="leave cache_implementation out"):
+        net(ids, past_key_values=static)
+    with pytest.raises(ValueError, match="assisted generation"):
+        net.generate(ids[1:], prompt_lookup_num_tokens=2, **HOW)
+    whole = torch.ones(2, 1, 9, 9, dtype=torch.bool)
+    with pytest.raises(ValueError, match="give a causal mask"):
+        net(ids, attention_mask=whole)
+    assert isinstance(net(ids, use_cache=True).past_key_values, DynamicCache)
