@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -69,7 +70,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
     """The tokens of a document with its end, int32 ``[n]``."""
-    end = tokenizer.eos_token_id
+    end = cast(int, tokenizer.eos_token_id)
     if is_bytes(tokenizer):
         raw = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
         return np.append(raw, np.int32(end))
