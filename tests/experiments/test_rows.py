@@ -46,6 +46,7 @@ def test_rows_that_stand_are_not_trained_again(tmp_path: Path, corpus: TextCorpu
         assert f"| `{model}` | {row['run']['value']:.3f} | " in page
         assert row["run"]["tokens"] == 3 * 2 * 32
         assert row["environment"]["torch"]
+        assert row["cpu_seconds"] > 0
     assert corpus.sha256 in page
     assert "recollect compare ..." in page
 

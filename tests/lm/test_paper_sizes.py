@@ -71,8 +71,10 @@ def test_parts_are_what_they_are_called() -> None:
     assert found["maps"] == 2 * (80 * 240 + (2 if options.output_gate == "silu" else 1) * 80 * 80)
 
 
-@pytest.mark.parametrize("size", PAPER_SIZES)
-@pytest.mark.parametrize("name", ["softmax_attention", "gated_delta_net", "titans"])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [*((size, "gated_delta_net") for size in PAPER_SIZES), ("170M", "titans"), ("1.3B", "retnet")],
+)
 def test_the_papers_sizes_on_the_meta_device(size: str, name: str) -> None:
     config = paper_config(size, name)
     with torch.device("meta"):

@@ -100,16 +100,21 @@ def test_the_order_is_a_function_of_the_seed() -> None:
     assert order(None) == [*range(7)] * 3
 
 
-def test_a_stream_gives_the_same_rows_and_begins_again(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
-    rows, _ = read_rows(Source(files=(path,)), BYTES, context=5)
-    stream = RowStream(Source(files=(path,)), BYTES, context=5, shuffle=1, seed=0)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_stream_gives_the_same_rows_and_begins_again(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(json.dumps({"body": text}) for text in TEXTS))
+    else:
+        parquet(path, [*TEXTS])
+    source = Source(files=(path,), column="body")
+    rows = list(pack([text for text in TEXTS if text], BYTES, context=5))
+    stream = RowStream(source, BYTES, context=5, shuffle=1, seed=0)
     found = [r for r, _ in zip(stream, range(2 * len(rows)), strict=False)]
     for one, two in zip(found, [*rows, *rows], strict=True):
         assert one.tokens.tolist() == two.tokens.tolist()
         assert one.starts == two.starts
-    mixed = RowStream(Source(files=(path,)), BYTES, context=5, shuffle=3, seed=0)
+    mixed = RowStream(source, BYTES, context=5, shuffle=3, seed=0)
     drawn = [r.tokens.tolist() for r, _ in zip(mixed, range(len(rows)), strict=False)]
     assert sorted(drawn) == sorted(r.tokens.tolist() for r in rows)
     with pytest.raises(ValueError, match="does not fill one row of 99"):

@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from recollect.bench.harness import BenchResult, Case, Ceiling, summarise
-from recollect.lm import RecollectForCausalLM, TrainPlan, parameter_groups, train
+from recollect.lm import RecollectConfig, RecollectForCausalLM, TrainPlan, parameter_groups, train
 from recollect.lm.data import Row, collate, read_rows
 from recollect.lm.flops import measured_ceiling, model_flops
 from recollect.lm.prepare import build_model
@@ -129,7 +130,8 @@ def measure(
             clock["since"] = time.perf_counter()
 
         train(plan, watch=watch)
-        flops = model_flops(model.config, context=context) * batch * context
+        config = cast(RecollectConfig, model.config)
+        flops = model_flops(config, context=context) * batch * context
     ceiling = measured_ceiling("cpu", torch.float32)
     cases = [Case(name=name, make=lambda: bare, flops=flops) for name in (BARE, RUN)]
     return summarise(

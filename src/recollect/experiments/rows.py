@@ -7,6 +7,7 @@ equal terms, so every file says its own, and a table of unequal ones is refused.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from os import PathLike
@@ -60,6 +61,7 @@ def add_rows(
         layer = {"recipe": recipe.to_dict(), "options": options.to_dict()}
         if path.exists() and _stands(path, {**terms, **layer}):
             continue
+        began = time.process_time()
         result = compare(
             [model],
             ["text"],
@@ -80,6 +82,7 @@ def add_rows(
                 "terms": terms,
                 **layer,
                 "run": whole["runs"][0],  # type: ignore[index]
+                "cpu_seconds": time.process_time() - began,
                 "bigram": result.bigram,
                 "source": corpus.source,
                 "environment": whole["environment"],
@@ -172,9 +175,10 @@ def _page(rows: Sequence[dict[str, Any]]) -> str:
         f"Text: {first['source']}, sha256 `{terms['sha256']}`. Held-out: 131,072 bytes of "
         "paragraphs that the training part does not have.",
         "",
-        f"Device: {'; '.join(devices)}. Speeds were taken beside other work and are no benchmark.",
+        f"Device: {'; '.join(devices)}. CPU minutes are of the whole run with its "
+        "measurements, over all threads.",
         "",
-        "| model | bits per byte | parameters | state, bytes per sequence | minutes | commit |",
+        "| model | bits per byte | parameters | state, bytes per sequence | CPU minutes | commit |",
         "|---|---|---|---|---|---|",
         *(_line(row) for row in rows),
         f"| byte bigram | {first['bigram']:.3f} | | | | |",
@@ -192,7 +196,8 @@ def _line(row: Mapping[str, Any]) -> str:
     value = "diverged" if run["value"] is None else f"{run['value']:.3f}"
     state = f"{run['state_bytes']:,}{', grows' if run['grows'] else ''}"
     commit = row["environment"]["commit"][:8]
+    spent = row.get("cpu_seconds")
+    minutes = "–" if spent is None else f"{spent / 60:.1f}"
     return (
-        f"| `{row['model']}` | {value} | {run['parameters']:,} | {state} | "
-        f"{run['seconds'] / 60:.1f} | {commit} |"
+        f"| `{row['model']}` | {value} | {run['parameters']:,} | {state} | {minutes} | {commit} |"
     )

@@ -100,10 +100,12 @@ def _numbers(
         rule = rules.get(item.name)
         if rule is not None and rule not in OWNED:
             continue
-        own, gate = options.gate(item.name), isinstance(item, Gate)
-        learned = "input" if gate else ("learned" if item.learned else "fixed")
-        source = "learned" if rule == "rate" else own.source or learned
-        several = gate and (item.travels or item.name in ("lr", "log_lr"))
+        own = options.gate(item.name)
+        if isinstance(item, Gate):
+            made, several = "input", item.travels or item.name in ("lr", "log_lr")
+        else:
+            made, several = "learned" if item.learned else "fixed", False
+        source = "learned" if rule == "rate" else own.source or made
         halves = _paired(item, recipe, options)
         inner = [max(1, axes[axis] // 2) if halves else axes[axis] for axis in item.axes]
         size = N * math.prod(inner) * (recipe.associations if several else 1)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from transformers import TrainingArguments as Arguments
 from transformers.utils import logging as transformers_logging
 
 from recollect.lm.atomic import AtomicTrainer, clear_aside, last_checkpoint
+from recollect.lm.config import RecollectConfig
 from recollect.lm.data import IGNORE, Row, Rows, collate
 from recollect.lm.flops import measured_ceiling, model_flops
 from recollect.lm.groups import decayed_names
@@ -139,7 +140,7 @@ def train(
             model=model,
             args=_arguments(plan, out),
             train_dataset=stock.train,
-            eval_dataset=stock.heldout or None,
+            eval_dataset=cast(Any, stock.heldout or None),
             data_collator=partial(collate, reset=plan.data.packing == "documents"),
             processing_class=tokenizer,
         )
@@ -147,7 +148,7 @@ def train(
         trainer.remove_callback(PrinterCallback)
         device = trainer.args.device
         ceiling = measured_ceiling(device, torch.bfloat16 if plan.run.bf16 else torch.float32)
-        flops = model_flops(model.config, context=plan.data.context)
+        flops = model_flops(cast(RecollectConfig, model.config), context=plan.data.context)
         keeper = _Keeper(plan, trainer.args.world_size, flops, ceiling * trainer.args.world_size)
         keeper.watch = watch
         trainer.speed = keeper.speed
@@ -204,7 +205,7 @@ class RecollectTrainer(AtomicTrainer):
         began, total, asked = time.perf_counter(), 0.0, 0
         size = self.args.per_device_eval_batch_size
         for start in range(0, len(rows), size):
-            batch = self._prepare_inputs(self.data_collator(list(rows[start : start + size])))
+            batch = self._prepare_inputs(self.data_collator(cast(Any, rows[start : start + size])))
             with self.compute_loss_context_manager(), self.accelerator.autocast():
                 loss = model(**batch, use_cache=False).loss
             count = int((batch["labels"][:, 1:] != IGNORE).sum())
