@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from tests.contracts import generate
+from tests.engines.test_deep import check, recipes
 from torch import Tensor
 
 import recollect as rc
@@ -155,3 +157,20 @@ def test_what_is_not_a_chain_takes_the_general_path(change: dict[str, Any]) -> N
     recipe = CHAINS["momentum"].but(**change)
     assert deep.refuses(recipe) == []
     assert chain_of(recipe) is None
+
+
+def _drawn(count: int) -> list[tuple[int, rc.Recipe]]:
+    drawn = ((i, recipe) for i, recipe in recipes(10**6) if chain_of(recipe) is not None)
+    return list(itertools.islice(drawn, count))
+
+
+def test_drawn_chains() -> None:
+    """Recipes drawn as in `test_deep`, only those that take this path: it meets few of them."""
+    for index, recipe in _drawn(5):
+        check(recipe, index)
+
+
+@pytest.mark.slow
+def test_many_drawn_chains() -> None:
+    for index, recipe in _drawn(60):
+        check(recipe, index)

@@ -278,5 +278,8 @@ def plain(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits) -> 
             new = old + torch.bmm(Q.mT, wide).view_as(w)
             moved.append(new if commit is True else torch.where(commit.unsqueeze(-1), new, w))
         M = moved
-    Ms, all_delta, all_h = ([torch.stack(x) for x in xs] for xs in (Ms, all_delta, all_h))
-    return Made(M=Ms, ends=M, delta=all_delta, h=all_h, inner=None)
+
+    def gathered(xs: list[Tensors]) -> Tensors:
+        return [torch.stack(x) for x in xs]
+
+    return Made(M=gathered(Ms), ends=M, delta=gathered(all_delta), h=gathered(all_h), inner=None)
