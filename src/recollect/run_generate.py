@@ -48,7 +48,7 @@ def generate(
         raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
     logging.disable_progress_bar()
     model, tokenizer = _loaded(checkpoint)
-    model.to(device)
+    model.to(device)  # type: ignore[arg-type]
     read = _read(model, tokenizer, prompt, from_state)
     if save_state is not None:
         read.save(save_state, model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -17,12 +19,16 @@ from recollect.lm import RecollectCache
 ALL = [*every_family(), "hybrid"]
 # float32: logits are sums of a few hundred products of order 1, here of order 4.
 TOL = {"atol": 4e-4, "rtol": 1e-4}
+# Solves for 153 coefficients around every query: float32 keeps three digits of them, so what is
+# compared is float64.
+EXACT = ("local_quadratic_attention",)
 HOW = {"max_new_tokens": 4, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_padding_on_the_left_is_each_row_alone_while_decoding_too(name: str) -> None:
     net, (ids, mask) = model(name), padded()
+    net = copy.deepcopy(net).double() if name in EXACT else net
     with torch.no_grad():
         out = net(ids, attention_mask=mask, use_cache=True)
         rows = [net(ids[:1, 3:]), net(ids[1:])]
