@@ -74,7 +74,7 @@ def _chains() -> dict[str, rc.Recipe]:
         "matrix": plain.but(memory=memory.Matrix()),
         "narrow": plain.but(memory=memory.MLP(depth=3, expansion=1, residual=False)),
     }
-    for name in CURVES.keys() - {"gelu", "identity"}:
+    for name in sorted(CURVES.keys() - {"gelu", "identity"}):
         found[name] = plain.but(memory=memory.MLP(depth=3, expansion=2, activation=name))
     return found
 
