@@ -199,9 +199,9 @@ def explain(
 
 COMMANDS: tuple[Callable[..., None], ...] = (zoo, explain)
 if typer is not None:
-    from recollect.runs import bench, compare
+    from recollect.runs import bench, compare, reproduce
 
-    COMMANDS = (*COMMANDS, compare, bench)
+    COMMANDS = (*COMMANDS, compare, reproduce, bench)
 
 if __name__ == "__main__":
     main()

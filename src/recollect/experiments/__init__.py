@@ -1,7 +1,33 @@
-"""Experiments: comparisons of recipes, and (as they are added) figures and tables of the papers."""
+"""Experiments: comparisons of recipes, and figures and tables of the papers.
+
+::
+
+    rc.compare(["gated_delta_net", "atlas"], ["mqar"])
+    rc.experiments.reproduce("ttr-fig2", scale="small", out="runs")
+"""
 
 from recollect.experiments.compare import Comparison, ModelRun, Sizes, compare
 from recollect.experiments.compare_report import save_comparison
+from recollect.experiments.protocol import Claim, Experiment, Verdict
+from recollect.experiments.records import Record, Results
+from recollect.experiments.registry import EXPERIMENTS, PLANNED
+from recollect.experiments.runner import Run, reproduce
 from recollect.experiments.training import Schedule
 
-__all__ = ["Comparison", "ModelRun", "Schedule", "Sizes", "compare", "save_comparison"]
+__all__ = [
+    "EXPERIMENTS",
+    "PLANNED",
+    "Claim",
+    "Comparison",
+    "Experiment",
+    "ModelRun",
+    "Record",
+    "Results",
+    "Run",
+    "Schedule",
+    "Sizes",
+    "Verdict",
+    "compare",
+    "reproduce",
+    "save_comparison",
+]

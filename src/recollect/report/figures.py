@@ -53,11 +53,16 @@ class Series:
         name: what the legend says.
         x: places on the horizontal axis, at least one, finite.
         y: as many values; NaN leaves a gap.
+        low, high: edges of a band around the line, as the least and the greatest over seeds.
+        look: which of the palette's colours, dashes and markers; by default the line's place.
     """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    look: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y) or not len(self.x):
@@ -65,6 +70,13 @@ class Series:
                 f"Series {self.name!r}: x has {len(self.x)} and y has {len(self.y)} values; "
                 f"give as many of both, and at least one"
             )
+        for edge in (self.low, self.high):
+            if (self.low is None) != (self.high is None) or (
+                edge is not None and len(edge) != len(self.x)
+            ):
+                raise ValueError(
+                    f"Series {self.name!r}: a band needs low and high, with as many values as y"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +110,7 @@ def line_figure(
     title: str,
     baselines: Mapping[str, float] | None = None,
     log_x: bool = False,
+    log_y: bool = False,
     y_range: tuple[float, float] | None = None,
 ) -> FigureFiles:
     """Lines over a common horizontal axis.
@@ -109,6 +122,7 @@ def line_figure(
         title: what the figure shows.
         baselines: horizontal dashed lines by name, such as a bigram's bits per byte.
         log_x: whether the horizontal axis is logarithmic (base 2), with a tick at each value.
+        log_y: whether the vertical axis is logarithmic (base 10).
         y_range: bottom and top of the vertical axis; by default what the data needs.
 
     Returns:
@@ -139,6 +153,8 @@ def line_figure(
             axes.minorticks_off()
         elif max(map(abs, ticks)) >= 10_000:
             axes.xaxis.set_major_formatter(_engineering())
+        if log_y:
+            axes.set_yscale("log")
         if y_range is not None:
             axes.set_ylim(*y_range)
         _legend(canvas, axes, len(series) + len(baselines or {}))
@@ -220,26 +236,39 @@ def bar_figure(
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One of several axes over a common horizontal axis.
+    """One of several axes.
 
     Args:
         y: the vertical axis.
         series: its lines; lines of one name look alike in every panel.
         baselines: horizontal dashed lines by name, drawn where the data come near them.
+        x: a horizontal axis of its own, in place of the figure's.
+        title: above the panel, or nothing.
+        log_x: whether its horizontal axis is logarithmic (base 2), with a tick at each value.
+        log_y: the same of the vertical axis (base 10); by default where values span decades.
+        y_range: bottom and top; by default what the data needs.
     """
 
     y: str
     series: Sequence[Series]
     baselines: Mapping[str, float] | None = None
+    x: str | None = None
+    title: str = ""
+    log_x: bool = False
+    log_y: bool | None = None
+    y_range: tuple[float, float] | None = None
 
 
-def panel_figure(panels: Sequence[Panel], *, x: str, title: str) -> FigureFiles:
-    """Panels of lines in two columns, over one horizontal axis.
+def panel_figure(
+    panels: Sequence[Panel], *, x: str, title: str, height: float = 2.3
+) -> FigureFiles:
+    """Panels of lines in two columns.
 
     Args:
         panels: one or more.
-        x: the horizontal axis with its unit.
+        x: the horizontal axis, with its unit, of panels without one of their own.
         title: what the figure shows.
+        height: of a row of panels, in inches.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -248,28 +277,52 @@ def panel_figure(panels: Sequence[Panel], *, x: str, title: str) -> FigureFiles:
     if not panels or not all(panel.series for panel in panels):
         raise ValueError(f"panel_figure {title!r}: there is a panel without a line, or none")
     with _canvas() as canvas:
-        rows = math.ceil(len(panels) / 2)
-        canvas.set_size_inches(7.2, 0.6 + 2.3 * rows)
-        grid = canvas.subplots(rows, 2, sharex=True, squeeze=False).flatten()
+        rows, shared = math.ceil(len(panels) / 2), all(panel.x is None for panel in panels)
+        columns = min(2, len(panels))
+        looks = _looks(panels)
+        canvas.set_size_inches(7.2, 0.6 + height * rows + 0.2 * math.ceil(len(looks) / 4))
+        grid = canvas.subplots(rows, columns, sharex=shared, squeeze=False).flatten()
         canvas.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         for axes, panel in zip(grid, panels, strict=False):
-            _draw_panel(axes, panel)
+            _draw_panel(axes, panel, looks)
         for place, axes in enumerate(grid):
             if place >= len(panels):
                 axes.remove()
-            elif place + 2 >= len(panels):
-                axes.set_xlabel(x)
+            elif not shared or place + columns >= len(panels):
+                axes.set_xlabel(panels[place].x or x)
                 axes.tick_params(labelbottom=True)
-        handles, labels = grid[0].get_legend_handles_labels()
-        columns = min(len(labels), 6)
-        canvas.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3.5)
+        found: dict[str, Any] = {}
+        for axes in grid[: len(panels)]:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                found.setdefault(label, handle)
+        across = max(1, min(len(found), 6, 90 // (10 + max(map(len, found)))))
+        canvas.legend(
+            list(found.values()),
+            list(found),
+            loc="outside lower center",
+            ncols=across,
+            handlelength=3.5,
+        )
         return _files(canvas)
+
+
+def _looks(panels: Sequence[Panel]) -> dict[str, int]:
+    """Which look belongs to a name, the same in every panel."""
+    looks: dict[str, int] = {}
+    for panel in panels:
+        for line in panel.series:
+            looks.setdefault(line.name, len(looks) if line.look is None else line.look)
+    return looks
 
 
 def _draw_line(
     axes: Axes, line: Series, index: int, *, marks: int, markersize: float, linewidth: float
 ) -> None:
     """One series in the colour, dash and marker of its place, with about so many markers."""
+    index = index if line.look is None else line.look
+    if line.low is not None and line.high is not None:
+        colour = _COLOURS[index % len(_COLOURS)]
+        axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
     axes.plot(
         line.x,
         line.y,
@@ -283,16 +336,17 @@ def _draw_line(
     )
 
 
-def _draw_panel(axes: Axes, panel: Panel) -> None:
+def _draw_panel(axes: Axes, panel: Panel, looks: Mapping[str, int]) -> None:
     finite: list[float] = []
-    for index, line in enumerate(panel.series):
-        _draw_line(axes, line, index, marks=6, markersize=4, linewidth=1.3)
+    for line in panel.series:
+        _draw_line(axes, line, looks[line.name], marks=6, markersize=4, linewidth=1.3)
         finite += [value for value in line.y if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
-    if low > 0 and high > 100 * low:
+    wide = low > 0 and high > 100 * low
+    if panel.log_y or (panel.log_y is None and wide):
         axes.set_yscale("log")
     for name, level in (panel.baselines or {}).items():
-        if low < level < 2 * high:
+        if low < level < 2 * high or panel.y_range is not None:
             axes.axhline(level, color="0.35", linestyle="--", linewidth=1.0)
             axes.annotate(
                 name,
@@ -303,6 +357,15 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
                 fontsize=8,
                 color="0.35",
             )
+    if panel.log_x:
+        ticks = sorted({value for line in panel.series for value in line.x})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
+        axes.minorticks_off()
+    if panel.y_range is not None:
+        axes.set_ylim(*panel.y_range)
+    if panel.title:
+        axes.set_title(panel.title, loc="left", fontsize=9)
     axes.set_ylabel(panel.y)
 
 
