@@ -23,7 +23,7 @@ from recollect.experiments.protocol import (
 from recollect.experiments.records import Cell, Results, Values
 from recollect.recall import recall
 from recollect.recipe import Recipe
-from recollect.report import FigureFiles, Panel, Series, line_figure, panel_figure
+from recollect.report import FigureFiles, Panel, Series, panel_figure
 from recollect.tasks.switching import SwitchingConfig, switching
 from recollect.zoo import get
 
@@ -117,12 +117,11 @@ def _fig2_draw(results: Results) -> FigureFiles:
         mean, low, high = results.band("loss", layer=layer)
         steps = list(range(1, len(mean) + 1))
         series.append(Series(name=str(layer), x=steps, y=mean, low=low, high=high))
-    return line_figure(
-        series,
+    return panel_figure(
+        [Panel(y="out-of-sample loss ‖v − y‖²", series=series, log_y=True)],
         x="time step t (tokens)",
-        y="out-of-sample loss ‖v − y‖²",
         title="Forecasting a process that changes at T/4, nothing learned",
-        log_y=True,
+        height=4.2,
     )
 
 
@@ -271,7 +270,7 @@ def _stability_draw(results: Results) -> FigureFiles:
     mean, low, high = results.band("bound", layer="RLS")
     series.append(Series(name="bound of eq. 13 for RLS", x=places, y=mean, low=low, high=high))
     return panel_figure(
-        [Panel(y="output norm ‖y_T‖", series=series, log_x=False, log_y=True)],
+        [Panel(y="output norm ‖y_T‖", series=series, log_x=True, log_y=True)],
         x="tokens T",
         title=f"Output norm; keys, values and queries of length 1, K = {results.config['size']}",
         height=4.2,

@@ -244,7 +244,8 @@ class Panel:
         baselines: horizontal dashed lines by name, drawn where the data come near them.
         x: a horizontal axis of its own, in place of the figure's.
         title: above the panel, or nothing.
-        log_x: whether its horizontal axis is logarithmic (base 2), with a tick at each value.
+        log_x: whether its horizontal axis is logarithmic (base 2), with a tick at each value (of
+            many: at powers of two).
         log_y: the same of the vertical axis (base 10); by default where values span decades.
         y_range: bottom and top; by default what the data needs.
     """
@@ -359,6 +360,8 @@ def _draw_panel(axes: Axes, panel: Panel, looks: Mapping[str, int]) -> None:
             )
     if panel.log_x:
         ticks = sorted({value for line in panel.series for value in line.x})
+        if len(ticks) > 9:
+            ticks = [value for value in ticks if math.log2(value).is_integer()]
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
         axes.minorticks_off()
