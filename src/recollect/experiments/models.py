@@ -128,7 +128,7 @@ def delta_former(
 
 
 LEARNED = {
-    name: GateOptions(source="learned", squash="identity", init=1.0) for name in ("lr", "erase")
+    name: GateOptions(source="learned", squash="softplus", init=1.0) for name in ("lr", "erase")
 }
 """α and β as the paper's listing has them: one learned number each, 1 at the start."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from recollect.experiments import am_untrained, ttr
+from recollect.experiments import am_swaps, am_untrained, ttr, ttr_recall
 from recollect.experiments.protocol import Experiment, Planned
 
 __all__ = ["EXPERIMENTS", "PLANNED"]
 
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment for experiment in (*ttr.EXPERIMENTS, *am_untrained.EXPERIMENTS)
+    experiment.name: experiment
+    for module in (ttr, ttr_recall, am_untrained, am_swaps)
+    for experiment in module.EXPERIMENTS
 }
 """What `recollect reproduce` can run."""
 
