@@ -28,7 +28,7 @@ from recollect.recall import read, recall
 from recollect.recipe import Recipe
 
 if TYPE_CHECKING:
-    from recollect import experiments, lm, tasks, zoo
+    from recollect import experiments, lm, tasks, theory, zoo
     from recollect.experiments import compare
 
 __version__ = "0.1.0"
@@ -66,12 +66,13 @@ __all__ = [
     "recall",
     "retention",
     "tasks",
+    "theory",
     "watch_solves",
     "zoo",
 ]
 
 # Loaded on first use: they need optional dependencies, or cost time that a recipe does not.
-_MODULES = ("experiments", "lm", "tasks", "zoo")
+_MODULES = ("experiments", "lm", "tasks", "theory", "zoo")
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ from recollect.engines.select import select
 from recollect.equations import legend, map_names, objective, read_rule, write_rule
 from recollect.naming import PROPERTIES, Named, fingerprint, named, properties
 from recollect.recipe import CHOICES, Recipe
+from recollect.theory import findings
 
 if TYPE_CHECKING:
     from recollect.options import LayerOptions
@@ -67,6 +68,7 @@ class Explanation:
         state: what is remembered between calls, by part.
         properties: the answers to `PROPERTIES`.
         cost: the numbers behind the cost line, at K = V = 64.
+        theory: what `recollect.theory` says of it at these sizes, with sources.
     """
 
     title: str
@@ -86,6 +88,7 @@ class Explanation:
     state: tuple[str, ...]
     properties: Mapping[str, bool]
     cost: Cost | None
+    theory: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -109,6 +112,7 @@ class Explanation:
             "state": list(self.state),
             "properties": dict(self.properties),
             "cost": None if self.cost is None else self.cost.to_dict(),
+            "theory": list(self.theory),
         }
 
     def __str__(self) -> str:
@@ -132,6 +136,7 @@ class Explanation:
         yield "needs", list(self._needs())
         yield "state", list(self.state)
         yield "cost", list(self._cost())
+        yield "theory", list(self.theory)
         for label, answer in (("has", True), ("lacks", False)):
             found = [name for name, holds in self.properties.items() if holds is answer]
             if found:
@@ -189,6 +194,7 @@ def explain(recipe: Recipe | str | _Preset, *, method: str = "auto") -> Explanat
         state=_state(found),
         properties=properties(found),
         cost=_price(found, method),
+        theory=findings(found, _SIZE, _SIZE),
     )
 
 

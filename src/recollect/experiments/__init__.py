@@ -9,6 +9,7 @@
 from recollect.experiments.compare import Comparison, ModelRun, Sizes, compare
 from recollect.experiments.compare_report import save_comparison
 from recollect.experiments.protocol import Claim, Experiment, Verdict
+from recollect.experiments.published import Published, published, published_names
 from recollect.experiments.records import Record, Results
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
 from recollect.experiments.runner import Run, reproduce
@@ -21,6 +22,7 @@ __all__ = [
     "Comparison",
     "Experiment",
     "ModelRun",
+    "Published",
     "Record",
     "Results",
     "Run",
@@ -28,6 +30,8 @@ __all__ = [
     "Sizes",
     "Verdict",
     "compare",
+    "published",
+    "published_names",
     "reproduce",
     "save_comparison",
 ]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from recollect.experiments import am_swaps, am_untrained, ttr, ttr_recall
+from recollect.experiments import (
+    am_swaps,
+    am_theory,
+    am_untrained,
+    atlas_capacity,
+    ttr,
+    ttr_recall,
+)
 from recollect.experiments.protocol import Experiment, Planned
 
 __all__ = ["EXPERIMENTS", "PLANNED"]
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
-    for module in (ttr, ttr_recall, am_untrained, am_swaps)
+    for module in (ttr, ttr_recall, am_untrained, am_theory, am_swaps, atlas_capacity)
     for experiment in module.EXPERIMENTS
 }
 """What `recollect reproduce` can run."""

@@ -102,17 +102,24 @@ def _few(results: Results) -> Verdict:
     return judged(least >= 0.98, f"P = {width} = d: {', '.join(told)} over lengths, mean of seeds.")
 
 
+def named(pairs: int, length: int) -> float:
+    """How many of the P pairs T tokens name, on average."""
+    return pairs * (1 - (1 - 1 / pairs) ** (length // 2))
+
+
 def _many(results: Results) -> Verdict:
     width = results.config["width"]
-    told, holding = [], True
+    told, judging = [], []
     for T in results.along("T", kind="trained", P=2 * width):
         cell = {"kind": "trained", "P": 2 * width, "T": T}
         solved = results.mean("accuracy", layer="RLS", **cell)
         other = results.mean("accuracy", layer="linear attention", **cell)
-        holding = holding and solved >= 0.95 and other <= solved - 0.05
-        told.append(f"T = {T}: RLS {solved:.3f}, linear attention {other:.3f}")
+        shown = named(2 * width, T)
+        told.append(f"T = {T} ({shown:.0f} named): RLS {solved:.3f}, linear attention {other:.3f}")
+        if shown > width:
+            judging.append(solved >= 0.95 and other <= solved - 0.05)
     return judged(
-        bool(told) and holding, f"P = {2 * width} = 2d, mean of seeds: {'; '.join(told)}."
+        bool(judging) and all(judging), f"P = {2 * width} = 2d, mean of seeds: {'; '.join(told)}."
     )
 
 
@@ -169,8 +176,8 @@ FIG3 = Experiment(
     source="TTR section 6, figure 3, eqs. 56–58",
     protocol=(
         "TTR's own layout: cue–response pairs named at random, with repetition, then cues that "
-        "were named; the map is drawn anew for each sequence. One layer: keys by a learned depthwise "
-        "convolution over two tokens, linear queries, keys and values, a norm and a read-out; no "
+        "were named; the map is drawn anew for each sequence. One layer: keys by a learned "
+        "depthwise convolution over two tokens, linear queries, keys and values, a norm and a read-out; no "
         "MLP, no residual stream, no positions; d = K. AdamW, cosine, best of a grid of learning "
         "rates, training ends when the task is solved. Trained on every cue that was named before, "
         "tested on the questions at the end. Beside it the construction without training: "
@@ -197,8 +204,8 @@ FIG3 = Experiment(
         Claim(
             name="P = 2d",
             text="With P = 128 > d RLS still solves it, and linear attention no longer can.",
-            rule="For every T, RLS's mean accuracy over seeds is at least 0.95 and linear "
-            "attention's at least 0.05 below it.",
+            rule="For every T whose tokens name more than d of the pairs on average, RLS's mean "
+            "accuracy over seeds is at least 0.95 and linear attention's at least 0.05 below it.",
             judge=_many,
             scales=("small", "paper"),
         ),
@@ -206,9 +213,9 @@ FIG3 = Experiment(
     configs={
         "smoke": {"seeds": 1, "pairs": [4, 8], "lengths": [16, 32], "width": 4, "batch": 8}
         | {"steps": 6, "lrs": [1e-2], "queries": 2, "tested": 16, "ridge": 1.0, "solved": 1.0},
-        "small": {"seeds": 3, "pairs": [64, 128], "lengths": [128, 256], "width": 64, "batch": 16}
-        | {"steps": 300, "lrs": [1e-2], "queries": 8, "tested": 32, "ridge": 1.0}
-        | {"solved": 0.995},
+        "small": {"seeds": 3, "pairs": [64, 128], "lengths": [128, 512], "width": 64, "batch": 12}
+        | {"steps": 200, "lrs": [1e-2], "queries": 8, "tested": 32, "ridge": 1.0}
+        | {"solved": 0.99},
         "paper": {"seeds": 3, "pairs": [64, 128], "lengths": [128, 256, 512, 1024], "width": 64}
         | {"batch": 64, "steps": 10_000, "lrs": [1e-3, 3e-3, 1e-2, 3e-2], "queries": 8}
         | {"tested": 512, "ridge": 1.0, "solved": 0.999},
@@ -217,6 +224,12 @@ FIG3 = Experiment(
     measure=_measure,
     draw=_draw,
     work=_work,
+    tried=(
+        "The rule for P = 128 first spoke of every T. At T = 128, however, 64 draws name only some "
+        "50 of the 128 pairs, fewer than d, and linear attention answers them too (0.996 with one "
+        "seed, 240 steps), as its capacity says it should; the rule now speaks of lengths that "
+        "name more than d. The learning rate 0.01 was the best of 0.003, 0.01 and 0.03 at P = 16."
+    ),
 )
 
 EXPERIMENTS = (FIG3,)

@@ -1,0 +1,257 @@
+"""How many pairs a memory can store exactly: ATLAS section 3.1.
+
+*Fitting.* The most pairs (k_i, v_i) for which some weights give M(k_i) = v_i, whatever found them.
+A memory that is linear in its weights stores exactly as many pairs as its features are independent:
+K for a matrix (proposition 1), C(K + p, p) for polynomials of degree p (proposition 2). Keys of one
+length lose C(K + p − 2, p − 2) of these, because ‖k‖² = 1 is a relation between them. A memory with
+P weights stores at most P/V, because a smooth map from P numbers does not fill the N·V numbers of N
+free values.
+
+ATLAS's theorem 1 gives a deep memory "at least O(K V)" pairs. Counting says otherwise while its
+hidden width is of the order of K: h (K + V) weights store at most h (K + V)/V pairs, and V numbers
+each. Its upper bound, a count of weights times K V, is `stated_bound`.
+
+*Streaming.* The most pairs that are recalled after a recipe wrote them once, in sequence, with its
+own steps: what a layer can do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.choices.draws import initial_params
+from recollect.recipe import Recipe, RecipeError
+from recollect.theory.given import lifted, write
+
+__all__ = [
+    "Capacity",
+    "capacity",
+    "capacity_bound",
+    "feature_rank",
+    "fit_error",
+    "stated_bound",
+    "stream_error",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """A bound on pairs stored exactly.
+
+    Attributes:
+        pairs: the most; ``math.inf`` where every pair is kept.
+        exact: whether generic pairs are known to reach it; otherwise it is an upper bound, which
+            `feature_rank` sharpens where the memory is linear in its weights.
+        why: in words.
+    """
+
+    pairs: float
+    exact: bool
+    why: str
+
+
+def capacity_bound(recipe: Recipe, K: int, V: int) -> Capacity:
+    """How many pairs fitting weights can store, by counting.
+
+    Args:
+        recipe: the memory and features of it.
+        K, V: sizes of keys and values.
+    """
+    if recipe.nonparametric:
+        return Capacity(pairs=math.inf, exact=False, why="every pair is kept, and none is averaged")
+    if not recipe.features.finite:
+        return Capacity(pairs=math.inf, exact=True, why="infinitely many features")
+    shapes = recipe.shapes(K, V)
+    weights = sum(math.prod(shape) for shape in shapes)
+    if recipe.memory.linear:
+        F = weights // V
+        plain = recipe.features.lift("k") == "k"
+        return Capacity(pairs=F, exact=plain, why=f"{F} features")
+    return Capacity(pairs=weights // V, exact=False, why=f"{weights} weights for {V} numbers each")
+
+
+def feature_rank(recipe: Recipe, K: int, *, unit: bool = False, seed: int = 0) -> int:
+    """How many of a recipe's features are independent on random keys: the pairs it stores exactly.
+
+    Args:
+        recipe: finite features with params as they start.
+        K: size of keys.
+        unit: whether keys have length 1.
+        seed: of keys and params.
+
+    Cost: O(F³).
+    """
+    count = recipe.features.dim(K) + 8
+    k, _ = _pairs(count, K, 1, seed, unit=unit)
+    generator = torch.Generator().manual_seed(seed)
+    params = initial_params(recipe, H=1, K=K, V=K, generator=generator, dtype=torch.float64)
+    return int(torch.linalg.matrix_rank(lifted(recipe, k, params, "key")))
+
+
+def stated_bound(widths: list[int], K: int, V: int) -> float:
+    """ATLAS theorem 1's upper bound up to a constant: K V Σ_i min_{j≥i}(d_h^(j)) d_h^(j+1).
+
+    Args:
+        widths: d_h^(1), …, d_h^(L+1): sizes between layers, the last one the output's.
+        K, V: sizes of keys and values.
+    """
+    total = sum(min(widths[i:-1]) * widths[i + 1] for i in range(len(widths) - 1))
+    return K * V * total
+
+
+def _pairs(count: int, K: int, V: int, seed: int, *, unit: bool) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    k = torch.randn(count, K, generator=generator, dtype=torch.float64)
+    v = torch.randn(count, V, generator=generator, dtype=torch.float64)
+    return k / (k.norm(dim=-1, keepdim=True) if unit else K**0.5), v / V**0.5
+
+
+def fit_error(
+    recipe: Recipe, count: int, *, K: int, V: int, seed: int = 0, unit: bool = False
+) -> float:
+    """The largest ‖M(k_i) − v_i‖/‖v_i‖ after fitting ``count`` random pairs.
+
+    Keys are normal with E‖k‖² = 1, or of length 1 with ``unit``. Memories that are linear in their
+    weights: one least-squares solve. Others: Levenberg–Marquardt
+    steps on all weights, from three random starts, the best of them; their result is a bound on
+    what exists, from the side of what was found. Kernels: an interpolation of the Gram matrix.
+
+    Cost: O(N² F), or 300 solves of the number of weights.
+
+    Raises:
+        RecipeError: a memory that keeps associations; ask `stream_error`.
+    """
+    if recipe.nonparametric:
+        raise RecipeError(
+            f"{recipe.memory.title} keeps associations and has no weights to fit: use stream_error"
+        )
+    k, v = _pairs(count, K, V, seed, unit=unit)
+    if not recipe.features.finite:
+        if not recipe.memory.linear:
+            raise RecipeError(f"fitting {recipe.memory.title} over infinite features is not known")
+        gram = recipe.features.kappa(k, k)
+        return _largest(gram @ torch.linalg.lstsq(gram, v, driver="gelsd").solution, v)
+    params = initial_params(
+        recipe, H=1, K=K, V=V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    x = lifted(recipe, k, params, "key")
+    if recipe.memory.linear and not recipe.memory.diagonal:
+        return _largest(x @ torch.linalg.lstsq(x, v, driver="gelsd").solution, v)
+    shapes = recipe.shapes(K, V)
+    forward = recipe.memory.function(x.shape[-1], V)
+    sizes = [math.prod(shape) for shape in shapes]
+
+    def predict(flat: Tensor) -> Tensor:
+        weights = [
+            part.view(1, 1, *shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)
+        ]
+        return forward(weights, x[None, None], k[None, None], params)[0, 0]
+
+    generator = torch.Generator().manual_seed(seed)
+    errors: list[float] = []
+    for _ in range(3):
+        start = torch.cat(
+            [
+                torch.randn(size, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+                for size, shape in zip(sizes, shapes, strict=True)
+            ]
+        )
+        errors.append(_largest(predict(_marquardt(predict, start, v)), v))
+        if errors[-1] < 1e-6:
+            break
+    return min(errors)
+
+
+def _largest(prediction: Tensor, v: Tensor) -> float:
+    return float(((prediction - v).norm(dim=-1) / v.norm(dim=-1)).max())
+
+
+def _marquardt(predict: Callable[[Tensor], Tensor], flat: Tensor, v: Tensor) -> Tensor:
+    """Levenberg–Marquardt on ½‖predict(w) − v‖², up to 100 accepted or refused steps."""
+    jacobian = torch.func.jacrev(lambda w: predict(w).flatten())  # type: ignore[no-untyped-call]
+    damping = 1e-2
+    residual = (predict(flat) - v).flatten()
+    J = None
+    for _ in range(100):
+        if float(residual.abs().max()) < 1e-10:
+            break
+        if J is None:
+            J = jacobian(flat)
+            # The smaller of the two normal matrices, JJᵀ or JᵀJ.
+            wide = J.shape[1] > J.shape[0]
+            normal = J @ J.T if wide else J.T @ J
+        eye = torch.eye(len(normal), dtype=flat.dtype)
+        right = residual if wide else J.T @ residual
+        solved = torch.linalg.solve(normal + damping * eye, right)
+        step = J.T @ solved if wide else solved
+        tried = (predict(flat - step) - v).flatten()
+        if tried.square().sum() < residual.square().sum():
+            flat, residual, damping, J = flat - step, tried, damping / 4, None
+        else:
+            damping *= 4
+            if damping > 1e12:
+                break
+    return flat
+
+
+def stream_error(
+    recipe: Recipe,
+    count: int,
+    *,
+    K: int,
+    V: int,
+    seed: int = 0,
+    orthogonal: bool = False,
+    gates: Mapping[str, float] | None = None,
+) -> float:
+    """The largest ‖y_i − v_i‖/‖v_i‖ after a recipe wrote ``count`` pairs once, in sequence.
+
+    Args:
+        recipe: any.
+        count: N.
+        K, V: sizes of keys and values.
+        seed: of the pairs.
+        orthogonal: keys are orthonormal (N ≤ K) instead of random unit vectors.
+        gates: by name; where a layer starts them when left out.
+
+    Raises:
+        ValueError: more orthogonal keys than dimensions.
+    """
+    k, v = _pairs(count, K, V, seed, unit=True)
+    if orthogonal:
+        if count > K:
+            raise ValueError(f"stream_error: {count} keys of size {K} cannot be orthogonal")
+        k = torch.linalg.qr(k.T).Q.T
+    with torch.no_grad():
+        y = write(recipe, k[None], k[None], v[None], gates=gates)[0]
+    return _largest(y, v)
+
+
+def capacity(error: Callable[[int], float], *, most: int, tolerance: float = 1e-6) -> int:
+    """The largest N with an error within the tolerance, by bisection up to ``most``.
+
+    ``capacity(lambda n: fit_error(recipe, n, K=8, V=8), most=20)`` measures a recipe.
+
+    Args:
+        error: of N pairs, growing with N.
+        most: where to stop looking; the answer is at most that.
+        tolerance: what counts as recalled.
+
+    Raises:
+        ValueError: ``most`` below 1.
+    """
+    if most < 1:
+        raise ValueError(f"capacity: most must be at least 1, got {most}")
+    low, high = 0, most + 1  # low is recalled, high is not looked at or not recalled
+    while high - low > 1:
+        middle = (low + high) // 2
+        if error(middle) <= tolerance:
+            low = middle
+        else:
+            high = middle
+    return low

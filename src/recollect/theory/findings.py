@@ -1,0 +1,96 @@
+"""What theory says of a recipe, in lines: what `explain` prints under "theory"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from recollect.recipe import Recipe, RecipeError
+from recollect.theory.capacity import capacity_bound
+from recollect.theory.snr import inverse_snr, needed_size, recipe_kernel
+
+__all__ = ["findings"]
+
+_LEVEL = 0.01  # of noise over signal
+
+
+def findings(recipe: Recipe, K: int, V: int) -> tuple[str, ...]:
+    """Statements about a recipe with keys of size K and values of size V, with their sources.
+
+    Args:
+        recipe: any; where theory is silent there are no lines.
+        K, V: sizes that the numbers are for.
+    """
+    try:
+        return tuple(_findings(recipe, K, V))
+    except RecipeError:  # sizes that the recipe cannot have
+        return ()
+
+
+def _findings(recipe: Recipe, K: int, V: int) -> Iterator[str]:
+    if not recipe.nonparametric and not recipe.memory.diagonal:
+        bound = capacity_bound(recipe, K, V)
+        if math.isfinite(bound.pairs):
+            most = "" if bound.exact else "at most "
+            yield f"can hold {most}{int(bound.pairs)} pairs exactly: {bound.why} (ATLAS 3.1)"
+    kernel = recipe_kernel(recipe, K)
+    if kernel is not None:
+        name, temperature = kernel
+        noise = inverse_snr(name, others=1, size=K, temperature=temperature)
+        line = f"‖noise‖²/‖signal‖² = {noise:.2g} for every other pair"
+        if name == "exp" and temperature is not None and abs(temperature - math.sqrt(K)) < 1e-9:
+            size = math.ceil(needed_size("exp", others=4096, level=_LEVEL))
+            line += f"; 1 % among 4,096 takes K = {size}"
+        elif name in ("linear", "relu"):
+            size = math.ceil(needed_size(name, others=4096, level=_LEVEL))
+            line += f"; 1 % among 4,096 takes K = {size}"
+        yield f"{line} (AM 10)"
+    if _grows(recipe):
+        yield "nothing is forgotten or erased: the output grows with T (TTR 13)"
+    if _solves(recipe):
+        yield "‖y‖ ≤ ‖q‖ Σ‖v_i‖‖k_i‖ / (λ_min(KᵀK) + λ), whatever T (TTR 13)"
+    if _settles(recipe):
+        yield "with one head the memory tends to W_v W_k⁻¹ and forgets the context (AM 47)"
+    if _exchanges(recipe):
+        yield "follows any exchange of states under unit keys with |k_i·k_j| < 1/8 (AM theorem 1)"
+
+
+def _affine(recipe: Recipe) -> bool:
+    """One matrix, an affine error, one association per step, and plain descent."""
+    return (
+        not recipe.nonparametric
+        and recipe.memory.linear
+        and not recipe.memory.diagonal
+        and recipe.memory.read.plain
+        and recipe.bias.affine is not None
+        and recipe.bias.probe is None
+        and recipe.context.horizon == 1
+        and recipe.retention.decay is None
+        and not recipe.retention.linked
+        and recipe.retention.additive
+        and not recipe.algorithm.slots
+        and recipe.algorithm.batch == 1
+        and recipe.associations == 1
+    )
+
+
+def _grows(recipe: Recipe) -> bool:
+    return _affine(recipe) and recipe.bias.affine is not None and recipe.bias.affine[0] == 0
+
+
+def _solves(recipe: Recipe) -> bool:
+    alike = getattr(recipe.context, "decay", 1.0) == 1.0
+    return recipe.algorithm.condenses and alike and recipe.features.lift("k") == "k"
+
+
+def _settles(recipe: Recipe) -> bool:
+    plain = recipe.features.finite and recipe.features.lift("k") == "k"
+    return plain and _affine(recipe) and not _grows(recipe)
+
+
+def _exchanges(recipe: Recipe) -> bool:
+    """A delta rule whose similarity is a whole number."""
+    features = recipe.features
+    rounds = not features.finite and getattr(features, "decimals", None) == 0
+    full = recipe.constants().get("lr") == 1.0
+    return rounds and full and _affine(recipe) and not _grows(recipe)

@@ -1,0 +1,109 @@
+"""Numbers for a recipe that is measured without a layer around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from recollect.choices.draws import initial_params
+from recollect.recall import read, recall
+from recollect.recipe import Recipe, RecipeError
+from recollect.typing import Gates, Params
+
+__all__ = ["constant_gates", "lifted", "write"]
+
+
+def constant_gates(
+    recipe: Recipe,
+    *,
+    B: int,
+    T: int,
+    K: int,
+    V: int,
+    H: int = 1,
+    values: Mapping[str, float] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
+    """Every gate of a recipe at one value everywhere: ``values[name]``, or where a layer starts.
+
+    Raises:
+        RecipeError: a value for a gate that the recipe does not have.
+    """
+    values = dict(values or {})
+    sizes = {} if recipe.nonparametric else recipe.axes(K, V)
+    found: dict[str, Tensor] = {}
+    for gate in recipe.gates():
+        shape = [B, T, H, *(sizes[axis] for axis in gate.axes)]
+        value = values.pop(gate.name, gate.init)
+        found[gate.name] = torch.full(shape, value, dtype=dtype)
+    if values:
+        raise RecipeError(
+            f"gate {sorted(values)[0]!r} is unknown to this recipe, which has "
+            f"{', '.join(sorted(found)) or 'none'}"
+        )
+    return found
+
+
+def lifted(recipe: Recipe, x: Tensor, params: Params, side: str) -> Tensor:
+    """φ(x) of vectors ``[N, K]``, ``[N, F]``.
+
+    Raises:
+        RecipeError: features that cannot be written down.
+    """
+    if not recipe.features.finite:
+        raise RecipeError(f"{recipe.features.title} has infinitely many features; use its kernel")
+    position = torch.zeros(1, 1, dtype=torch.long)
+    return recipe.features.phi(x[None, None, None], params, side, position)[0, 0, 0]
+
+
+def write(
+    recipe: Recipe,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    gates: Mapping[str, float] | Gates | None = None,
+    params: Params | None = None,
+    method: str = "auto",
+    causal: bool = True,
+) -> Tensor:
+    """What queries ``[B, M, K]`` read after pairs ``[B, T, K]``, ``[B, T, V]`` were memorised.
+
+    With ``causal`` the M queries are asked of the final memory by one more call; a query per token
+    is `recollect.recall`'s own business.
+
+    Args:
+        gates: numbers for every token, or tensors as `recall` takes them.
+
+    Raises:
+        RecipeError: several associations per token.
+    """
+    if recipe.associations > 1:
+        raise RecipeError(
+            f"{recipe.algorithm.title}(steps={recipe.associations}) takes several associations per "
+            "token, and these measurements give one: use steps=1"
+        )
+    B, T, K = k.shape
+    V = v.shape[-1]
+    given = dict(gates or {})
+    if all(isinstance(x, float | int) for x in given.values()):
+        given = constant_gates(recipe, B=B, T=T, K=K, V=V, values=given, dtype=k.dtype)  # type: ignore[arg-type]
+    if params is None:
+        params = initial_params(recipe, H=1, K=K, V=V, dtype=k.dtype)
+    _, state = recall(
+        recipe,
+        k[:, :, None],
+        k[:, :, None],
+        v[:, :, None],
+        given,
+        params=params,
+        method=method,  # type: ignore[arg-type]
+    )
+    asked = {
+        name: x[:, :1].expand(B, q.shape[1], *x.shape[2:])
+        for name, x in given.items()
+        if isinstance(x, Tensor) and name in {"radius", "tau"}
+    }
+    return read(recipe, q[:, :, None], gates=asked, state=state, params=params)[:, :, 0]

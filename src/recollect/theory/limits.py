@@ -1,0 +1,108 @@
+"""What a memory becomes after infinitely many tokens: AM section 2.2.2, equations 45 to 49.
+
+Keys and values are made of one input, k = W_k x and v = W_v x, with Σ = E[x xᵀ]. The delta rule's
+best memory is
+
+    S* = (W_v Σ W_kᵀ)(W_k Σ W_kᵀ)⁻¹        AM 46
+
+With one head W_k is invertible and S* = W_v W_k⁻¹ (AM 47): the memory no longer depends on the
+context. With heads of size below x's, S* depends on Σ, predictions keep an error, and a constant
+step leaves S_t wandering around S*. (AM 48, with pseudo-inverses in place of 46, is not S*.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from recollect.recall import recall
+from recollect.recipe import Recipe, RecipeError
+from recollect.typing import Gates
+
+__all__ = ["approach", "best_memory", "normalized_update_norms"]
+
+
+def best_memory(w_k: Tensor, w_v: Tensor, second_moment: Tensor) -> Tensor:
+    """S* of AM 46, ``[..., V, K]``.
+
+    Args:
+        w_k: ``[..., K, D]``. w_v: ``[..., V, D]``.
+        second_moment: Σ ``[D, D]``.
+
+    Raises:
+        torch.linalg.LinAlgError: keys that do not span K dimensions.
+    """
+    cross = w_v @ second_moment @ w_k.mT
+    own = w_k @ second_moment @ w_k.mT
+    return torch.linalg.solve(own, cross.mT).mT
+
+
+def approach(
+    recipe: Recipe,
+    x: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    *,
+    at: Sequence[int],
+    gates: Gates | None = None,
+    second_moment: Tensor | None = None,
+) -> Tensor:
+    """‖S_t − S*‖_F/‖S*‖_F after t tokens.
+
+    Args:
+        recipe: a matrix memory.
+        x: inputs ``[T, D]``.
+        w_k: ``[H, K, D]``. w_v: ``[H, V, D]``: one head, or several.
+        at: the times t at which to look, increasing, up to T.
+        gates: as `recall` takes them, ``[1, T, H, ...]``.
+        second_moment: Σ; that of ``x`` when omitted.
+
+    Returns:
+        ``[len(at), H]``.
+
+    Raises:
+        RecipeError: a memory that is not one matrix.
+    """
+    k, v = (torch.einsum("hkd,td->thk", w, x)[None] for w in (w_k, w_v))
+    sigma = x.mT @ x / len(x) if second_moment is None else second_moment
+    best = best_memory(w_k, w_v, sigma)
+    state, start, found = None, 0, []
+    for end in at:
+        piece = slice(start, end)
+        now = {name: g[:, piece] for name, g in (gates or {}).items()}
+        _, state = recall(recipe, k[:, piece], k[:, piece], v[:, piece], now, state=state)
+        assert state is not None
+        if len(state.weights) != 1 or state.weights[0][0].shape != best.shape:
+            raise RecipeError(f"{recipe.memory.title} is no single matrix to compare with S*")
+        distance = (state.weights[0][0] - best).flatten(1).norm(dim=-1)
+        found.append(distance / best.flatten(1).norm(dim=-1))
+        start = end
+    return torch.stack(found)
+
+
+def normalized_update_norms(k: Tensor, v: Tensor, *, temperature: float) -> Tensor:
+    """‖S_t − S_{t−1}‖ of softmax attention's memory, S_t = (1/t) Σ_i v_i φ(k_i)ᵀ (AM 49, table 2).
+
+    φ has infinitely many features, so the norms come from κ = exp(k·k'/τ) alone:
+    t²‖S_t − S_{t−1}‖² = ‖v_t‖²κ_tt − 2⟨v_t, S_{t−1}φ_t⟩ + ‖S_{t−1}‖². They vanish like 1/t.
+
+    Args:
+        k: ``[T, K]``. v: ``[T, V]``.
+        temperature: τ.
+
+    Returns:
+        ``[T]``, with S_0 = 0.
+
+    Cost: O(T² (K + V)).
+    """
+    kappa = (k @ k.mT / temperature).exp()
+    values = v @ v.mT
+    both = kappa * values  # ⟨v_i φ_iᵀ, v_j φ_jᵀ⟩
+    t = torch.arange(1, len(k) + 1, dtype=k.dtype)
+    before = torch.clamp(t - 1, min=1)
+    cross = both.tril(-1).sum(-1) / before  # ⟨v_t φ_tᵀ, S_{t−1}⟩
+    inner = both.cumsum(0).cumsum(1).diagonal()  # Σ_{i,j ≤ t}
+    previous = torch.cat([inner.new_zeros(1), inner[:-1]]) / before.square()
+    return (both.diagonal() - 2 * cross + previous).clamp_min(0).sqrt() / t

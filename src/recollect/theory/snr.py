@@ -1,0 +1,321 @@
+"""How much noise a retrieval carries: AM section 2.1, equations 6 to 17.
+
+N + 1 pairs are stored and one is asked for: o = c v_i + r, and SNR⁻¹ = E ‖r‖²/(c² ‖v_i‖²). Keys and
+values are standard normal; the asked key and its value have ‖k_i‖² = K, ‖v_i‖² = V exactly, which
+is where the closed forms are equalities and not approximations. N counts the *other* pairs.
+
+For o = Σ_j v_j κ(k_j, k_i) (AM 10), with X ~ N(0, K) the product of the asked key with another:
+
+    SNR⁻¹ = N E[κ(X)²]/κ(K)²
+
+| kernel | κ(x) | SNR⁻¹ |
+|---|---|---|
+| linear | x | N/K |
+| ReLU | max(x, 0) | N/2K |
+| exp | exp(x/τ) | N exp(−2(τ−1)K/τ²) |
+| SoLU | x exp(x/τ) | N (1 + 4K/τ²)/K · exp(−2(τ−1)K/τ²) |
+
+The SoLU form printed as 5N/(K exp(2√K)) (AM 17) drops a factor e² at τ = √K and is not used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from recollect.recipe import Recipe, RecipeError
+from recollect.theory.given import lifted, write
+
+__all__ = [
+    "KernelName",
+    "Sampled",
+    "averaged_inverse_snr",
+    "inverse_snr",
+    "kernel_inverse_snr",
+    "measured_inverse_snr",
+    "needed_size",
+    "recipe_kernel",
+    "truncation_order",
+]
+
+KernelName = Literal["linear", "relu", "exp", "solu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """A mean over independent trials.
+
+    Attributes:
+        value: the mean.
+        error: its standard error, from the spread of the trials.
+        trials: how many there were.
+    """
+
+    value: float
+    error: float
+    trials: int
+
+    def agrees(self, expected: float, *, errors: float = 5.0) -> bool:
+        """Whether ``expected`` is within so many standard errors."""
+        return abs(self.value - expected) <= errors * self.error
+
+
+def inverse_snr(
+    kernel: KernelName, *, others: float, size: int, temperature: float | None = None
+) -> float:
+    """The closed forms of the table above.
+
+    Args:
+        kernel: κ.
+        others: N, the pairs beside the one that is asked for.
+        size: K.
+        temperature: τ > 0 of ``"exp"`` and ``"solu"``; ``None`` is √K. (τ − 1)/τ² is largest at
+            τ = 2: above it a lower temperature is more precise, below it a higher one (AM asks
+            only for τ > 1), and below 1 noise grows with K.
+
+    Raises:
+        ValueError: a number out of range, or another kernel.
+    """
+    if kernel not in get_args(KernelName):
+        raise ValueError(f"inverse_snr: kernel must be one of {get_args(KernelName)}, not {kernel}")
+    if others < 0 or size < 1:
+        raise ValueError(f"inverse_snr: others ≥ 0 and size ≥ 1, got {others} and {size}")
+    tau = math.sqrt(size) if temperature is None else temperature
+    if tau <= 0:
+        raise ValueError(f"inverse_snr: temperature must be above 0, got {tau}")
+    if kernel == "linear":
+        return others / size
+    if kernel == "relu":
+        return others / (2 * size)
+    noise = others * math.exp(-2 * (tau - 1) * size / tau**2)
+    return noise if kernel == "exp" else noise * (1 + 4 * size / tau**2) / size
+
+
+def needed_size(
+    kernel: KernelName, *, others: float, level: float, temperature: float | None = None
+) -> float:
+    """The K at which SNR⁻¹ falls to ``level``: N/level for linear, O(log² N) for exp at τ = √K.
+
+    At τ = √K the exponent is 2(√K − 1), so K = (1 + ½ log(N/level))². With a fixed τ > 1 it is
+    τ² log(N/level)/(2(τ − 1)).
+
+    Raises:
+        ValueError: SoLU, which has no closed form, or τ ≤ 1, at which no size is enough.
+    """
+    ratio = others / level
+    if kernel in ("linear", "relu"):
+        return ratio / (1 if kernel == "linear" else 2)
+    if kernel != "exp":
+        raise ValueError(f"needed_size: no closed form for {kernel!r}; search with inverse_snr")
+    if temperature is None:
+        return (1 + max(0.0, math.log(ratio)) / 2) ** 2
+    if temperature <= 1:
+        raise ValueError(f"needed_size: temperature must be above 1, got {temperature}")
+    return max(0.0, math.log(ratio)) * temperature**2 / (2 * (temperature - 1))
+
+
+def averaged_inverse_snr(
+    kernel: KernelName,
+    *,
+    others: float,
+    size: int,
+    heads: int,
+    sliced: bool = True,
+    temperature: float | None = None,
+) -> float:
+    """SNR⁻¹ of the mean of what ``heads`` heads read, keys independent and values shared.
+
+        SNR⁻¹ = N (E[κ²] + (h − 1) E[κ]²) / (h κ(K)²)
+
+    The noises of a kernel without a mean are independent and average out to 1/h (AM, note 7). Other
+    kernels read every value with the same positive mean in every head, which does not average: exp
+    at τ = √K comes down to 1/e of one head's SNR⁻¹ at best. When the heads are slices of keys of
+    size K, each has K/h channels: then a linear kernel gains nothing, N/(K/h)/h = N/K, and the
+    exponential kernel loses nearly all of its precision.
+
+    Args:
+        heads: h; a divisor of ``size`` when ``sliced``.
+        sliced: whether heads share K channels or have K each.
+        temperature: of one head; ``None`` is the root of its own size.
+
+    Raises:
+        ValueError: heads that do not divide the size.
+    """
+    if heads < 1 or (sliced and size % heads):
+        raise ValueError(f"averaged_inverse_snr: {heads} heads do not divide a size of {size}")
+    own = size // heads if sliced else size
+    alone = inverse_snr(kernel, others=others, size=own, temperature=temperature)
+    return alone * (1 + (heads - 1) * _share_of_mean(kernel, own, temperature)) / heads
+
+
+def _share_of_mean(kernel: KernelName, size: int, temperature: float | None) -> float:
+    """E[κ]²/E[κ²] of a product X ~ N(0, K)."""
+    if kernel == "linear":
+        return 0.0
+    if kernel == "relu":
+        return 1 / math.pi  # (K/2π)/(K/2)
+    tau = math.sqrt(size) if temperature is None else temperature
+    spread = size / tau**2
+    if kernel == "exp":
+        return math.exp(-spread)
+    return spread / (1 + 4 * spread) * math.exp(-spread)  # E[κ] = (K/τ) exp(K/2τ²)
+
+
+def kernel_inverse_snr(
+    kappa: object,
+    *,
+    others: float,
+    size: int,
+    generator: torch.Generator,
+    trials: int = 100_000,
+) -> Sampled:
+    """AM 10 by sampling, for any kernel that is a function of the product.
+
+    Args:
+        kappa: a function of a tensor of products q·k.
+        others, size: N and K.
+        generator: the only source of randomness.
+        trials: products drawn.
+    """
+    if not callable(kappa):
+        raise ValueError("kernel_inverse_snr: kappa must be a function of products q·k")
+    x = torch.randn(trials, generator=generator, dtype=torch.float64) * math.sqrt(size)
+    peak = float(kappa(torch.tensor([float(size)], dtype=torch.float64)).square())
+    found: Tensor = others * kappa(x).square() / peak
+    return Sampled(
+        value=float(found.mean()),
+        error=float(found.std()) / math.sqrt(trials),
+        trials=trials,
+    )
+
+
+def measured_inverse_snr(
+    recipe: Recipe,
+    *,
+    others: int,
+    K: int,
+    V: int,
+    generator: torch.Generator,
+    trials: int = 256,
+    gates: Mapping[str, float] | None = None,
+) -> Sampled:
+    """Monte Carlo for any recipe: store N + 1 pairs, ask for one of them at a random place.
+
+    The signal's factor c is measured, as the mean of ⟨o, v_i⟩/‖v_i‖² over all trials. The error is
+    that of the ratio, to first order in the spreads of both.
+
+    Args:
+        recipe: any; its gates are the same at every token.
+        others: N.
+        K, V: sizes of keys and values.
+        generator: the only source of randomness.
+        trials: memories written, each with pairs of its own.
+        gates: by name; where a layer starts them when left out.
+
+    Cost: ``trials`` sequences of N + 1 tokens.
+
+    Raises:
+        RecipeError: a gate that the recipe does not have.
+    """
+
+    def normal(size: int) -> Tensor:
+        return torch.randn(trials, others + 1, size, generator=generator, dtype=torch.float64)
+
+    k, v = normal(K), normal(V)
+    row = torch.arange(trials)
+    place = torch.randint(others + 1, (trials,), generator=generator)
+    for x in (k, v):
+        asked = x[row, place]
+        x[row, place] = asked * (x.shape[-1] ** 0.5 / asked.norm(dim=-1, keepdim=True))
+    with torch.no_grad():
+        o = write(recipe, k[row, place][:, None], k, v, gates=gates)[:, 0]
+    value = v[row, place]
+    factor = (o * value).sum(-1) / V
+    c = factor.mean()
+    noise = (o - c * value).square().sum(-1) / V
+    # d(noise/c²) = d noise/c² − 2 noise dc/c³; at the mean factor, noise is stationary in c.
+    influence = (noise - noise.mean()) / c**2 - 2 * noise.mean() / c**3 * (factor - c)
+    return Sampled(
+        value=float(noise.mean() / c**2),
+        error=float(influence.std()) / math.sqrt(trials),
+        trials=trials,
+    )
+
+
+def recipe_kernel(recipe: Recipe, K: int) -> tuple[KernelName, float | None] | None:
+    """Which closed form holds for a recipe with keys of size K ≥ 2, with its temperature.
+
+    ``None`` where none does.
+
+    The memory must add up v_j κ(k_j, ·) with one weight for all: a matrix, the dot-product bias,
+    nothing forgotten, no denominator. The kernel is recognised by its values, not by its name.
+    """
+    plain = (
+        not recipe.nonparametric
+        and recipe.memory.linear
+        and not recipe.memory.diagonal
+        and recipe.memory.read.plain
+        and recipe.bias.affine is not None
+        and recipe.bias.affine[0] == 0
+        and recipe.bias.probe is None
+        and recipe.context.horizon == 1
+        and recipe.retention.decay is None
+        and not recipe.retention.linked
+        and recipe.retention.additive
+        and not recipe.algorithm.slots
+        and not recipe.algorithm.keyed
+    )
+    if not plain or recipe.features.params() or recipe.features.gates():
+        return None
+    q = torch.zeros(1, K, dtype=torch.float64)
+    q[0, 0] = 1.0
+    products = torch.tensor([-2.0, -0.5, 0.25, 1.0, 3.0], dtype=torch.float64)
+    k = torch.zeros(len(products), K, dtype=torch.float64)
+    k[:, 0], k[:, 1] = products, 1.5  # the length must not matter
+    try:
+        if recipe.features.finite:
+            found = (lifted(recipe, q, {}, "query") @ lifted(recipe, k, {}, "key").T)[0]
+        else:
+            found = recipe.features.kappa(q, k)[0]
+    except (RecipeError, NotImplementedError):
+        return None
+    x = products
+    if torch.allclose(found, x):
+        return "linear", None
+    if torch.allclose(found, x.clamp_min(0)):
+        return "relu", None
+    if bool((found > 0).all()) and torch.allclose(found.log() / x, found.log()[3].expand(5)):
+        return "exp", float(1 / found.log()[3])
+    ratio = found / x
+    if bool((ratio > 0).all()) and torch.allclose(ratio.log() / x, ratio.log()[3].expand(5)):
+        return "solu", float(1 / ratio.log()[3])
+    return None
+
+
+def truncation_order(largest: float, tolerance: float) -> int:
+    """The order at which the series of exp is as good as exp: AM 11 and its note 5.
+
+    The least m with |exp(x) − Σ_{i≤m} xⁱ/i!| ≤ tolerance · exp(x) for all 0 ≤ x ≤ ``largest``. With
+    products q·k/√K of standard normal vectors, x ~ N(0, 1): at the rounding error of bfloat16, 2⁻⁸,
+    two standard deviations take order 7 and three order 8, which is where AM saw the series end.
+
+    Raises:
+        ValueError: a tolerance that is not above 0, or a negative range.
+    """
+    if tolerance <= 0 or largest < 0:
+        raise ValueError(
+            f"truncation_order: largest ≥ 0 and tolerance > 0, got {largest} and {tolerance}"
+        )
+    # exp(−x) Σ_{i>m} xⁱ/i! is the chance that a Poisson variable exceeds m; it grows with x.
+    term = math.exp(-largest)
+    left, order = 1.0 - term, 0
+    while left > tolerance:
+        order += 1
+        term *= largest / order
+        left -= term
+    return order

@@ -1,0 +1,165 @@
+"""Two ways to say what a memory does: MIRAS section 3, proposition 3.2.
+
+Follow the regularised leader (FTRL) minimises everything seen so far and a regulariser,
+
+    W_t = argmin Σ_{i≤t} ℓ_i(W) + R(W)/η
+
+and learning–retaining (LR) minimises the new loss while staying near the last memory,
+
+    W_t = argmin ℓ_t(W) + Ret_t(W, W_{t−1})
+
+They are the same sequence when Ret_t is the Bregman divergence of h_t = Σ_{i<t} ℓ_i + R/η and
+h_t is strictly convex. With linearised losses and R = ½‖W‖² both are gradient descent from 0.
+Minima are found by Newton steps, so that the identity can be seen in numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Loss", "ftrl", "learning_retaining", "linearized", "memory_losses"]
+
+Loss = Callable[[Tensor], Tensor]
+"""A loss of flat weights ``[n]``, differentiable twice."""
+
+
+def ftrl(losses: Sequence[Loss], regularizer: Loss, *, eta: float, start: Tensor) -> Tensor:
+    """The FTRL sequence W_1 … W_T, ``[T, n]``.
+
+    Args:
+        losses: ℓ_1 … ℓ_T. regularizer: R, strictly convex.
+        eta: η > 0.
+        start: where each search begins; the minimum does not depend on it.
+
+    Cost: T searches of a few solves of n × n.
+
+    Raises:
+        ValueError: η ≤ 0; a minimum that Newton steps do not find.
+    """
+    _check(eta)
+    found: list[Tensor] = []
+    at = start
+    for t in range(1, len(losses) + 1):
+        seen = losses[:t]
+
+        def total(w: Tensor, seen: Sequence[Loss] = seen) -> Tensor:
+            return torch.stack([loss(w) for loss in seen]).sum() + regularizer(w) / eta
+
+        at = _minimum(total, at)
+        found.append(at)
+    return torch.stack(found)
+
+
+def learning_retaining(
+    losses: Sequence[Loss], regularizer: Loss, *, eta: float, start: Tensor
+) -> Tensor:
+    """The LR sequence with Ret_t the Bregman divergence of h_t, ``[T, n]``.
+
+    D_h(W, W') = h(W) − h(W') − ⟨∇h(W'), W − W'⟩. The first memory starts from the minimum of R.
+
+    Args:
+        losses, regularizer, eta, start: as for `ftrl`.
+
+    Raises:
+        ValueError: as for `ftrl`.
+    """
+    _check(eta)
+
+    def first(w: Tensor) -> Tensor:
+        return regularizer(w) / eta
+
+    at = _minimum(first, start)
+    found: list[Tensor] = []
+    for t in range(1, len(losses) + 1):
+        past, last = losses[: t - 1], at
+
+        def h(w: Tensor, past: Sequence[Loss] = past) -> Tensor:
+            return sum((loss(w) for loss in past), first(w))
+
+        slope = _gradient(h, last)
+        level = h(last)
+
+        def total(
+            w: Tensor,
+            h: Loss = h,
+            new: Loss = losses[t - 1],
+            last: Tensor = last,
+            slope: Tensor = slope,
+            level: Tensor = level,
+        ) -> Tensor:
+            retained = h(w) - level - slope @ (w - last)
+            return new(w) + retained
+
+        at = _minimum(total, last)
+        found.append(at)
+    return torch.stack(found)
+
+
+def memory_losses(
+    bias_loss: Callable[[Tensor, Tensor], Tensor], k: Tensor, v: Tensor
+) -> list[Loss]:
+    """ℓ_t(W) = loss(W k_t, v_t) of a matrix memory, one per token.
+
+    Args:
+        bias_loss: of a prediction and a value ``[V]``, e.g.
+            ``lambda p, v: recipe.bias.loss(p, v, {})``.
+        k: ``[T, K]``. v: ``[T, V]``.
+    """
+
+    def make(key: Tensor, value: Tensor) -> Loss:
+        return lambda w: bias_loss(w.view(len(value), len(key)) @ key, value).sum()
+
+    return [make(key, value) for key, value in zip(k, v, strict=True)]
+
+
+def linearized(loss: Loss, at: Tensor) -> Loss:
+    """W ↦ ⟨∇ℓ(at), W − at⟩, with which FTRL and ½‖W‖² are gradient descent."""
+    slope = _gradient(loss, at)
+    return lambda w: slope @ (w - at)
+
+
+def _check(eta: float) -> None:
+    if eta <= 0:
+        raise ValueError(f"eta must be above 0, got {eta}")
+
+
+def _gradient(f: Loss, w: Tensor) -> Tensor:
+    with torch.enable_grad():
+        at = w.detach().requires_grad_()
+        (found,) = torch.autograd.grad(f(at), at)
+    return found
+
+
+def _hessian(f: Loss, w: Tensor) -> Tensor:
+    with torch.enable_grad():
+        at = w.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(f(at), at, create_graph=True)
+        if not slope.requires_grad:  # a linear function
+            return torch.zeros(len(w), len(w), dtype=w.dtype)
+        rows = [torch.autograd.grad(s, at, retain_graph=True)[0] for s in slope.unbind()]
+    return torch.stack(rows)
+
+
+def _minimum(f: Loss, start: Tensor) -> Tensor:
+    """Newton's method with halved steps, until the gradient is rounding error."""
+    w = start.detach().clone()
+    for _ in range(100):
+        slope = _gradient(f, w)
+        if float(slope.abs().max()) < 1e-12 * max(1.0, float(w.abs().max())):
+            return w
+        step = torch.linalg.solve(_hessian(f, w), slope)
+        value, length = f(w), 1.0
+        # Near the minimum f no longer tells better from worse, and the whole step is right.
+        near = float((slope @ step).abs()) < 1e-9 * max(1.0, float(value.abs()))
+        while not near and f(w - length * step) > value and length > 1e-10:
+            length /= 2
+        moved = w - length * step
+        if torch.equal(moved, w) or length <= 1e-10:
+            break
+        w = moved
+    if float(_gradient(f, w).abs().max()) > 1e-8 * max(1.0, float(w.abs().max())):
+        raise ValueError("no minimum was found: is the regulariser strictly convex and smooth?")
+    return w
