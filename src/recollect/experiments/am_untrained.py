@@ -49,7 +49,7 @@ def _exchange_measure(config: Config, cell: Cell, seed: int, device: torch.devic
 
 
 def _sizes(results: Results) -> list[tuple[int, int]]:
-    return list(dict.fromkeys((int(c["n"]), int(c["d"])) for c in results.cells()))
+    return [(n, results.along("d", n=n)[0]) for n in results.along("n")]
 
 
 def _rounding_tracks(results: Results) -> Verdict:

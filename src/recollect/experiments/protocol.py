@@ -130,7 +130,7 @@ class Experiment:
         draw: the figure.
         work: the price of one cell.
         tried: what was tried where a claim fails.
-        tables: names of published tables (`recollect.tables`) shown beside the run.
+        tables: names of published tables (`recollect.experiments.published`) shown beside the run.
     """
 
     name: str

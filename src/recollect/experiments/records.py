@@ -65,6 +65,10 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
+def _at(cell: Cell) -> str:
+    return " at " + ", ".join(f"{name} = {value}" for name, value in cell.items()) if cell else ""
+
+
 def _rounded(values: Values) -> dict[str, Any]:
     def short(x: float) -> float:
         return float(f"{x:.7g}")
@@ -117,8 +121,14 @@ class Results:
         return bool(self.where(**cell).records)
 
     def along(self, name: str, **cell: str | float | bool) -> list[Any]:
-        """The values that an axis of the grid takes, in the order they were run."""
+        """The values that an axis of the grid takes, in the order they were run.
+
+        Raises:
+            Missing: it takes none.
+        """
         found = [record.cell[name] for record in self.where(**cell) if name in record.cell]
+        if not found:
+            raise Missing(f"nothing was measured along {name}" + _at(cell))
         return list(dict.fromkeys(found))
 
     def cells(self) -> list[Cell]:
@@ -133,8 +143,7 @@ class Results:
         """
         found = [r.values[measure] for r in self.where(**cell) if measure in r.values]
         if not found:
-            where = ", ".join(f"{name} = {value}" for name, value in cell.items())
-            raise Missing(f"{measure} was not measured" + (f" at {where}" if where else ""))
+            raise Missing(f"{measure} was not measured" + _at(cell))
         return [float(value) for value in found if not isinstance(value, Sequence)]
 
     def mean(self, measure: str, **cell: str | float | bool) -> float:
@@ -171,7 +180,7 @@ class Results:
         """
         found = [r.values[measure] for r in self.where(**cell) if measure in r.values]
         if not found:
-            raise Missing(f"the curve {measure} was not measured")
+            raise Missing(f"the curve {measure} was not measured" + _at(cell))
         return [list(curve) for curve in found if isinstance(curve, Sequence)]
 
     def band(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from recollect.experiments import (
+    am_graphs,
     am_swaps,
     am_theory,
     am_untrained,
     atlas_capacity,
+    atlas_learning,
+    atlas_recall,
     ttr,
     ttr_recall,
+    word_problems,
 )
 from recollect.experiments.protocol import Experiment, Planned
 
@@ -16,7 +20,18 @@ __all__ = ["EXPERIMENTS", "PLANNED"]
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
-    for module in (ttr, ttr_recall, am_untrained, am_theory, am_swaps, atlas_capacity)
+    for module in (
+        ttr,
+        ttr_recall,
+        am_untrained,
+        am_theory,
+        am_swaps,
+        am_graphs,
+        atlas_capacity,
+        atlas_learning,
+        atlas_recall,
+        word_problems,
+    )
     for experiment in module.EXPERIMENTS
 }
 """What `recollect reproduce` can run."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recollect.experiments.protocol import Experiment
+from recollect.experiments.published import published
 from recollect.experiments.records import Missing, Results
 from recollect.experiments.runner import Run
 from recollect.report import Figure, FigureFiles, Note, Report, Table, write_atomic
@@ -73,7 +74,7 @@ def _page(run: Run, figure: FigureFiles | None) -> Report:
     if experiment.tried:
         sections.append(Note(title="What was tried", text=experiment.tried))
     sections.append(summary_table(results))
-    sections += published(experiment)
+    sections += paper_tables(experiment)
     sections.append(
         Note(title="Configuration", text=json.dumps(dict(results.config), indent=2), code=True)
     )
@@ -111,9 +112,25 @@ def _verdicts(run: Run) -> Table:
     return Table(title="Claims", columns=["claim", "verdict", "measured"], rows=rows, caption=words)
 
 
-def published(experiment: Experiment) -> list[Table | Figure | Note]:
+def paper_tables(experiment: Experiment) -> list[Table]:
     """The paper's own tables, beside what was measured."""
-    return []
+    made = []
+    for name in experiment.tables:
+        table = published(name)
+        grouped = any(row.group for row in table.rows)
+        made.append(
+            Table(
+                title=f"Published: {table.table}",
+                columns=["model", *(["group"] if grouped else []), *table.columns],
+                rows=[
+                    [row.model, *([row.group] if grouped else [])]
+                    + [row.values[column] for column in table.columns]
+                    for row in table.rows
+                ],
+                caption=" ".join(filter(None, (f"{table.source}; {table.units}.", table.note))),
+            )
+        )
+    return made
 
 
 def summary_table(results: Results) -> Table:

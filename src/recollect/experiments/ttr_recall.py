@@ -177,7 +177,8 @@ FIG3 = Experiment(
     protocol=(
         "TTR's own layout: cue–response pairs named at random, with repetition, then cues that "
         "were named; the map is drawn anew for each sequence. One layer: keys by a learned "
-        "depthwise convolution over two tokens, linear queries, keys and values, a norm and a read-out; no "
+        "depthwise convolution over two tokens, linear queries, keys and values, a norm and a "
+        "read-out; no "
         "MLP, no residual stream, no positions; d = K. AdamW, cosine, best of a grid of learning "
         "rates, training ends when the task is solved. Trained on every cue that was named before, "
         "tested on the questions at the end. Beside it the construction without training: "
