@@ -128,8 +128,8 @@ def _fig4_mixers(cell: Cell) -> list[Mixer]:
 def _fig4_cells(config: Config) -> list[Cell]:
     delta: list[Cell] = [
         {"model": "DeltaFormer", "heads": heads, "layers": 1, "kernel": kernel}
-        for heads in HEADS
-        for kernel in config["kernels"]
+        for heads, kernels in config["kernels"].items()
+        for kernel in kernels
     ]
     return delta + [
         {"model": "Transformer", "heads": "4 × 3", "layers": layers, "kernel": "none"}
@@ -202,11 +202,14 @@ FIG4 = Experiment(
     ),
     configs={
         "smoke": {"seeds": 1, "length": 8, "steps": 4, "batch": 8, "lrs": [0.01], "tested": 16}
-        | {"evaluations": 2, "kernels": list(KERNELS), "layers": [1, 2]},
-        "small": {"seeds": 3, "length": 16, "steps": 500, "batch": 64, "lrs": [0.01]}
-        | {"tested": 256, "evaluations": 10, "kernels": list(KERNELS), "layers": [1, 2, 4]},
+        | {"evaluations": 2, "layers": [1, 2]}
+        | {"kernels": {"4 × 3": ["round", "relu", "exp"], "1 × 12": ["linear", "softmax"]}},
+        "small": {"seeds": 3, "length": 16, "steps": 250, "batch": 32, "lrs": [0.01]}
+        | {"tested": 128, "evaluations": 10, "layers": [1, 2, 4]}
+        | {"kernels": {"4 × 3": ["linear"], "1 × 12": list(KERNELS)}},
         "paper": {"seeds": 3, "length": 16, "steps": 4000, "batch": 128, "lrs": [0.01]}
-        | {"tested": 2048, "evaluations": 100, "kernels": list(KERNELS), "layers": [1, 2, 3, 4]},
+        | {"tested": 2048, "evaluations": 100, "layers": [1, 2, 3, 4]}
+        | {"kernels": {heads: list(KERNELS) for heads in HEADS}},
     },
     cells=_fig4_cells,
     measure=lambda config, cell, seed, device: fit_values(
@@ -245,6 +248,12 @@ FIG4 = Experiment(
         height=2.7,
     ),
     work=lambda config, cell: mixer_work(config, _fig4_mixers(cell), 12, config["length"]),
+    tried=(
+        "With the listing's heads (four of size 3 over one memory) the linear and the rounded "
+        "kernel stay at about 0.58 after 500 and 1000 steps and the softmax at 0.40 (one seed); a "
+        "memory of size 3 has no room for the permutations of five items. With one head of size "
+        "12 the linear kernel solves the task within 500 steps, so that is shown too."
+    ),
 )
 
 # -- am-fig8 ---------------------------------------------------------------------------------------
@@ -315,8 +324,8 @@ FIG8 = Experiment(
     configs={
         "smoke": {"seeds": 1, "length": 8, "steps": 4, "batch": 8, "lrs": [0.01], "tested": 16}
         | {"evaluations": 2, "kernels": ["linear", "softmax"], "w_heads": [1, 4]},
-        "small": {"seeds": 3, "length": 16, "steps": 300, "batch": 64, "lrs": [0.01]}
-        | {"tested": 256, "evaluations": 6, "kernels": ["linear", "exp"]}
+        "small": {"seeds": 3, "length": 16, "steps": 200, "batch": 32, "lrs": [0.01]}
+        | {"tested": 128, "evaluations": 5, "kernels": ["linear", "exp"]}
         | {"w_heads": [1, 3, 4]},
         "paper": {"seeds": 3, "length": 16, "steps": 4000, "batch": 128, "lrs": [0.01]}
         | {"tested": 2048, "evaluations": 100, "kernels": list(KERNELS), "w_heads": [1, 3, 4]},
@@ -422,7 +431,7 @@ FIG6 = Experiment(
         "The swap task of am-fig4 with DeltaFormer of one layer, one head of size 12, κ₁ rounded "
         "to two decimals, κ₂ softmax. Curriculum: training begins at a short length, which doubles "
         "when 99 % of the last batches' answers were right; or the full length from the start. "
-        "Every point of the figure is measured at the full length. Smaller than the paper: 8 to 64 "
+        "Every point of the figure is measured at the full length. Smaller than the paper: 8 to 32 "
         "swaps instead of 32 to 256, and fewer steps, the same for both."
     ),
     claims=(
@@ -454,7 +463,7 @@ FIG6 = Experiment(
     configs={
         "smoke": {"seeds": 1, "from": 4, "length": 8, "steps": 4, "batch": 8, "lrs": [0.01]}
         | {"tested": 8, "evaluations": 2},
-        "small": {"seeds": 3, "from": 8, "length": 64, "steps": 400, "batch": 32, "lrs": [0.01]}
+        "small": {"seeds": 3, "from": 8, "length": 32, "steps": 250, "batch": 32, "lrs": [0.01]}
         | {"tested": 64, "evaluations": 8},
         "paper": {"seeds": 3, "from": 32, "length": 256, "steps": 10_000, "batch": 128}
         | {"lrs": [0.01], "tested": 512, "evaluations": 100},

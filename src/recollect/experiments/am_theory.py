@@ -217,15 +217,17 @@ def _snr_draw(results: Results) -> FigureFiles:
         for kernel in results.along("kernel", axis=axis):
             places = results.along("at", axis=axis, kernel=kernel)
             look = KERNELS.index(kernel)
-            for measure, name in (("SNR⁻¹", kernel), ("theory", "closed form")):
+            # The closed form first, so that what was measured lies above it.
+            for measure, name in (("theory", "closed form"), ("SNR⁻¹", str(kernel))):
                 each = [results.each(measure, axis=axis, kernel=kernel, at=p) for p in places]
                 mean = [sum(some) / len(some) for some in each]
                 if measure == "theory":
-                    series.append(Series(name=name, x=places, y=mean, look=6))
+                    series.insert(0, Series(name=name, x=places, y=mean, look=6))
                     continue
                 low, high = [min(some) for some in each], [max(some) for some in each]
                 series.append(Series(name=name, x=places, y=mean, low=low, high=high, look=look))
-        panels.append(Panel(title=title, x=x, y="SNR⁻¹", series=series, log_x=True, log_y=True))
+        log_x = axis != "τ"
+        panels.append(Panel(title=title, x=x, y="SNR⁻¹", series=series, log_x=log_x, log_y=True))
     places = results.along("at", axis="needed d", kernel="exp")
     panels.append(
         Panel(
@@ -242,9 +244,9 @@ def _snr_draw(results: Results) -> FigureFiles:
                     look=look,
                 )
                 for kernel, measure, name, look in (
+                    ("exp", "formula", "closed form", 6),
                     ("linear", "d", "linear", 0),
                     ("exp", "d", "exp", 2),
-                    ("exp", "formula", "closed form", 6),
                 )
             ],
         )

@@ -102,13 +102,14 @@ def _draw(results: Results) -> FigureFiles:
                 y=[sum(some) / len(some) for some in each],
                 low=[min(some) for some in each],
                 high=[max(some) for some in each],
+                look=len(series),
             )
         )
     sizes = results.along("d_k", memory="polynomial")
     for p in results.along("order", memory="polynomial"):
-        series.append(
-            Series(name=f"C(d + {p}, {p})", x=sizes, y=[math.comb(d + p, p) for d in sizes], look=6)
-        )
+        wanted = [math.comb(d + p, p) for d in sizes]
+        # Below the others, so that what was measured lies above it.
+        series.insert(0, Series(name="C(d + p, p)", x=sizes, y=wanted, look=6))
     return panel_figure(
         [Panel(y="pairs stored exactly", series=series, log_y=True)],
         x="size of keys d_k",

@@ -203,14 +203,13 @@ MQAR = Experiment(
         | {"widths": [8], "steps": 2, "batch": 4, "lrs": [1e-2], "tested": 8, "evaluations": 1}
         | {"solved": 0.999, "architectures": ["linear_attention", "delta_net"]},
         "small": {"seeds": 3, "vocab": 64, "length": 48, "pairs": [4, 8, 12], "asked": [4, 8, 12]}
-        | {"widths": [16, 32], "steps": 200, "batch": 24, "lrs": [1e-2], "tested": 48}
+        | {"widths": [16, 32], "steps": 100, "batch": 16, "lrs": [1e-2], "tested": 48}
         | {"evaluations": 4, "solved": 0.995}
         | {
             "architectures": [
                 "linear_attention",
                 "delta_net",
                 "gated_delta_net",
-                "titans",
                 "atlas",
                 "softmax_attention",
             ]
@@ -371,9 +370,9 @@ MAD = Experiment(
         | {"lrs": [1e-3], "examples": 16, "tested": 8, "evaluations": 1}
         | {"tasks": ["in_context_recall", "compression"], "architectures": ["gated_delta_net"]}
         | {"sizes": {"in_context_recall": {"length": 16}, "compression": {"length": 16}}},
-        "small": {"seeds": 3, "width": 32, "heads": 2, "layers": 1, "steps": 60, "batch": 16}
+        "small": {"seeds": 3, "width": 32, "heads": 2, "layers": 1, "steps": 40, "batch": 16}
         | {"lrs": [5e-3], "examples": 960, "tested": 64, "evaluations": 1, "tasks": list(TASKS)}
-        | {"architectures": ["gated_delta_net", "titans", ATTENTION]}
+        | {"architectures": ["gated_delta_net", ATTENTION]}
         | {
             "sizes": {
                 **{task: {"length": 32} for task in TASKS},

@@ -285,7 +285,7 @@ def panel_figure(
         grid = canvas.subplots(rows, columns, sharex=shared, squeeze=False).flatten()
         canvas.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         for axes, panel in zip(grid, panels, strict=False):
-            _draw_panel(axes, panel, looks)
+            _draw_panel(axes, panel, looks, solo=len(panels) == 1)
         for place, axes in enumerate(grid):
             if place >= len(panels):
                 axes.remove()
@@ -296,7 +296,7 @@ def panel_figure(
         for axes in grid[: len(panels)]:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 found.setdefault(label, handle)
-        across = max(1, min(len(found), 6, 90 // (10 + max(map(len, found)))))
+        across = max(1, min(len(found), 6, 100 // (8 + max(map(len, found)))))
         canvas.legend(
             list(found.values()),
             list(found),
@@ -337,13 +337,13 @@ def _draw_line(
     )
 
 
-def _draw_panel(axes: Axes, panel: Panel, looks: Mapping[str, int]) -> None:
+def _draw_panel(axes: Axes, panel: Panel, looks: Mapping[str, int], *, solo: bool) -> None:
     finite: list[float] = []
     for line in panel.series:
         _draw_line(axes, line, looks[line.name], marks=6, markersize=4, linewidth=1.3)
         finite += [value for value in line.y if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
-    wide = low > 0 and high > 100 * low
+    wide = low > 0 and high > 100 * low and panel.y_range is None
     if panel.log_y or (panel.log_y is None and wide):
         axes.set_yscale("log")
     for name, level in (panel.baselines or {}).items():
@@ -362,6 +362,7 @@ def _draw_panel(axes: Axes, panel: Panel, looks: Mapping[str, int]) -> None:
         ticks = sorted({value for line in panel.series for value in line.x})
         if len(ticks) > 9:
             ticks = [value for value in ticks if math.log2(value).is_integer()]
+        ticks = ticks[:: 1 + len(ticks) // (12 if solo else 8)]
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
         axes.minorticks_off()
