@@ -126,8 +126,8 @@ FIG5 = Experiment(
     configs={
         "smoke": {"seeds": 1, "d": 36, "sizes": [64], "streams": 4, "tested": 2, "batch": 2}
         | {"steps": 4, "lrs": [0.03], "evaluations": 2},
-        "small": {"seeds": 3, "d": 128, "sizes": [128, 256], "streams": 20, "tested": 6, "batch": 8}
-        | {"steps": 200, "lrs": [0.03], "evaluations": 8},
+        "small": {"seeds": 3, "d": 128, "sizes": [128, 256], "streams": 16, "tested": 4, "batch": 8}
+        | {"steps": 150, "lrs": [0.03], "evaluations": 5},
         "paper": {"seeds": 3, "d": 128, "sizes": [128, 256, 512], "streams": 512, "tested": 64}
         | {"batch": 32, "steps": 4000, "lrs": [0.003, 0.01, 0.03], "evaluations": 40},
     },
@@ -270,8 +270,8 @@ FIG7 = Experiment(
         "smoke": {"seeds": 1, "nodes": 8, "width": 16, "steps": 4, "batch": 8, "lrs": [3e-3]}
         | {"tested": 16, "evaluations": 2, "kernels": ["linear", "exp"], "layers": [1, 2]},
         "small": {"seeds": 3, "nodes": 32, "width": 64, "steps": 150, "batch": 32, "lrs": [3e-3]}
-        | {"tested": 128, "evaluations": 6, "kernels": ["linear", "round", "exp"]}
-        | {"layers": [1, 2, 4]},
+        | {"tested": 128, "evaluations": 6, "kernels": ["linear", "exp"]}
+        | {"layers": [1, 2]},
         "paper": {"seeds": 3, "nodes": 32, "width": 64, "steps": 10_000, "batch": 128}
         | {"lrs": [1e-3, 3e-3, 1e-2], "tested": 2048, "evaluations": 100}
         | {"kernels": list(KERNELS), "layers": [1, 2, 3, 4, 6]},

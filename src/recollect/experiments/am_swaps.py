@@ -1,4 +1,4 @@
-"""Tracking exchanged items by training: AM figures 4, 6 and 8 (sections 3.2 and 10.2)."""
+"""Tracking exchanged items by training: AM figures 4 and 8 (sections 3.2 and 10.2)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from recollect.cost import cost
 from recollect.experiments.fitting import Budget, Fit, accuracy, fit
 from recollect.experiments.models import BARE, LEARNED, Mixer, TaskModel, delta_former
 from recollect.experiments.protocol import Claim, Config, Experiment, Verdict, Work, judged
-from recollect.experiments.records import Cell, Missing, Results, Values
+from recollect.experiments.records import Cell, Results, Values
 from recollect.report import Panel, Series, panel_figure
 from recollect.tasks.swaps import SwapConfig, swaps
 from recollect.zoo import get
 
-__all__ = ["EXPERIMENTS", "KERNELS", "curve_panels", "fit_values", "mixer_work"]
+__all__ = [
+    "EXPERIMENTS",
+    "KERNELS",
+    "curve_panels",
+    "delta_mixer",
+    "fit_values",
+    "mixer_work",
+    "swap_budget",
+]
 
 KERNELS: dict[str, tuple[Kernel, str]] = {
     "linear": (LinearKernel(), "none"),
@@ -29,7 +37,9 @@ KERNELS: dict[str, tuple[Kernel, str]] = {
 """κ₁ by name: the kernel, and how what it finds is scaled."""
 
 
-def _delta(kernel: str, *, heads: int, size: int, w_heads: int, rope: float | None = None) -> Mixer:
+def delta_mixer(
+    kernel: str, *, heads: int, size: int, w_heads: int, rope: float | None = None
+) -> Mixer:
     """DeltaFormer's layer: ``heads`` queries and ``w_heads`` probes over one memory."""
     kappa, normalize = KERNELS[kernel]
     return Mixer(
@@ -45,14 +55,14 @@ def _attention(heads: int, size: int) -> Mixer:
     return Mixer(recipe=get("softmax_attention").recipe, heads=heads, kv_heads=1, head_dim=size)
 
 
-def _budget(config: Config, **changes: object) -> Budget:
-    made = Budget(
+def swap_budget(config: Config) -> Budget:
+    """As in the listing: linear decay, at one learning rate or the best of several."""
+    return Budget(
         steps=config["steps"],
         lrs=tuple(config["lrs"]),
         decay="linear",
         evaluations=config["evaluations"],
     )
-    return replace(made, **changes)  # type: ignore[arg-type]
 
 
 def _trained(
@@ -65,7 +75,7 @@ def _trained(
         lambda: TaskModel(task.vocab, task.items, width, mixers),
         lambda generator, level: swaps(task, config["batch"], generator),
         lambda model: accuracy(model, *held),
-        _budget(config),
+        swap_budget(config),
         seed=seed,
         device=device,
     )
@@ -122,7 +132,7 @@ def _fig4_mixers(cell: Cell) -> list[Mixer]:
     heads, size = HEADS[str(cell["heads"])]
     if cell["model"] == "Transformer":
         return [_attention(heads, size) for _ in range(int(cell["layers"]))]
-    return [_delta(str(cell["kernel"]), heads=heads, size=size, w_heads=heads)]
+    return [delta_mixer(str(cell["kernel"]), heads=heads, size=size, w_heads=heads)]
 
 
 def _fig4_cells(config: Config) -> list[Cell]:
@@ -140,8 +150,6 @@ def _fig4_cells(config: Config) -> list[Cell]:
 def _best_delta(results: Results) -> tuple[str, float]:
     """The κ₁ and heads with the highest mean over seeds, and their best seed."""
     cells = results.where(model="DeltaFormer").cells()
-    if not cells:
-        raise Missing("DeltaFormer was not trained")
     best = max(cells, key=lambda cell: results.mean("accuracy", **cell))
     return f"{best['kernel']}, {best['heads']}", results.best("accuracy", **best)
 
@@ -204,9 +212,9 @@ FIG4 = Experiment(
         "smoke": {"seeds": 1, "length": 8, "steps": 4, "batch": 8, "lrs": [0.01], "tested": 16}
         | {"evaluations": 2, "layers": [1, 2]}
         | {"kernels": {"4 × 3": ["round", "relu", "exp"], "1 × 12": ["linear", "softmax"]}},
-        "small": {"seeds": 3, "length": 16, "steps": 250, "batch": 32, "lrs": [0.01]}
-        | {"tested": 128, "evaluations": 10, "layers": [1, 2, 4]}
-        | {"kernels": {"4 × 3": ["linear"], "1 × 12": list(KERNELS)}},
+        "small": {"seeds": 3, "length": 16, "steps": 600, "batch": 32, "lrs": [0.01]}
+        | {"tested": 128, "evaluations": 10, "layers": [1, 2]}
+        | {"kernels": {"4 × 3": ["linear"], "1 × 12": ["linear", "exp", "softmax"]}},
         "paper": {"seeds": 3, "length": 16, "steps": 4000, "batch": 128, "lrs": [0.01]}
         | {"tested": 2048, "evaluations": 100, "layers": [1, 2, 3, 4]}
         | {"kernels": {heads: list(KERNELS) for heads in HEADS}},
@@ -260,7 +268,7 @@ FIG4 = Experiment(
 
 
 def _fig8_mixers(cell: Cell) -> list[Mixer]:
-    return [_delta(str(cell["kernel"]), heads=4, size=3, w_heads=int(cell["w-heads"]))]
+    return [delta_mixer(str(cell["kernel"]), heads=4, size=3, w_heads=int(cell["w-heads"]))]
 
 
 def _fig8_cells(config: Config) -> list[Cell]:
@@ -355,146 +363,4 @@ FIG8 = Experiment(
     work=lambda config, cell: mixer_work(config, _fig8_mixers(cell), 12, config["length"]),
 )
 
-# -- am-fig6 ---------------------------------------------------------------------------------------
-
-
-def _fig6_measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Values:
-    longest, first = config["length"], config["from"]
-    levels = [longest]
-    if cell["training"] == "curriculum":
-        levels = [first * 2**i for i in range(20) if first * 2**i <= longest]
-    tasks = {n: SwapConfig(length=n) for n in (*levels, 2 * longest)}
-
-    def held(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(1_000_003 + seed)
-        return swaps(tasks[length], config["tested"], generator)
-
-    rope = 10_000.0 if cell["position"] == "RoPE" else None
-    mixer = _delta("round", heads=1, size=12, w_heads=1, rope=rope)
-    whole = held(longest)
-    found = fit(
-        lambda: TaskModel(tasks[longest].vocab, tasks[longest].items, 12, [mixer]),
-        lambda generator, length: swaps(tasks[length], config["batch"], generator),
-        lambda model: accuracy(model, *whole),
-        _budget(config),
-        seed=seed,
-        device=device,
-        levels=levels,
-    )
-    values = dict(fit_values(found, config))
-    values["accuracy"] = found.curve[-1][1] if found.curve else float("nan")
-    values["at twice the length"] = accuracy(found.model, *held(2 * longest))
-    values["last length"] = float(found.levels[-1][1] if found.levels else levels[0])
-    return values
-
-
-def _fig6_wins(results: Results) -> Verdict:
-    told, holding = [], True
-    for position in ("RoPE", "NoPE"):
-        grown = results.mean("accuracy", position=position, training="curriculum")
-        direct = results.mean("accuracy", position=position, training="direct")
-        holding = holding and grown > direct + 0.01
-        told.append(f"{position} {grown:.3f} against {direct:.3f}")
-    return judged(holding, f"Curriculum against direct training: {'; '.join(told)}.")
-
-
-def _fig6_slower(results: Results) -> Verdict:
-    told, holding = [], True
-    for training in ("curriculum", "direct"):
-        areas = []
-        for position in ("NoPE", "RoPE"):
-            curve, _, _ = results.band("accuracy by steps", position=position, training=training)
-            areas.append(sum(curve) / len(curve))
-        holding = holding and areas[0] < areas[1]
-        told.append(f"{training} NoPE {areas[0]:.3f}, RoPE {areas[1]:.3f}")
-    return judged(holding, f"Mean accuracy over training: {'; '.join(told)}.")
-
-
-def _fig6_further(results: Results) -> Verdict:
-    cells = [{"position": position, "training": "curriculum"} for position in ("NoPE", "RoPE")]
-    kept = [
-        results.mean("at twice the length", **cell) - results.mean("accuracy", **cell)
-        for cell in cells
-    ]
-    return judged(
-        kept[0] > kept[1],
-        f"From the training length to twice it, accuracy changes by {kept[0]:+.3f} without and "
-        f"{kept[1]:+.3f} with RoPE.",
-    )
-
-
-FIG6 = Experiment(
-    name="am-fig6",
-    title="Growing lengths, with and without rotary positions",
-    source="AM section 3.2, figure 6",
-    protocol=(
-        "The swap task of am-fig4 with DeltaFormer of one layer, one head of size 12, κ₁ rounded "
-        "to two decimals, κ₂ softmax. Curriculum: training begins at a short length, which doubles "
-        "when 99 % of the last batches' answers were right; or the full length from the start. "
-        "Every point of the figure is measured at the full length. Smaller than the paper: 8 to 32 "
-        "swaps instead of 32 to 256, and fewer steps, the same for both."
-    ),
-    claims=(
-        Claim(
-            name="curriculum wins",
-            text="Curriculum learning achieves better performance with fewer computation and "
-            "samples.",
-            rule="At the end its mean accuracy over seeds at the full length is at least 0.01 "
-            "above direct training's, with RoPE and with NoPE.",
-            judge=_fig6_wins,
-            scales=("small", "paper"),
-        ),
-        Claim(
-            name="NoPE is slower",
-            text="Without positional embedding convergence is slower.",
-            rule="Averaged over training, NoPE's mean accuracy is below RoPE's in both trainings.",
-            judge=_fig6_slower,
-            scales=("small", "paper"),
-        ),
-        Claim(
-            name="NoPE generalises further",
-            text="NoPE has better length generalisation.",
-            rule="After the curriculum, accuracy falls less from the full length to twice it "
-            "without RoPE than with it.",
-            judge=_fig6_further,
-            scales=("small", "paper"),
-        ),
-    ),
-    configs={
-        "smoke": {"seeds": 1, "from": 4, "length": 8, "steps": 4, "batch": 8, "lrs": [0.01]}
-        | {"tested": 8, "evaluations": 2},
-        "small": {"seeds": 3, "from": 8, "length": 32, "steps": 250, "batch": 32, "lrs": [0.01]}
-        | {"tested": 64, "evaluations": 8},
-        "paper": {"seeds": 3, "from": 32, "length": 256, "steps": 10_000, "batch": 128}
-        | {"lrs": [0.01], "tested": 512, "evaluations": 100},
-    },
-    cells=lambda config: [
-        {"position": position, "training": training}
-        for position in ("RoPE", "NoPE")
-        for training in ("curriculum", "direct")
-    ],
-    measure=_fig6_measure,
-    draw=lambda results: panel_figure(
-        curve_panels(
-            results,
-            [
-                (
-                    position,
-                    [
-                        (training, {"position": position, "training": training})
-                        for training in ("curriculum", "direct")
-                    ],
-                )
-                for position in ("RoPE", "NoPE")
-            ],
-        ),
-        x="training steps",
-        title=f"Accuracy at {results.config['length']} swaps",
-        height=3.0,
-    ),
-    work=lambda config, cell: mixer_work(
-        config, [_delta("round", heads=1, size=12, w_heads=1)], 12, config["length"]
-    ),
-)
-
-EXPERIMENTS = (FIG4, FIG6, FIG8)
+EXPERIMENTS = (FIG4, FIG8)

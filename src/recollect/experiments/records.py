@@ -132,7 +132,13 @@ class Results:
         return list(dict.fromkeys(found))
 
     def cells(self) -> list[Cell]:
-        """The grid, in the order it was run."""
+        """The grid, in the order it was run.
+
+        Raises:
+            Missing: it is empty.
+        """
+        if not self.records:
+            raise Missing("there is no such cell")
         return list({tuple(record.cell.items()): record.cell for record in self.records}.values())
 
     def each(self, measure: str, **cell: str | float | bool) -> list[float]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from recollect.experiments import (
+    am_curriculum,
     am_graphs,
+    am_icl,
+    am_snr,
     am_swaps,
-    am_theory,
     am_untrained,
     atlas_capacity,
     atlas_learning,
+    atlas_mad,
     atlas_recall,
     ttr,
     ttr_recall,
@@ -24,12 +27,15 @@ EXPERIMENTS: dict[str, Experiment] = {
         ttr,
         ttr_recall,
         am_untrained,
-        am_theory,
+        am_snr,
+        am_icl,
         am_swaps,
         am_graphs,
+        am_curriculum,
         atlas_capacity,
         atlas_learning,
         atlas_recall,
+        atlas_mad,
         word_problems,
     )
     for experiment in module.EXPERIMENTS

@@ -214,7 +214,7 @@ FIG3 = Experiment(
     configs={
         "smoke": {"seeds": 1, "pairs": [4, 8], "lengths": [16, 32], "width": 4, "batch": 8}
         | {"steps": 6, "lrs": [1e-2], "queries": 2, "tested": 16, "ridge": 1.0, "solved": 1.0},
-        "small": {"seeds": 3, "pairs": [64, 128], "lengths": [128, 384], "width": 64, "batch": 8}
+        "small": {"seeds": 3, "pairs": [64, 128], "lengths": [128, 256], "width": 64, "batch": 8}
         | {"steps": 200, "lrs": [1e-2], "queries": 8, "tested": 32, "ridge": 1.0}
         | {"solved": 0.99},
         "paper": {"seeds": 3, "pairs": [64, 128], "lengths": [128, 256, 512, 1024], "width": 64}

@@ -180,7 +180,7 @@ WORDS = Experiment(
         | {"steps": 3, "batch": 8, "lrs": [3e-3], "tested": 8, "evaluations": 1, "solved": 0.999}
         | {"groups": {"parity": ["β in [0, 2]"], "S3": ["β in [0, 2], n = 2"]}},
         "small": {"seeds": 3, "length": 16, "longest": 64, "lengths": [8, 16, 32, 64], "width": 32}
-        | {"steps": 200, "batch": 32, "lrs": [5e-3], "tested": 64, "evaluations": 8}
+        | {"steps": 240, "batch": 16, "lrs": [5e-3], "tested": 32, "evaluations": 6}
         | {"solved": 0.998}
         | {
             "groups": {
