@@ -35,11 +35,11 @@ TRACKERS = {
 def _reads(
     kernel: str, n: int, d: int, swaps: int, count: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """What the memory answers to the first key after each swap, and the item that stands there.
+    """What the memory answers to a random key after each swap, and the item that stands there.
 
     Values are the items' own keys, vectors of size d.
     """
-    streams = [exchange(n, d, swaps, generator, ask="first") for _ in range(count)]
+    streams = [exchange(n, d, swaps, generator) for _ in range(count)]
     k = torch.stack([s.k for s in streams]).unsqueeze(2)
     v = torch.stack([s.v @ s.keys for s in streams]).unsqueeze(2)
     q = torch.stack([s.q for s in streams]).unsqueeze(2)
@@ -101,8 +101,9 @@ FIG5 = Experiment(
     source="AM section 3.2, figure 5",
     protocol=(
         "d = 128 and near-orthogonal keys as in theorem 1, used as keys and as values; n items are "
-        "written, then n swaps follow, and the item in the first place is asked after each. The "
-        "memory is the delta rule with the same kernel for erasing and reading; a linear read-out "
+        "written, then n swaps follow, and after each of them a random place is asked (the paper "
+        "asks the first, which changes hands only twice in n swaps, so that a read-out would need "
+        "hundreds of streams to see every item). The memory is the delta rule with the same kernel for erasing and reading; a linear read-out "
         "from d channels to n items is all that is trained (AdamW, cosine, from a fixed set of "
         "streams, tested on others). Smaller than the paper: n up to 256 instead of 512."
     ),
@@ -127,7 +128,7 @@ FIG5 = Experiment(
         "smoke": {"seeds": 1, "d": 36, "sizes": [64], "streams": 4, "tested": 2, "batch": 2}
         | {"steps": 4, "lrs": [0.03], "evaluations": 2},
         "small": {"seeds": 3, "d": 128, "sizes": [128, 256], "streams": 16, "tested": 4, "batch": 8}
-        | {"steps": 800, "lrs": [0.1], "evaluations": 8},
+        | {"steps": 400, "lrs": [0.1], "evaluations": 8},
         "paper": {"seeds": 3, "d": 128, "sizes": [128, 256, 512], "streams": 512, "tested": 64}
         | {"batch": 32, "steps": 4000, "lrs": [0.003, 0.01, 0.03], "evaluations": 40},
     },
@@ -147,7 +148,7 @@ FIG5 = Experiment(
             ],
         ),
         x="training steps",
-        title="Which item stands first, keys and values given",
+        title="Which item stands at the place asked, keys and values given",
         height=3.0,
     ),
     work=lambda config, cell: Work(
@@ -162,9 +163,9 @@ FIG5 = Experiment(
         memory=4.0 * config["streams"] * 2 * int(cell["n"]) * (3 * config["d"] + int(cell["n"])),
     ),
     tried=(
-        "A first run with 150 steps at the learning rate 0.03 ended while the read-out was still "
-        "learning: 0.79 at n = 128 with either kernel, whose keys are orthogonal there, so that "
-        "the answer is in what is read. It was given 800 steps at 0.1."
+        "A first run asked the first place alone. Sixteen streams then show less than half of the "
+        "items, and both kernels answered only 0.3 to 0.8 of the test at n = 128, where the memory "
+        "is exact: what failed was the read-out. Asking any place mends that."
     ),
 )
 
