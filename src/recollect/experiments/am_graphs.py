@@ -103,9 +103,9 @@ FIG5 = Experiment(
         "d = 128 and near-orthogonal keys as in theorem 1, used as keys and as values; n items are "
         "written, then n swaps follow, and after each of them a random place is asked (the paper "
         "asks the first, which changes hands only twice in n swaps, so that a read-out would need "
-        "hundreds of streams to see every item). The memory is the delta rule with the same kernel for erasing and reading; a linear read-out "
-        "from d channels to n items is all that is trained (AdamW, cosine, from a fixed set of "
-        "streams, tested on others). Smaller than the paper: n up to 256 instead of 512."
+        "hundreds of streams to see every item). The memory is the delta rule with the same kernel "
+        "for erasing and reading; a linear read-out from d channels to n items is all that is "
+        "trained (AdamW, cosine, from a fixed set of streams, tested on others). Smaller than the paper: n up to 256 instead of 512."
     ),
     claims=(
         Claim(
