@@ -105,7 +105,8 @@ FIG5 = Experiment(
         "asks the first, which changes hands only twice in n swaps, so that a read-out would need "
         "hundreds of streams to see every item). The memory is the delta rule with the same kernel "
         "for erasing and reading; a linear read-out from d channels to n items is all that is "
-        "trained (AdamW, cosine, from a fixed set of streams, tested on others). Smaller than the paper: n up to 256 instead of 512."
+        "trained (AdamW, cosine, from a fixed set of streams, tested on others). Smaller than the "
+        "paper: n up to 256 instead of 512."
     ),
     claims=(
         Claim(
@@ -275,8 +276,8 @@ FIG7 = Experiment(
     configs={
         "smoke": {"seeds": 1, "nodes": 8, "width": 16, "steps": 4, "batch": 8, "lrs": [3e-3]}
         | {"tested": 16, "evaluations": 2, "kernels": ["linear", "exp"], "layers": [1, 2]},
-        "small": {"seeds": 3, "nodes": 32, "width": 64, "steps": 150, "batch": 32, "lrs": [3e-3]}
-        | {"tested": 128, "evaluations": 6, "kernels": ["linear", "exp"]}
+        "small": {"seeds": 3, "nodes": 32, "width": 64, "steps": 400, "batch": 32, "lrs": [3e-3]}
+        | {"tested": 128, "evaluations": 8, "kernels": ["linear", "exp"]}
         | {"layers": [1, 2]},
         "paper": {"seeds": 3, "nodes": 32, "width": 64, "steps": 10_000, "batch": 128}
         | {"lrs": [1e-3, 3e-3, 1e-2], "tested": 2048, "evaluations": 100}

@@ -77,7 +77,7 @@ def panel_figure(
         for axes in grid[: len(panels)]:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 found.setdefault(label, handle)
-        across = max(1, min(len(found), 6, 100 // (8 + max(map(len, found)))))
+        across = max(1, min(len(found), 6, 90 // (7 + max(map(len, found)))))
         canvas.legend(
             list(found.values()),
             list(found),
