@@ -45,21 +45,21 @@ TITLES = {
 }
 
 
-def _algorithm(name: str, lr: float) -> Algorithm:
-    return {
-        "SGD": GradientDescent(lr=lr),
-        "RMSProp": RMSProp(lr=lr),
-        "Adam": Adam(lr=lr),
-        "Muon": Muon(lr=lr, momentum=0.9),
-    }[name]
+ALGORITHMS: dict[str, Algorithm] = {
+    "SGD": GradientDescent(),
+    "RMSProp": RMSProp(lr="token"),
+    "Adam": Adam(lr="token"),
+    "Muon": Muon(momentum=0.9),
+}
+"""All with the rate as a gate, so that the rates that are tried are rows of one call."""
 
 
-def _recipe(cell: Cell, lr: float) -> Recipe:
+def _recipe(cell: Cell) -> Recipe:
     hidden, expansion = (int(part) for part in str(cell["memory"]).split("×"))
     return Recipe(
         memory=MLP(depth=hidden + 1, expansion=expansion, residual=False),
         bias=Relative(),
-        algorithm=_algorithm(str(cell["optimizer"]), lr),
+        algorithm=ALGORITHMS[str(cell["optimizer"])],
     )
 
 
@@ -73,29 +73,35 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> rec
         window=config["window"],
     )
     pairs = mapping(task, 1, torch.Generator().manual_seed(seed))
-    i, o = pairs.inputs.to(device).unsqueeze(2), pairs.outputs.to(device).unsqueeze(2)
-    best: tuple[float, float, list[float]] | None = None
-    for lr in config["lrs"][str(cell["optimizer"])]:
-        recipe = _recipe(cell, lr)
-        generator = torch.Generator().manual_seed(1_000_003 + seed)
-        init = [
-            torch.randn(1, *shape, generator=generator).to(device) / math.sqrt(shape[-1])
-            for shape in recipe.shapes(size, size)
-        ]
-        with torch.no_grad():
-            # Queries are the next inputs: what is read is M_t(i_{t+1}), before the step on it.
-            y, _ = recall(recipe, i[:, 1:], i[:, :-1], o[:, :-1], init=init, output_state=False)
-        loss = (y - o[:, 1:]).square().sum(-1) / o[:, 1:].square().sum(-1)
-        flat = loss.flatten().nan_to_num(float("inf")).clamp_max(1e6).cpu()
-        mean = float(flat.mean())
-        if best is None or mean < best[0]:
-            best = mean, lr, flat.tolist()
-    assert best is not None
-    mean, lr, curve = best
+    rates = config["lrs"][str(cell["optimizer"])]
+    i, o = (
+        x.to(device).unsqueeze(2).expand(len(rates), -1, -1, -1)
+        for x in (pairs.inputs, pairs.outputs)
+    )
+    recipe, generator = _recipe(cell), torch.Generator().manual_seed(1_000_003 + seed)
+    init = [
+        torch.randn(1, *shape, generator=generator).to(device) / math.sqrt(shape[-1])
+        for shape in recipe.shapes(size, size)
+    ]
+    lr = torch.tensor(rates, device=device)[:, None, None].expand(-1, length - 1, 1)
+    with torch.no_grad():
+        # Queries are the next inputs: what is read is M_t(i_{t+1}), before the step on it.
+        y, _ = recall(
+            recipe, i[:, 1:], i[:, :-1], o[:, :-1], {"lr": lr}, init=init, output_state=False
+        )
+    loss = (y - o[:, 1:]).square().sum(-1) / o[:, 1:].square().sum(-1)
+    loss = loss.squeeze(2).nan_to_num(float("inf")).clamp_max(1e6).cpu()  # [rates, T − 1]
+    best = int(loss.mean(1).argmin())
+    mean, curve = float(loss[best].mean()), loss[best].tolist()
     width = max(1, len(curve) // 32)
     smooth = [sum(curve[a : a + width]) / width for a in range(0, len(curve) - width + 1, width)]
     last = curve[-len(curve) // 4 :]
-    return {"loss": mean, "last quarter": sum(last) / len(last), "lr": lr, "by position": smooth}
+    return {
+        "loss": mean,
+        "last quarter": sum(last) / len(last),
+        "lr": rates[best],
+        "by position": smooth,
+    }
 
 
 def _of(results: Results, measure: str, name: str) -> float:
@@ -230,7 +236,7 @@ LEARNABILITY = Experiment(
 
 def _work(config: Config, cell: Cell) -> Work:
     rates = config["lrs"][str(cell["optimizer"])]
-    shapes = _recipe(cell, rates[0]).shapes(config["size"], config["size"])
+    shapes = _recipe(cell).shapes(config["size"], config["size"])
     weights = sum(math.prod(shape) for shape in shapes)
     return Work(flops=8.0 * weights * config["length"] * len(rates), memory=32.0 * weights)
 
