@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,15 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner, Result
 
 from recollect.cli import build
-from recollect.experiments import EXPERIMENTS, PLANNED, Claim, Experiment, Results, reproduce
+from recollect.experiments import (
+    EXPERIMENTS,
+    PLANNED,
+    Claim,
+    Experiment,
+    Results,
+    Run,
+    reproduce,
+)
 from recollect.experiments.gallery import save_gallery, save_gallery_markdown
 from recollect.experiments.plan import plan
 from recollect.experiments.protocol import SCALES, Work, judged
@@ -42,16 +52,23 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(build(), list(arguments))
 
 
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Rows at smoke scale, each run once for all tests of this file."""
+    out = tmp_path_factory.mktemp("smoke")
+    return functools.lru_cache(None)(lambda name: reproduce(name, scale="smoke", out=out))
+
+
 def test_every_row_is_registered() -> None:
     assert set(EXPERIMENTS) == set(ROWS)
     assert {row.name for row in PLANNED} == set(LATER)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_runs_at_smoke_scale(name: str, tmp_path: Path) -> None:
-    run = reproduce(name, scale="smoke", out=tmp_path)
+def test_a_row_runs_at_smoke_scale(name: str, smoke: Callable[[str], Run]) -> None:
+    run = smoke(name)
     assert run.complete
-    folder = tmp_path / name
+    folder = run.folder
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "figure.svg").read_text("utf-8").rstrip().endswith("</svg>")
     data = json.loads((folder / "results.json").read_text("utf-8"))
@@ -73,13 +90,13 @@ def test_a_row_runs_at_smoke_scale(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["ttr-fig2", "ttr-stability", "am-state-exchange", "am-icl", "atlas-capacity"]
 )
-def test_what_is_mathematics_comes_out_at_any_scale(name: str, tmp_path: Path) -> None:
-    run = reproduce(name, scale="smoke", out=tmp_path)
+def test_what_is_mathematics_comes_out_at_any_scale(name: str, smoke: Callable[[str], Run]) -> None:
+    run = smoke(name)
     assert {verdict.status for _, verdict in run.verdicts} == {"holds"}, run.verdicts
 
 
-def test_recall_is_constructed_without_training(tmp_path: Path) -> None:
-    run = reproduce("ttr-fig3", scale="smoke", out=tmp_path)
+def test_recall_is_constructed_without_training(smoke: Callable[[str], Run]) -> None:
+    run = smoke("ttr-fig3")
     (verdict,) = [v for claim, v in run.verdicts if claim.name == "construction"]
     assert verdict.status == "holds"
 
@@ -189,6 +206,7 @@ def test_rules_that_changed_since_the_measurement_are_told(tmp_path: Path) -> No
     assert "changed since" in page.read_text()
 
 
+@pytest.mark.slow  # each process imports everything anew
 def test_processes_measure_the_same(tmp_path: Path) -> None:
     one = reproduce("am-icl", scale="smoke", out=tmp_path / "one")
     two = reproduce("am-icl", scale="smoke", out=tmp_path / "two", jobs=2)
