@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.algorithm import LeastSquares
+from recollect.choices.algorithm import Analytic, LeastSquares
 from recollect.choices.context import Prefix
 from recollect.cost import cost
 from recollect.experiments.protocol import (
@@ -55,8 +55,9 @@ def _forecast(layer: str, config: Config, q: Tensor, k: Tensor, v: Tensor) -> Te
         PLAIN: get("softmax_attention").recipe,
     }[layer]
     if layer == "local linear attention":
-        recipe = recipe.but(algorithm=type(recipe.algorithm)(ridge=config["slopes_ridge"]))
-    y, _ = recall(recipe, *(x.unsqueeze(2) for x in (q, k, v)), output_state=False)
+        recipe = recipe.but(algorithm=Analytic(ridge=config["slopes_ridge"]))
+    q, k, v = (x.unsqueeze(2) for x in (q, k, v))
+    y, _ = recall(recipe, q, k, v, output_state=False)
     y = y.squeeze(2)
     return functional.normalize(y, dim=-1) if layer == "linear attention" else y
 

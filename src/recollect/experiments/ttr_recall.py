@@ -32,8 +32,9 @@ def construction(recipe: Recipe, tokens: Tensor, vocab: int) -> Tensor:
     Embeddings are orthonormal, q_t = v_t = x_t, and k_t = x_{t−1}, a convolution with w = (0, 1).
     """
     x = functional.one_hot(tokens, vocab).double()
-    k = functional.pad(x, (0, 0, 1, 0))[:, :-1]
-    y, _ = recall(recipe, *(part.unsqueeze(2) for part in (x, k, x)), output_state=False)
+    k = functional.pad(x, (0, 0, 1, 0))[:, :-1].unsqueeze(2)
+    x = x.unsqueeze(2)
+    y, _ = recall(recipe, x, k, x, output_state=False)
     return y.squeeze(2)
 
 
