@@ -276,9 +276,9 @@ FIG7 = Experiment(
     configs={
         "smoke": {"seeds": 1, "nodes": 8, "width": 16, "steps": 4, "batch": 8, "lrs": [3e-3]}
         | {"tested": 16, "evaluations": 2, "kernels": ["linear", "exp"], "layers": [1, 2]},
-        "small": {"seeds": 3, "nodes": 32, "width": 64, "steps": 400, "batch": 32, "lrs": [3e-3]}
-        | {"tested": 128, "evaluations": 8, "kernels": ["linear", "exp"]}
-        | {"layers": [1, 2]},
+        "small": {"seeds": 3, "nodes": 32, "width": 64, "steps": 600, "batch": 32, "lrs": [3e-3]}
+        | {"tested": 128, "evaluations": 10, "kernels": ["linear", "exp"]}
+        | {"layers": [1, 2, 4]},
         "paper": {"seeds": 3, "nodes": 32, "width": 64, "steps": 10_000, "batch": 128}
         | {"lrs": [1e-3, 3e-3, 1e-2], "tested": 2048, "evaluations": 100}
         | {"kernels": list(KERNELS), "layers": [1, 2, 3, 4, 6]},
