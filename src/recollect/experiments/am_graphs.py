@@ -276,7 +276,7 @@ FIG7 = Experiment(
     configs={
         "smoke": {"seeds": 1, "nodes": 8, "width": 16, "steps": 4, "batch": 8, "lrs": [3e-3]}
         | {"tested": 16, "evaluations": 2, "kernels": ["linear", "exp"], "layers": [1, 2]},
-        "small": {"seeds": 3, "nodes": 32, "width": 64, "steps": 600, "batch": 32, "lrs": [3e-3]}
+        "small": {"seeds": 3, "nodes": 32, "width": 64, "steps": 600, "batch": 32, "lrs": [1e-2]}
         | {"tested": 128, "evaluations": 10, "kernels": ["linear", "exp"]}
         | {"layers": [1, 2, 4]},
         "paper": {"seeds": 3, "nodes": 32, "width": 64, "steps": 10_000, "batch": 128}
@@ -294,6 +294,11 @@ FIG7 = Experiment(
     draw=_fig7_draw,
     work=lambda config, cell: mixer_work(
         config, _fig7_mixers(config, cell), config["width"], config["nodes"]
+    ),
+    tried=(
+        "A learning rate of 0.003 (one seed, 600 steps): DeltaFormer 0.954 with the linear and "
+        "0.863 with the exponential kernel, Transformers of 1 and 2 layers 0.746 and 0.792, all "
+        "still rising; 0.01 is the rate of the paper's listing for its other task."
     ),
 )
 

@@ -189,7 +189,7 @@ FIG4 = Experiment(
         "straight-through gradients, relu, exp or softmax; Transformers of several layers. AdamW, "
         "learning rate 0.01, weight decay 0.01, linear decay, fresh data at every step, float32 "
         "(the listing has bfloat16, biases in its projections, and the linear kernel divided by "
-        "√3). Smaller than the paper at the small scale: fewer steps, sequences, kernels and layers."
+        "√3). At the small scale: fewer steps, sequences, kernels and layers than the paper."
     ),
     claims=(
         Claim(
