@@ -201,9 +201,9 @@ COMMANDS: tuple[Callable[..., None], ...] = (zoo, explain)
 if typer is not None:
     from recollect.run_generate import generate
     from recollect.run_train import sizes, train
-    from recollect.runs import bench, compare
+    from recollect.runs import bench, compare, reproduce
 
-    COMMANDS = (*COMMANDS, compare, train, sizes, generate, bench)
+    COMMANDS = (*COMMANDS, compare, reproduce, train, sizes, generate, bench)
 
 if __name__ == "__main__":
     main()

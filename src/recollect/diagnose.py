@@ -182,7 +182,7 @@ class Diagnosis:
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        from recollect.report.figures import Panel, Series, panel_figure
+        from recollect.report import Panel, Series, panel_figure
 
         def lines(x: Tensor, curves: Tensor) -> list[Series]:
             places = x.tolist()

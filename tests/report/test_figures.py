@@ -82,7 +82,7 @@ def test_the_legend_is_inside_the_figure_and_off_the_axes(
     names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    save = module._files
+    save = module.figure_files
 
     def look(canvas):  # type: ignore[no-untyped-def]
         files = save(canvas)
@@ -93,7 +93,7 @@ def test_the_legend_is_inside_the_figure_and_off_the_axes(
         seen.append(inside and not box.overlaps(axes))
         return files
 
-    monkeypatch.setattr(module, "_files", look)
+    monkeypatch.setattr(module, "figure_files", look)
     series = [Series(name=name, x=[1, 2], y=[1, 2]) for name in names]
     line_figure(series, x="x", y="y", title="T")
     assert seen == [True]

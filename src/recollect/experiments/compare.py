@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from recollect.experiments.records import plain
 from recollect.experiments.training import Examples, History, Schedule, train
 from recollect.lm import RecollectConfig, RecollectForCausalLM, match_parameters, parameter_count
 from recollect.options import LayerOptions
@@ -168,19 +169,10 @@ class Comparison:
     def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
         return {
-            **_plain(asdict(self)),
+            **plain(asdict(self)),
             "environment": self.environment.to_dict(),
             "schema": 1,
         }
-
-
-def _plain(data: object) -> Any:
-    """JSON-ready: numbers that are none (a run that diverged) become null."""
-    if isinstance(data, dict):
-        return {key: _plain(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_plain(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 class Watcher(Protocol):

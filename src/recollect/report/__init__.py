@@ -3,14 +3,13 @@
 from recollect.report.environment import Environment, describe_environment
 from recollect.report.figures import (
     FigureFiles,
-    Panel,
     Series,
     bar_figure,
     line_figure,
-    panel_figure,
 )
 from recollect.report.files import write_atomic
 from recollect.report.html import Figure, Note, Report, Table
+from recollect.report.panels import Panel, panel_figure
 
 __all__ = [
     "Environment",

@@ -53,11 +53,16 @@ class Series:
         name: what the legend says.
         x: places on the horizontal axis, at least one, finite.
         y: as many values; NaN leaves a gap.
+        low, high: edges of a band around the line, as the least and the greatest over seeds.
+        look: which of the palette's colours, dashes and markers; by default the line's place.
     """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    look: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y) or not len(self.x):
@@ -65,6 +70,13 @@ class Series:
                 f"Series {self.name!r}: x has {len(self.x)} and y has {len(self.y)} values; "
                 f"give as many of both, and at least one"
             )
+        for edge in (self.low, self.high):
+            if (self.low is None) != (self.high is None) or (
+                edge is not None and len(edge) != len(self.x)
+            ):
+                raise ValueError(
+                    f"Series {self.name!r}: a band needs low and high, with as many values as y"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +110,7 @@ def line_figure(
     title: str,
     baselines: Mapping[str, float] | None = None,
     log_x: bool = False,
+    log_y: bool = False,
     y_range: tuple[float, float] | None = None,
 ) -> FigureFiles:
     """Lines over a common horizontal axis.
@@ -109,6 +122,7 @@ def line_figure(
         title: what the figure shows.
         baselines: horizontal dashed lines by name, such as a bigram's bits per byte.
         log_x: whether the horizontal axis is logarithmic (base 2), with a tick at each value.
+        log_y: whether the vertical axis is logarithmic (base 10).
         y_range: bottom and top of the vertical axis; by default what the data needs.
 
     Returns:
@@ -123,7 +137,7 @@ def line_figure(
     with _axes(title, x, y) as (canvas, axes):
         for index, line in enumerate(series):
             # Markers of crowded lines would hide the lines; some ten of each are enough.
-            _draw_line(axes, line, index, marks=10, markersize=5, linewidth=1.6)
+            draw_line(axes, line, index, marks=10, markersize=5, linewidth=1.6)
         for index, (name, level) in enumerate((baselines or {}).items()):
             axes.axhline(
                 level,
@@ -139,10 +153,12 @@ def line_figure(
             axes.minorticks_off()
         elif max(map(abs, ticks)) >= 10_000:
             axes.xaxis.set_major_formatter(_engineering())
+        if log_y:
+            axes.set_yscale("log")
         if y_range is not None:
             axes.set_ylim(*y_range)
         _legend(canvas, axes, len(series) + len(baselines or {}))
-        return _files(canvas)
+        return figure_files(canvas)
 
 
 def bar_figure(
@@ -215,61 +231,17 @@ def bar_figure(
             axes.yaxis.set_major_formatter(_engineering())
         if len(series) > 1 or baselines:
             _legend(canvas, axes, len(series) + len(baselines or {}))
-        return _files(canvas)
+        return figure_files(canvas)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """One of several axes over a common horizontal axis.
-
-    Args:
-        y: the vertical axis.
-        series: its lines; lines of one name look alike in every panel.
-        baselines: horizontal dashed lines by name, drawn where the data come near them.
-    """
-
-    y: str
-    series: Sequence[Series]
-    baselines: Mapping[str, float] | None = None
-
-
-def panel_figure(panels: Sequence[Panel], *, x: str, title: str) -> FigureFiles:
-    """Panels of lines in two columns, over one horizontal axis.
-
-    Args:
-        panels: one or more.
-        x: the horizontal axis with its unit.
-        title: what the figure shows.
-
-    Raises:
-        ImportError: if matplotlib is not installed.
-        ValueError: if there is nothing to draw.
-    """
-    if not panels or not all(panel.series for panel in panels):
-        raise ValueError(f"panel_figure {title!r}: there is a panel without a line, or none")
-    with _canvas() as canvas:
-        rows = math.ceil(len(panels) / 2)
-        canvas.set_size_inches(7.2, 0.6 + 2.3 * rows)
-        grid = canvas.subplots(rows, 2, sharex=True, squeeze=False).flatten()
-        canvas.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        for axes, panel in zip(grid, panels, strict=False):
-            _draw_panel(axes, panel)
-        for place, axes in enumerate(grid):
-            if place >= len(panels):
-                axes.remove()
-            elif place + 2 >= len(panels):
-                axes.set_xlabel(x)
-                axes.tick_params(labelbottom=True)
-        handles, labels = grid[0].get_legend_handles_labels()
-        columns = min(len(labels), 6)
-        canvas.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3.5)
-        return _files(canvas)
-
-
-def _draw_line(
+def draw_line(
     axes: Axes, line: Series, index: int, *, marks: int, markersize: float, linewidth: float
 ) -> None:
     """One series in the colour, dash and marker of its place, with about so many markers."""
+    index = index if line.look is None else line.look
+    if line.low is not None and line.high is not None:
+        colour = _COLOURS[index % len(_COLOURS)]
+        axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
     axes.plot(
         line.x,
         line.y,
@@ -283,32 +255,9 @@ def _draw_line(
     )
 
 
-def _draw_panel(axes: Axes, panel: Panel) -> None:
-    finite: list[float] = []
-    for index, line in enumerate(panel.series):
-        _draw_line(axes, line, index, marks=6, markersize=4, linewidth=1.3)
-        finite += [value for value in line.y if math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=1.0)
-    if low > 0 and high > 100 * low:
-        axes.set_yscale("log")
-    for name, level in (panel.baselines or {}).items():
-        if low < level < 2 * high:
-            axes.axhline(level, color="0.35", linestyle="--", linewidth=1.0)
-            axes.annotate(
-                name,
-                (1, level),
-                xycoords=("axes fraction", "data"),
-                ha="right",
-                va="bottom",
-                fontsize=8,
-                color="0.35",
-            )
-    axes.set_ylabel(panel.y)
-
-
 @contextmanager
 def _axes(title: str, x: str, y: str) -> Iterator[tuple[Canvas, Axes]]:
-    with _canvas() as canvas:
+    with new_canvas() as canvas:
         axes = canvas.subplots()
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
         axes.set_xlabel(x)
@@ -317,7 +266,7 @@ def _axes(title: str, x: str, y: str) -> Iterator[tuple[Canvas, Axes]]:
 
 
 @contextmanager
-def _canvas() -> Iterator[Canvas]:
+def new_canvas() -> Iterator[Canvas]:
     """An empty figure in the house's style."""
     try:
         import matplotlib
@@ -360,7 +309,8 @@ def _legend(canvas: Canvas, axes: Axes, entries: int) -> None:
         canvas.legend(handles, labels, loc="outside right upper", handlelength=3.5)
 
 
-def _files(canvas: Canvas) -> FigureFiles:
+def figure_files(canvas: Canvas) -> FigureFiles:
+    """The finished canvas as files, the same bytes every time."""
     png, svg = io.BytesIO(), io.StringIO()
     canvas.savefig(png, format="png", dpi=200, metadata={"Software": None})
     canvas.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})

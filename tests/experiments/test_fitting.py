@@ -1,0 +1,118 @@
+"""The training loop of task models: it learns, stops, searches rates and lengthens the task."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from recollect.experiments.fitting import Budget, accuracy, fit
+from recollect.tasks.mqar import IGNORE
+
+SIZES = 4
+
+
+def copying(generator: torch.Generator, level: int) -> tuple[Tensor, Tensor]:
+    """Say the token that is shown; the first position is not asked."""
+    tokens = torch.randint(SIZES, (8, max(2, level)), generator=generator)
+    labels = tokens.clone()
+    labels[:, 0] = IGNORE
+    return tokens, labels
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(SIZES, 8), nn.Linear(8, SIZES))
+
+
+def measure(trained: nn.Module) -> float:
+    return accuracy(trained, *copying(torch.Generator().manual_seed(99), 16))
+
+
+def test_it_learns_and_stops_when_the_task_is_solved() -> None:
+    budget = Budget(steps=400, lrs=(0.05,), evaluations=20)
+    found = fit(model, copying, measure, budget, seed=0)
+    assert found.value == 1.0
+    assert found.steps < 400
+    assert found.curve[-1] == (found.steps, 1.0)
+    assert measure(found.model) == 1.0
+
+
+def test_the_best_rate_is_found_and_the_search_ends_there() -> None:
+    budget = Budget(steps=60, lrs=(1e-7, 0.1, 0.2), evaluations=6)
+    found = fit(model, copying, measure, budget, seed=0)
+    assert found.lr == 0.1
+    assert found.value == 1.0
+    assert found.spent == 60 + found.steps, "0.2 was not tried"
+
+
+def test_a_rate_that_diverges_is_survived() -> None:
+    def exploding(generator: torch.Generator, level: int) -> tuple[Tensor, Tensor]:
+        return torch.full((2, 3), math.nan), torch.zeros(2, 3, dtype=torch.long)
+
+    budget = Budget(steps=10, lrs=(0.1, 0.2), evaluations=5)
+    found = fit(lambda: nn.Linear(1, 3), lambda g, n: (exploding(g, n)[0][..., None],
+                exploding(g, n)[1]), lambda m: 0.5, budget, seed=0)  # fmt: skip
+    assert math.isnan(found.value)
+    assert found.spent == 4, "each rate ends at its first measurement"
+
+
+def test_lengths_grow_when_the_last_batches_were_right() -> None:
+    seen: list[int] = []
+
+    def drawn(generator: torch.Generator, level: int) -> tuple[Tensor, Tensor]:
+        seen.append(level)
+        return copying(generator, level)
+
+    budget = Budget(steps=300, lrs=(0.05,), evaluations=10)
+    found = fit(model, drawn, measure, budget, seed=0, levels=(2, 4, 8))
+    assert seen[0] == 2
+    assert seen == sorted(seen)
+    assert [level for _, level in found.levels] == [4, 8]
+    assert seen[found.levels[0][0] - 1] == 2
+    assert seen[found.levels[0][0]] == 4
+    assert found.value == 1.0
+
+
+def test_the_same_seed_trains_the_same_model() -> None:
+    budget = Budget(steps=20, lrs=(0.01,), evaluations=2)
+    first, again = (fit(model, copying, measure, budget, seed=1) for _ in range(2))
+    assert first.curve == again.curve
+    other = fit(model, copying, measure, budget, seed=2)
+    weights = [next(f.model.parameters()) for f in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "none"])
+def test_the_rate_warms_up_and_falls(decay: str) -> None:
+    budget = Budget(steps=100, lrs=(1.0,), warmup=0.1, decay=decay)
+    rates = [budget.rate(step) for step in range(100)]
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert all(a >= b for a, b in pairwise(rates[10:]))
+    assert rates[-1] == 1.0 if decay == "none" else rates[-1] < 0.02
+
+
+def test_accuracy_counts_what_is_asked() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return nn.functional.one_hot(tokens, 3).float()
+
+    tokens = torch.tensor([[0, 1, 2], [2, 2, 2]])
+    labels = torch.tensor([[0, 2, IGNORE], [2, IGNORE, IGNORE]])
+    assert accuracy(Fixed(), tokens, labels) == pytest.approx(2 / 3)
+    assert accuracy(Fixed(), tokens, torch.full_like(labels, IGNORE)) == 0.0
+
+
+@pytest.mark.parametrize("broken", [{"steps": 0}, {"lrs": ()}, {"decay": "sudden"}])
+def test_a_budget_refuses_nonsense(broken: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="Budget"):
+        Budget(**{"steps": 1, "lrs": (0.1,), **broken})  # type: ignore[arg-type]

@@ -1,0 +1,320 @@
+"""Running experiments: every row at smoke scale, resuming, processes, files, the command."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner, Result
+
+from recollect.cli import build
+from recollect.experiments import (
+    EXPERIMENTS,
+    PLANNED,
+    Claim,
+    Experiment,
+    Results,
+    Run,
+    reproduce,
+)
+from recollect.experiments.gallery import save_gallery, save_gallery_markdown
+from recollect.experiments.plan import plan
+from recollect.experiments.protocol import SCALES, Work, judged
+from recollect.experiments.records import Missing, Record, plain
+from recollect.report import FigureFiles, Series, line_figure
+
+ROWS = (
+    *("ttr-fig2", "ttr-fig3", "ttr-stability"),
+    *("am-snr", "am-fig4", "am-fig5", "am-fig6", "am-fig7", "am-fig8"),
+    *("am-icl", "am-state-exchange"),
+    *("atlas-learnability", "atlas-capacity", "mqar", "mad", "word-problems"),
+)
+LATER = (
+    *("am-fig2", "miras-table2", "miras-pq", "miras-ablation", "atlas-table2", "atlas-window"),
+    *("atlas-ablation", "niah", "babilong", "recall-real", "scaling"),
+)
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(build(), list(arguments))
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Rows at smoke scale, each run once for all tests of this file."""
+    out = tmp_path_factory.mktemp("smoke")
+    return functools.lru_cache(None)(lambda name: reproduce(name, scale="smoke", out=out))
+
+
+def test_every_row_is_registered() -> None:
+    assert set(EXPERIMENTS) == set(ROWS)
+    assert {row.name for row in PLANNED} == set(LATER)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_runs_at_smoke_scale(name: str, smoke: Callable[[str], Run]) -> None:
+    run = smoke(name)
+    assert run.complete
+    folder = run.folder
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "figure.svg").read_text("utf-8").rstrip().endswith("</svg>")
+    data = json.loads((folder / "results.json").read_text("utf-8"))
+    assert len(data["records"]) == len(EXPERIMENTS[name].cells(data["config"]))
+    assert all(record["commit"] and record["device"] for record in data["records"])
+    with (folder / "results.csv").open(encoding="utf-8") as file:
+        assert len(list(csv.DictReader(file))) == len(data["records"])
+    page = (folder / "report.html").read_text("utf-8")
+    for claim, verdict in run.verdicts:
+        assert verdict.status in page
+        assert claim.name in page.replace("&#x27;", "'")
+    assert {c["verdict"] for c in data["claims"]} <= {
+        "holds",
+        "does not hold",
+        "not testable at this scale",
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["ttr-fig2", "ttr-stability", "am-state-exchange", "am-icl", "atlas-capacity"]
+)
+def test_what_is_mathematics_comes_out_at_any_scale(name: str, smoke: Callable[[str], Run]) -> None:
+    run = smoke(name)
+    assert {verdict.status for _, verdict in run.verdicts} == {"holds"}, run.verdicts
+
+
+def test_recall_is_constructed_without_training(smoke: Callable[[str], Run]) -> None:
+    run = smoke("ttr-fig3")
+    (verdict,) = [v for claim, v in run.verdicts if claim.name == "construction"]
+    assert verdict.status == "holds"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_has_three_scales_and_a_price_for_each(name: str) -> None:
+    experiment = EXPERIMENTS[name]
+    assert set(experiment.configs) == set(SCALES)
+    assert json.loads(json.dumps(experiment.configs)) == dict(experiment.configs)
+    flops = []
+    for scale in SCALES:
+        config = experiment.config(scale)
+        works = [experiment.work(config, cell) for cell in experiment.cells(config)]
+        assert all(math.isfinite(w.flops) and w.flops > 0 and w.memory > 0 for w in works)
+        flops.append(config["seeds"] * sum(work.flops for work in works))
+    assert flops[0] < flops[1] <= flops[2]
+
+
+# -- a small experiment of one's own ---------------------------------------------------------------
+
+
+def doubled(results: Results) -> Any:
+    return judged(results.mean("y", x=2) == 4.0, "y at 2")
+
+
+def toy(measured: list[tuple[int, int]] | None = None, *, stop_at: int | None = None) -> Experiment:
+    def measure(
+        config: Any, cell: Any, seed: int, device: torch.device
+    ) -> dict[str, float | list[float]]:
+        if stop_at is not None and measured is not None and len(measured) == stop_at:
+            raise KeyboardInterrupt
+        if measured is not None:
+            measured.append((cell["x"], seed))
+        return {"y": 2.0 * cell["x"], "noise": float(torch.rand(())), "curve": [1.0, math.nan]}
+
+    def draw(results: Results) -> FigureFiles:
+        places = results.along("x")
+        ys = [results.mean("y", x=place) for place in places]
+        return line_figure([Series(name="y", x=places, y=ys)], x="x", y="y", title="toy")
+
+    return Experiment(
+        name="toy",
+        title="Doubling",
+        source="nowhere",
+        protocol="y = 2x",
+        claims=(Claim(name="doubles", text="y is 2x.", rule="y = 4 at x = 2.", judge=doubled),),
+        configs={scale: {"seeds": 2, "xs": [1, 2, 3]} for scale in SCALES},
+        cells=lambda config: [{"x": x} for x in config["xs"]],
+        measure=measure,
+        draw=draw,
+        work=lambda config, cell: Work(flops=1e9 * cell["x"], memory=8.0),
+    )
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    first: list[tuple[int, int]] = []
+    run = reproduce(toy(first, stop_at=4), out=tmp_path)
+    assert not run.complete
+    assert len(run.results.records) == 4
+    assert json.loads((tmp_path / "toy" / "results.json").read_text())["complete"] is False
+    assert "Interrupted" in (tmp_path / "toy" / "report.html").read_text()
+    again: list[tuple[int, int]] = []
+    run = reproduce(toy(again), out=tmp_path)
+    assert run.complete
+    assert first + again == [(x, seed) for seed in range(2) for x in (1, 2, 3)]
+    nothing: list[tuple[int, int]] = []
+    assert reproduce(toy(nothing), out=tmp_path).results.seconds == run.results.seconds
+    assert nothing == []
+    assert len(reproduce(toy(nothing), out=tmp_path, fresh=True).results.records) == len(nothing)
+
+
+def test_more_seeds_measure_only_the_new_ones(tmp_path: Path) -> None:
+    reproduce(toy(), out=tmp_path)
+    more: list[tuple[int, int]] = []
+    run = reproduce(toy(more), out=tmp_path, seeds=3)
+    assert more == [(1, 2), (2, 2), (3, 2)]
+    assert len(run.results.records) == 9
+
+
+def test_a_changed_configuration_is_measured_anew(tmp_path: Path) -> None:
+    reproduce(toy(), out=tmp_path)
+    measured: list[tuple[int, int]] = []
+    changed = replace(
+        toy(measured), configs={scale: {"seeds": 1, "xs": [1, 2, 3], "more": 1} for scale in SCALES}
+    )
+    reproduce(changed, out=tmp_path)
+    assert len(measured) == 3
+
+
+def test_the_same_seed_gives_the_same_numbers(tmp_path: Path) -> None:
+    runs = [reproduce(toy(), out=tmp_path / name) for name in "ab"]
+    noise = [[r.values["noise"] for r in run.results.records] for run in runs]
+    assert noise[0] == noise[1]
+    assert noise[0][0] != noise[0][3], "another seed, other numbers"
+
+
+def test_rules_that_changed_since_the_measurement_are_told(tmp_path: Path) -> None:
+    def stricter(results: Results) -> Any:
+        return judged(results.mean("y", x=2) == 5.0, "y at 2")
+
+    reproduce(toy(), out=tmp_path)
+    page = tmp_path / "toy" / "report.html"
+    assert "as they stood when this was measured" in page.read_text()
+    claim = replace(toy().claims[0], judge=stricter)
+    run = reproduce(replace(toy(), claims=(claim,)), out=tmp_path)
+    assert run.verdicts[0][1].status == "does not hold"
+    assert "changed since" in page.read_text()
+
+
+@pytest.mark.slow  # each process imports everything anew
+def test_processes_measure_the_same(tmp_path: Path) -> None:
+    one = reproduce("am-icl", scale="smoke", out=tmp_path / "one")
+    two = reproduce("am-icl", scale="smoke", out=tmp_path / "two", jobs=2)
+    assert [r.cell for r in one.results.records] == [r.cell for r in two.results.records]
+    for a, b in zip(one.results.records, two.results.records, strict=True):
+        assert a.values["at the end"] == pytest.approx(b.values["at the end"], rel=1e-6)
+
+
+# -- records ---------------------------------------------------------------------------------------
+
+
+def test_records_survive_their_files() -> None:
+    record = Record(cell={"x": 1}, seed=3, values={"y": math.nan, "curve": [1.0, math.inf]})
+    text = json.dumps(record.to_dict(), allow_nan=False)
+    back = Record.from_dict(json.loads(text))
+    assert (back.cell, back.seed) == (record.cell, record.seed)
+    assert math.isnan(back.values["y"])  # type: ignore[arg-type]
+    assert back.values["curve"][0] == 1.0  # type: ignore[index]
+    assert plain({"a": (1.0, math.nan)}) == {"a": [1.0, None]}
+
+
+def test_questions_to_results() -> None:
+    rows = [
+        (
+            {"layer": layer, "n": n},
+            seed,
+            {"y": float(n + seed), "curve": [float(seed)] * (2 + seed)},
+        )
+        for layer in ("a", "b")
+        for n in (10, 20)
+        for seed in (0, 1)
+    ]
+    results = Results.of(rows)
+    assert results.along("n", layer="a") == [10, 20]
+    assert results.mean("y", layer="a", n=10) == 10.5
+    assert (results.worst("y", layer="b"), results.best("y", layer="b")) == (10.0, 21.0)
+    assert results.band("curve", layer="a", n=20) == ([0.5, 0.5], [0.0, 0.0], [1.0, 1.0])
+    assert len(results.cells()) == 4
+    assert not results.has(layer="c")
+    with pytest.raises(Missing, match="y was not measured at layer = c"):
+        results.mean("y", layer="c")
+    with pytest.raises(Missing, match="nothing was measured along n at layer = c"):
+        results.along("n", layer="c")
+    broken = Results.of([({"x": 1}, 0, {"y": math.nan}), ({"x": 1}, 1, {"y": 1.0})])
+    assert math.isnan(broken.worst("y", x=1)), "a run that diverged is not forgotten"
+
+
+# -- the command, plans, galleries -----------------------------------------------------------------
+
+
+def test_the_list_names_all_and_what_is_planned() -> None:
+    result = invoke("reproduce", "--list")
+    assert result.exit_code == 0, result.output
+    for name in (*ROWS, *LATER):
+        assert name in result.output
+    assert "planned" in result.output
+    rows = json.loads(invoke("reproduce", "--list", "--json").stdout)
+    assert {row["name"] for row in rows if row.get("planned")} == set(LATER)
+
+
+def test_the_command_runs_and_writes_a_gallery(tmp_path: Path) -> None:
+    result = invoke("reproduce", "ttr-fig2", "--scale", "smoke", "--out", str(tmp_path), "--json")
+    assert result.exit_code == 0, result.output
+    (run,) = json.loads(result.stdout)
+    assert run["experiment"] == "ttr-fig2"
+    assert "ttr-fig2" in (tmp_path / "index.html").read_text("utf-8")
+    shown = invoke("reproduce", "ttr-fig2", "--scale", "smoke", "--out", str(tmp_path))
+    assert "measured earlier" in shown.output
+    assert "Linear attention" in shown.output
+    page = tmp_path / "docs" / "gallery.md"
+    save_gallery_markdown(tmp_path, page, intro="Figures.")
+    text = page.read_text("utf-8")
+    assert "](gallery/ttr-fig2.svg)" in text
+    assert (page.parent / "gallery" / "ttr-fig2.svg").exists()
+    assert save_gallery(tmp_path / "empty") is None
+
+
+def test_the_papers_scale_prints_its_plan_and_how_to_launch_it(tmp_path: Path) -> None:
+    result = invoke("reproduce", "am-fig4", "--scale", "paper", "--jobs", "4")
+    assert result.exit_code == 0, result.output
+    for word in ("FLOP", "memory", "time", "--scale paper --launch", "--jobs 4"):
+        assert word in result.output
+    priced = plan(toy(), "paper")
+    assert (priced.cells, priced.seeds) == (3, 2)
+    assert priced.flops == 2 * (1 + 2 + 3) * 1e9
+    assert priced.longest == 3e9
+    assert priced.seconds == pytest.approx(priced.flops / (0.1 * priced.rate))
+    both = json.loads(invoke("reproduce", "--all", "--scale", "paper", "--json").stdout)
+    assert [row["experiment"] for row in both] == list(EXPERIMENTS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("ttr-fig9",), "there is no experiment 'ttr-fig9'; there are ttr-fig2"),
+        (("am-fig2",), "am-fig2 is planned"),
+        ((), "name one experiment"),
+        (("ttr-fig2", "--all"), "name one experiment"),
+        (("ttr-fig2", "--scale", "huge"), "--scale must be one of smoke, small, paper"),
+        (("ttr-fig2", "--seeds", "0", "--scale", "smoke"), "--seeds must be at least 1"),
+        (("ttr-fig2", "--jobs", "0", "--scale", "smoke"), "--jobs must be at least 1"),
+        (("ttr-fig2", "--device", "tpu"), "--device tpu is not here"),
+    ],
+)
+def test_the_command_refuses_in_one_sentence(
+    arguments: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    result = invoke("reproduce", *arguments, "--out", str(tmp_path))
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr
+    assert "Traceback" not in result.output

@@ -1,0 +1,364 @@
+"""Every verdict rule can say yes and can say no: data that support a claim, and that contradict it.
+
+No number here was measured; each is made up to stand on one side of its rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from recollect.experiments import EXPERIMENTS, Results
+from recollect.experiments.atlas_learning import MAPPINGS
+from recollect.experiments.ttr_recall import named
+
+Rows = list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+def made(name: str, rows: Rows, *, scale: str = "small", **config: Any) -> Results:
+    """Results with three equal seeds, in the configuration of the small scale."""
+    whole = {**EXPERIMENTS[name].configs["small"], **config}
+    triples = [(cell, seed, values) for seed in range(3) for cell, values in rows]
+    return Results.of(triples, scale=scale, config=whole)
+
+
+def fig2(linear: float, rls: float, softmax: float, local: float, naive: float) -> Rows:
+    found = {
+        "linear attention": linear,
+        "RLS": rls,
+        "softmax attention": softmax,
+        "local linear attention": local,
+        "naive forecaster": naive,
+    }
+    return [
+        ({"layer": layer}, {"before": x, "after": x, "last quarter": x})
+        for layer, x in found.items()
+    ]
+
+
+def stability(linear: float, rls: float, under: float = 1.0) -> Rows:
+    return [
+        ({"layer": "linear attention"}, {"slope": linear, "under the bound": 0.5}),
+        ({"layer": "RLS"}, {"slope": rls, "under the bound": under}),
+    ]
+
+
+def fig3(construction: float, few: float, rls: float, linear: float) -> Rows:
+    rows: Rows = []
+    for T in (128, 512):
+        for layer in ("linear attention", "RLS"):
+            rows.append(
+                ({"kind": "untrained", "layer": layer, "P": 64, "T": T}, {"accuracy": construction})
+            )
+            rows.append(({"kind": "trained", "layer": layer, "P": 64, "T": T}, {"accuracy": few}))
+            many = rls if layer == "RLS" else linear
+            rows.append(({"kind": "trained", "layer": layer, "P": 128, "T": T}, {"accuracy": many}))
+    return rows
+
+
+def exchange(rounding: float, linear: float, error: float = 0.0) -> Rows:
+    cell = {"n": 64, "d": 36, "dtype": "float32"}
+    return [
+        ({**cell, "kernel": "rounding"}, {"accuracy": rounding, "largest error": error}),
+        ({**cell, "kernel": "linear"}, {"last quarter": linear}),
+    ]
+
+
+def apart(largest: float) -> Rows:
+    return [
+        ({"axis": axis, "kernel": "exp", "at": 4}, {"standard errors apart": x})
+        for axis, x in (("N", 1.0), ("d", largest), ("τ", 0.5))
+    ]
+
+
+def needed(exp: float, linear: float) -> Rows:
+    cell = {"axis": "needed d", "at": 64}
+    return [
+        ({**cell, "kernel": "exp"}, {"d": exp, "formula": 9.48}),
+        ({**cell, "kernel": "linear"}, {"d": linear}),
+    ]
+
+
+def by(axis: str, kernels: Iterable[str], places: Iterable[float], values: Iterable[float]) -> Rows:
+    pairs = list(zip(places, values, strict=True))
+    return [
+        ({"axis": axis, "kernel": kernel, "at": at}, {"SNR⁻¹": x})
+        for kernel in kernels
+        for at, x in pairs
+    ]
+
+
+def order(three: float) -> Rows:
+    return [
+        ({"axis": "order", "kernel": "exp", "at": at}, {"order": x})
+        for at, x in ((2.0, 7.0), (3.0, three))
+    ]
+
+
+def icl(one: float, two: float, power: float) -> Rows:
+    return [
+        ({"model": "DeltaNet", "heads": 1}, {"at the end": one}),
+        ({"model": "DeltaNet", "heads": 2}, {"at the end": two}),
+        ({"model": "softmax attention", "heads": 1}, {"power of t": power}),
+    ]
+
+
+def fig4(delta: float, transformer: float) -> Rows:
+    return [
+        (
+            {"model": "DeltaFormer", "heads": heads, "layers": 1, "kernel": kernel},
+            {"accuracy": x},
+        )
+        for heads in ("4 × 3", "1 × 12")
+        for kernel, x in (("linear", delta), ("relu", 0.4))
+    ] + [
+        (
+            {"model": "Transformer", "heads": "4 × 3", "layers": layers, "kernel": "none"},
+            {"accuracy": transformer},
+        )
+        for layers in (1, 2)
+    ]
+
+
+def fig5(linear: float, rounding: float) -> Rows:
+    return [
+        ({"n": n, "kernel": kernel}, {"accuracy": x})
+        for n in (128, 256)
+        for kernel, x in (("linear", 1.0 if n == 128 else linear), ("round", rounding))
+    ]
+
+
+def fig6(curriculum: float, direct: float, *, nope: float, rope: float, kept: float) -> Rows:
+    return [
+        (
+            {"position": position, "training": training},
+            {
+                "accuracy": x,
+                "at twice the length": x - (0.1 if position == "RoPE" else kept),
+                "accuracy by steps": [nope if position == "NoPE" else rope] * 3,
+            },
+        )
+        for position in ("RoPE", "NoPE")
+        for training, x in (("curriculum", curriculum), ("direct", direct))
+    ]
+
+
+def fig7(delta: float, transformer: float) -> Rows:
+    return [
+        ({"model": "DeltaFormer", "layers": 1, "kernel": "linear"}, {"accuracy": delta}),
+        ({"model": "DeltaFormer", "layers": 1, "kernel": "exp"}, {"accuracy": 0.6}),
+        ({"model": "Transformer", "layers": 1, "kernel": "none"}, {"accuracy": 0.7}),
+        ({"model": "Transformer", "layers": 4, "kernel": "none"}, {"accuracy": transformer}),
+    ]
+
+
+def fig8(linear: float, exp: float) -> Rows:
+    return [
+        ({"kernel": kernel, "w-heads": heads}, {"accuracy": x})
+        for kernel, gain in (("linear", linear), ("exp", exp))
+        for heads, x in ((1, 0.5), (3, 0.5 + gain / 2), (4, 0.5 + gain))
+    ]
+
+
+def capacities(matrix: float, polynomial: float, two: float, three: float) -> Rows:
+    return [
+        ({"memory": "matrix", "order": 1, "d_k": 3}, {"pairs": matrix}),
+        ({"memory": "polynomial", "order": 2, "d_k": 3}, {"pairs": polynomial}),
+        ({"memory": "MLP", "order": 2, "d_k": 3}, {"pairs": two}),
+        ({"memory": "MLP", "order": 3, "d_k": 3}, {"pairs": three}),
+    ]
+
+
+def maps(low_rank: float, mlp: float, attention: float, inputs: float, sliding: float) -> Rows:
+    found = dict(zip(MAPPINGS, (low_rank, mlp, attention, inputs, sliding), strict=True))
+    return [
+        (
+            {"mapping": name, "memory": "2×1", "optimizer": optimizer},
+            {"loss": x + worse, "last quarter": x + worse},
+        )
+        for name, x in found.items()
+        for optimizer, worse in (("SGD", 0.0), ("Adam", 0.3))
+    ]
+
+
+def recalled(linear: float, delta: float, atlas: float) -> Rows:
+    return [
+        ({"architecture": name, "width": 16}, {"accuracy": x, "state bytes": size})
+        for name, x, size in (
+            ("linear_attention", linear, 1024.0),
+            ("delta_net", delta, 1024.0),
+            ("softmax_attention", 1.0, 4096.0),
+            ("atlas", atlas, 4096.0),
+        )
+    ]
+
+
+def mad(*found: float) -> Rows:
+    names = ("atlas", "omega_net", "titans", "softmax_attention")
+    return [
+        ({"architecture": name, "task": task}, {"accuracy": x})
+        for name, x in zip(names, found, strict=True)
+        for task in ("compression", "memorization")
+    ]
+
+
+def groups(name: str, *found: tuple[str, float]) -> Rows:
+    return [
+        ({"group": name, "model": model}, {"accuracy": x, "at the longest": x})
+        for model, x in found
+    ]
+
+
+TWO, FOUR = "β in [0, 2], n = 2", "β in [0, 2], n = 4"
+ONE, POSITIVE = "β in [0, 2]", "β in [0, 1]"
+TAUS = (2.0, 4.0, 8.0)
+BOTH = ("linear", "exp")
+
+CASES: dict[tuple[str, str], tuple[Rows, list[Rows]]] = {
+    ("ttr-fig2", "linear attention is worst"): (
+        fig2(0.4, 0.2, 0.1, 0.05, 0.01),
+        [fig2(0.15, 0.2, 0.1, 0.05, 0.01), fig2(math.nan, 0.2, 0.1, 0.05, 0.01)],
+    ),
+    ("ttr-fig2", "RLS does not adapt"): (
+        fig2(0.4, 0.2, 0.1, 0.05, 0.01),
+        [fig2(0.4, 0.04, 0.1, 0.05, 0.01), fig2(0.4, 0.2, 0.1, 0.05, 0.3)],
+    ),
+    ("ttr-fig2", "slopes help"): (
+        fig2(0.4, 0.2, 0.1, 0.05, 0.01),
+        [fig2(0.4, 0.2, 0.1, 0.11, 0.01)],
+    ),
+    ("ttr-stability", "linear attention grows"): (stability(0.9, 0.0), [stability(0.1, 0.0)]),
+    ("ttr-stability", "least squares stays"): (
+        stability(0.9, 0.0),
+        [stability(0.9, 0.5), stability(0.9, 0.0, under=0.99)],
+    ),
+    ("ttr-fig3", "construction"): (fig3(1.0, 1.0, 1.0, 0.8), [fig3(0.999, 1.0, 1.0, 0.8)]),
+    ("ttr-fig3", "P = d"): (fig3(1.0, 1.0, 1.0, 0.8), [fig3(1.0, 0.9, 1.0, 0.8)]),
+    ("ttr-fig3", "P = 2d"): (
+        fig3(1.0, 1.0, 1.0, 0.8),
+        [fig3(1.0, 1.0, 1.0, 0.99), fig3(1.0, 1.0, 0.8, 0.5)],
+    ),
+    ("am-state-exchange", "rounding tracks"): (
+        exchange(1.0, 0.1),
+        [exchange(0.999, 0.1), exchange(1.0, 0.1, error=0.7)],
+    ),
+    ("am-state-exchange", "linear fails"): (exchange(1.0, 0.1), [exchange(1.0, 0.95)]),
+    ("am-snr", "closed forms"): (apart(4.0), [apart(6.0), apart(math.nan)]),
+    ("am-snr", "d = O(log² N)"): (needed(10, 64), [needed(14, 64), needed(10, 9)]),
+    ("am-snr", "temperature"): (
+        by("τ", ("exp",), TAUS, (1.0, 2.0, 3.0)),
+        [by("τ", ("exp",), TAUS, (2.0, 1.0, 3.0))],
+    ),
+    ("am-snr", "truncation"): (order(8.0), [order(9.0)]),
+    ("am-snr", "heads"): (
+        by("heads", BOTH, (1, 4), (1.0, 0.5)),
+        [by("heads", BOTH, (1, 4), (1.0, 1.1))],
+    ),
+    ("am-icl", "one head converges"): (icl(1e-6, 0.3, -1.0), [icl(0.1, 0.3, -1.0)]),
+    ("am-icl", "several heads do not"): (
+        icl(1e-6, 0.3, -1.0),
+        [icl(1e-6, 1e-3, -1.0), icl(0.1, 0.3, -1.0)],
+    ),
+    ("am-icl", "softmax's updates vanish"): (icl(1e-6, 0.3, -1.0), [icl(1e-6, 0.3, -0.1)]),
+    ("am-fig4", "DeltaFormer"): (fig4(1.0, 0.5), [fig4(0.9, 0.5)]),
+    ("am-fig4", "Transformers"): (fig4(1.0, 0.5), [fig4(1.0, 0.95), fig4(0.5, 0.6)]),
+    ("am-fig5", "linear kernel degrades"): (fig5(0.2, 1.0), [fig5(0.95, 1.0)]),
+    ("am-fig5", "rounding does not"): (fig5(0.2, 1.0), [fig5(0.2, 0.9)]),
+    ("am-fig6", "curriculum wins"): (
+        fig6(0.9, 0.5, nope=0.4, rope=0.6, kept=0.0),
+        [fig6(0.5, 0.5, nope=0.4, rope=0.6, kept=0.0)],
+    ),
+    ("am-fig6", "NoPE is slower"): (
+        fig6(0.9, 0.5, nope=0.4, rope=0.6, kept=0.0),
+        [fig6(0.9, 0.5, nope=0.7, rope=0.6, kept=0.0)],
+    ),
+    ("am-fig6", "NoPE generalises further"): (
+        fig6(0.9, 0.5, nope=0.4, rope=0.6, kept=0.0),
+        [fig6(0.9, 0.5, nope=0.4, rope=0.6, kept=0.2)],
+    ),
+    ("am-fig7", "DeltaFormer"): (fig7(0.99, 0.9), [fig7(0.9, 0.9)]),
+    ("am-fig7", "Transformers"): (fig7(0.99, 0.9), [fig7(1.0, 0.99), fig7(0.8, 0.9)]),
+    ("am-fig8", "nonlinear kernels"): (
+        fig8(0.0, 0.1),
+        [fig8(0.0, 0.0), fig8(0.0, -0.1)],
+    ),
+    ("am-fig8", "linear kernel"): (fig8(0.0, 0.1), [fig8(0.1, 0.1), fig8(-0.1, 0.1)]),
+    ("atlas-capacity", "matrix"): (capacities(3, 10, 5, 7), [capacities(4, 10, 5, 7)]),
+    ("atlas-capacity", "polynomial"): (capacities(3, 10, 5, 7), [capacities(3, 9, 5, 7)]),
+    ("atlas-capacity", "deep memory"): (capacities(3, 10, 5, 7), [capacities(3, 10, 3, 7)]),
+    ("atlas-capacity", "depth"): (capacities(3, 10, 5, 7), [capacities(3, 10, 5, 5)]),
+    ("atlas-learnability", "1 is easiest"): (
+        maps(0.1, 0.3, 0.8, 0.2, 0.9),
+        [maps(0.3, 0.2, 0.8, 0.25, 0.9)],
+    ),
+    ("atlas-learnability", "4 faster than 2"): (
+        maps(0.1, 0.3, 0.8, 0.2, 0.9),
+        [maps(0.1, 0.2, 0.8, 0.3, 0.9)],
+    ),
+    ("atlas-learnability", "3 and 5 hardest"): (
+        maps(0.1, 0.3, 0.8, 0.2, 0.9),
+        [maps(0.1, 0.3, 0.9, 0.2, 0.8), maps(0.1, 0.85, 0.8, 0.2, 0.9)],
+    ),
+    ("mqar", "delta rule above Hebbian"): (recalled(0.5, 0.9, 1.0), [recalled(0.9, 0.9, 1.0)]),
+    ("mqar", "Atlas best per state"): (recalled(0.5, 0.9, 1.0), [recalled(0.5, 0.9, 0.8)]),
+    ("mad", "order"): (mad(0.9, 0.8, 0.8, 0.7), [mad(0.9, 0.8, 0.7, 0.8)]),
+    ("word-problems", "parity"): (
+        groups("parity", (POSITIVE, 0.6), (ONE, 1.0)),
+        [
+            groups("parity", (POSITIVE, 0.95), (ONE, 1.0)),
+            groups("parity", (POSITIVE, 0.6), (ONE, 0.9)),
+        ],
+    ),
+    ("word-problems", "S₃ needs two steps"): (
+        groups("S3", (ONE, 0.7), (TWO, 0.9)),
+        [groups("S3", (ONE, 0.9), (TWO, 0.9))],
+    ),
+    ("word-problems", "S₅ with four steps"): (
+        groups("S5", (ONE, 0.2), (FOUR, 0.99)),
+        [groups("S5", (ONE, 0.2), (FOUR, 0.9)), groups("S5", (ONE, 1.0), (FOUR, 0.99))],
+    ),
+}
+
+
+def test_every_claim_is_here() -> None:
+    claims = {(e.name, claim.name) for e in EXPERIMENTS.values() for claim in e.claims}
+    assert set(CASES) == claims
+
+
+@pytest.mark.parametrize(("experiment", "claim"), CASES)
+def test_a_rule_says_yes_and_no(experiment: str, claim: str) -> None:
+    (found,) = [c for c in EXPERIMENTS[experiment].claims if c.name == claim]
+    supporting, contradicting = CASES[experiment, claim]
+    scale = found.scales[-1]
+    verdict = found.verdict(made(experiment, supporting, scale=scale))
+    assert verdict.status == "holds", verdict.because
+    for rows in contradicting:
+        verdict = found.verdict(made(experiment, rows, scale=scale))
+        assert verdict.status == "does not hold", verdict.because
+
+
+@pytest.mark.parametrize(("experiment", "claim"), CASES)
+def test_what_was_not_measured_is_not_judged(experiment: str, claim: str) -> None:
+    """A rule without data neither holds nor fails."""
+    (found,) = [c for c in EXPERIMENTS[experiment].claims if c.name == claim]
+    stray: Rows = [({"layer": "none of them", "memory": "none of them"}, {"nothing": 1.0})]
+    verdict = found.verdict(made(experiment, stray, scale=found.scales[-1]))
+    assert verdict.status == "not testable at this scale", verdict.because
+
+
+def test_trained_models_are_not_judged_at_smoke_scale() -> None:
+    (claim,) = [c for c in EXPERIMENTS["am-fig4"].claims if c.name == "DeltaFormer"]
+    verdict = claim.verdict(made("am-fig4", fig4(1.0, 0.5), scale="smoke"))
+    assert verdict.status == "not testable at this scale"
+
+
+def test_how_many_pairs_are_named() -> None:
+    """Against the sum over pairs of the chance to be drawn."""
+    assert named(1, 2) == pytest.approx(1.0)
+    assert named(2, 4) == pytest.approx(1.5)
+    assert named(128, 128) < 64 < named(128, 512)
