@@ -130,6 +130,8 @@ def test_attention() -> None:
     for name in ("sliding_window_attention", "fox", "moba", "bilinear_gated_attention"):
         masked = rc.zoo.get(name).recipe
         x = inputs(masked, T=300)
+        # Under strong decays far keys are left out, and the price is that of all.
+        x = dataclasses.replace(x, gates={gate: 0.01 * g for gate, g in x.gates.items()})
         # Blocks are scored besides, a few products per query.
         assert priced(masked, x).total == pytest.approx(flops(masked, x), rel=0.03), name
     total = rc.Recipe(

@@ -114,7 +114,7 @@ def sliding_window_attention() -> tuple[Recipe, LayerOptions]:
         kind="exact",
         source="TTR eq. 47",
         note="without a denominator the output grows with the number of tokens, so queries and "
-        "keys have unit length and the output is normed, as AM 5.1 does per head",
+        "keys have length √K and the output is normed, as AM 5.1 does per head",
     ),
 )
 def unnormalized_attention() -> tuple[Recipe, LayerOptions]:
@@ -125,7 +125,7 @@ def unnormalized_attention() -> tuple[Recipe, LayerOptions]:
         bias=DotProduct(),
         algorithm=GradientDescent(lr=1.0),
     )
-    return recipe, replace(BARE, qk_norm="l2", output_norm="rms")
+    return recipe, replace(BARE, qk_norm="rms", output_norm="rms")
 
 
 @preset(
