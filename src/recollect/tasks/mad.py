@@ -20,14 +20,22 @@ this module says what it does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from recollect.tasks.checks import at_least, below, distinct, one_of, same_batch
+from recollect.tasks.checks import distinct, one_of, same_batch
+from recollect.tasks.mad_config import (
+    MadCompression,
+    MadConfig,
+    MadCopying,
+    MadFuzzy,
+    MadMemorization,
+    MadRecall,
+    MadSetting,
+    mad_settings,
+)
 from recollect.tasks.mqar import IGNORE
 
 __all__ = [
@@ -43,239 +51,6 @@ __all__ = [
 ]
 
 Split = Literal["train", "test"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MadRecall:
-    """In-context recall, and noisy recall where ``noise`` is above 0.
-
-    Keys are the lower half of the tokens that are not noise, values the upper half; the last
-    ``noise_vocab`` tokens are noise.
-
-    Args:
-        vocab: V, noise included.
-        length: T, even; instances have T − 1 tokens, because inputs and labels are T tokens apart
-            by one.
-        noise: chance that a pair of tokens is noise, below 1. One pair never is. (The published
-            program may leave that one to the question, and then fails when all others are noise.)
-        noise_vocab: how many tokens are noise.
-
-    Raises:
-        ValueError: a number out of range, naming it.
-    """
-
-    vocab: int = 16
-    length: int = 128
-    noise: float = 0.0
-    noise_vocab: int = 0
-
-    def __post_init__(self) -> None:
-        at_least("MadRecall", 4, length=self.length)
-        at_least("MadRecall", 0, noise_vocab=self.noise_vocab)
-        at_least("MadRecall", 2 + self.noise_vocab, vocab=self.vocab)
-        below("MadRecall", 0, 1, noise=self.noise)
-        if self.length % 2:
-            raise ValueError(f"MadRecall: length must be even, got {self.length}")
-        if self.noise == 1 or (self.noise > 0 and self.noise_vocab < 1):
-            raise ValueError(
-                "MadRecall: noise must be below 1 and needs noise_vocab tokens, got noise = "
-                f"{self.noise} and noise_vocab = {self.noise_vocab}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MadFuzzy:
-    """Fuzzy in-context recall: keys and values are motifs of different tokens.
-
-    The last token of the vocabulary fills the front; of the others the lower half is for keys, the
-    upper half for values. The sizes of motifs are uniform in 1..motif; in tests keys have size
-    ``motif``. The pair that is asked at the end has always been named (in the published program it
-    may come too late).
-
-    Args:
-        vocab: V.
-        length: T, the tokens of an instance.
-        motif: the most tokens of a key and of a value.
-
-    Raises:
-        ValueError: a number out of range, naming it.
-    """
-
-    vocab: int = 16
-    length: int = 128
-    motif: int = 3
-
-    def __post_init__(self) -> None:
-        at_least("MadFuzzy", 1, motif=self.motif)
-        at_least("MadFuzzy", 2 * self.motif + 1, vocab=self.vocab)
-        at_least("MadFuzzy", 6 * self.motif, length=self.length)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MadMemorization:
-    """Facts: one map from keys to values for every sequence.
-
-    The last token says "insert"; of the others the lower half is keys, the upper half values.
-    Instances are key, insert, key, insert, …; the label at each insert is the key's value.
-
-    Args:
-        vocab: V.
-        length: T, even.
-        facts: the seed of the map.
-
-    Raises:
-        ValueError: a number out of range, naming it.
-    """
-
-    vocab: int = 256
-    length: int = 32
-    facts: int = 0
-
-    def __post_init__(self) -> None:
-        at_least("MadMemorization", 3, vocab=self.vocab)
-        at_least("MadMemorization", 2, length=self.length)
-        at_least("MadMemorization", 0, facts=self.facts)
-        if self.length % 2:
-            raise ValueError(f"MadMemorization: length must be even, got {self.length}")
-
-    @property
-    def map(self) -> Tensor:
-        """The value of every key, int64 ``[(V − 1) // 2]``; no two keys share one."""
-        keys = (self.vocab - 1) // 2
-        generator = torch.Generator().manual_seed(self.facts)
-        return keys + torch.randperm(self.vocab - 1 - keys, generator=generator)[:keys]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MadCopying:
-    """Selective copying: blanks stand between the tokens to copy, a sign, then blanks to fill.
-
-    Token V − 1 is the sign and V − 2 the blank. Each blank stands before one of the tokens to copy,
-    independently and uniformly, so that none stands between the last one and the sign. (The
-    published program draws these places from a generator of its own that no seed reaches.)
-
-    Args:
-        vocab: V.
-        length: T.
-        copies: tokens to copy.
-
-    Raises:
-        ValueError: a number out of range, naming it.
-    """
-
-    vocab: int = 16
-    length: int = 256
-    copies: int = 16
-
-    def __post_init__(self) -> None:
-        at_least("MadCopying", 3, vocab=self.vocab)
-        at_least("MadCopying", 1, copies=self.copies)
-        at_least("MadCopying", 2 * self.copies + 2, length=self.length)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MadCompression:
-    """Compression: T − 1 uniform tokens and a sign; labels are the inputs themselves.
-
-    A model must use nothing of its layers' outputs but the last, and decode it together with an
-    embedding of the position that is asked.
-
-    Args:
-        vocab: V; token V − 1 is the sign.
-        length: T.
-
-    Raises:
-        ValueError: a number out of range, naming it.
-    """
-
-    vocab: int = 16
-    length: int = 32
-
-    def __post_init__(self) -> None:
-        at_least("MadCompression", 2, vocab=self.vocab, length=self.length)
-
-
-MadConfig = MadRecall | MadFuzzy | MadMemorization | MadCopying | MadCompression
-
-
-@dataclass(frozen=True, kw_only=True)
-class MadSetting:
-    """One training of the benchmark.
-
-    Attributes:
-        task: the task's name.
-        axis, value: what differs from the baseline; ``""`` and 0 for the baseline.
-        config: what an instance looks like.
-        train, test: how many examples there are.
-    """
-
-    task: str
-    axis: str
-    value: float
-    config: MadConfig
-    train: int
-    test: int
-
-
-_LESS = (6400, 3200, 1600, 800)
-_LONGER = (256, 512, 1024)
-_Axes = Mapping[str, tuple[float, ...]]
-_TASKS: Mapping[str, tuple[MadConfig, int, _Axes]] = {
-    "compression": (
-        MadCompression(),
-        12_800,
-        {"vocab": (32, 64, 128), "length": (64, 128, 256), "train": _LESS},
-    ),
-    "fuzzy_recall": (
-        MadFuzzy(),
-        12_800,
-        {"vocab": (32, 64, 128), "length": _LONGER, "train": _LESS},
-    ),
-    "in_context_recall": (
-        MadRecall(),
-        12_800,
-        {"vocab": (32, 64, 128), "length": _LONGER, "train": _LESS},
-    ),
-    "memorization": (MadMemorization(), 256, {"vocab": (512, 1024, 2048, 4096, 8192)}),
-    "noisy_recall": (
-        MadRecall(vocab=32, noise=0.2, noise_vocab=16),
-        12_800,
-        {
-            "vocab": (48, 80, 144),  # with the 16 of noise
-            "length": _LONGER,
-            "train": _LESS,
-            "noise": (0.4, 0.6, 0.8),
-        },
-    ),
-    "selective_copying": (
-        MadCopying(),
-        12_800,
-        {"vocab": (32, 64, 128), "length": (512, 1024), "train": _LESS, "copies": (32, 64, 96)},
-    ),
-}
-
-
-def mad_settings(task: str) -> tuple[MadSetting, ...]:
-    """The baseline of a task, then every difficulty: one number changed at a time.
-
-    Args:
-        task: one of the six names.
-
-    Raises:
-        ValueError: another name, listing these.
-    """
-    one_of("mad_settings", tuple(_TASKS), task=task)
-    config, train, axes = _TASKS[task]
-    base = MadSetting(task=task, axis="", value=0, config=config, train=train, test=1280)
-    found = [base]
-    for axis, values in axes.items():
-        for value in values:
-            if axis == "train":
-                found.append(replace(base, axis=axis, value=value, train=int(value)))
-            else:
-                harder = replace(config, **{axis: value})  # type: ignore[arg-type]
-                found.append(replace(base, axis=axis, value=value, config=harder))
-    return tuple(found)
 
 
 def mad(
@@ -326,8 +101,8 @@ def _recall(
     key = uniform(keys, batch, pairs)
     noise = torch.rand(batch, pairs, generator=generator, device=device) < config.noise
     noise.scatter_(1, uniform(pairs, batch, 1), False)
-    shown = torch.zeros(batch, keys, dtype=torch.bool, device=device)
-    shown = shown.scatter_reduce(1, key, ~noise, "amax")
+    shown = torch.zeros(batch, keys, dtype=torch.int64, device=device)
+    shown = shown.scatter_add(1, key, (~noise).long()) > 0
     score = torch.rand(batch, keys, generator=generator, device=device).masked_fill(~shown, -1)
     key = torch.cat([key, score.argmax(1, keepdim=True)], dim=1)
     noise = torch.nn.functional.pad(noise, (0, 1))

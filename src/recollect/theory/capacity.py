@@ -176,22 +176,21 @@ def _marquardt(predict: Callable[[Tensor], Tensor], flat: Tensor, v: Tensor) -> 
     jacobian = torch.func.jacrev(lambda w: predict(w).flatten())  # type: ignore[no-untyped-call]
     damping = 1e-2
     residual = (predict(flat) - v).flatten()
-    J = None
+    J = jacobian(flat)
     for _ in range(100):
         if float(residual.abs().max()) < 1e-10:
             break
-        if J is None:
-            J = jacobian(flat)
-            # The smaller of the two normal matrices, JJᵀ or JᵀJ.
-            wide = J.shape[1] > J.shape[0]
-            normal = J @ J.T if wide else J.T @ J
+        # The smaller of the two normal matrices, JJᵀ or JᵀJ.
+        wide = J.shape[1] > J.shape[0]
+        normal = J @ J.T if wide else J.T @ J
         eye = torch.eye(len(normal), dtype=flat.dtype)
         right = residual if wide else J.T @ residual
         solved = torch.linalg.solve(normal + damping * eye, right)
         step = J.T @ solved if wide else solved
         tried = (predict(flat - step) - v).flatten()
         if tried.square().sum() < residual.square().sum():
-            flat, residual, damping, J = flat - step, tried, damping / 4, None
+            flat, residual, damping = flat - step, tried, damping / 4
+            J = jacobian(flat)
         else:
             damping *= 4
             if damping > 1e12:

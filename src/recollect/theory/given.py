@@ -67,12 +67,8 @@ def write(
     gates: Mapping[str, float] | Gates | None = None,
     params: Params | None = None,
     method: str = "auto",
-    causal: bool = True,
 ) -> Tensor:
     """What queries ``[B, M, K]`` read after pairs ``[B, T, K]``, ``[B, T, V]`` were memorised.
-
-    With ``causal`` the M queries are asked of the final memory by one more call; a query per token
-    is `recollect.recall`'s own business.
 
     Args:
         gates: numbers for every token, or tensors as `recall` takes them.
@@ -87,9 +83,11 @@ def write(
         )
     B, T, K = k.shape
     V = v.shape[-1]
-    given = dict(gates or {})
-    if all(isinstance(x, float | int) for x in given.values()):
-        given = constant_gates(recipe, B=B, T=T, K=K, V=V, values=given, dtype=k.dtype)  # type: ignore[arg-type]
+    numbers = {name: x for name, x in (gates or {}).items() if not isinstance(x, Tensor)}
+    given = {name: x for name, x in (gates or {}).items() if isinstance(x, Tensor)}
+    if numbers or not given:
+        filled = constant_gates(recipe, B=B, T=T, K=K, V=V, values=numbers, dtype=k.dtype)
+        given = filled | given
     if params is None:
         params = initial_params(recipe, H=1, K=K, V=V, dtype=k.dtype)
     _, state = recall(
@@ -104,6 +102,6 @@ def write(
     asked = {
         name: x[:, :1].expand(B, q.shape[1], *x.shape[2:])
         for name, x in given.items()
-        if isinstance(x, Tensor) and name in {"radius", "tau"}
+        if name in {"radius", "tau"}
     }
     return read(recipe, q[:, :, None], gates=asked, state=state, params=params)[:, :, 0]

@@ -15,6 +15,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from recollect.engines.state import State
 from recollect.recall import recall
 from recollect.recipe import Recipe, RecipeError
 from recollect.typing import Gates, Params
@@ -87,24 +88,27 @@ def general_form(
             "of the past, depends on more than the last state"
         )
     F = shapes[0][-1]
-    given = dict(gates or {})
-    _, state = recall(
-        recipe, *(x[None, :0, None] for x in (q, k, v)), {n: g[:, :0] for n, g in given.items()},
-        params=params,
-    )  # fmt: skip
+    tokens = [x[None, :, None] for x in (q, k, v)]
+
+    def run(piece: slice, rows: int, state: State | None) -> State:
+        """Some tokens, the same in every row."""
+        q, k, v = (x[:, piece].expand(rows, *[-1] * (x.dim() - 1)) for x in tokens)
+        now = {
+            name: g[:, piece].expand(rows, *[-1] * (g.dim() - 1))
+            for name, g in (gates or {}).items()
+        }
+        _, after = recall(recipe, q, k, v, now, params=params, state=state)
+        assert after is not None
+        return after
+
+    state = run(slice(0, 0), 1, None)
+    basis = torch.eye(V * F, dtype=k.dtype).view(V * F, V, F)
+    probes = torch.cat([torch.zeros(1, V, F, dtype=k.dtype), basis])
     found: list[GeneralForm] = []
     for t in range(T):
-        assert state is not None
-        now = {name: g[:, t : t + 1] for name, g in given.items()}
-        pair = [x[None, t : t + 1, None] for x in (q, k, v)]
-        basis = torch.eye(V * F, dtype=k.dtype).view(V * F, V, F)
-        probes = torch.cat([torch.zeros(1, V, F, dtype=k.dtype), basis])
+        token = slice(t, t + 1)
         rows = dataclasses.replace(state.repeat(len(probes)), weights=(probes[:, None],), cache={})
-        wide = [x.expand(len(probes), *x.shape[1:]) for x in pair]
-        spread = {name: g.expand(len(probes), *g.shape[1:]) for name, g in now.items()}
-        _, moved = recall(recipe, *wide, spread, params=params, state=rows)
-        _, after = recall(recipe, *pair, now, params=params, state=state)
-        assert moved is not None and after is not None
+        moved, after = run(token, len(probes), rows), run(token, 1, state)
         images = moved.weights[0][:, 0]
         C = images[0]
         A, B = _factors(images[1:] - C, V, F)

@@ -21,7 +21,7 @@ The SoLU form printed as 5N/(K exp(2√K)) (AM 17) drops a factor e² at τ = �
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -167,7 +167,7 @@ def _share_of_mean(kernel: KernelName, size: int, temperature: float | None) -> 
 
 
 def kernel_inverse_snr(
-    kappa: object,
+    kappa: Callable[[Tensor], Tensor],
     *,
     others: float,
     size: int,
@@ -182,8 +182,6 @@ def kernel_inverse_snr(
         generator: the only source of randomness.
         trials: products drawn.
     """
-    if not callable(kappa):
-        raise ValueError("kernel_inverse_snr: kappa must be a function of products q·k")
     x = torch.randn(trials, generator=generator, dtype=torch.float64) * math.sqrt(size)
     peak = float(kappa(torch.tensor([float(size)], dtype=torch.float64)).square())
     found: Tensor = others * kappa(x).square() / peak

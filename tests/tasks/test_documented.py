@@ -1,0 +1,54 @@
+"""The page about tasks names all of them, and its calls run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import recollect as rc
+from recollect import tasks
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+CALLS = {
+    "cues": lambda g: tasks.cues(tasks.CueConfig(pairs=4, length=8), 2, g),
+    "exchange": lambda g: tasks.exchange(6, 8, 3, g),
+    "mad": lambda g: tasks.mad(tasks.mad_settings("compression")[0].config, 2, g),
+    "mapping": lambda g: tasks.mapping(tasks.MappingConfig(name="mlp", size=32, length=3), 2, g),
+    "mqar": lambda g: tasks.mqar(tasks.MqarConfig(vocab=64, pairs=8, length=64), 2, g),
+    "needles": lambda g: tasks.needles(tasks.NeedleConfig(), (), 2, g),
+    "reach": lambda g: tasks.reach(tasks.ReachConfig(), 2, g),
+    "story_bytes": lambda g: tasks.story_bytes(tasks.StoryConfig(task=2), ("A.", "B."), 2, g),
+    "swaps": lambda g: tasks.swaps(tasks.SwapConfig(), 2, g),
+    "switching": lambda g: tasks.switching(tasks.SwitchingConfig(), 2, g),
+    "words": lambda g: tasks.words(tasks.word_problem("S5"), 2, g),
+}
+
+
+def tensors(found: object) -> list[torch.Tensor]:
+    parts = found if isinstance(found, tuple) else vars(found).values()
+    return [x for x in parts if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tasks_depend_on_configuration_and_generator_alone(name: str) -> None:
+    """The same seed gives the same numbers, whatever the global generator; another seed others."""
+    one, two, other = [], [], []
+    for kept, seed in ((one, 5), (two, 5), (other, 6)):
+        torch.manual_seed(len(kept) + seed * 31)
+        before = torch.get_rng_state()
+        kept += tensors(CALLS[name](torch.Generator().manual_seed(seed)))
+        assert torch.equal(torch.get_rng_state(), before), "the global generator is left alone"
+        torch.rand(3)
+    assert one
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_the_page_names_every_task() -> None:
+    called = set(re.findall(r"`(\w+)\(", PAGE))
+    assert called >= {*CALLS, "load_text"}
+    for name in called:
+        assert hasattr(rc.tasks, name) or hasattr(tasks.exchange, name) or name == "welch", name
