@@ -332,9 +332,9 @@ FIG8 = Experiment(
     configs={
         "smoke": {"seeds": 1, "length": 8, "steps": 4, "batch": 8, "lrs": [0.01], "tested": 16}
         | {"evaluations": 2, "kernels": ["linear", "softmax"], "w_heads": [1, 4]},
-        "small": {"seeds": 3, "length": 16, "steps": 320, "batch": 32, "lrs": [0.01]}
+        "small": {"seeds": 3, "length": 16, "steps": 240, "batch": 32, "lrs": [0.01]}
         | {"tested": 128, "evaluations": 8, "kernels": ["linear", "exp"]}
-        | {"w_heads": [1, 3, 4]},
+        | {"w_heads": [1, 4]},
         "paper": {"seeds": 3, "length": 16, "steps": 4000, "batch": 128, "lrs": [0.01]}
         | {"tested": 2048, "evaluations": 100, "kernels": list(KERNELS), "w_heads": [1, 3, 4]},
     },
