@@ -315,8 +315,8 @@ CASES: dict[tuple[str, str], tuple[Rows, list[Rows]]] = {
         ],
     ),
     ("word-problems", "S₃ needs two steps"): (
-        groups("S3", (ONE, 0.7), (TWO, 0.9)),
-        [groups("S3", (ONE, 0.9), (TWO, 0.9))],
+        groups("S3", (ONE, 0.7), (TWO, 0.95)),
+        [groups("S3", (ONE, 0.95), (TWO, 0.95)), groups("S3", (ONE, 0.3), (TWO, 0.4))],
     ),
     ("word-problems", "S₅ with four steps"): (
         groups("S5", (ONE, 0.2), (FOUR, 0.99)),

@@ -126,7 +126,7 @@ FIG6 = Experiment(
     configs={
         "smoke": {"seeds": 1, "from": 4, "length": 8, "steps": 4, "batch": 8, "lrs": [0.01]}
         | {"tested": 8, "evaluations": 2},
-        "small": {"seeds": 3, "from": 8, "length": 32, "steps": 800, "batch": 32, "lrs": [0.01]}
+        "small": {"seeds": 3, "from": 8, "length": 32, "steps": 352, "batch": 32, "lrs": [0.01]}
         | {"tested": 64, "evaluations": 16},
         "paper": {"seeds": 3, "from": 32, "length": 256, "steps": 10_000, "batch": 128}
         | {"lrs": [0.01], "tested": 512, "evaluations": 100},

@@ -137,7 +137,7 @@ MAD = Experiment(
         | {"lrs": [1e-3], "examples": 16, "tested": 8, "evaluations": 1}
         | {"tasks": ["in_context_recall", "compression"], "architectures": ["gated_delta_net"]}
         | {"sizes": {"in_context_recall": {"length": 16}, "compression": {"length": 16}}},
-        "small": {"seeds": 3, "width": 32, "heads": 2, "layers": 1, "steps": 100, "batch": 16}
+        "small": {"seeds": 3, "width": 32, "heads": 2, "layers": 1, "steps": 40, "batch": 16}
         | {"lrs": [5e-3], "examples": 960, "tested": 64, "evaluations": 1, "tasks": list(TASKS)}
         | {"architectures": ["gated_delta_net", ATTENTION]}
         | {

@@ -201,7 +201,7 @@ MQAR = Experiment(
         | {"widths": [8], "steps": 2, "batch": 4, "lrs": [1e-2], "tested": 8, "evaluations": 1}
         | {"solved": 0.999, "architectures": ["linear_attention", "delta_net"]},
         "small": {"seeds": 3, "vocab": 64, "length": 48, "pairs": [4, 8, 12], "asked": [4, 8, 12]}
-        | {"widths": [16, 32], "steps": 150, "batch": 16, "lrs": [1e-2], "tested": 48}
+        | {"widths": [16], "steps": 120, "batch": 16, "lrs": [1e-2], "tested": 48}
         | {"evaluations": 4, "solved": 0.995}
         | {
             "architectures": [

@@ -91,8 +91,15 @@ def _where(data: dict[str, Any]) -> str:
     )
 
 
+INTRO = (
+    "Every figure below was drawn by `recollect reproduce NAME --scale small`, from the files in "
+    "`results/reproduce/NAME`. Each claim stands with its verdict, the numbers it rests on and the "
+    "rule that was committed before the run. [How this works](reproduce.md)."
+)
+
+
 def save_gallery_markdown(
-    runs: str | PathLike[str], page: str | PathLike[str], *, intro: str = ""
+    runs: str | PathLike[str], page: str | PathLike[str], *, intro: str = INTRO
 ) -> Path:
     """Write a Markdown page over all runs of a folder, its figures copied beside it.
 
@@ -102,8 +109,12 @@ def save_gallery_markdown(
         intro: what stands above the first figure.
     """
     page = Path(page)
+    found = _runs(Path(runs))
     lines = ["# Gallery", "", intro, ""]
-    for home, data in _runs(Path(runs)):
+    missing = [name for name in EXPERIMENTS if name not in {d["experiment"] for _, d in found}]
+    if missing:
+        lines += [f"Not run yet: {', '.join(missing)}.", ""]
+    for home, data in found:
         experiment = EXPERIMENTS[data["experiment"]]
         lines += [f"## {experiment.name}", "", f"**{experiment.title}** ({data['source']})", ""]
         if (home / "figure.svg").exists():

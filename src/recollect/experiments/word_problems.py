@@ -99,7 +99,7 @@ def _steps(results: Results) -> Verdict:
     one = results.mean("accuracy", group="S3", model="β in [0, 2]")
     two = results.mean("accuracy", group="S3", model="β in [0, 2], n = 2")
     return judged(
-        two > one + 0.02,
+        two >= 0.9 and two > one + 0.02,
         f"S₃ at the training length, mean of seeds: {two:.3f} with two steps per "
         f"token, {one:.3f} with one.",
     )
@@ -161,8 +161,8 @@ WORDS = Experiment(
         Claim(
             name="S₃ needs two steps",
             text="A rotation of S₃ is a product of two reflections: n = 2 follows it, n = 1 not.",
-            rule="At the training length the mean accuracy over seeds with n = 2 is at least 0.02 "
-            "above that with n = 1.",
+            rule="At the training length the mean accuracy over seeds with n = 2 is at least 0.9, "
+            "and 0.02 above that with n = 1.",
             judge=_steps,
             scales=("small", "paper"),
         ),
@@ -202,6 +202,13 @@ WORDS = Experiment(
     measure=_measure,
     draw=_draw,
     work=lambda config, cell: _work(config, cell),
+    tried=(
+        "One learning rate (0.005) and 240 steps of 16 words, which is enough for parity (40 to 80 "
+        "steps) and far too little for S₃ and S₅: all models of these are still near the start, so "
+        "what the small scale says of several steps per token says little of what they can learn. "
+        "The rule for S₃ first asked for a difference of 0.02 alone, which 0.36 against 0.30 met; "
+        "that follows no group, so it now asks for 0.9 as well."
+    ),
 )
 
 
