@@ -240,6 +240,8 @@ class RunPlan:
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "seed", "save_every", "eval_every")
+        if self.seed >= 2**32:
+            raise ValueError(f"[run] seed must be below 2^32, not {self.seed}")
         _at_least(self, 1, "keep", "log_every", "heldout_rows")
 
 
