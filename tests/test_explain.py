@@ -15,6 +15,7 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.choices.terms import Term, figure, grouped, power, written
+from recollect.engines.select import ENGINES, Engine
 from recollect.recipe import CHOICES
 
 explain = rc.explain
@@ -100,6 +101,7 @@ def test_gated_delta_net() -> None:
         "write    W_t = α_t W_(t−1) − η_t (α_t W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ",
         "read     y_t = W_t q_t",
         "engine   linear (triangular solve)",
+        "         not in torch.compile: the numbers it sees decide what it does next",
         "needs    gate log_decay [B, T, H] ≤ 0",
         "         gate lr [B, T, H] ≥ 0",
         "state    W [64×64]: 16 KiB per row and head at K = V = 64",
@@ -449,6 +451,30 @@ def test_method_is_explained_as_asked() -> None:
     assert (found.engine, found.cost.engine) == ("reference", "reference")
     with pytest.raises(rc.RecipeError, match="cannot run"):
         explain(MONETA, method="linear")
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_what_is_said_of_the_compiler_is_so(engine: Engine) -> None:
+    """One graph for a call, or the compiler's own refusal."""
+    able = (rc.zoo.get(name).recipe for name in rc.zoo.names())
+    recipe = next(recipe for recipe in able if not engine.refuses(recipe))
+    found = explain(recipe, method=engine.name)
+    assert ("not in torch.compile" in str(found)) == (not found.compiles)
+    x = generate.inputs(recipe, T=5, dtype=torch.float32)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        args = {"params": x.params, "init": x.init, "method": engine.name}
+        return rc.recall(recipe, q, k, v, x.gates, **args)[0]
+
+    assert call(x.q, x.k, x.v).isfinite().all()
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    if found.compiles:
+        torch.testing.assert_close(compiled(x.q, x.k, x.v), call(x.q, x.k, x.v))
+    else:
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+            compiled(x.q, x.k, x.v)
 
 
 def test_what_is_no_recipe_is_refused() -> None:

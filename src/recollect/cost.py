@@ -161,7 +161,8 @@ def cost(
 
     Args:
         recipe: the regression problem.
-        K, V: key and value channels. H: memories. T: tokens. B: rows. G: query heads per memory.
+        K: key channels. V: value channels. H: memories. T: tokens. B: rows.
+        G: query heads per memory.
         dtype_bytes: of q, k and v: 2, 4 or 8; states have 4, or 8 when these have 8.
         method: as for `recollect.recall`.
 

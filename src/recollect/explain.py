@@ -62,6 +62,7 @@ class Explanation:
         where: what their symbols mean.
         engine, how: which engine runs the recipe, and in which way.
         refused: why each faster engine does not, by name.
+        compiles: whether a call can be inside one graph of `torch.compile`.
         named: systems with the same recipe, sizes apart. ``of``: how many were looked at.
         gates, params: the numbers and tensors that `recollect.recall` asks for.
         init: shapes of the initial memory that it needs, if it does.
@@ -80,6 +81,7 @@ class Explanation:
     engine: str
     how: str
     refused: Mapping[str, tuple[str, ...]]
+    compiles: bool
     named: tuple[Named, ...]
     of: int
     gates: tuple[Gate, ...]
@@ -102,6 +104,7 @@ class Explanation:
             "engine": self.engine,
             "how": self.how,
             "refused": {name: list(reasons) for name, reasons in self.refused.items()},
+            "compiles": self.compiles,
             "named": [
                 {"name": n.name, "title": n.title, "row": n.row, "apart": dict(n.apart)}
                 for n in self.named
@@ -128,6 +131,8 @@ class Explanation:
         yield "read", list(self.read)
         yield "where", list(self.where)
         refused = [f"not {name}: {reasons[0]}" for name, reasons in self.refused.items()]
+        if not self.compiles:
+            refused.append("not in torch.compile: the numbers it sees decide what it does next")
         yield "engine", [f"{self.engine} ({self.how})", *refused]
         if self.named and [n.name for n in self.named] != [self.title]:
             yield "named", [", ".join(map(str, self.named))]
@@ -186,6 +191,7 @@ def explain(recipe: Recipe | str | _Preset, *, method: str = "auto") -> Explanat
         engine=selection.engine.name,
         how=selection.how,
         refused={name: tuple(reasons) for name, reasons in selection.refused.items()},
+        compiles=selection.engine.compiles,
         named=matches,
         of=of,
         gates=found.gates(),

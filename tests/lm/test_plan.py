@@ -70,6 +70,8 @@ def test_tokens_set_the_steps_and_a_size_sets_the_rate() -> None:
         ({"optimizer": {"tokens": 5}}, "steps and tokens exclude each other"),
         ({"optimizer": {"lr": float("nan")}}, "finite number above 0"),
         ({"optimizer": {"betas": [0.9]}}, "two numbers"),
+        ({"run": {"eval_every": 5}}, "eval_every measures held-out text.*names none"),
+        ({"run": {"seed": 2**32}}, r"seed must be below 2\^32, not 4294967296"),
         ({"run": {"keep": 0}}, "keep must be at least 1"),
         ({"run": {"bf16": "yes"}}, "bf16 must be true or false"),
     ],

@@ -46,8 +46,10 @@ def test_tokenizers_load_without_code_of_ours(tmp_path: Path) -> None:
     assert again("né").input_ids == list("né".encode())
     assert again.eos_token_id == 256
     assert encode(load_tokenizer(str(tmp_path)), "né").tolist() == [*"né".encode(), 256]
-    with pytest.raises(ValueError, match=r"\[data\] tokenizer .* cannot be loaded"):
+    with pytest.raises(ValueError, match=r"\[data\] tokenizer .*nowhere': there is no such folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"\[model\] start .*: no tokenizer can be loaded"):
+        load_tokenizer(str(tmp_path / ".."), key="[model] start")
 
 
 def test_a_trained_bpe_has_the_size_asked_for_and_loses_nothing() -> None:
@@ -109,16 +111,17 @@ def test_a_stream_gives_the_same_rows_and_begins_again(kind: str, tmp_path: Path
         parquet(path, [*TEXTS])
     source = Source(files=(path,), column="body")
     rows = list(pack([text for text in TEXTS if text], BYTES, context=5))
-    stream = RowStream(source, BYTES, context=5, shuffle=1, seed=0)
-    found = [r for r, _ in zip(stream, range(2 * len(rows)), strict=False)]
+    stream = RowStream(source, BYTES, context=5, length=2 * len(rows), shuffle=1, seed=0)
+    found = list(stream)
+    assert len(stream) == len(found)
     for one, two in zip(found, [*rows, *rows], strict=True):
         assert one.tokens.tolist() == two.tokens.tolist()
         assert one.starts == two.starts
-    mixed = RowStream(source, BYTES, context=5, shuffle=3, seed=0)
-    drawn = [r.tokens.tolist() for r, _ in zip(mixed, range(len(rows)), strict=False)]
+    mixed = RowStream(source, BYTES, context=5, length=len(rows), shuffle=3, seed=0)
+    drawn = [r.tokens.tolist() for r in mixed]
     assert sorted(drawn) == sorted(r.tokens.tolist() for r in rows)
     with pytest.raises(ValueError, match="does not fill one row of 99"):
-        next(iter(RowStream(["short"], BYTES, context=99, shuffle=1, seed=0)))
+        next(iter(RowStream(["short"], BYTES, context=99, length=1, shuffle=1, seed=0)))
     with pytest.raises(ValueError, match="does not fill one row of 99"):
         read_rows(["short"], BYTES, context=99)
 
@@ -201,6 +204,7 @@ BROKEN = [
     (b'{"txt": "x"}\n', r":3: no field 'text'; its fields are: txt"),
     (b'{"text": 5}\n', r":3: 'text' is of type int, not text"),
     (b'{"text": "\xff"}\n', r":3: not UTF-8"),
+    (b'{"text": "half \\ud800"}\n', r":3: 'text' has half of a surrogate pair"),
 ]
 
 
@@ -247,7 +251,7 @@ def test_a_dataset_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list(source) == ["one", "two"]
     assert source.bad.count == 1
     assert list(HubDocuments(path=str(tmp_path), split="test", column="body")) == ["three"]
-    with pytest.raises(ValueError, match=r"train, row 3: no text in 'body'"):
+    with pytest.raises(ValueError, match=r"train, row 3: 'body' is of type NoneType, not text"):
         list(HubDocuments(path=str(tmp_path), column="body"))
     with pytest.raises(ValueError, match=r"dataset '.*nothing' cannot be streamed"):
         list(HubDocuments(path=str(tmp_path / "nothing")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -11,11 +12,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
@@ -23,9 +26,13 @@ pytest.importorskip("datasets")
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recollect.lm.atomic import CheckpointError, last_checkpoint
+from recollect.lm import CheckpointError
+from recollect.lm.atomic import last_checkpoint
 from recollect.lm.plan import TrainPlan
-from recollect.lm.training import Progress, RecollectTrainer, train
+from recollect.lm.prepare import rows_of
+from recollect.lm.sources import BadLines
+from recollect.lm.tokenizers import byte_tokenizer, train_bpe
+from recollect.lm.training import Progress, RecollectTrainer, _Keeper, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
 
@@ -190,6 +197,26 @@ def test_another_error_is_not_called_a_full_disk(text: Path, tmp_path: Path) -> 
         train(plan(text, tmp_path), trainer_class=Broken)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_batch_that_does_not_fit_is_one_sentence(
+    error: Exception, text: Path, tmp_path: Path
+) -> None:
+    class Large(RecollectTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            raise error
+
+    with pytest.raises(ValueError, match=r"batch = 2, of rows of 32 tokens, does not fit.*accum"):
+        train(plan(text, tmp_path), trainer_class=Large)
+
+
 def test_what_a_run_leaves(text: Path, tmp_path: Path, whole: Path) -> None:
     run = whole.parent
     # The two newest checkpoints, and a model that anybody loads without code of its own.
@@ -214,11 +241,25 @@ def test_a_folder_with_a_run_is_not_trained_over(text: Path, whole: Path) -> Non
         train(other, resume=True)
 
 
+def test_a_folder_that_cannot_be_written_is_named(text: Path) -> None:
+    with pytest.raises(ValueError, match=r"\[run\] out = .*mine.jsonl' cannot be written to"):
+        train(plan(text, text))
+
+
 def test_a_checkpoint_that_lost_a_file_is_refused(text: Path, tmp_path: Path) -> None:
     run = plan(text, tmp_path, optimizer={"steps": 2})
     train(run)
     (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
     with pytest.raises(ValueError, match=r"checkpoint-2 lacks optimizer.pt"):
+        train(run, resume=True)
+
+
+def test_a_checkpoint_that_was_cut_is_refused(text: Path, tmp_path: Path) -> None:
+    run = plan(text, tmp_path, optimizer={"steps": 2})
+    train(run)
+    path = tmp_path / "checkpoint-2" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"checkpoint-2/model.safetensors is no whole"):
         train(run, resume=True)
 
 
@@ -330,6 +371,73 @@ def test_tensorboard_is_asked_for_by_name(
     )
     with pytest.raises(ValueError, match="pip install tensorboard"):
         train(plan(text, tmp_path, run={"tensorboard": True}))
+
+
+def test_a_finished_run_is_resumed_without_another_step(text: Path, tmp_path: Path) -> None:
+    """Also where the rate ends above 0, so that a step too many would show."""
+    run = plan(
+        text, tmp_path, data={"stream": True, "shuffle": 5}, optimizer={"steps": 2, "floor": 0.5}
+    )
+    before = weights(train(run).folder)
+    again = train(run, resume=True)
+    assert again.steps == 0
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    assert all(torch.equal(before[name], x) for name, x in weights(again.folder).items())
+
+
+def test_the_loss_of_a_step_is_the_mean_over_what_is_predicted(text: Path, tmp_path: Path) -> None:
+    """Of the first step, against a plain sum over its rows; two passes of other counts make it."""
+    for packing in ("documents", "stream"):
+        run = plan(
+            text,
+            tmp_path / packing,
+            data={"packing": packing},
+            optimizer={"steps": 1, "accumulate": 2, "lr": 1e-12},
+        )
+        result = train(run)
+        stock = rows_of(run, byte_tokenizer(), BadLines())
+        total, count = 0.0, 0
+        for index in range(4):
+            row = stock.train[index]
+            starts = [*row.starts, 32] if packing == "documents" else [0, 32]
+            for start, stop in itertools.pairwise(starts):
+                ids = torch.from_numpy(row.tokens[start:stop]).long()[None]
+                with torch.no_grad():
+                    logits = result.model(input_ids=ids).logits[0, :-1]
+                total += float(functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+                count += stop - start - 1
+        assert result.loss == pytest.approx(total / count, rel=1e-5), packing
+
+
+def test_a_run_that_begins_trains_its_own_bpe(text: Path, tmp_path: Path) -> None:
+    """What another run left in the folder before its first checkpoint is not taken for it."""
+    train_bpe(["something else"], 280).save_pretrained(tmp_path / "tokenizer")
+    run = plan(text, tmp_path, data={"tokenizer": "bpe", "vocab": 300}, optimizer={"steps": 1})
+    assert len(AutoTokenizer.from_pretrained(train(run).folder)) == 300
+
+
+def test_speed_counts_the_time_that_steps_wait_for_rows(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = _Keeper(plan(text, tmp_path), 1, 1.0, 1.0)
+    clock = 0.0
+    monkeypatch.setattr("recollect.lm.training.time.perf_counter", lambda: clock)
+    state = SimpleNamespace(global_step=1)
+
+    def step(begins: float, ends: float) -> float:
+        nonlocal clock
+        clock = begins
+        keeper.on_step_begin(None, state, None)
+        clock = ends
+        keeper.on_step_end(None, state, None)
+        return keeper.progress.tokens_per_second
+
+    assert step(10, 11) == pytest.approx(64 / 1)
+    assert step(14, 15) == pytest.approx(2 * 64 / 5)  # three seconds of waiting are of the run
+    keeper.on_save(None, state, None)
+    assert step(90, 91) == pytest.approx(3 * 64 / 6)  # those of a checkpoint are not
+    keeper.on_evaluate(None, state, None)
+    assert step(190, 192) == pytest.approx(4 * 64 / 8)
 
 
 def test_log_lines_say_how_fast_it_goes(whole: Path) -> None:

@@ -35,6 +35,7 @@ class Engine:
             result of ``None``) leaves it to the reference.
         shows_nan: whether a NaN that goes in always comes out (no comparison swallows it), so that
             looking at the outputs is enough.
+        compiles: whether one graph of `torch.compile` holds a call, whatever the numbers are.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Engine:
     run: Callable[[Problem], tuple[Tensor, State]]
     read: Callable[[Problem, Mapping[str, Tensor]], Tensor | None] | None = None
     shows_nan: bool = False
+    compiles: bool = False
 
 
 ENGINES: tuple[Engine, ...] = (

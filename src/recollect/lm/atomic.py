@@ -20,16 +20,14 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
-__all__ = ["AtomicTrainer", "CheckpointError", "last_checkpoint", "place_folder"]
+from recollect.lm.checkpoint import CheckpointError
+
+__all__ = ["AtomicTrainer", "last_checkpoint", "place_folder"]
 
 _ASIDE = ".saving"
 _GONE = ".replaced"
 # What every checkpoint has; the Trainer writes its own state last.
 _NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint could not be written; the message says which one stands."""
 
 
 class AtomicTrainer(Trainer):
@@ -135,7 +133,7 @@ def explained(run: Path, name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, *_writer_errors()) as error:
-        if isinstance(error, CheckpointError) or not _of_writing(error, run):
+        if not _of_writing(error, run):
             raise
         clear_aside(run)
         checkpoint = None

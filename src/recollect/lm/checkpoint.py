@@ -31,7 +31,10 @@ AGAIN = "copy it again, or take another checkpoint"
 
 
 class CheckpointError(ValueError):
-    """A saved model, state or configuration that cannot be read; nothing of it was used."""
+    """A saved model, state or configuration that cannot be read or could not be written.
+
+    Nothing of it was used; what stood before it stands.
+    """
 
 
 def check_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -119,8 +120,11 @@ class Rows(Dataset[Row]):
 class RowStream(IterableDataset[Row]):
     """Rows made while they are asked for, from the beginning again when the documents end.
 
+    As many as a run takes, as in `Rows`: a run that is over asks for none when it is resumed.
+
     Args:
         documents: can be iterated again. tokenizer, context: as in `pack`.
+        length: how many to give.
         shuffle: how many rows are held, of which one is drawn; 1 keeps the order.
         seed: of the draws.
 
@@ -134,14 +138,21 @@ class RowStream(IterableDataset[Row]):
         tokenizer: PreTrainedTokenizerFast,
         *,
         context: int,
+        length: int,
         shuffle: int,
         seed: int,
     ) -> None:
         self.documents, self.tokenizer, self.context = documents, tokenizer, context
-        self.shuffle, self.seed = shuffle, seed
+        self.length, self.shuffle, self.seed = length, shuffle, seed
         self.tally = Tally()
 
+    def __len__(self) -> int:
+        return self.length
+
     def __iter__(self) -> Iterator[Row]:
+        return islice(self._endless(), self.length)
+
+    def _endless(self) -> Iterator[Row]:
         draw = np.random.default_rng(self.seed)
         held: list[Row] = []
         while True:

@@ -160,6 +160,11 @@ class DataPlan:
             raise ValueError("[data] heldout_split is of a dataset, and none is given: use heldout")
 
     @property
+    def measures(self) -> bool:
+        """Whether any text is held out."""
+        return bool(self.heldout or self.heldout_share or self.heldout_split)
+
+    @property
     def streams(self) -> bool:
         """Whether rows are made while training."""
         return self.stream or self.dataset is not None
@@ -235,6 +240,8 @@ class RunPlan:
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "seed", "save_every", "eval_every")
+        if self.seed >= 2**32:
+            raise ValueError(f"[run] seed must be below 2^32, not {self.seed}")
         _at_least(self, 1, "keep", "log_every", "heldout_rows")
 
 
@@ -252,6 +259,11 @@ class TrainPlan:
     run: RunPlan = field(default_factory=RunPlan)
 
     def __post_init__(self) -> None:
+        if self.run.eval_every and not self.data.measures:
+            raise ValueError(
+                "[run] eval_every measures held-out text, and [data] names none: give heldout or "
+                "heldout_share, or leave it out"
+            )
         if self.steps < 1:  # also asks whether a length is given at all
             raise ValueError("[optimizer] tokens must make at least one step")
 

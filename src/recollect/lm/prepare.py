@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerFast
 
@@ -24,7 +26,15 @@ from recollect.options import LayerOptions
 from recollect.recipe import Recipe
 from recollect.zoo import get
 
-__all__ = ["Stock", "build_model", "model_config", "rows_of", "tokenizer_of"]
+__all__ = [
+    "Stock",
+    "build_model",
+    "compile_blocks",
+    "enough_memory",
+    "model_config",
+    "rows_of",
+    "tokenizer_of",
+]
 
 
 def build_model(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast) -> RecollectForCausalLM:
@@ -37,6 +47,42 @@ def build_model(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast) -> Recollec
         model = RecollectForCausalLM.from_pretrained(plan.model.start)
         return model.float()
     return RecollectForCausalLM(model_config(plan.model, tokenizer))
+
+
+def compile_blocks(model: RecollectForCausalLM) -> str:
+    """Compile what one graph can hold, in place, and say what that is.
+
+    Engines choose their way by what they see (how strong a decay is, whether a solve went well), so
+    a graph through a memory breaks dozens of times and gains nothing. MLPs are the same products
+    for every batch.
+    """
+    for block in model.model.blocks:
+        block.mlp.compile()  # type: ignore[union-attr]
+    return (
+        "compiled: the MLPs of all blocks; memory layers run as they are, because their engines "
+        "choose by what they see"
+    )
+
+
+@contextlib.contextmanager
+def enough_memory(plan: TrainPlan) -> Iterator[None]:
+    """Say what to change when a batch does not fit.
+
+    Raises:
+        ValueError: it does not.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        full = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not full and "can't allocate memory" not in str(error):  # torch on a CPU
+            raise
+        rows = plan.optimizer.batch
+        raise ValueError(
+            f"[optimizer] batch = {rows}, of rows of {plan.data.context} tokens, does not fit into "
+            "memory: take fewer rows and set accumulate in their place, or set checkpointing = "
+            "true in [run]"
+        ) from error
 
 
 def model_config(plan: ModelPlan, tokenizer: PreTrainedTokenizerFast) -> RecollectConfig:
@@ -113,6 +159,8 @@ def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) 
         ValueError: texts that cannot be read or fill no row.
     """
     data, run = plan.data, plan.run
+    processes = PartialState().num_processes
+    length = plan.steps * plan.optimizer.batch * plan.optimizer.accumulate * processes
     read = partial(read_rows, tokenizer=tokenizer, context=data.context)
     heldout, tally = [], None
     if data.heldout or data.heldout_split is not None:
@@ -122,6 +170,7 @@ def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) 
             _documents(plan, bad),
             tokenizer,
             context=data.context,
+            length=length,
             shuffle=data.shuffle,
             seed=run.seed,
         )
@@ -136,8 +185,6 @@ def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) 
                 f"[data] heldout_share = {data.heldout_share:g} of {len(rows) + len(heldout)} rows "
                 "leaves nothing on one side: give more text, or shorten context"
             )
-    processes = PartialState().num_processes
-    length = plan.steps * plan.optimizer.batch * plan.optimizer.accumulate * processes
     order = Rows(rows, length=length, seed=run.seed)
     return Stock(order, _spread(heldout, run.heldout_rows), _ratio(tally or read_all))
 
@@ -164,16 +211,26 @@ def _documents(plan: TrainPlan, bad: BadLines, *, heldout: bool = False) -> Iter
     return Source(files=files, column=data.column, separator=data.separator, bad=bad)
 
 
-def tokenizer_of(plan: TrainPlan, out: Path, bad: BadLines) -> PreTrainedTokenizerFast:
-    """The plan's tokenizer; one that is trained is kept with the run."""
+def tokenizer_of(
+    plan: TrainPlan, out: Path, bad: BadLines, *, resume: bool
+) -> PreTrainedTokenizerFast:
+    """The plan's tokenizer; one that is trained is kept with the run.
+
+    Args:
+        resume: take the one that the run has. A run that begins trains its own: what lies in its
+            folder may be of another plan, or half of one.
+
+    Raises:
+        ValueError: a tokenizer that cannot be loaded.
+    """
     if plan.model.start is not None:
-        return load_tokenizer(plan.model.start)
+        return load_tokenizer(plan.model.start, key="[model] start")
     if plan.data.tokenizer == "bytes":
         return byte_tokenizer()
     if plan.data.tokenizer != "bpe":
         return load_tokenizer(plan.data.tokenizer)
     folder = out / "tokenizer"
-    if not (folder / "tokenizer.json").exists():
+    if not resume or not folder.is_dir():
         # Lines are noted when rows are made, once.
         quiet = BadLines(skip=bad.skip)
         train_bpe(_documents(plan, quiet), plan.data.vocab).save_pretrained(str(folder))

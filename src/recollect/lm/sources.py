@@ -94,7 +94,7 @@ class Source:
                     reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
                     self.bad.note(f"{path}:{number}", f"{reason} ({error})")
                     continue
-                yield from self._field(row, f"{path}:{number}")
+                yield from _texts(row, self.column, f"{path}:{number}", self.bad)
 
     def _parquet(self, path: Path) -> Iterator[str]:
         import pyarrow
@@ -124,19 +124,32 @@ class Source:
                     continue
                 for text in texts:
                     number += 1
-                    yield from self._field({self.column: text}, f"{path}: row {number}")
+                    where = f"{path}: row {number}"
+                    yield from _texts({self.column: text}, self.column, where, self.bad)
 
-    def _field(self, row: Any, where: str) -> Iterator[str]:
-        if not isinstance(row, dict):
-            self.bad.note(where, f"a {type(row).__name__}, not an object with {self.column!r}")
-        elif self.column not in row:
-            fields = ", ".join(map(str, row)) or "none"
-            self.bad.note(where, f"no field {self.column!r}; its fields are: {fields}")
-        elif not isinstance(row[self.column], str):
-            kind = type(row[self.column]).__name__
-            self.bad.note(where, f"{self.column!r} is of type {kind}, not text")
-        elif row[self.column]:
-            yield row[self.column]
+
+def _texts(row: Any, column: str, where: str, bad: BadLines) -> Iterator[str]:
+    """The text of a row, if it has one that is not empty."""
+    if not isinstance(row, dict):
+        bad.note(where, f"a {type(row).__name__}, not an object with {column!r}")
+    elif column not in row:
+        fields = ", ".join(map(str, row)) or "none"
+        bad.note(where, f"no field {column!r}; its fields are: {fields}")
+    elif not isinstance(row[column], str):
+        bad.note(where, f"{column!r} is of type {type(row[column]).__name__}, not text")
+    elif not _encodes(row[column]):
+        bad.note(where, f"{column!r} has half of a surrogate pair, which is no character")
+    elif row[column]:
+        yield row[column]
+
+
+def _encodes(text: str) -> bool:
+    """Whether it is text that UTF-8 can write; JSON's escapes can name what is not."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def find_files(patterns: Sequence[str], *, key: str) -> tuple[Path, ...]:
@@ -189,9 +202,4 @@ class HubDocuments:
             raise ValueError(f"dataset {self.path!r} cannot be streamed: {first}") from None
         for number, row in enumerate(rows, start=1):
             where = f"dataset {self.path}, {self.split}, row {number}"
-            text = row.get(self.column)
-            if isinstance(text, str):
-                if text:
-                    yield text
-            else:
-                self.bad.note(where, f"no text in {self.column!r}; its fields are {', '.join(row)}")
+            yield from _texts(row, self.column, where, self.bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -49,21 +50,26 @@ def train_bpe(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
     return _wrapped(tokenizer)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTokenizerFast:
     """The tokenizer of a folder or of the hub; no code in it is run.
+
+    Args:
+        name: of the folder, or on the hub. key: of the plan, which messages name.
 
     Raises:
         ValueError: none can be loaded, or it has no token that ends a document.
     """
+    if name[:1] in ("/", ".", "~") and not Path(name).is_dir():
+        raise ValueError(f"{key} {name!r}: there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise ValueError(f"[data] tokenizer {name!r} cannot be loaded: {first}") from None
+        raise ValueError(f"{key} {name!r}: no tokenizer can be loaded: {first}") from None
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"[data] tokenizer {name!r} has no eos_token, which ends a document: set one and "
-            "save it"
+            f"{key} {name!r} has a tokenizer without eos_token, which ends a document: set one "
+            "and save it"
         )
     return tokenizer
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,13 +27,14 @@ from transformers import TrainingArguments as Arguments
 from transformers.utils import logging as transformers_logging
 
 from recollect.lm.atomic import AtomicTrainer, clear_aside, last_checkpoint
+from recollect.lm.checkpoint import check_folder
 from recollect.lm.config import RecollectConfig
 from recollect.lm.data import IGNORE, Row, Rows, collate
 from recollect.lm.flops import measured_ceiling, model_flops
 from recollect.lm.groups import decayed_names
 from recollect.lm.model import RecollectForCausalLM
 from recollect.lm.plan import TrainPlan
-from recollect.lm.prepare import build_model, rows_of, tokenizer_of
+from recollect.lm.prepare import build_model, compile_blocks, enough_memory, rows_of, tokenizer_of
 from recollect.lm.sources import BadLines
 from recollect.report.files import write_atomic
 
@@ -111,14 +113,14 @@ def train(
 
     Raises:
         ValueError: texts, tokenizers or recipes that cannot be used; a folder that holds another
-            run; a corrupt line, unless lines are skipped.
-        CheckpointError: a full disk; the last checkpoint stands.
+            run; a corrupt line, unless lines are skipped; a batch too large for the memory.
+        CheckpointError: a full disk, and the last checkpoint stands; one that was altered.
     """
     say = say or (lambda sentence: None)
     out = Path(plan.run.out)
     checkpoint = _begun(plan, out, resume=resume)
     bad = BadLines(skip=plan.data.bad_lines == "skip")
-    tokenizer = tokenizer_of(plan, out, bad)
+    tokenizer = tokenizer_of(plan, out, bad, resume=checkpoint is not None)
     stock = rows_of(plan, tokenizer, bad)
     torch.manual_seed(plan.run.seed)
     model = build_model(plan, tokenizer)
@@ -127,7 +129,7 @@ def train(
     if told:
         say(f"{told} lines were left out: {'; '.join(bad.told)}")
     if plan.run.compile:
-        notes.append(_compile(model))
+        notes.append(compile_blocks(model))
     if plan.run.checkpointing:
         # The newer name; the older one goes with version 6 of transformers.
         enable = getattr(model, "activation_checkpointing_enable", None)
@@ -154,9 +156,12 @@ def train(
         trainer.speed = keeper.speed
         trainer.add_callback(keeper)
         if checkpoint is not None:
+            if (checkpoint / "model.safetensors").exists():  # not where many devices share it
+                check_folder(checkpoint, model, head="model.")
             say(f"going on from {checkpoint}")
         began = time.perf_counter()
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with enough_memory(plan):
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         seconds = time.perf_counter() - began
         trainer.save_whole(out / "model")
         if stock.heldout and not (plan.run.eval_every and plan.steps % plan.run.eval_every == 0):
@@ -225,7 +230,7 @@ class RecollectTrainer(AtomicTrainer):
 
 
 class _Keeper(TrainerCallback):
-    """Times steps and tells whoever watches."""
+    """Times steps, with the rows that they wait for, and tells whoever watches."""
 
     def __init__(self, plan: TrainPlan, processes: int, flops: float, ceiling: float) -> None:
         self.tokens_per_step = plan.tokens_per_step * processes
@@ -233,21 +238,31 @@ class _Keeper(TrainerCallback):
         self.progress = Progress(step=0, steps=plan.steps)
         self.watch: Watch | None = None
         self.taken = 0
-        self._began, self._since, self._seconds = 0.0, 0, 0.0
+        self._clock: float | None = None
+        self._since, self._seconds = 0, 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._began = time.perf_counter()
+        if self._clock is None:
+            self._clock = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
         self.taken += 1
         self._since += 1
-        self._seconds += time.perf_counter() - self._began
+        self._seconds += now - (now if self._clock is None else self._clock)
+        self._clock = now
         speed = self._since * self.tokens_per_step / self._seconds if self._seconds else 0.0
         self._tell(
             step=state.global_step,
             tokens_per_second=speed,
             ceiling_share=speed * self.flops / self.ceiling,
         )
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._clock = None  # what came since is no training
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._clock = None
 
     def on_log(
         self,
@@ -327,21 +342,6 @@ def _reports(plan: TrainPlan, out: Path) -> list[str]:
     return ["tensorboard"]
 
 
-def _compile(model: RecollectForCausalLM) -> str:
-    """Compile what one graph can hold, in place, and say what that is.
-
-    Engines choose their way by what they see (how strong a decay is, whether a solve went well), so
-    a graph through a memory breaks dozens of times and gains nothing. MLPs are the same products
-    for every batch.
-    """
-    for block in model.model.blocks:
-        block.mlp.compile()  # type: ignore[union-attr]
-    return (
-        "compiled: the MLPs of all blocks; memory layers run as they are, because their engines "
-        "choose by what they see"
-    )
-
-
 _MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard")  # without another result
 
 
@@ -349,10 +349,17 @@ def _begun(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
     """The checkpoint to go on from, with the plan kept beside it.
 
     Raises:
-        ValueError: the folder holds a run, and nobody asked to go on with it; or it is another
-            plan's.
+        ValueError: the folder cannot be written; it holds a run, and nobody asked to go on with
+            it; or it is another plan's.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"[run] out = {str(out)!r} cannot be written to ({error.strerror}): name another folder"
+        ) from None
     clear_aside(out)
     checkpoint = last_checkpoint(out)
     kept = out / "plan.json"
