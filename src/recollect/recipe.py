@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from recollect.choices.algorithm import Algorithm, GradientDescent
@@ -105,10 +106,18 @@ class Recipe:
 
     def gates(self) -> tuple[Gate, ...]:
         """Per-token numbers that `recall` needs."""
-        return tuple(gate for part in self.members() for gate in part.gates())
+        return self._gates
 
     def params(self) -> tuple[Param, ...]:
         """Learned tensors that `recall` needs."""
+        return self._params
+
+    @cached_property
+    def _gates(self) -> tuple[Gate, ...]:
+        return tuple(gate for part in self.members() for gate in part.gates())
+
+    @cached_property
+    def _params(self) -> tuple[Param, ...]:
         return tuple(param for part in self.members() for param in part.params())
 
     def constants(self) -> dict[str, float]:
