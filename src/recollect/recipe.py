@@ -122,13 +122,21 @@ class Recipe:
 
     def constants(self) -> dict[str, float]:
         """Numbers fixed by the recipe, by engine-side name (decays as logs)."""
+        return dict(self._constants)
+
+    def logs(self) -> frozenset[str]:
+        """Params that engines receive as logarithms."""
+        return self._logs
+
+    @cached_property
+    def _constants(self) -> dict[str, float]:
         found: dict[str, float] = {}
         for part in self.members():
             found.update(part.constants())
         return found
 
-    def logs(self) -> frozenset[str]:
-        """Params that engines receive as logarithms."""
+    @cached_property
+    def _logs(self) -> frozenset[str]:
         return frozenset().union(*(part.logs() for part in self.members()))
 
     @property
