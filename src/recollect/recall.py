@@ -8,6 +8,7 @@ rows.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import torch
@@ -222,7 +223,7 @@ def _suspicious(*tensors: Tensor) -> bool:
     seen = [x.detach() for x in tensors if x.device.type == "cpu" and x.is_floating_point()]
     if torch.compiler.is_compiling():
         return False
-    return any(not torch.isfinite(x.sum()) for x in seen)
+    return any(not math.isfinite(x.sum().item()) for x in seen)
 
 
 def _refuse_nan(q: Tensor, k: Tensor, v: Tensor, gates: Gates, params: Params) -> None:

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from recollect.choices.algorithm import Algorithm, GradientDescent
@@ -105,21 +106,37 @@ class Recipe:
 
     def gates(self) -> tuple[Gate, ...]:
         """Per-token numbers that `recall` needs."""
-        return tuple(gate for part in self.members() for gate in part.gates())
+        return self._gates
 
     def params(self) -> tuple[Param, ...]:
         """Learned tensors that `recall` needs."""
+        return self._params
+
+    @cached_property
+    def _gates(self) -> tuple[Gate, ...]:
+        return tuple(gate for part in self.members() for gate in part.gates())
+
+    @cached_property
+    def _params(self) -> tuple[Param, ...]:
         return tuple(param for part in self.members() for param in part.params())
 
     def constants(self) -> dict[str, float]:
         """Numbers fixed by the recipe, by engine-side name (decays as logs)."""
+        return dict(self._constants)
+
+    def logs(self) -> frozenset[str]:
+        """Params that engines receive as logarithms."""
+        return self._logs
+
+    @cached_property
+    def _constants(self) -> dict[str, float]:
         found: dict[str, float] = {}
         for part in self.members():
             found.update(part.constants())
         return found
 
-    def logs(self) -> frozenset[str]:
-        """Params that engines receive as logarithms."""
+    @cached_property
+    def _logs(self) -> frozenset[str]:
         return frozenset().union(*(part.logs() for part in self.members()))
 
     @property

@@ -329,6 +329,7 @@ def bench(
         result = run(
             cases,
             baseline=chosen.baseline,
+            min_seconds=chosen.min_seconds,
             rounds=rounds,
             device=device,
             progress=lambda done, total: progress.update(bar, completed=done, total=total),

@@ -141,7 +141,8 @@ def own_case(label: str, b: int, sizes: tuple[int, int, int], *, backward: bool 
                 "momentum": module.to_momentum[0](stored).sigmoid(),
             }
             init = [w.transpose(-1, -2) for w in module.memory_model_parameters]
-            y, _ = recall(recipe, q, k, v, gates, init=init, output_state=False)
+            # The peer's module makes its state at every call, and so do we.
+            y, _ = recall(recipe, q, k, v, gates, init=init)
             return module.combine_heads(module.merge_heads(y.transpose(1, 2)))
 
         return _stepper(forward, leaves) if backward else torch.no_grad()(forward)

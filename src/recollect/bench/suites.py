@@ -49,12 +49,15 @@ class Suite:
         cases: the cases at a shape.
         baseline: the case that ratios refer to.
         pairs: (what, numerator, denominator) of further ratios worth printing.
+        min_seconds: how long one case is called in one round; long where cases of milliseconds
+            alternate with some that sweep the caches for a second.
     """
 
     about: str
     cases: Callable[[Shape], list[Case]]
     baseline: str
     pairs: Callable[[Shape], list[tuple[str, str, str]]]
+    min_seconds: float = 0.02
 
 
 _HALF_LIFE = 0.1  # decays between 0 and this per token, as logs
@@ -352,6 +355,7 @@ SUITES: dict[str, Suite] = {
         cases=_titans_cases,
         baseline="b=16",
         pairs=_titans_pairs,
+        min_seconds=0.15,
     ),
     "attention": Suite(
         about="softmax attention with windows, decays, blocks and gates against SDPA",

@@ -271,7 +271,8 @@ def check_values(recipe: Recipe, gates: Mapping[str, Tensor], params: Params) ->
         x = given.detach()
         if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
             continue
-        low, high, span = float(x.min()), float(x.max()), item.range
+        least, most = x.aminmax()
+        low, high, span = least.item(), most.item(), item.range
         bad = (
             low
             if span.low is not None and (low < span.low or (span.low_open and low == span.low))

@@ -332,14 +332,15 @@ def roll(
     if span is None and lengths is None:
         return _grown(old, k=k, v=v, rates=rates)
     held = 0 if old is None else old.k.shape[1]
-    count = torch.full((B,), T, device=k.device) if lengths is None else lengths
     slots = held + T if span is None else span
-    # Joined tokens form one run per row: old ones aligned right, new ones aligned left.
-    end = held + count  # [B]
-    index = end[:, None] - slots + torch.arange(slots, device=k.device)  # [B, n]
     history = recipe.history
     wanted = position if history is None else position % recipe.algorithm.batch + history
     wanted = torch.minimum(position, wanted)
+    if lengths is None:
+        return _ended(old, slots, wanted, k=k, v=v, rates=rates)
+    # Joined tokens form one run per row: old ones aligned right, new ones aligned left.
+    end = held + lengths  # [B]
+    index = end[:, None] - slots + torch.arange(slots, device=k.device)  # [B, n]
     mask = (index >= end[:, None] - wanted[:, None]) & (index >= 0)
     if old is not None:
         inside = index.clamp(0, held - 1) if held else index
@@ -354,6 +355,44 @@ def roll(
         if joined.shape[1] == 0:
             return new.new_zeros(B, slots, *new.shape[2:])
         return torch.where(kept, joined.gather(1, shaped), torch.zeros((), dtype=new.dtype).to(new))
+
+    return Buffer(
+        k=pick(k, None if old is None else old.k),
+        v=pick(v, None if old is None else old.v),
+        rates={n: pick(x, None if old is None else old.rates[n]) for n, x in rates.items()},
+        mask=mask,
+    )
+
+
+def _ended(
+    old: Buffer | None,
+    slots: int,
+    wanted: Tensor,
+    *,
+    k: Tensor,
+    v: Tensor,
+    rates: Mapping[str, Tensor],
+) -> Buffer:
+    """The last ``slots`` of what was held and rows without padding, of which ``wanted`` count."""
+    B, T = k.shape[:2]
+    past = max(slots - T, 0)  # slots that new tokens do not reach
+    held = 0 if old is None else min(old.k.shape[1], past)
+    mask = torch.arange(slots, 0, -1, device=k.device) <= wanted[:, None]
+    if past:
+        before = mask.new_zeros(B, past)
+        if old is not None and held:
+            before[:, past - held :] = old.mask[:, old.mask.shape[1] - held :]
+        mask[:, :past] &= before
+
+    def pick(new: Tensor, older: Tensor | None) -> Tensor:
+        kept = mask.view(B, slots, *(1,) * (new.dim() - 2))
+        parts = [new[:, T - (slots - past) :]]
+        if older is not None and held:
+            parts.insert(0, older[:, older.shape[1] - held :].to(new.dtype))
+        if held < past:
+            parts.insert(0, new.new_zeros(B, past - held, *new.shape[2:]))
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return torch.where(kept, joined, 0.0)
 
     return Buffer(
         k=pick(k, None if old is None else old.k),

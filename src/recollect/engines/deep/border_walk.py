@@ -91,6 +91,10 @@ class Made:
     inner: Inner | None
 
 
+LARGE = 2**14
+"""Entries of z from which an activation's own operations, which use all cores, beat shared work."""
+
+
 class Room:
     """Memory that one span of batches leaves to the next; without it every span would take new.
 
@@ -148,7 +152,8 @@ def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, r
         for name in ("z", "slope", "u")
     )
     store, pull_to = path.curve.store, path.curve.pull_to
-    quick = None if path.keep or store is None or pull_to is None else (store, pull_to)
+    large = not path.keep and P * R * max(outs) > LARGE
+    quick = (store, pull_to) if large and store is not None and pull_to is not None else None
     # The keys' own coefficients are one product; those of later maps are made on the way.
     Qs = [new("Q", i, kept, P, R, J, w.shape[-2]) for i, w in enumerate(start)]
     if path.tall[0]:
@@ -168,11 +173,15 @@ def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, r
         base = constant.unbind(0)
     h_, delta_ = ([x.unbind(0) for x in xs] for xs in (hs, deltas))
     z_, slope_, u_, Q_ = ([_rows(x, N) for x in xs] for xs in (zs, slopes, us, Qs))
-    Qflat = [[q.flatten(2) for q in qs] for qs in Q_]
-    A_ = [
-        [w if up else w.mT for w in stack[:, :, 0].unbind(0)]
+    Qleft = [_rows(q.flatten(3).mT, N) for q in Qs]
+    ups = [
+        stack[:, :, 0] if up else stack[:, :, 0].mT
         for stack, up in zip(stacks, path.tall, strict=True)
     ]
+    A_, back_ = [a.unbind(0) for a in ups], [a.mT.unbind(0) for a in ups]
+    sides = [(h, d) if up else (d, h) for h, d, up in zip(hs, deltas, path.tall, strict=True)]
+    narrow_ = [narrow.unsqueeze(3).unbind(0) for narrow, _ in sides]
+    wide_ = [wide.unbind(0) for _, wide in sides]
     whole = [
         [*stack.flatten(2, 3).unbind(0), end.flatten(1, 2)]
         for stack, end in zip(stacks, ends, strict=True)
@@ -203,7 +212,7 @@ def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, r
         elif affine[0] != 0:
             torch.baddbmm(base[n], h, A_[-1][n], alpha=affine[0], out=delta)
         for i in range(L - 1, 0, -1):
-            u = torch.bmm(delta, A_[i][n].mT, out=u_[i - 1][n])
+            u = torch.bmm(delta, back_[i][n], out=u_[i - 1][n])
             delta = delta_[i - 1][n]
             if quick is None:
                 torch.mul(u, slope_[i - 1][n], out=delta)
@@ -214,16 +223,13 @@ def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, r
             if commit is False:
                 after.copy_(whole[i][n])
                 continue
-            narrow, wide = h_[i][n], delta_[i][n]
-            if not path.tall[i]:
-                narrow, wide = wide, narrow
             if i or not path.tall[0]:
-                torch.mul(narrow.unsqueeze(2), weight[n], out=Q_[i][n])
+                torch.mul(narrow_[i][n], weight[n], out=Q_[i][n])
             if move is None:
-                torch.baddbmm(whole[i][n], Qflat[i][n].mT, wide, out=after)
+                torch.baddbmm(whole[i][n], Qleft[i][n], wide_[i][n], out=after)
             else:
                 _mix(move[n], flat[i][n], flat[i][n + 1])
-                after.baddbmm_(Qflat[i][n].mT, wide)
+                after.baddbmm_(Qleft[i][n], wide_[i][n])
             if commit is not True:
                 after.copy_(torch.where(commit, after, whole[i][n]))
     inner = None

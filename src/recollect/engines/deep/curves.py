@@ -6,6 +6,7 @@ gradient needs is a polynomial times the same Gaussian.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,9 +41,16 @@ class Curve:
     pull_to: Callable[[Tensor, Tensor, Tensor], object] | None = None
 
 
+@functools.cache
+def _number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
+
+
 def _gelu_rise(z: Tensor, value: Tensor, slope: Tensor) -> None:
-    torch.mul(z, math.sqrt(0.5), out=value).erf_().mul_(0.5).add_(0.5)  # Φ(z)
-    torch.mul(z, z, out=slope).mul_(-0.5).exp_()
+    half, zero = (_number(x, z.dtype, z.device) for x in (0.5, 0.0))
+    torch.erf(torch.mul(z, math.sqrt(0.5), out=value), out=value)
+    torch.add(half, value, alpha=0.5, out=value)  # Φ(z)
+    torch.exp(torch.addcmul(zero, z, z, value=-0.5, out=slope), out=slope)
     torch.addcmul(value, z, slope, value=1 / math.sqrt(2 * math.pi), out=slope)
     value.mul_(z)
 

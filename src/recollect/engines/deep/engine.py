@@ -21,6 +21,7 @@ from torch import Tensor
 
 from recollect.choices.memory import Read, Stack
 from recollect.engines.deep.chain import Chain, slope_of
+from recollect.engines.deep.decode import decodes, step
 from recollect.engines.deep.grid import Grid, lay_out
 from recollect.engines.deep.groups import Part
 from recollect.engines.deep.groups import run as run_groups
@@ -167,6 +168,10 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     outer = torch.is_grad_enabled() and any(
         x.requires_grad for x in (*memory.tensors(), *(x for d in given for x in d.values()))
     )
+    if T == 1 and problem.lengths is None and not outer and decodes(method):
+        decoded = _decode(problem, method, grid, memory, params)
+        if decoded is not None:
+            return decoded
     g = _batches_a_group(problem, method, grid, outer=outer)
     columns = g * grid.b
     total = grid.N * grid.b
@@ -201,6 +206,30 @@ def run(problem: Problem) -> tuple[Tensor, State]:
         weights=tuple(end.A), slots={name: tuple(slot) for name, slot in end.slots.items()}
     )
     return y.to(problem.v.dtype), kept
+
+
+def _decode(
+    problem: Problem, method: Method, grid: Grid, memory: Memory, params: dict[str, Tensor]
+) -> tuple[Tensor, State] | None:
+    """One token for rows that have come equally far in their inner batches."""
+    if grid.N > 1 or len(set(grid.start)) > 1:
+        return None
+    B, _, H, G, _ = problem.q.shape
+    tokens = {**{f"key {n}": x for n, x in grid.keys.items()}, "valid": grid.valid}
+    tokens |= {**{f"step {n}": x for n, x in grid.steps.items()}, **grid.queries}
+    tokens["count"] = grid.count
+    with torch.no_grad():
+        layout = _layout(grid, (0, grid.b), tokens, params, (B, H, G), outer=False)
+        made = step(method, layout, memory, problem.state.cache)
+    if made is None:
+        return None
+    end = made.memory.like([w.unflatten(0, (B, H)) for w in made.memory.tensors()])
+    kept = problem.after(
+        weights=tuple(end.A),
+        slots={name: tuple(slot) for name, slot in end.slots.items()},
+        cache=made.cache,
+    )
+    return made.y.unflatten(0, (B, 1, H)).to(problem.v.dtype), kept
 
 
 @functools.cache

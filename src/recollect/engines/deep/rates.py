@@ -121,12 +121,18 @@ def per_map(x: Tensor, side: str, maps: Sequence[LinearMap]) -> list[Own]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """What all maps share: window weights ``[N, P, n, c]``, P^θ ``[N, P, n, n]``, its reach, τ."""
+    """What all maps share.
+
+    Attributes:
+        gamma: window weights ``[N, P, n, c]``.
+        first: momentum of the first token ``[N, P, 1]``; theta: P^θ ``[N, P, n, n]``.
+        tau: as in TTT's averages.
+    """
 
     rule: Rule
     gamma: Tensor
+    first: Tensor | None
     theta: Tensor | None
-    reach: Tensor | None
     tau: Tensor | None
 
     def written(self, E: Tensor | None, eta: Tensor | None) -> Tensor:
@@ -160,33 +166,41 @@ def tables(
     """
     c = gamma.shape[-1]
     theta = numbers.get("momentum") if rule.slot else None
-    parts = _Parts(
-        rule=rule,
-        gamma=gamma,
-        theta=None if theta is None else products(theta),
-        reach=None if theta is None else theta.cumprod(-1),
-        tau=_tau(numbers["offset"], start) if rule.mean else None,
-    )
     decays: list[Own] = [Own() for _ in maps]
     if "log_decay" in numbers:
         decays = per_map(numbers["log_decay"], rule.side, maps)
     if "log_decay_value" in numbers:
         rows = per_map(numbers["log_decay_value"], "value", maps)
         decays = [a.add(b) for a, b in zip(decays, rows, strict=True)]
+    logs = {id(own.scalar): own.scalar for own in decays if own.scalar is not None}
+    alphas = {key: x.exp() for key, x in logs.items()}
+    given = [*alphas.values(), *([] if theta is None else [theta])]
+    # One call for all of them: at small sizes every operation costs the same.
+    found = products(torch.stack(given)).unbind(0) if len(given) > 1 else map(products, given)
+    *moved, last = (*found, None) if theta is None else found
+    P = dict(zip(alphas, moved, strict=True))
+    parts = _Parts(
+        rule=rule,
+        gamma=gamma,
+        first=None if theta is None else theta[..., :1],
+        theta=last,
+        tau=_tau(numbers["offset"], start) if rule.mean else None,
+    )
     ones = gamma.new_ones(()).expand(gamma.shape[:-1])
     rates = per_map(numbers.get("lr", ones), "value", maps)
     shared: dict[tuple[int, int], Table] = {}
-    found: list[Table] = []
+    made: list[Table] = []
     for decay, rate in zip(decays, rates, strict=True):
         key = (id(decay.scalar), id(rate.scalar))
         if key not in shared:
-            shared[key] = _table(parts, decay.scalar, rate.scalar)
+            first = None if decay.scalar is None else alphas[key[0]][..., :1]
+            shared[key] = _table(parts, first, P.get(key[0]), rate.scalar)
         table = shared[key]
         scale = rate.outer
         if scale is not None:
             scale = scale.repeat_interleave(c, dim=-2) if rule.pairs else scale
             scale = torch.cat([scale, scale], dim=-2) if rule.splits else scale
-        found.append(
+        made.append(
             Table(
                 a=table.a,
                 m=table.m,
@@ -198,31 +212,28 @@ def tables(
                 scale=scale,
             )
         )
-    return found
+    return made
 
 
-def _table(parts: _Parts, log_decay: Tensor | None, lr: Tensor | None) -> Table:
-    rule, like = parts.rule, parts.gamma
-    a = P = None
-    if log_decay is not None:
-        alpha = log_decay.exp()
-        a, P = flushed(cumulated(log_decay, -1).to(like.dtype).exp()), products(alpha)
+def _table(parts: _Parts, first: Tensor | None, P: Tensor | None, lr: Tensor | None) -> Table:
+    """From the first token's decay ``[N, P, 1]`` and P^α."""
+    rule, theta = parts.rule, parts.theta
+    # The products from the border on are those after the first token times its own number.
+    a = None if P is None or first is None else flushed(P[..., 0] * first)
     if parts.tau is not None:
         return Table(a=None, m=None, C=parts.tau.unsqueeze(-1) * parts.written(None, lr))
-    if parts.theta is None or parts.reach is None:
+    if theta is None or parts.first is None:
         return Table(a=a, m=None, C=parts.written(P, lr))
-    if P is None:
-        # Without decay A adds every S up: P^α is the plain sum.
-        moved, m = parts.theta.cumsum(-2), parts.reach.cumsum(-1)
-    else:
-        moved, m = P @ parts.theta, (P @ parts.reach.unsqueeze(-1)).squeeze(-1)
+    # Without decay A adds every S up: P^α is the plain sum.
+    moved = theta.cumsum(-2) if P is None else P @ theta
     eta = lr if rule.slot == "steps" else None
     C = parts.written(moved, eta)
-    D = parts.written(parts.theta[..., -1:, :], eta).squeeze(-2)
+    D = parts.written(theta[..., -1:, :], eta).squeeze(-2)
     if rule.splits:
         C = torch.cat([C, parts.written(P, lr)], dim=-1)
         D = torch.cat([D, torch.zeros_like(D)], dim=-1)
-    return Table(a=a, m=m, C=C, s=parts.reach[..., -1], D=D)
+    m, s = moved[..., 0] * parts.first, theta[..., -1, 0] * parts.first.squeeze(-1)
+    return Table(a=a, m=m, C=C, s=s, D=D)
 
 
 def _past(n: int, like: Tensor) -> Tensor:

@@ -333,6 +333,9 @@ class _Walk:
         reads: bool = True,
     ) -> tuple[Tensor, Memory]:
         layout, method = self.layout, self.method
+        if method.way == "border" and not moves:
+            # Nobody reads what an open batch has gathered.
+            return self._read_all(n, segment, W), memory
         found = self._factors(n, segment, W)
         if method.rule.splits:
             writes = self._factors(n, segment, W, free=True)

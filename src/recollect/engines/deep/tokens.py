@@ -96,7 +96,9 @@ def _map(
     work: TokenStep, i: int, W: Tensor, A: Tensor, slots: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     recipe = work.recipe
-    algorithm, retention = recipe.algorithm, recipe.retention
+    algorithm = recipe.algorithm
+    if algorithm.curvature and algorithm.accumulates is not None:
+        return _directed(work, i, W, A, slots)
     seen: list[Tensor] = []
     one = torch.ones_like(A[..., :1, :1])
     for t, numbers in enumerate(work.numbers):
@@ -113,15 +115,51 @@ def _map(
                 count=work.count[:, t].view(-1, 1, 1, 1).to(A.dtype),
             ),
         )
-        A = retention.advance(A, step, log_decay, work.gates[t])
-        if recipe.at_border:
-            W = step + (W if log_decay is None else log_decay.exp() * W)
-            seen.append(W)
-        else:
-            seen.append(A)
-    stacked = torch.stack(seen, dim=2)  # [B, H, n, out, in]
+        A, W = _settled(work, t, A, W, step, log_decay)
+        seen.append(W if recipe.at_border else A)
+    return A, slots, _readable(work, seen)
+
+
+def _directed(
+    work: TokenStep, i: int, W: Tensor, A: Tensor, slots: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """The same where a step is a function of what was accumulated: of all tokens at once."""
+    algorithm, scales = work.recipe.algorithm, work.recipe.algorithm.accumulates == "steps"
+    S, sums, seen = slots["momentum"], list[Tensor](), list[Tensor]()
+    one = torch.ones_like(A[..., :1, :1])
+    rates = [_rows(n["lr"][i], work) if "lr" in n else one for n in work.numbers]
+    for t, numbers in enumerate(work.numbers):
+        gradient = _gradient(work, work.found[i], t)
+        gradient = rates[t] * gradient if scales else gradient
+        S = (
+            _rows(numbers["momentum"][i], work) * S - gradient
+            if "momentum" in numbers
+            else -gradient
+        )
+        sums.append(S)
+    steps = algorithm.settle({"momentum": torch.stack(sums, dim=2)}, torch.stack(rates, dim=2))
+    for t, (numbers, step) in enumerate(zip(work.numbers, steps.unbind(2), strict=True)):
+        log_decay = _rows(numbers["log_decay"][i], work) if "log_decay" in numbers else None
+        A, W = _settled(work, t, A, W, step, log_decay)
+        seen.append(W if work.recipe.at_border else A)
+    return A, {"momentum": S}, _readable(work, seen)
+
+
+def _settled(
+    work: TokenStep, t: int, A: Tensor, W: Tensor, step: Tensor, log_decay: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A after a token, and W where the link waits for the border."""
+    if work.recipe.at_border:
+        W = step + (W if log_decay is None else log_decay.exp() * W)
+    return work.recipe.retention.advance(A, step, log_decay, work.gates[t]), W
+
+
+def _readable(work: TokenStep, seen: Sequence[Tensor]) -> Tensor:
+    """What every token reads, ``[P n, out, in]``."""
+    recipe, retention = work.recipe, work.recipe.retention
+    stacked = torch.stack(list(seen), dim=2)  # [B, H, n, out, in]
     if retention.linked and not recipe.at_border:
         names = work.gates[0]
         gates = {name: torch.stack([g[name] for g in work.gates], dim=2) for name in names}
         stacked = retention.link(stacked, gates)
-    return A, slots, stacked.flatten(0, 2)
+    return stacked.flatten(0, 2)

@@ -1,0 +1,47 @@
+"""Newton–Schulz against its definition: matrix by matrix, in the direction the paper writes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from recollect.choices.algorithm import newton_schulz
+
+
+def _defined(S: Tensor, steps: int) -> Tensor:
+    """By singular values: X ← aX + bXXᵀX + c(XXᵀ)²X moves each by aσ + bσ³ + cσ⁵."""
+    U, sigma, Vh = torch.linalg.svd(S, full_matrices=False)
+    sigma = sigma / (sigma.square().sum().sqrt() + 1e-7)
+    for _ in range(steps):
+        sigma = 3.4445 * sigma - 4.7750 * sigma**3 + 2.0315 * sigma**5
+    return U @ torch.diag(sigma) @ Vh
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (3, 8), (8, 3), (1, 5), (5, 1)])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_singular_values_move_as_the_polynomial_says(shape: tuple[int, int], steps: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    S = torch.randn(2, 3, 4, *shape, dtype=torch.float64, generator=g)  # rows, heads, tokens
+    found = newton_schulz(S, steps)
+    for index in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(4)).tolist():
+        expected = _defined(S[tuple(index)], steps)
+        assert (found[tuple(index)] - expected).abs().amax() < 1e-12
+
+
+def test_products_are_of_the_smaller_side() -> None:
+    """Per step 4 s²l + 2 s³ for sides s ≤ l, whichever side that is."""
+    s, wide, steps, many = 4, 16, 3, 5
+    for shape in ((s, wide), (wide, s)):
+        with FlopCounterMode(display=False) as counter:
+            newton_schulz(torch.randn(many, *shape), steps)
+        assert counter.get_total_flops() == many * steps * (4 * s * s * wide + 2 * s**3)
+
+
+def test_zero_stays_zero_with_a_finite_slope() -> None:
+    S = torch.zeros(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    X = newton_schulz(S, 5)
+    (slope,) = torch.autograd.grad(X.sum(), S)
+    assert X.abs().amax() == 0
+    assert torch.isfinite(slope).all()
