@@ -97,7 +97,8 @@ def _omega(memory: Memory, algorithm: GradientDescent | Muon) -> Recipe:
 )
 def omega_net() -> tuple[Recipe, LayerOptions]:
     """The Omega rule: a window of associations is fitted at every step."""
-    return _omega(MLP(), GradientDescent(batch=16)), LayerOptions(gates=_gates(1 / 32))
+    # 16 tokens that each fit a window of 8 write one repeated association 128 times.
+    return _omega(MLP(), GradientDescent(batch=16)), LayerOptions(gates=_gates(1 / 128))
 
 
 @preset(
