@@ -526,3 +526,17 @@ def test_refused_members(make: object, sentence: str) -> None:
     with pytest.raises(rc.RecipeError) as caught:
         make()  # type: ignore[operator]
     assert sentence in str(caught.value)
+
+
+def test_a_call_that_nothing_continues_from_has_the_same_gradients() -> None:
+    """What is left out without a state (the Gram matrix) is nothing that outputs depend on."""
+    recipe = rc.zoo.get("rls").recipe
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 70, 2, 6, generator=generator).requires_grad_() for _ in range(3))
+    ridge = torch.tensor([0.5, 1.0], requires_grad=True)
+
+    def grads(output_state: bool) -> tuple[torch.Tensor, ...]:
+        y, _ = rc.recall(recipe, q, k, v, params={"ridge": ridge}, output_state=output_state)
+        return torch.autograd.grad(y.sin().sum(), (q, k, v, ridge))
+
+    torch.testing.assert_close(grads(False), grads(True), rtol=0, atol=0)
