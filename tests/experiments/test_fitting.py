@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import count, pairwise
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from recollect.experiments.fitting import Budget, accuracy, fit
+from recollect.experiments.fitting import LOST, Budget, accuracy, fit
+from recollect.experiments.models import TaskModel
 from recollect.tasks.mqar import IGNORE
 
 SIZES = 4
@@ -50,15 +52,41 @@ def test_the_best_rate_is_found_and_the_search_ends_there() -> None:
     assert found.spent == 60 + found.steps, "0.2 was not tried"
 
 
-def test_a_rate_that_diverges_is_survived() -> None:
-    def exploding(generator: torch.Generator, level: int) -> tuple[Tensor, Tensor]:
-        return torch.full((2, 3), math.nan), torch.zeros(2, 3, dtype=torch.long)
+def infinite(at: set[int]) -> Callable[[Tensor], Tensor]:
+    """The identity, whose gradient is infinite at these calls."""
+    calls = count()
 
-    budget = Budget(steps=10, lrs=(0.1, 0.2), evaluations=5)
-    found = fit(lambda: nn.Linear(1, 3), lambda g, n: (exploding(g, n)[0][..., None],
-                exploding(g, n)[1]), lambda m: 0.5, budget, seed=0)  # fmt: skip
+    def hooked(x: Tensor) -> Tensor:
+        if next(calls) in at:
+            x.register_hook(lambda gradient: gradient * math.inf)
+        return x
+
+    return hooked
+
+
+class Hooked(nn.Module):
+    def __init__(self, at: set[int]) -> None:
+        super().__init__()
+        self.inner, self.hook = model(), infinite(at)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.inner(tokens)
+        return self.hook(logits) if self.training else logits
+
+
+def test_a_rate_that_diverges_is_survived() -> None:
+    budget = Budget(steps=2 * LOST + 20, lrs=(0.1, 0.2), evaluations=2)
+    found = fit(lambda: Hooked(set(range(100))), copying, measure, budget, seed=0)
     assert math.isnan(found.value)
-    assert found.spent == 4, "each rate ends at its first measurement"
+    assert (found.steps, found.lost, found.spent) == (LOST, LOST, 2 * LOST)
+
+
+def test_a_step_without_a_finite_gradient_is_not_taken() -> None:
+    budget = Budget(steps=100, lrs=(0.05,), evaluations=2)
+    found = fit(lambda: Hooked({3, 4, 30}), copying, measure, budget, seed=0)
+    assert found.lost == 3
+    assert found.value == 1.0
+    assert all(bool(weight.isfinite().all()) for weight in found.model.parameters())
 
 
 def test_lengths_grow_when_the_last_batches_were_right() -> None:
@@ -116,3 +144,13 @@ def test_accuracy_counts_what_is_asked() -> None:
 def test_a_budget_refuses_nonsense(broken: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="Budget"):
         Budget(**{"steps": 1, "lrs": (0.1,), **broken})  # type: ignore[arg-type]
+
+
+def test_what_is_unpacked_was_in_the_last_output() -> None:
+    """Compression: nothing but the last token's output may be read, or it would be copying."""
+    task = TaskModel(SIZES, SIZES, 8, [], unpacked=6)
+    tokens = torch.randint(SIZES, (3, 6), generator=torch.Generator().manual_seed(0))
+    other = torch.cat([(tokens[:, :-1] + 1) % SIZES, tokens[:, -1:]], dim=1)
+    assert task(tokens).shape == (3, 6, SIZES)
+    assert torch.equal(task(tokens), task(other)), "without a memory the last token knows no other"
+    assert not torch.equal(task(tokens)[:, 0], task(tokens)[:, 1]), "positions are told apart"

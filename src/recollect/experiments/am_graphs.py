@@ -276,7 +276,7 @@ FIG7 = Experiment(
     configs={
         "smoke": {"seeds": 1, "nodes": 8, "width": 16, "steps": 4, "batch": 8, "lrs": [3e-3]}
         | {"tested": 16, "evaluations": 2, "kernels": ["linear", "exp"], "layers": [1, 2]},
-        "small": {"seeds": 3, "nodes": 32, "width": 64, "steps": 600, "batch": 32, "lrs": [1e-2]}
+        "small": {"seeds": 3, "nodes": 32, "width": 64, "steps": 2000, "batch": 32, "lrs": [1e-2]}
         | {"tested": 128, "evaluations": 10, "kernels": ["linear", "exp"]}
         | {"layers": [1, 2, 4]},
         "paper": {"seeds": 3, "nodes": 32, "width": 64, "steps": 10_000, "batch": 128}

@@ -212,7 +212,7 @@ FIG4 = Experiment(
         "smoke": {"seeds": 1, "length": 8, "steps": 4, "batch": 8, "lrs": [0.01], "tested": 16}
         | {"evaluations": 2, "layers": [1, 2]}
         | {"kernels": {"4 × 3": ["round", "relu", "exp"], "1 × 12": ["linear", "softmax"]}},
-        "small": {"seeds": 3, "length": 16, "steps": 600, "batch": 32, "lrs": [0.01]}
+        "small": {"seeds": 3, "length": 16, "steps": 3000, "batch": 32, "lrs": [0.01]}
         | {"tested": 128, "evaluations": 10, "layers": [1, 2]}
         | {"kernels": {"4 × 3": ["linear"], "1 × 12": ["linear", "exp", "softmax"]}},
         "paper": {"seeds": 3, "length": 16, "steps": 4000, "batch": 128, "lrs": [0.01]}
@@ -332,8 +332,8 @@ FIG8 = Experiment(
     configs={
         "smoke": {"seeds": 1, "length": 8, "steps": 4, "batch": 8, "lrs": [0.01], "tested": 16}
         | {"evaluations": 2, "kernels": ["linear", "softmax"], "w_heads": [1, 4]},
-        "small": {"seeds": 3, "length": 16, "steps": 240, "batch": 32, "lrs": [0.01]}
-        | {"tested": 128, "evaluations": 8, "kernels": ["linear", "exp"]}
+        "small": {"seeds": 3, "length": 16, "steps": 3000, "batch": 32, "lrs": [0.01]}
+        | {"tested": 128, "evaluations": 12, "kernels": ["linear", "exp"]}
         | {"w_heads": [1, 4]},
         "paper": {"seeds": 3, "length": 16, "steps": 4000, "batch": 128, "lrs": [0.01]}
         | {"tested": 2048, "evaluations": 100, "kernels": list(KERNELS), "w_heads": [1, 3, 4]},

@@ -201,13 +201,15 @@ MQAR = Experiment(
         | {"widths": [8], "steps": 2, "batch": 4, "lrs": [1e-2], "tested": 8, "evaluations": 1}
         | {"solved": 0.999, "architectures": ["linear_attention", "delta_net"]},
         "small": {"seeds": 3, "vocab": 64, "length": 48, "pairs": [4, 8, 12], "asked": [4, 8, 12]}
-        | {"widths": [16], "steps": 120, "batch": 16, "lrs": [1e-2], "tested": 48}
-        | {"evaluations": 4, "solved": 0.995}
+        | {"widths": [8, 16], "steps": 800, "batch": 16, "lrs": [1e-2, 3e-3], "tested": 128}
+        | {"evaluations": 10, "solved": 0.995}
         | {
             "architectures": [
                 "linear_attention",
                 "delta_net",
                 "gated_delta_net",
+                "titans",
+                "omega_net",
                 "atlas",
                 "softmax_attention",
             ]

@@ -19,6 +19,9 @@ from recollect.tasks.mqar import IGNORE
 
 __all__ = ["Budget", "Fit", "accuracy", "fit", "work_of"]
 
+LOST = 20
+"""So many steps in a row without a finite gradient, and training has diverged."""
+
 Draw = Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
 """Draws a batch (inputs, labels) at a level of the curriculum."""
 
@@ -72,10 +75,12 @@ class Fit:
     """A trained model and how it came about.
 
     Attributes:
-        value: the best measured on the way, NaN when training diverged at every rate.
+        value: the best measured on the way; NaN when training diverged at every rate before it
+            was measured.
         lr: the learning rate that reached it. steps: taken at that rate; spent: at all rates.
         curve: (step, value) of that rate.
         levels: (step, level) of every lengthening.
+        lost: steps that were not taken, for their gradient was not finite.
     """
 
     model: nn.Module
@@ -85,6 +90,7 @@ class Fit:
     spent: int = 0
     curve: list[tuple[int, float]] = field(default_factory=list)
     levels: list[tuple[int, int]] = field(default_factory=list)
+    lost: int = 0
 
 
 def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor, *, batch: int = 256) -> float:
@@ -152,7 +158,7 @@ def _at_rate(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=budget.weight_decay)
     every = max(1, budget.steps // budget.evaluations)
     found = Fit(model=model, value=math.nan, lr=lr, steps=0)
-    level, recent = 0, 0.0
+    level, recent, lost = 0, 0.0, 0
     for step in range(budget.steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * budget.rate(step)
@@ -164,9 +170,16 @@ def _at_rate(
         )
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), budget.clip)
-        optimizer.step()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), budget.clip)
         found.steps = step + 1
+        if math.isfinite(float(loss.detach())) and math.isfinite(float(norm)):
+            optimizer.step()
+            lost = 0
+        else:  # no weight becomes NaN, so that what was learned before can be measured
+            lost += 1
+            found.lost += 1
+            if lost == LOST:
+                break
         if len(levels) > 1 and level + 1 < len(levels):
             asked = labels != IGNORE
             right = float((logits.detach().argmax(-1) == labels)[asked].float().mean())
@@ -175,8 +188,6 @@ def _at_rate(
                 level, recent = level + 1, 0.0
                 found.levels.append((step + 1, levels[level]))
         if found.steps % every == 0 or found.steps == budget.steps:
-            if not math.isfinite(float(loss.detach())):
-                break  # diverged: what was measured before stands
             value = evaluate(model)
             found.curve.append((found.steps, value))
             if not value <= found.value:

@@ -57,6 +57,9 @@ class TaskModel(nn.Module):
         mlp: hidden width of a SwiGLU after each layer, 0 for none.
         norm: whether layers and read-out see an RMS norm.
         vectors: whether inputs are vectors ``[B, T, inputs]`` instead of tokens ``[B, T]``.
+        unpacked: positions to read from the last token's output alone, each through an MLP of it
+            and an embedding of the position (the decoder of MAD's compression task); 0 reads every
+            token from its own output.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class TaskModel(nn.Module):
         mlp: int = 0,
         norm: bool = False,
         vectors: bool = False,
+        unpacked: int = 0,
     ) -> None:
         super().__init__()
         self.embed = nn.Linear(inputs, width) if vectors else nn.Embedding(inputs, width)
@@ -91,6 +95,7 @@ class TaskModel(nn.Module):
         self.mlps = nn.ModuleList(
             nn.Sequential(normed(), SwiGLU(width, mlp)) for _ in (mixers if mlp else ())
         )
+        self.unpack = _Unpack(width, unpacked) if unpacked else None
         self.last = normed()
         self.read_out = nn.Linear(width, classes, bias=False)
 
@@ -101,7 +106,23 @@ class TaskModel(nn.Module):
             x = x + layer(norm(x), output_state=False)[0]
             if len(self.mlps):
                 x = x + self.mlps[index](x)
+        if self.unpack is not None:
+            x = self.unpack(x[:, -1:])
         return self.read_out(self.last(x))
+
+
+class _Unpack(nn.Module):
+    """Positions from one vector: h + MLP(RMS(h + p_t)) for every t."""
+
+    def __init__(self, width: int, positions: int) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(positions, width)
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.mlp = SwiGLU(width, 2 * width)
+
+    def forward(self, last: Tensor) -> Tensor:
+        """``[B, 1, width]`` to ``[B, positions, width]``."""
+        return last + self.mlp(self.norm(last + self.positions.weight))
 
 
 def delta_former(

@@ -49,7 +49,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
             task.vocab - 1,
             width,
             [_mixer(str(cell["model"]))],
-            mlp=width,
+            mlp=config["mlp"],
             norm=True,
         ),
         lambda generator, level: words(task, config["batch"], generator),
@@ -177,10 +177,18 @@ WORDS = Experiment(
     ),
     configs={
         "smoke": {"seeds": 1, "length": 6, "longest": 8, "lengths": [4, 8], "width": 8}
-        | {"steps": 3, "batch": 8, "lrs": [3e-3], "tested": 8, "evaluations": 1, "solved": 0.999}
+        | {
+            "mlp": 8,
+            "steps": 3,
+            "batch": 8,
+            "lrs": [3e-3],
+            "tested": 8,
+            "evaluations": 1,
+            "solved": 0.999,
+        }
         | {"groups": {"parity": ["β in [0, 2]"], "S3": ["β in [0, 2], n = 2"]}},
         "small": {"seeds": 3, "length": 16, "longest": 64, "lengths": [8, 16, 32, 64], "width": 32}
-        | {"steps": 240, "batch": 16, "lrs": [5e-3], "tested": 32, "evaluations": 6}
+        | {"mlp": 64, "steps": 2000, "batch": 64, "lrs": [1e-2], "tested": 64, "evaluations": 20}
         | {"solved": 0.998}
         | {
             "groups": {
@@ -189,7 +197,7 @@ WORDS = Experiment(
                 "S5": ["β in [0, 2]", "β in [0, 2], n = 4"],
             }
         },
-        "paper": {"seeds": 3, "length": 128, "longest": 512, "width": 128}
+        "paper": {"seeds": 3, "length": 128, "longest": 512, "width": 128, "mlp": 256}
         | {"lengths": [32, 64, 128, 256, 512], "steps": 50_000, "batch": 256}
         | {"lrs": [3e-4, 1e-3, 3e-3], "tested": 512, "evaluations": 100, "solved": 0.999}
         | {"groups": {name: list(MODELS) for name in ("parity", "S3", "S5", "A5")}},
