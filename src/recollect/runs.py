@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,6 +60,7 @@ def compare(
         int | None, typer.Option(help="Training tokens per model, in place of --steps.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, examples and their order.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes, one thread each if several.")] = 1,
     method: Annotated[str, typer.Option(help="Engine, or auto.")] = "auto",
     key_dim: Annotated[
         int | None, typer.Option(help="Channels of every memory's keys; width / heads if omitted.")
@@ -80,7 +80,7 @@ def compare(
 ) -> None:
     """Train models at equal parameters and tokens, and report."""
     import recollect.experiments as experiments
-    from recollect.experiments.compare import DEFAULTS
+    from recollect.experiments.comparison import DEFAULTS
     from recollect.experiments.monitor import Monitor
     from recollect.experiments.streaming import stream_text
 
@@ -123,9 +123,12 @@ def compare(
                 corpus=corpus,
                 seed=seed,
                 method=method,
+                jobs=jobs,
                 watcher=monitor,
                 command=shlex.join(["recollect", *sys.argv[1:]]),
             )
+            if made is None:
+                console.print("every row stands; delete NAME.json to train it anew")
             _ended(console, rows / "README.md", made, as_json=as_json)
             return
         result = experiments.compare(
@@ -137,6 +140,7 @@ def compare(
             seed=seed,
             method=method,
             parameters=parameters,
+            jobs=jobs,
             watcher=monitor,
         )
     command = shlex.join(["recollect", *sys.argv[1:]])
@@ -145,28 +149,29 @@ def compare(
         typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
         _show(console, result)
-    _ended(console, paths["report"], [result])
+    _ended(console, paths["report"], result)
 
 
 def _ended(
     console: rich.console.Console,
     report: Path,
-    results: Sequence[Comparison],
+    result: Comparison | None,
     *,
     as_json: bool = False,
 ) -> None:
     """Say where the report is and what failed, and leave with the code that says so."""
     if as_json:
-        data = [result.to_dict() for result in results]
+        data = None if result is None else result.to_dict()
         typer.echo(json.dumps(data, indent=2, allow_nan=False))
     if report.exists():
         console.print(f"report: {report}", soft_wrap=True)
-    failures = [failure for result in results for failure in result.failures]
-    for name, model, reason in failures:
+    if result is None:
+        return
+    for name, model, reason in result.failures:
         console.print(f"{model} could not be trained on {name}: {reason}", soft_wrap=True)
-    if any(result.interrupted for result in results):
+    if result.interrupted:
         raise typer.Exit(INTERRUPTED)
-    if failures:
+    if result.failures:
         raise typer.Exit(1)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import recollect as rc
 
@@ -17,7 +18,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from recollect.experiments import Schedule, Sizes, compare, save_comparison
-from recollect.experiments.compare import DEFAULTS, MQAR_BEYOND, MQAR_PAIRS, ModelRun
+from recollect.experiments.compare_tasks import MQAR_BEYOND, MQAR_PAIRS
+from recollect.experiments.comparison import DEFAULTS, ModelRun
 from recollect.experiments.training import History
 
 SMALL = {
@@ -95,17 +97,18 @@ class Stopper:
     """Interrupts a model after some steps, as Ctrl-C would."""
 
     def __init__(self, model: str, after: int) -> None:
-        self.model, self.after, self.now = model, after, ""
+        self.model, self.after = model, after
+        self.seen: list[tuple[str, str]] = []
 
     def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
-        self.now = model
+        self.seen.append(("begin", model))
 
-    def step(self, step: int, loss: float | None, history: History) -> None:
-        if self.now == self.model and step == self.after:
+    def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
+        if model == self.model and step >= self.after:
             raise KeyboardInterrupt
 
     def end(self, run: ModelRun) -> None:
-        pass
+        self.seen.append(("end", run.model))
 
 
 def test_an_interrupt_keeps_what_was_measured(text: str, tmp_path: Path) -> None:
@@ -132,6 +135,44 @@ def test_a_model_that_cannot_be_built_does_not_lose_the_others(text: str) -> Non
     result = run([broken, "retnet"], ["text"], text, watcher=watcher)
     assert [r.model for r in result.runs] == ["retnet"]
     assert result.failures == (("text", "broken", "no room"),)
+
+
+def test_processes_give_what_one_process_gives(text: str) -> None:
+    watcher = Stopper("nobody", 0)
+
+    @rc.member
+    class Nameless(rc.bias.Bias):
+        """No process can import it: it has no name of its own in a module."""
+
+        def loss(self, prediction: Tensor, value: Tensor, gates: Any = None) -> Tensor:
+            return (prediction - value).square().sum(-1)
+
+    models = ["retnet", ("nameless", rc.Recipe(bias=Nameless())), "delta_net"]
+    alone = run(["retnet", "delta_net"], ["mqar"], text, parameters=8_000)
+    shared = run(models, ["mqar"], text, parameters=8_000, jobs=2, watcher=watcher)
+    assert [r.model for r in shared.runs] == ["retnet", "delta_net"]
+    for one, other in zip(alone.runs, shared.runs, strict=True):
+        assert other.value == pytest.approx(one.value, abs=1e-6)
+        assert other.by_pairs.keys() == one.by_pairs.keys()
+        assert (other.tokens, other.parameters) == (one.tokens, one.parameters)
+    assert shared.environment.threads == 1
+    ((_, failed, reason),) = shared.failures
+    assert failed == "nameless"
+    assert "no member named 'Nameless' is registered: import the module" in reason
+    assert not shared.interrupted
+    for model in ("retnet", "delta_net"):
+        assert watcher.seen.index(("begin", model)) < watcher.seen.index(("end", model))
+
+
+def test_an_interrupt_stops_every_process_and_keeps_what_was_measured(text: str) -> None:
+    long = SMALL["mqar"].but(steps=3000)
+    watcher = Stopper("gla", after=1)
+    result = compare(
+        ["gla", "retnet", "delta_net"], ["mqar"], sizes={"mqar": long}, jobs=2, watcher=watcher
+    )
+    assert result.interrupted
+    assert 1 <= len(result.runs) <= 2, "the third never began"
+    assert all(not r.finished and r.tokens < 3000 * 4 * 48 for r in result.runs)
 
 
 @pytest.mark.parametrize(

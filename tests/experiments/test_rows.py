@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from recollect.experiments import Schedule, Sizes, add_rows, write_rows_table
-from recollect.experiments.compare import DEFAULTS, Comparison
+from recollect.experiments.comparison import DEFAULTS, Comparison
 from recollect.tasks.text import TextCorpus, load_text
 
 SMALL = Sizes(width=16, depth=1, heads=2, length=32, schedule=Schedule(steps=3, batch=2))
@@ -28,17 +28,22 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> TextCorpus:
     return load_text(path)
 
 
-def rows(models: list[str], folder: Path, corpus: TextCorpus, **options: Any) -> list[Comparison]:
+def rows(
+    models: list[str], folder: Path, corpus: TextCorpus, **options: Any
+) -> Comparison | None:
     options = {"sizes": SMALL, "parameters": 12_000, **options}
     return add_rows(models, folder, corpus=corpus, command="recollect compare ...", **options)
 
 
 def test_rows_that_stand_are_not_trained_again(tmp_path: Path, corpus: TextCorpus) -> None:
     first = rows(["retnet"], tmp_path, corpus)
-    assert [r.runs[0].model for r in first] == ["retnet"]
+    assert first is not None
+    assert [run.model for run in first.runs] == ["retnet"]
     before = (tmp_path / "retnet.json").read_text()
     second = rows(["retnet", "gla"], tmp_path, corpus)
-    assert [r.runs[0].model for r in second] == ["gla"]
+    assert second is not None
+    assert [run.model for run in second.runs] == ["gla"]
+    assert rows(["gla", "retnet"], tmp_path, corpus) is None
     assert (tmp_path / "retnet.json").read_text() == before
     page = (tmp_path / "README.md").read_text()
     for model in ("retnet", "gla"):
@@ -46,7 +51,7 @@ def test_rows_that_stand_are_not_trained_again(tmp_path: Path, corpus: TextCorpu
         assert f"| `{model}` | {row['run']['value']:.3f} | " in page
         assert row["run"]["tokens"] == 3 * 2 * 32
         assert row["environment"]["torch"]
-        assert row["cpu_seconds"] > 0
+        assert row["run"]["cpu_seconds"] > 0
     assert corpus.sha256 in page
     assert "recollect compare ..." in page
 

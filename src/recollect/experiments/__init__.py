@@ -6,8 +6,9 @@
     rc.experiments.reproduce("ttr-fig2", scale="small", out="runs")
 """
 
-from recollect.experiments.compare import Comparison, ModelRun, Sizes, compare
+from recollect.experiments.compare import compare
 from recollect.experiments.compare_report import save_comparison
+from recollect.experiments.comparison import Comparison, ModelRun, Sizes
 from recollect.experiments.protocol import Claim, Experiment, Verdict
 from recollect.experiments.published import Published, published, published_names
 from recollect.experiments.records import Record, Results

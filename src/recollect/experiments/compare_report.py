@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from recollect.experiments.compare import MQAR_PAIRS, Comparison, ModelRun
+from recollect.experiments.compare_tasks import MQAR_PAIRS
+from recollect.experiments.comparison import Comparison, ModelRun
 from recollect.report.figures import Series, line_figure
 from recollect.report.files import write_atomic
 from recollect.report.html import Figure, Note, Report, Table

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
-from recollect.experiments.compare import ModelRun
+from recollect.experiments.comparison import ModelRun
 from recollect.experiments.training import History
 
 __all__ = ["Monitor"]
@@ -20,16 +28,15 @@ __all__ = ["Monitor"]
 class Monitor:
     """Shows a comparison while it runs; a `recollect.experiments.compare.Watcher`.
 
-    On a terminal the table is live; elsewhere one line is printed per model.
+    On a terminal the table is live; elsewhere lines are printed as models start and end.
     """
 
     def __init__(self, console: Console, *, models: int, tasks: int) -> None:
         self.console = console
         self.total = models * tasks
         self.done: list[ModelRun] = []
-        self.current: tuple[str, str, int] | None = None
-        self.history: History | None = None
-        self.loss: float | None = None
+        self.started = 0
+        self.running: dict[tuple[str, str], _Running] = {}
         self.began = time.perf_counter()
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -38,7 +45,6 @@ class Monitor:
             TimeRemainingColumn(),
             console=console,
         )
-        self.bar = self.progress.add_task("starting", total=None)
         self.live = Live(
             console=console, refresh_per_second=4, transient=True, get_renderable=self._view
         )
@@ -59,26 +65,29 @@ class Monitor:
 
     def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
         """A model starts."""
-        self.current, self.history, self.loss = (task, model, parameters), None, None
-        number = len(self.done) + 1
-        label = f"[{number}/{self.total}] {task}: {model}"
-        self.progress.reset(self.bar, total=steps, description=label)
+        self.started += 1
+        label = f"[{self.started}/{self.total}] {task}: {model}"
+        bar = self.progress.add_task(label, total=steps)
+        self.running[task, model] = _Running(bar=bar, parameters=parameters)
         if not self.console.is_terminal:
             self.console.print(f"{label}, {parameters:,} parameters, {steps} steps")
 
-    def step(self, step: int, loss: float | None, history: History) -> None:
+    def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
         """A step was taken."""
-        self.history, self.loss = history, loss
-        self.progress.update(self.bar, completed=step)
+        current = self.running[task, model]
+        current.history, current.loss = history, loss
+        self.progress.update(current.bar, completed=step)
 
     def end(self, run: ModelRun) -> None:
         """A model is done."""
         self.done.append(run)
-        self.current = None
+        self.progress.remove_task(self.running.pop((run.task, run.model)).bar)
         if not self.console.is_terminal:
             value = "–" if run.value is None else f"{run.value:.3f}"
+            who = f"{run.task}: {run.model} " if self.running else ""
             self.console.print(
-                f"    {value} after {run.tokens:,} tokens, {run.tokens_per_second:,.0f} tokens/s"
+                f"    {who}{value} after {run.tokens:,} tokens, "
+                f"{run.tokens_per_second:,.0f} tokens/s"
             )
 
     def _view(self) -> Group:
@@ -91,14 +100,23 @@ class Monitor:
             table.add_row(
                 run.task, run.model, f"{run.parameters:,}", f"{run.tokens:,}", "", value, speed
             )
-        if self.current is not None:
-            task, model, parameters = self.current
-            history = self.history or History()
+        for (task, model), current in self.running.items():
+            history = current.history
             measured = f"{history.curve[-1][1]:.3f}" if history.curve else ""
-            loss = "" if self.loss is None else f"{self.loss:.3f}"
+            loss = "" if current.loss is None else f"{current.loss:.3f}"
             table.add_row(
-                *(task, model, f"{parameters:,}", f"{history.tokens:,}", loss, measured),
+                *(task, model, f"{current.parameters:,}", f"{history.tokens:,}", loss, measured),
                 f"{history.tokens_per_second:,.0f}",
                 style="bold",
             )
         return Group(table, self.progress)
+
+
+@dataclass(kw_only=True)
+class _Running:
+    """A model on its way."""
+
+    bar: TaskID
+    parameters: int
+    history: History = field(default_factory=History)
+    loss: float | None = None

@@ -7,16 +7,18 @@ equal terms, so every file says its own, and a table of unequal ones is refused.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from recollect.experiments.compare import Comparison, Named, Sizes, Watcher, compare, named
+from recollect.experiments.compare import Named, compare, named
+from recollect.experiments.compare_jobs import training_environment
+from recollect.experiments.comparison import Comparison, ModelRun, Nobody, Sizes, Watcher
+from recollect.experiments.records import plain
 from recollect.report.files import write_atomic
-from recollect.tasks.text import TextCorpus, load_text
+from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 
 __all__ = ["add_rows", "write_rows_table"]
 
@@ -33,20 +35,21 @@ def add_rows(
     corpus: TextCorpus | None = None,
     seed: int = 0,
     method: str = "auto",
+    jobs: int = 1,
     watcher: Watcher | None = None,
     command: str = "",
-) -> list[Comparison]:
+) -> Comparison | None:
     """Train the models whose rows a folder lacks, on text; the table is rewritten after each.
 
     Args:
-        models, text, corpus, seed, method, parameters, watcher: as in `compare`.
+        models, text, corpus, seed, method, parameters, jobs, watcher: as in `compare`.
         folder: holds ``NAME.json`` for each model and ``README.md``, the table.
         sizes: of every model and run.
         command: that makes the table, to be printed above it.
 
     Returns:
-        The comparisons made now, one per model. It ends early at an interrupt; an unfinished model
-        leaves no row.
+        What was measured now, ``None`` if every row stood. A model that was interrupted leaves no
+        row.
 
     Raises:
         ValueError: a row that stands was made under other terms.
@@ -54,44 +57,54 @@ def add_rows(
     place = Path(folder)
     corpus = corpus or load_text(text)
     terms = _terms(sizes, parameters, corpus.sha256, seed, method)
-    made: list[Comparison] = []
+    layers: dict[str, dict[str, Any]] = {}
+    todo: list[Named] = []
     for model in models:
         name, recipe, options = named(model)
+        layers[name] = {"recipe": recipe.to_dict(), "options": options.to_dict()}
         path = place / f"{name}.json"
-        layer = {"recipe": recipe.to_dict(), "options": options.to_dict()}
-        if path.exists() and _stands(path, {**terms, **layer}):
-            continue
-        began = time.process_time()
-        result = compare(
-            [model],
-            ["text"],
-            corpus=corpus,
-            sizes={"text": sizes},
-            seed=seed,
-            method=method,
-            parameters=parameters,
-            watcher=watcher,
-        )
-        made.append(result)
-        if result.runs and result.runs[0].finished:
-            whole = result.to_dict()
-            row = {
-                "schema": SCHEMA,
-                "model": name,
-                "command": command,
-                "terms": terms,
-                **layer,
-                "run": whole["runs"][0],  # type: ignore[index]
-                "cpu_seconds": time.process_time() - began,
-                "bigram": result.bigram,
-                "source": corpus.source,
-                "environment": whole["environment"],
-            }
-            write_atomic(path, json.dumps(row, indent=2, allow_nan=False) + "\n")
-            write_rows_table(place)
-        if result.interrupted:
-            break
-    return made
+        if not (path.exists() and _stands(path, {**terms, **layers[name]})):
+            todo.append(model)
+    if not todo:
+        return None
+    common = {
+        "schema": SCHEMA,
+        "command": command,
+        "terms": terms,
+        "bigram": bigram_bits_per_byte(corpus),
+        "source": corpus.source,
+        "environment": training_environment(len(todo), jobs).to_dict(),
+    }
+
+    def keep(run: ModelRun) -> None:
+        row = {**common, "model": run.model, **layers[run.model], "run": plain(asdict(run))}
+        write_atomic(place / f"{run.model}.json", json.dumps(row, indent=2, allow_nan=False) + "\n")
+        write_rows_table(place)
+
+    return compare(
+        todo,
+        ["text"],
+        corpus=corpus,
+        sizes={"text": sizes},
+        seed=seed,
+        method=method,
+        parameters=parameters,
+        jobs=jobs,
+        watcher=_Keeper(watcher or Nobody(), keep),
+    )
+
+
+class _Keeper:
+    """Keeps every run that came to its end, and tells another watcher all."""
+
+    def __init__(self, other: Watcher, keep: Callable[[ModelRun], None]) -> None:
+        self.begin, self.step = other.begin, other.step
+        self.other, self.keep = other, keep
+
+    def end(self, run: ModelRun) -> None:
+        if run.finished:
+            self.keep(run)
+        self.other.end(run)
 
 
 def _terms(sizes: Sizes, parameters: int, sha256: str, seed: int, method: str) -> dict[str, Any]:
@@ -196,7 +209,7 @@ def _line(row: Mapping[str, Any]) -> str:
     value = "diverged" if run["value"] is None else f"{run['value']:.3f}"
     state = f"{run['state_bytes']:,}{', grows' if run['grows'] else ''}"
     commit = row["environment"]["commit"][:8]
-    spent = row.get("cpu_seconds")
+    spent = run.get("cpu_seconds", row.get("cpu_seconds"))
     minutes = "–" if spent is None else f"{spent / 60:.1f}"
     return (
         f"| `{row['model']}` | {value} | {run['parameters']:,} | {state} | {minutes} | {commit} |"

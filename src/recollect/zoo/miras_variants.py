@@ -102,7 +102,7 @@ def sigmoid_bregman() -> tuple[Recipe, LayerOptions]:
 def f_divergence() -> tuple[Recipe, LayerOptions]:
     """Weights are measures, moved by the inverse derivative of a divergence."""
     recipe = Recipe(retention=FDivergence(kind="hellinger", scale=8.0, decay=Decay()))
-    return recipe, LayerOptions(gates={"lr": _steps(4.0)})
+    return recipe, LayerOptions(gates={"lr": _steps(1.0)})
 
 
 @preset(
