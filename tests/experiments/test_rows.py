@@ -28,9 +28,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> TextCorpus:
     return load_text(path)
 
 
-def rows(
-    models: list[str], folder: Path, corpus: TextCorpus, **options: Any
-) -> Comparison | None:
+def rows(models: list[str], folder: Path, corpus: TextCorpus, **options: Any) -> Comparison | None:
     options = {"sizes": SMALL, "parameters": 12_000, **options}
     return add_rows(models, folder, corpus=corpus, command="recollect compare ...", **options)
 

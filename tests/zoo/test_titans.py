@@ -24,6 +24,7 @@ from tests.zoo.loops import (
 from torch import Tensor
 
 import recollect as rc
+from recollect.layer import MemoryLayer
 
 METHODS = pytest.mark.parametrize("method", ["auto", "reference"])
 
@@ -90,3 +91,18 @@ def test_a_linear_memory_token_by_token_is_the_linear_engines() -> None:
         M = at(ALPHA, t) * M + S
         outputs.append(torch.einsum("bhvk,bhk->bhv", M, Q[:, t]))
     torch.testing.assert_close(linear, torch.stack(outputs, 1), **TOL)
+
+
+@pytest.mark.parametrize("name", ["titans", "titans_minus", "yaad", "moneta", "memora", "ttt_mlp"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_token_that_is_repeated_does_not_make_an_untrained_memory_diverge(
+    name: str, seed: int
+) -> None:
+    """Sixteen equal keys of an inner batch are sixteen steps in one direction."""
+    torch.manual_seed(seed)
+    preset = rc.zoo.get(name)
+    layer = MemoryLayer(256, 4, preset.recipe, preset.options)
+    token = torch.nn.functional.rms_norm(torch.randn(1, 1, 256), (256,))
+    with torch.no_grad():
+        y = layer(token.expand(1, 512, 256), output_state=False)[0]
+    assert float(y.abs().max()) < 10
