@@ -8,9 +8,10 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 
 # What `make demo` runs. DEMO_FLAGS adds to the comparison: make demo DEMO_FLAGS='--out runs/mine'
-DEMO = compare --models linear_attention,gated_delta_net,longhorn,rls,softmax_attention \
-	--task text --task mqar
-DEMO_FIGURE = reproduce ttr-fig3 --seeds 1 --jobs 2
+DEMO = compare --models linear_attention,gated_delta_net,longhorn,rls,titans,yaad,softmax_attention \
+	--task text --task mqar --jobs $(JOBS)
+DEMO_FIGURE = reproduce ttr-fig3 --seeds 1 --jobs $(JOBS)
+JOBS ?= 2
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
@@ -31,7 +32,7 @@ SUITABLE_TORCH = import torch; v = torch.__version__.split("."); \
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP)-demo  ## train and compare five architectures on text and on recall; one figure of a paper
+demo: $(STAMP)-demo  ## train and compare seven architectures on text and on recall; one figure of a paper
 	$(BIN)/recollect $(DEMO) $(DEMO_FLAGS)
 	$(BIN)/recollect $(DEMO_FIGURE)
 
