@@ -18,8 +18,8 @@ _OPEN = (
 )
 
 
-def _gates(most: float) -> dict[str, GateOptions]:
-    return {"lr": GateOptions(high=most, init=most / 2), "log_decay": SLOW}
+def _gates(most: float, init: float) -> dict[str, GateOptions]:
+    return {"lr": GateOptions(high=most, init=init), "log_decay": SLOW}
 
 
 @preset(
@@ -30,15 +30,15 @@ def _gates(most: float) -> dict[str, GateOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="ATLAS eqs. 12–13",
-        note=f"{_OPEN}Steps stay below 1/64: momentum adds up several, and a token repeated "
-        "through a batch takes sixteen at once, which values of 256 channels still bear (with 1/32 "
-        f"those of 64 diverged); {COMMON}",
+        note=f"{_OPEN}Steps begin at 1/256 and stay below 1/64: momentum adds up three to ten of "
+        "them, and a key repeated through a batch takes sixteen at once (with 1/128 from the start "
+        f"a model of width 256 diverged on text); {COMMON}",
     ),
 )
 def titans() -> tuple[Recipe, LayerOptions]:
     """Surprise with momentum, written into a perceptron that forgets."""
     recipe = Recipe(memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16))
-    gates = {"momentum": GateOptions(high=0.95, init=0.7), **_gates(1 / 64)}
+    gates = {"momentum": GateOptions(high=0.9, init=0.7), **_gates(1 / 64, 1 / 256)}
     return recipe, LayerOptions(gates=gates)
 
 
@@ -50,10 +50,10 @@ def titans() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="ATLAS eqs. 12–13 at θ = 0",
-        note=f"{_OPEN}Steps stay below 1/16; {COMMON}",
+        note=f"{_OPEN}Steps stay below 1/64; {COMMON}",
     ),
 )
 def titans_minus() -> tuple[Recipe, LayerOptions]:
     """Titans with momentary surprise only."""
     recipe = Recipe(memory=MLP(), retention=Decay(), algorithm=GradientDescent(batch=16))
-    return recipe, LayerOptions(gates=_gates(1 / 16))
+    return recipe, LayerOptions(gates=_gates(1 / 64, 1 / 128))
