@@ -7,11 +7,12 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 
-# What `make demo` runs. DEMO_FLAGS adds to the comparison: make demo DEMO_FLAGS='--out runs/mine'
+# What `make demo` runs, in so many processes. DEMO_FLAGS adds to the comparison:
+# make demo JOBS=4 DEMO_FLAGS='--out runs/mine'
+JOBS ?= 2
 DEMO = compare --models linear_attention,gated_delta_net,longhorn,rls,titans,yaad,softmax_attention \
 	--task text --task mqar --jobs $(JOBS)
 DEMO_FIGURE = reproduce ttr-fig3 --seeds 1 --jobs $(JOBS)
-JOBS ?= 2
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from rich.console import Console
 from torch import Tensor
 
 import recollect as rc
@@ -18,9 +21,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from recollect.experiments import Schedule, Sizes, compare, save_comparison
+from recollect.experiments.compare_jobs import Job, run_jobs
 from recollect.experiments.compare_tasks import MQAR_BEYOND, MQAR_PAIRS
-from recollect.experiments.comparison import DEFAULTS, ModelRun
+from recollect.experiments.comparison import DEFAULTS, ModelRun, Nobody
+from recollect.experiments.monitor import Monitor
 from recollect.experiments.training import History
+from recollect.lm import RecollectConfig
 
 SMALL = {
     "text": Sizes(width=16, depth=1, heads=2, length=32, schedule=Schedule(steps=4, batch=2)),
@@ -110,6 +116,9 @@ class Stopper:
     def end(self, run: ModelRun) -> None:
         self.seen.append(("end", run.model))
 
+    def fail(self, task: str, model: str, reason: str) -> None:
+        self.seen.append(("fail", model))
+
 
 def test_an_interrupt_keeps_what_was_measured(text: str, tmp_path: Path) -> None:
     result = run(["retnet", "gla", "delta_net"], ["text"], text, watcher=Stopper("gla", after=3))
@@ -148,20 +157,69 @@ def test_processes_give_what_one_process_gives(text: str) -> None:
             return (prediction - value).square().sum(-1)
 
     models = ["retnet", ("nameless", rc.Recipe(bias=Nameless())), "delta_net"]
-    alone = run(["retnet", "delta_net"], ["mqar"], text, parameters=8_000)
-    shared = run(models, ["mqar"], text, parameters=8_000, jobs=2, watcher=watcher)
+    alone = run(["retnet", "delta_net"], ["text"], text, parameters=12_000)
+    shared = run(models, ["text"], text, parameters=12_000, jobs=2, watcher=watcher)
     assert [r.model for r in shared.runs] == ["retnet", "delta_net"]
     for one, other in zip(alone.runs, shared.runs, strict=True):
         assert other.value == pytest.approx(one.value, abs=1e-6)
-        assert other.by_pairs.keys() == one.by_pairs.keys()
+        assert [at for at, _ in other.curve] == [at for at, _ in one.curve]
         assert (other.tokens, other.parameters) == (one.tokens, one.parameters)
     assert shared.environment.threads == 1
     ((_, failed, reason),) = shared.failures
     assert failed == "nameless"
     assert "no member named 'Nameless' is registered: import the module" in reason
     assert not shared.interrupted
+    assert (shared.processes, alone.processes) == (2, 1)
+    assert ("fail", "nameless") in watcher.seen
     for model in ("retnet", "delta_net"):
         assert watcher.seen.index(("begin", model)) < watcher.seen.index(("end", model))
+
+
+class Fatal:
+    """Ends the process that unpacks it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (1,)
+
+
+def test_a_process_that_dies_does_not_lose_the_others() -> None:
+    size = SMALL["mqar"]
+    sound = RecollectConfig.from_recipes(
+        "retnet", vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=1
+    )
+    jobs = [
+        Job(task="mqar", model=name, config=config, size=size, seed=0)
+        for name, config in (("fatal", cast(Any, Fatal())), ("one", sound), ("other", sound))
+    ]
+    unsendable = Job(task="mqar", model="bound", config=cast(Any, lambda: None), size=size, seed=0)
+    outcomes = {
+        job.model: outcome for job, outcome in run_jobs([*jobs, unsendable], None, 2, Nobody())
+    }
+    assert outcomes.keys() == {"fatal", "one", "other", "bound"}
+    assert "its process died" in str(outcomes["fatal"])
+    assert "cannot be sent to another process" in str(outcomes["bound"])
+    for name in ("one", "other"):
+        found = outcomes[name]
+        assert isinstance(found, ModelRun)
+        assert found.finished
+
+
+def test_the_monitor_follows_runs_side_by_side() -> None:
+    said = io.StringIO()
+    monitor = Monitor(Console(file=said, width=120), models=3, tasks=1)
+    for model in ("a", "b"):
+        monitor.begin("text", model, 10, 5)
+    monitor.step("text", "b", 1, 2.0, History())
+    monitor.fail("text", "a", "no room")
+    monitor.fail("text", "c", "never began")
+    monitor.end(
+        ModelRun(task="text", model="b", parameters=10, state_bytes=1, grows=False, value=1.5)
+    )
+    monitor.step("text", "b", 2, 2.0, History())  # told late
+    assert not monitor.running
+    assert monitor.progress.task_ids == []
+    assert "text: b 1.500" in said.getvalue()
+    assert "text: a failed" in said.getvalue()
 
 
 def test_an_interrupt_stops_every_process_and_keeps_what_was_measured(text: str) -> None:
@@ -187,6 +245,8 @@ def test_an_interrupt_stops_every_process_and_keeps_what_was_measured(text: str)
 def test_refusals(models: list[str], tasks: list[str], says: str, text: str) -> None:
     with pytest.raises(ValueError, match=says):
         run(models, tasks, text)
+    with pytest.raises(ValueError, match="jobs must be at least 1, not 0"):
+        run(["gla"], ["text"], text, jobs=0)
 
 
 def test_keys_of_another_size(text: str) -> None:

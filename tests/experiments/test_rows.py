@@ -54,6 +54,16 @@ def test_rows_that_stand_are_not_trained_again(tmp_path: Path, corpus: TextCorpu
     assert "recollect compare ..." in page
 
 
+def test_rows_are_kept_as_processes_end(tmp_path: Path, corpus: TextCorpus) -> None:
+    made = rows(["retnet", "gla"], tmp_path, corpus, jobs=2)
+    assert made is not None
+    assert not made.failures
+    for model in ("retnet", "gla"):
+        row = json.loads((tmp_path / f"{model}.json").read_text())
+        assert row["environment"]["threads"] == 1
+        assert row["run"]["finished"]
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -68,6 +78,9 @@ def test_other_terms_are_refused_before_anything_is_trained(
     rows(["retnet"], tmp_path, corpus)
     with pytest.raises(ValueError, match=says):
         rows(["retnet"], tmp_path, corpus, **changed)
+    with pytest.raises(ValueError, match=says):
+        rows(["gla"], tmp_path, corpus, **changed)
+    assert not (tmp_path / "gla.json").exists()
 
 
 def test_rows_of_other_terms_are_no_table(tmp_path: Path, corpus: TextCorpus) -> None:

@@ -8,7 +8,7 @@
 
 from recollect.experiments.compare import compare
 from recollect.experiments.compare_report import save_comparison
-from recollect.experiments.comparison import Comparison, ModelRun, Sizes
+from recollect.experiments.comparison import Comparison, ModelRun, Sizes, Watcher
 from recollect.experiments.protocol import Claim, Experiment, Verdict
 from recollect.experiments.published import Published, published, published_names
 from recollect.experiments.records import Record, Results
@@ -31,6 +31,7 @@ __all__ = [
     "Schedule",
     "Sizes",
     "Verdict",
+    "Watcher",
     "add_rows",
     "compare",
     "published",

@@ -90,6 +90,7 @@ def fit_values(found: Fit, config: Config) -> Values:
         "accuracy": found.value,
         "lr": found.lr,
         "steps": float(found.steps),
+        "lost steps": float(found.lost),
         "accuracy by steps": curve,
     }
 

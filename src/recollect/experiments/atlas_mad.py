@@ -75,7 +75,12 @@ def _mad_measure(config: Config, cell: Cell, seed: int, device: torch.device) ->
         seed=seed,
         device=device,
     )  # fmt: skip
-    return {"accuracy": found.value, "lr": found.lr, "steps": float(found.steps)}
+    return {
+        "accuracy": found.value,
+        "lr": found.lr,
+        "steps": float(found.steps),
+        "lost steps": float(found.lost),
+    }
 
 
 def _average(results: Results, architecture: str) -> float:

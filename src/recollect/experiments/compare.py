@@ -62,7 +62,9 @@ def compare(
         parameters: that every model is brought to; the largest model's when omitted. Runs that give
             the same number can be laid side by side.
         jobs: processes, each with one thread when there are several. Small models are trained
-            faster so: two processes get more done than one with two threads.
+            faster so: two processes get more done than one with two threads. They begin by
+            importing the main module again, so a script calls this under ``if __name__ ==
+            "__main__":``, and members of one's own stand in a module that registers them.
         watcher: told about progress.
 
     Returns:
@@ -108,7 +110,6 @@ def compare(
             if isinstance(outcome, ModelRun):
                 if outcome.tokens:
                     runs[job.task, job.model] = outcome
-                interrupted = interrupted or not outcome.finished
             else:  # the others are worth having; the reason stands in the report
                 failures.append((job.task, job.model, outcome))
     except KeyboardInterrupt:
@@ -122,7 +123,8 @@ def compare(
         bigram=bigram,
         text=facts,
         chance=2 / MQAR_VOCAB if "mqar" in every else None,
-        interrupted=interrupted or len(runs) + len(failures) < len(asked),
+        interrupted=interrupted,
+        processes=min(jobs, max(1, len(asked))),
         failures=tuple(sorted(failures, key=lambda failure: asked.index(failure[:2]))),
     )
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.queues import SimpleQueue
-from multiprocessing.synchronize import Event
+from types import FrameType
 from typing import Any
 
 import torch
@@ -49,16 +52,24 @@ def run_jobs(
     """Train, and give what comes of each as it ends; a failure does not lose the others.
 
     A keyboard interrupt stops the runs on their way, gives what they have measured so far (those
-    that had not begun have no tokens), and ends the iteration.
+    that had not begun have no tokens), and raises `KeyboardInterrupt` when all has been given.
 
     Args:
         corpus: of the task text.
         processes: with more than one, each has one thread and takes jobs in their order.
     """
-    if _threads(len(jobs), processes) is None:
-        yield from _in_turn(jobs, corpus, watcher)
-    else:
-        yield from _side_by_side(jobs, corpus, min(processes, len(jobs)), watcher)
+    several = _threads(len(jobs), processes) is not None
+    outcomes = (
+        _side_by_side(jobs, corpus, min(processes, len(jobs)), watcher)
+        if several
+        else _in_turn(jobs, corpus, watcher)
+    )
+    for job, outcome in outcomes:
+        if isinstance(outcome, str):
+            watcher.fail(job.task, job.model, outcome)
+        elif outcome.tokens:
+            watcher.end(outcome)
+        yield job, outcome
 
 
 def training_environment(jobs: int, processes: int) -> Environment:
@@ -80,7 +91,7 @@ def _in_turn(
         outcome = _tried(job, tasks, watcher)
         yield job, outcome
         if isinstance(outcome, ModelRun) and not outcome.finished:
-            return
+            raise KeyboardInterrupt
 
 
 class _Tasks:
@@ -129,7 +140,7 @@ def _trained(job: Job, task: CompareTask, watcher: Watcher) -> ModelRun:
     except KeyboardInterrupt:
         history.finished = False
         value = history.curve[-1][1] if history.curve else None
-    run = ModelRun(
+    return ModelRun(
         task=job.task,
         model=job.model,
         parameters=parameters,
@@ -144,9 +155,6 @@ def _trained(job: Job, task: CompareTask, watcher: Watcher) -> ModelRun:
         cpu_seconds=time.process_time() - began,
         finished=history.finished,
     )
-    if run.tokens:
-        watcher.end(run)
-    return run
 
 
 def _state_bytes(model: RecollectForCausalLM, length: int) -> tuple[int, bool]:
@@ -170,26 +178,31 @@ def _state_bytes(model: RecollectForCausalLM, length: int) -> tuple[int, bool]:
 class _Teller:
     """In a process of its own: tells what happens, and stops when it is asked to."""
 
-    def __init__(self, events: SimpleQueue[Any], stop: Event) -> None:
+    def __init__(self, events: SimpleQueue[Any], stop: Any) -> None:
         self.events, self.stop = events, stop
         self.told = 0.0
 
     def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
-        self._heed()
+        self.heed()
         self.events.put(("begin", task, model, parameters, steps))
 
     def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
+        self.heed()
         now = time.monotonic()
         if now - self.told > GLANCE:
             self.told = now
-            self.events.put(("step", task, model, step, loss, history))
-        self._heed()
+            # The latest alone: a pipe that nobody reads any more must not fill up.
+            latest = replace(history, losses=history.losses[-1:], curve=history.curve[-1:])
+            self.events.put(("step", task, model, step, loss, latest))
 
     def end(self, run: ModelRun) -> None:
-        self.events.put(("end", run))
+        """The first process learns of it by the outcome."""
 
-    def _heed(self) -> None:
-        if self.stop.is_set():
+    def fail(self, task: str, model: str, reason: str) -> None:
+        """The first process learns of it by the outcome."""
+
+    def heed(self) -> None:
+        if self.stop.value:
             raise KeyboardInterrupt
 
 
@@ -197,65 +210,130 @@ _tasks: _Tasks
 _teller: _Teller
 
 
-def _enter(corpus: TextCorpus | None, events: SimpleQueue[Any], stop: Event) -> None:
-    """Several processes with one thread each use the cores better than one with many.
-
-    The terminal interrupts every process; only the first one acts on it, through ``stop``.
-    """
+def _enter(corpus: TextCorpus | None, events: SimpleQueue[Any], stop: Any) -> None:
+    """Several processes with one thread each use the cores better than one with many."""
     global _tasks, _teller
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     _tasks, _teller = _Tasks(corpus), _Teller(events, stop)
 
 
-def _here(job: Job) -> Outcome:
+def _here(job: Job) -> Outcome | None:
+    """What comes of a job in this process; ``None`` where it was stopped before it began."""
+    if _teller.stop.value:
+        return None
     return _tried(job, _tasks, _teller)
 
 
 def _side_by_side(
     jobs: Sequence[Job], corpus: TextCorpus | None, processes: int, watcher: Watcher
 ) -> Iterator[tuple[Job, Outcome]]:
+    """A process that dies takes its pool with it: what was lost is run again, each job alone."""
+    sendable: list[Job] = []
+    for job in jobs:
+        reason = _unsendable(job)
+        if reason is None:
+            sendable.append(job)
+        else:
+            yield job, reason
+    lost = yield from _pooled(sendable, corpus, processes, watcher)
+    for job in lost:
+        if (yield from _pooled([job], corpus, 1, watcher)):
+            yield job, "its process died, most likely for want of memory; try smaller sizes"
+
+
+def _unsendable(job: Job) -> str | None:
+    try:
+        pickle.dumps(job)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        return f"it cannot be sent to another process ({error}); without --jobs it need not be"
+    return None
+
+
+def _pooled(
+    jobs: Sequence[Job], corpus: TextCorpus | None, processes: int, watcher: Watcher
+) -> Generator[tuple[Job, Outcome], None, list[Job]]:
+    """Run jobs in a pool; those that were lost because one of its processes died are returned."""
     # Threads of torch do not survive a fork; a fresh process imports everything again.
     context = multiprocessing.get_context("spawn")
-    events, stop = context.SimpleQueue(), context.Event()
+    events, stop = context.SimpleQueue(), context.Value("b", 0, lock=False)
     pool = ProcessPoolExecutor(
         processes, mp_context=context, initializer=_enter, initargs=(corpus, events, stop)
     )
-    waiting: dict[Future[Outcome], Job] = {pool.submit(_here, job): job for job in jobs}
-    try:
-        while waiting:
-            try:
+    waiting: dict[Future[Outcome | None], Job] = {}
+    lost: list[Job] = []
+    with _interrupts() as interrupted:
+        try:
+            with _sheltered():
+                for job in jobs:
+                    waiting[pool.submit(_here, job)] = job
+            while waiting:
                 done, _ = wait(waiting, GLANCE, FIRST_COMPLETED)
-                _tell(events, watcher)
-            except KeyboardInterrupt:
-                stop.set()
-                for future in [future for future in waiting if future.cancel()]:
-                    del waiting[future]
-                continue
-            for future in done:
-                yield waiting.pop(future), _outcome(future)
-        _tell(events, watcher)
-    finally:
-        stop.set()
-        pool.shutdown(wait=False, cancel_futures=True)
+                try:
+                    _tell(events, watcher)
+                except KeyboardInterrupt:
+                    interrupted.set()
+                if interrupted.is_set() and not stop.value:
+                    stop.value = 1
+                    for future in [future for future in waiting if future.cancel()]:
+                        del waiting[future]
+                for future in done & waiting.keys():
+                    job = waiting.pop(future)
+                    try:
+                        outcome = future.result()
+                    except BrokenProcessPool:
+                        lost.append(job)
+                        continue
+                    if outcome is not None:
+                        yield job, outcome
+        finally:
+            stop.value = 1
+            pool.shutdown(wait=False, cancel_futures=True)
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+    return lost
 
 
-def _outcome(future: Future[Outcome]) -> Outcome:
+@contextmanager
+def _sheltered() -> Iterator[None]:
+    """Processes that start in here never see the terminal's interrupt; ``stop`` reaches them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return future.result()
-    except BrokenProcessPool:
-        return "its process ended without a word, most likely out of memory; try fewer --jobs"
-    except Exception as error:  # it could not be sent to its process
-        return f"{type(error).__name__}: {error}; without --jobs it needs no process of its own"
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """The first interrupt sets the event, to be looked at where nothing can be lost.
+
+    The second ends the processes and is raised.
+    """
+    seen = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if seen.is_set():
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise KeyboardInterrupt
+        seen.set()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _tell(events: SimpleQueue[Any], watcher: Watcher) -> None:
     """Hand on what the processes said."""
-    calls: dict[str, Callable[..., None]] = {
-        "begin": watcher.begin,
-        "step": watcher.step,
-        "end": watcher.end,
-    }
+    calls: dict[str, Callable[..., None]] = {"begin": watcher.begin, "step": watcher.step}
     while not events.empty():
         name, *said = events.get()
         calls[name](*said)

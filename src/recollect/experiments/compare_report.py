@@ -52,12 +52,15 @@ def table(comparison: Comparison, task: str) -> Table:
 def _caption(comparison: Comparison, task: str) -> str:
     size = comparison.sizes[task]
     shape = (
-        f"{size.depth} layers of width {size.width}, {size.schedule.steps} steps of "
+        f"{size.depth} layer{'s' if size.depth > 1 else ''} of width {size.width}, "
+        f"{size.schedule.steps} steps of "
         f"{size.schedule.batch} × {size.length} tokens, peak learning rate {size.schedule.lr:g}, "
         f"seed {comparison.seed}. The feed-forward width is set so that parameters are equal. "
         "State "
         f"is what decoding keeps per sequence after {size.length} tokens."
     )
+    if comparison.processes > 1:
+        shape += f" Speeds are those of one of {comparison.processes} processes side by side."
     if task == "text" and comparison.bigram is not None:
         return (
             f"A smoothed byte bigram fitted to the same training text reaches "

@@ -101,7 +101,8 @@ class ModelRun:
         value: bits per held-out byte (text), or accuracy over all pair counts (mqar).
         by_pairs: accuracy by number of pairs (mqar).
         curve: (training tokens, value).
-        seconds: of training alone; cpu_seconds: processor time of everything, over all threads.
+        seconds: of training alone; cpu_seconds: processor time of training and measuring, over all
+            threads.
         finished: False when the run was interrupted; the numbers are those so far.
     """
 
@@ -130,6 +131,7 @@ class Comparison:
         text: source and digest of the text.
         chance: accuracy of guessing among the values (mqar).
         interrupted: whether somebody stopped it.
+        processes: that trained side by side; speeds are those of one beside the others.
         failures: (task, model, reason) of models that could not be trained.
     """
 
@@ -141,6 +143,7 @@ class Comparison:
     text: Mapping[str, str] = field(default_factory=dict)
     chance: float | None = None
     interrupted: bool = False
+    processes: int = 1
     failures: tuple[tuple[str, str, str], ...] = ()
 
     def of(self, task: str) -> list[ModelRun]:
@@ -168,6 +171,9 @@ class Watcher(Protocol):
     def end(self, run: ModelRun) -> None:
         """A model is done, or was stopped."""
 
+    def fail(self, task: str, model: str, reason: str) -> None:
+        """A model could not be trained, begun or not."""
+
 
 class Nobody:
     """Watches nothing."""
@@ -179,4 +185,7 @@ class Nobody:
         """A step was taken."""
 
     def end(self, run: ModelRun) -> None:
-        """A model is done."""
+        """A model is done, or was stopped."""
+
+    def fail(self, task: str, model: str, reason: str) -> None:
+        """A model could not be trained, begun or not."""

@@ -77,10 +77,12 @@ class Fit:
     Attributes:
         value: the best measured on the way; NaN when training diverged at every rate before it
             was measured.
-        lr: the learning rate that reached it. steps: taken at that rate; spent: at all rates.
+        lr: the learning rate that reached it. steps: begun at that rate, lost ones among them;
+            spent: at all rates.
         curve: (step, value) of that rate.
         levels: (step, level) of every lengthening.
-        lost: steps that were not taken, for their gradient was not finite.
+        lost: steps that were not taken, for their gradient was not finite; `LOST` in a row end
+            training.
     """
 
     model: nn.Module

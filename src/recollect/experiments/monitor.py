@@ -1,4 +1,4 @@
-"""Progress of a comparison in the terminal: a bar for the run, a live table of what is known."""
+"""Progress of a comparison in the terminal: a bar for every run, a live table of what is known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Monitor"]
 
 
 class Monitor:
-    """Shows a comparison while it runs; a `recollect.experiments.compare.Watcher`.
+    """Shows a comparison while it runs; a `recollect.experiments.Watcher`.
 
     On a terminal the table is live; elsewhere lines are printed as models start and end.
     """
@@ -74,21 +74,33 @@ class Monitor:
 
     def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
         """A step was taken."""
-        current = self.running[task, model]
+        current = self.running.get((task, model))
+        if current is None:  # told late: it has ended
+            return
         current.history, current.loss = history, loss
         self.progress.update(current.bar, completed=step)
 
     def end(self, run: ModelRun) -> None:
         """A model is done."""
         self.done.append(run)
-        self.progress.remove_task(self.running.pop((run.task, run.model)).bar)
+        self._drop(run.task, run.model)
         if not self.console.is_terminal:
             value = "–" if run.value is None else f"{run.value:.3f}"
-            who = f"{run.task}: {run.model} " if self.running else ""
             self.console.print(
-                f"    {who}{value} after {run.tokens:,} tokens, "
+                f"    {run.task}: {run.model} {value} after {run.tokens:,} tokens, "
                 f"{run.tokens_per_second:,.0f} tokens/s"
             )
+
+    def fail(self, task: str, model: str, reason: str) -> None:
+        """A model could not be trained; the reason is told at the end."""
+        self._drop(task, model)
+        if not self.console.is_terminal:
+            self.console.print(f"    {task}: {model} failed")
+
+    def _drop(self, task: str, model: str) -> None:
+        current = self.running.pop((task, model), None)
+        if current is not None:
+            self.progress.remove_task(current.bar)
 
     def _view(self) -> Group:
         table = Table(box=None, pad_edge=False)

@@ -57,13 +57,17 @@ def add_rows(
     place = Path(folder)
     corpus = corpus or load_text(text)
     terms = _terms(sizes, parameters, corpus.sha256, seed, method)
+    for path in sorted(place.glob("*.json")):
+        _stands(path, terms)  # before anything is trained: rows under other terms are no table
     layers: dict[str, dict[str, Any]] = {}
     todo: list[Named] = []
     for model in models:
         name, recipe, options = named(model)
         layers[name] = {"recipe": recipe.to_dict(), "options": options.to_dict()}
         path = place / f"{name}.json"
-        if not (path.exists() and _stands(path, {**terms, **layers[name]})):
+        if path.exists():
+            _stands(path, {**terms, **layers[name]})
+        else:
             todo.append(model)
     if not todo:
         return None
@@ -98,7 +102,7 @@ class _Keeper:
     """Keeps every run that came to its end, and tells another watcher all."""
 
     def __init__(self, other: Watcher, keep: Callable[[ModelRun], None]) -> None:
-        self.begin, self.step = other.begin, other.step
+        self.begin, self.step, self.fail = other.begin, other.step, other.fail
         self.other, self.keep = other, keep
 
     def end(self, run: ModelRun) -> None:
@@ -113,7 +117,8 @@ def _terms(sizes: Sizes, parameters: int, sha256: str, seed: int, method: str) -
     return json.loads(json.dumps({**terms, "method": method}))
 
 
-def _stands(path: Path, terms: Mapping[str, Any]) -> bool:
+def _stands(path: Path, terms: Mapping[str, Any]) -> None:
+    """Refuse a row that was made under other terms."""
     row = _read(path)
     found = {**row["terms"], "recipe": row["recipe"], "options": row["options"]}
     for name, value in json.loads(json.dumps(terms)).items():
@@ -124,7 +129,6 @@ def _stands(path: Path, terms: Mapping[str, Any]) -> bool:
                 f"{path} was made under other terms{what}; take another folder for these, or "
                 "delete the file to train it anew"
             )
-    return True
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
         "at the longest": by_length[-1],
         "chance": 1 / len(permutations(task.items, task.group)),
         "steps": float(found.steps),
+        "lost steps": float(found.lost),
         "by length": by_length,
     }
 
