@@ -121,7 +121,8 @@ def _draw_panel(axes: Axes, panel: Panel, looks: Mapping[str, int], *, solo: boo
     if panel.log_x:
         ticks = sorted({value for line in panel.series for value in line.x})
         if len(ticks) > 9:
-            ticks = [value for value in ticks if math.log2(value).is_integer()]
+            low, high = math.ceil(math.log2(ticks[0])), math.floor(math.log2(ticks[-1]))
+            ticks = [2.0**power for power in range(low, high + 1)]
         ticks = ticks[:: 1 + len(ticks) // (12 if solo else 8)]
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
