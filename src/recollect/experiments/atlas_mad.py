@@ -175,6 +175,12 @@ MAD = Experiment(
         mlp=2 * config["width"],
         layers=config["layers"],
     ).work(config),
+    tried=(
+        "At this scale the mean accuracies are softmax attention 0.651, Gated DeltaNet 0.483, "
+        "OmegaNet 0.454, Titans 0.445, Atlas 0.320: one layer and 400 steps instead of two layers "
+        "and 20,000. An earlier version asked compression of each token's own output, where every "
+        "row had 1.0 after 20 steps, because that is copying."
+    ),
     tables=("atlas_table4", "delta_net_mad"),
 )
 
