@@ -287,7 +287,7 @@ def _pooled(
                         yield job, outcome
         finally:
             stop.value = 1
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
         if interrupted.is_set():
             raise KeyboardInterrupt
     return lost
@@ -313,7 +313,8 @@ def _interrupts() -> Iterator[threading.Event]:
     The second ends the processes and is raised.
     """
     seen = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield seen
         return
 
