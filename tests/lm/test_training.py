@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from recollect.lm import CheckpointError
 from recollect.lm.atomic import last_checkpoint
 from recollect.lm.plan import TrainPlan
 from recollect.lm.prepare import rows_of
+from recollect.lm.resume import fingerprint
 from recollect.lm.sources import BadLines
 from recollect.lm.tokenizers import byte_tokenizer, train_bpe
 from recollect.lm.training import Progress, RecollectTrainer, _Keeper, train
@@ -183,7 +185,7 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_last_checkpoint(
     assert "\n" not in message
     for part in ("checkpoint-4 could not be written", "disk is full", "checkpoint-2 is whole"):
         assert part in message
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "plan.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "plan.json", "texts.json"]
     if kind is Full:
         assert_same(train(run, resume=True).folder, whole)
 
@@ -221,7 +223,7 @@ def test_what_a_run_leaves(text: Path, tmp_path: Path, whole: Path) -> None:
     run = whole.parent
     # The two newest checkpoints, and a model that anybody loads without code of its own.
     names = {p.name for p in run.iterdir()}
-    assert names == {"checkpoint-4", "checkpoint-6", "model", "plan.json"}
+    assert names == {"checkpoint-4", "checkpoint-6", "model", "plan.json", "texts.json"}
     assert not list((run / "model").glob("*.bin"))
     assert not list((run / "model").glob("*.pt"))
     model = AutoModelForCausalLM.from_pretrained(run / "model")
@@ -261,6 +263,74 @@ def test_a_checkpoint_that_was_cut_is_refused(text: Path, tmp_path: Path) -> Non
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match=r"checkpoint-2/model.safetensors is no whole"):
         train(run, resume=True)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize("harm", ["cut", "one byte", "no archive"])
+def test_a_checkpoint_whose_optimizer_was_harmed_is_refused(
+    name: str, harm: str, text: Path, tmp_path: Path
+) -> None:
+    run = plan(text, tmp_path, optimizer={"steps": 2})
+    train(run)
+    path = tmp_path / "checkpoint-2" / name
+    data = bytearray(path.read_bytes())
+    if harm == "one byte":
+        with zipfile.ZipFile(path) as archive:
+            largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+        # Local header: 30 bytes, the name, and torch's padding to a multiple of 64.
+        data[largest.header_offset + 30 + len(largest.filename) + 64 + 8] ^= 1
+    path.write_bytes({"cut": data[:-9], "one byte": data, "no archive": b"cos\nsystem"}[harm])
+    with pytest.raises(CheckpointError, match=f"checkpoint-2/{name} was cut short or altered"):
+        train(run, resume=True)
+
+
+def test_a_trainer_state_that_was_cut_is_refused(text: Path, tmp_path: Path) -> None:
+    run = plan(text, tmp_path, optimizer={"steps": 2})
+    train(run)
+    path = tmp_path / "checkpoint-2" / "trainer_state.json"
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(CheckpointError, match=r"trainer_state.json is not JSON"):
+        train(run, resume=True)
+
+
+def test_a_text_that_changed_is_not_resumed_on(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    kept = {name: f"{name} says what it says. " * 30 for name in ("a.txt", "b.txt")}
+    for name, words in kept.items():
+        (folder / name).write_text(words)
+    run = plan(folder, tmp_path / "run", optimizer={"steps": 2})
+    train(run)
+    (folder / "b.txt").write_text(kept["b.txt"].replace("says", "sags", 1))  # of the same size
+    with pytest.raises(ValueError, match=r"b.txt has changed since .*run was begun"):
+        train(run, resume=True)
+    (folder / "b.txt").write_text(kept["b.txt"])
+    (folder / "c.txt").write_text("another")
+    with pytest.raises(ValueError, match=r"c.txt is new since"):
+        train(run, resume=True)
+    (folder / "c.txt").unlink()
+    (folder / "a.txt").rename(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match=r"a.txt is gone since"):
+        train(run, resume=True)
+    (tmp_path / "a.txt").rename(folder / "a.txt")
+    assert train(run, resume=True).steps == 0
+
+
+def test_a_large_file_is_known_by_its_size_and_both_ends(tmp_path: Path) -> None:
+    """Sparse: 65 MiB that are never written."""
+    path, size = tmp_path / "shard.jsonl", 65 * 2**20
+    seen = []
+    for place in (None, 0, size - 1, size // 2):
+        with path.open("wb") as file:
+            file.truncate(size)
+            if place is not None:
+                file.seek(place)
+                file.write(b"x")
+        seen.append(fingerprint(path)["sha256"])
+    plain, first, last, middle = seen
+    assert len({plain, first, last}) == 3
+    assert middle == plain  # as its docstring says
+    assert fingerprint(path)["bytes"] == size
 
 
 def test_it_learns_measures_and_tells(text: Path, tmp_path: Path) -> None:

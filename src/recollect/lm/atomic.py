@@ -12,6 +12,8 @@ import errno
 import os
 import re
 import shutil
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,9 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
-from recollect.lm.checkpoint import CheckpointError
+from recollect.lm.checkpoint import CheckpointError, check_json
 
-__all__ = ["AtomicTrainer", "last_checkpoint", "place_folder"]
+__all__ = ["AtomicTrainer", "check_resumable", "clear_aside", "last_checkpoint", "place_folder"]
 
 _ASIDE = ".saving"
 _GONE = ".replaced"
@@ -121,6 +123,29 @@ def last_checkpoint(run: Path) -> Path | None:
                 "the checkpoint before it"
             )
     return path
+
+
+def check_resumable(checkpoint: Path) -> None:
+    """That what the Trainer reads of a checkpoint, beside the weights, is what it wrote.
+
+    torch writes its files as ZIP archives, with a checksum of every tensor that its own reading
+    does not look at.
+
+    Raises:
+        CheckpointError: naming the file that was cut short or altered.
+    """
+    check_json(checkpoint / "trainer_state.json")
+    for path in sorted((*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"))):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                whole = archive.testzip() is None
+        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, OSError):
+            whole = False
+        if not whole:
+            raise CheckpointError(
+                f"{path} was cut short or altered, so {checkpoint.name} cannot be resumed: delete "
+                "that folder to go on from the checkpoint before it"
+            )
 
 
 @contextlib.contextmanager

@@ -7,10 +7,8 @@ weights that decay, checkpoints that are whole, and a measurement weighted by to
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,7 +24,7 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers import TrainingArguments as Arguments
 from transformers.utils import logging as transformers_logging
 
-from recollect.lm.atomic import AtomicTrainer, clear_aside, last_checkpoint
+from recollect.lm.atomic import AtomicTrainer
 from recollect.lm.checkpoint import check_folder
 from recollect.lm.config import RecollectConfig
 from recollect.lm.data import IGNORE, Row, Rows, collate
@@ -35,8 +33,8 @@ from recollect.lm.groups import decayed_names
 from recollect.lm.model import RecollectForCausalLM
 from recollect.lm.plan import TrainPlan
 from recollect.lm.prepare import build_model, compile_blocks, enough_memory, rows_of, tokenizer_of
+from recollect.lm.resume import begin
 from recollect.lm.sources import BadLines
-from recollect.report.files import write_atomic
 
 __all__ = ["Progress", "Trained", "Watch", "train"]
 
@@ -113,12 +111,13 @@ def train(
 
     Raises:
         ValueError: texts, tokenizers or recipes that cannot be used; a folder that holds another
-            run; a corrupt line, unless lines are skipped; a batch too large for the memory.
+            run; texts that changed since it was begun; a corrupt line, unless lines are skipped; a
+            batch too large for the memory.
         CheckpointError: a full disk, and the last checkpoint stands; one that was altered.
     """
     say = say or (lambda sentence: None)
     out = Path(plan.run.out)
-    checkpoint = _begun(plan, out, resume=resume)
+    checkpoint = begin(plan, out, resume=resume)
     bad = BadLines(skip=plan.data.bad_lines == "skip")
     tokenizer = tokenizer_of(plan, out, bad, resume=checkpoint is not None)
     stock = rows_of(plan, tokenizer, bad)
@@ -340,47 +339,6 @@ def _reports(plan: TrainPlan, out: Path) -> list[str]:
         )
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(out / "logs"))
     return ["tensorboard"]
-
-
-_MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard")  # without another result
-
-
-def _begun(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
-    """The checkpoint to go on from, with the plan kept beside it.
-
-    Raises:
-        ValueError: the folder cannot be written; it holds a run, and nobody asked to go on with
-            it; or it is another plan's.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"[run] out = {str(out)!r} cannot be written to ({error.strerror}): name another folder"
-        ) from None
-    clear_aside(out)
-    checkpoint = last_checkpoint(out)
-    kept = out / "plan.json"
-    if checkpoint is not None and not resume:
-        raise ValueError(
-            f"{out} already holds {checkpoint.name}: give --resume to go on with that run, or "
-            "another folder as out in [run]"
-        )
-    mine = json.loads(json.dumps(plan.to_dict()))
-    if checkpoint is not None and kept.exists():
-        before = json.loads(kept.read_text(encoding="utf-8"))
-        for table, values in mine.items():
-            for name, value in values.items():
-                old = before.get(table, {}).get(name)
-                if old != value and name not in _MAY_CHANGE and name != "out":
-                    raise ValueError(
-                        f"{out} was begun with [{table}] {name} = {old!r}, not {value!r}: resume "
-                        "it as it was, or give another folder as out in [run]"
-                    )
-    write_atomic(kept, json.dumps(mine, indent=2) + "\n")
-    return checkpoint
 
 
 class _quiet:

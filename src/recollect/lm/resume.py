@@ -1,0 +1,102 @@
+"""Where a training run begins: an empty folder, or a checkpoint of the same plan and texts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from recollect.lm.atomic import check_resumable, clear_aside, last_checkpoint
+from recollect.lm.checkpoint import check_json
+from recollect.lm.plan import TrainPlan
+from recollect.lm.sources import find_files
+from recollect.report.files import write_atomic
+
+__all__ = ["begin", "fingerprint"]
+
+_MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard")  # without another result
+_END = 32 * 2**20
+
+
+def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
+    """The checkpoint to go on from, ``None`` at the beginning; the folder keeps plan and texts.
+
+    ``plan.json`` is the plan, ``texts.json`` the `fingerprint` of every file that it reads. A
+    dataset of the hub has no files here, so whether it changed is not seen.
+
+    Raises:
+        ValueError: the folder cannot be written; it holds a run, and nobody asked to go on with
+            it; or it is another plan's, or of other texts.
+        CheckpointError: the checkpoint was cut short or altered.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"[run] out = {str(out)!r} cannot be written to ({error.strerror}): name another folder"
+        ) from None
+    clear_aside(out)
+    checkpoint = last_checkpoint(out)
+    if checkpoint is not None and not resume:
+        raise ValueError(
+            f"{out} already holds {checkpoint.name}: give --resume to go on with that run, or "
+            "another folder as out in [run]"
+        )
+    mine = json.loads(json.dumps(plan.to_dict()))
+    texts = _texts(plan)
+    if checkpoint is not None:
+        _same_plan(out, mine)
+        _same_texts(out, texts)
+        check_resumable(checkpoint)
+    write_atomic(out / "plan.json", json.dumps(mine, indent=2) + "\n")
+    write_atomic(out / "texts.json", json.dumps(texts, indent=2) + "\n")
+    return checkpoint
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Size in bytes and SHA-256 of a file: of all of it, or of both ends of a large one.
+
+    Beyond 64 MiB only the first and last 32 are read, so that a run on large shards begins at once;
+    an edit in between that keeps the size is not seen.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(2 * _END if size <= 2 * _END else _END))
+        if size > 2 * _END:
+            file.seek(-_END, 2)
+            digest.update(file.read())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _texts(plan: TrainPlan) -> dict[str, dict[str, Any]]:
+    files = find_files(plan.data.train, key="train") + find_files(plan.data.heldout, key="heldout")
+    return {str(path): fingerprint(path) for path in files}
+
+
+def _same_plan(out: Path, mine: dict[str, Any]) -> None:
+    before = check_json(out / "plan.json") if (out / "plan.json").exists() else mine
+    for table, values in mine.items():
+        for name, value in values.items():
+            old = before.get(table, {}).get(name)
+            if old != value and name not in _MAY_CHANGE and name != "out":
+                raise ValueError(
+                    f"{out} was begun with [{table}] {name} = {old!r}, not {value!r}: resume it as "
+                    "it was, or give another folder as out in [run]"
+                )
+
+
+def _same_texts(out: Path, texts: dict[str, Any]) -> None:
+    before = check_json(out / "texts.json") if (out / "texts.json").exists() else texts
+    for name in {**before, **texts}:
+        if before.get(name) != texts.get(name):
+            what = "is new" if name not in before else "is gone"
+            what = "has changed" if name in before and name in texts else what
+            raise ValueError(
+                f"{name} {what} since {out} was begun, so its rows would not be those of the run: "
+                "put the text back as it was, or give another folder as out in [run]"
+            )
