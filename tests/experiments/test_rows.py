@@ -64,6 +64,18 @@ def test_rows_are_kept_as_processes_end(tmp_path: Path, corpus: TextCorpus) -> N
         assert row["run"]["finished"]
 
 
+def test_a_row_has_heads_of_its_own(tmp_path: Path, corpus: TextCorpus) -> None:
+    """Another division of the width is another row's choice, not another table's; it is told."""
+    rows(["retnet"], tmp_path, corpus)
+    assert rows(["gla"], tmp_path, corpus, sizes=SMALL.but(heads=4, key_dim=2)) is not None
+    page = (tmp_path / "README.md").read_text()
+    cells = {line.split(" | ")[0]: line.split(" | ") for line in page.splitlines()}
+    assert cells["| `retnet`"][3] == "2"
+    assert cells["| `gla`"][3] == "4, K = 2"
+    with pytest.raises(ValueError, match=r"retnet.json was made .*heads was 2, not 4"):
+        rows(["retnet"], tmp_path, corpus, sizes=SMALL.but(heads=4))
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [

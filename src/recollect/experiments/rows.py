@@ -1,7 +1,9 @@
 """A table that grows row by row: each model's result is a file, and those that stand are kept.
 
 Runs of an hour each are not repeated because one of them failed. Rows lie side by side only under
-equal terms, so every file says its own, and a table of unequal ones is refused.
+equal terms, so every file says its own, and a table of unequal ones is refused. How the width is
+divided into heads is no such term but a row's own, as its recipe is, and stands in the table:
+polynomial features of degree 2 are 2,145 of a key of 64 channels and 153 of a key of 16.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 __all__ = ["add_rows", "write_rows_table"]
 
 SCHEMA = 1
+OWN = ("heads", "key_dim")
+"""What the rows of one table may differ in; a row is still found only as it was made."""
 
 
 def add_rows(
@@ -58,7 +62,7 @@ def add_rows(
     corpus = corpus or load_text(text)
     terms = _terms(sizes, parameters, corpus.sha256, seed, method)
     for path in sorted(place.glob("*.json")):
-        _stands(path, terms)  # before anything is trained: rows under other terms are no table
+        _stands(path, _shared(terms))  # before anything is trained: other terms make no table
     layers: dict[str, dict[str, Any]] = {}
     todo: list[Named] = []
     for model in models:
@@ -117,6 +121,11 @@ def _terms(sizes: Sizes, parameters: int, sha256: str, seed: int, method: str) -
     return json.loads(json.dumps({**terms, "method": method}))
 
 
+def _shared(terms: Mapping[str, Any]) -> dict[str, Any]:
+    """What all rows of a table have in common."""
+    return {name: value for name, value in terms.items() if name not in OWN}
+
+
 def _stands(path: Path, terms: Mapping[str, Any]) -> None:
     """Refuse a row that was made under other terms."""
     row = _read(path)
@@ -153,7 +162,7 @@ def write_rows_table(folder: str | PathLike[str]) -> Path:
         raise ValueError(f"{place} has no rows")
     first = rows[0]
     for row in rows[1:]:
-        if row["terms"] != first["terms"]:
+        if _shared(row["terms"]) != _shared(first["terms"]):
             raise ValueError(
                 f"{place}: {first['model']} and {row['model']} were made under different terms, so "
                 "they are no table"
@@ -166,18 +175,14 @@ def _page(rows: Sequence[dict[str, Any]]) -> str:
     first = rows[0]
     terms, schedule = first["terms"], first["terms"]["schedule"]
     tokens = schedule["steps"] * schedule["batch"] * terms["length"]
-    heads = f"{terms['heads']} head{'s' if terms['heads'] > 1 else ''}"
     devices = dict.fromkeys(
-        f"{row['environment']['device']}, {row['environment']['threads']} thread"
-        f"{'s' if row['environment']['threads'] > 1 else ''}, "
-        f"torch {row['environment']['torch']}, Python {row['environment']['python']}"
-        for row in rows
+        "{device}, torch {torch}, Python {python}".format_map(row["environment"]) for row in rows
     )
     lines = [
         "# Language models at equal parameters and tokens",
         "",
         f"Held-out bits per byte of text after {tokens:,} training bytes. Every model has "
-        f"{terms['depth']} layers of width {terms['width']} with {heads}, and about "
+        f"{terms['depth']} layers of width {terms['width']}, and about "
         f"{terms['parameters']:,} trained parameters, which the width of its MLP is set to. "
         f"{schedule['steps']} steps of {schedule['batch']} × {terms['length']} bytes, AdamW, "
         f"weight decay {schedule['weight_decay']:g}, clipping at {schedule['clip']:g}, peak "
@@ -185,20 +190,23 @@ def _page(rows: Sequence[dict[str, Any]]) -> str:
         f"steps, then a cosine to 0; float32, seed {terms['seed']}. Each row is at its preset's "
         "own defaults, nothing is tuned per row.",
         "",
-        f"Made by `{first['command']}`; a command with other `--models` adds rows."
+        f"Made by `{first['command']}`; a command with other `--models`, "
+        "or other `--heads` for them, adds rows."
         if first["command"]
         else "",
         "",
         f"Text: {first['source']}, sha256 `{terms['sha256']}`. Held-out: 131,072 bytes of "
         "paragraphs that the training part does not have.",
         "",
-        f"Device: {'; '.join(devices)}. CPU minutes are of the whole run with its "
-        "measurements, over all threads.",
+        f"Device: {'; '.join(devices)}. CPU minutes are of the whole run with its measurements, "
+        "summed over its threads; minutes are the clock's, of training alone, on a machine that "
+        "other work may have shared.",
         "",
-        "| model | bits per byte | parameters | state, bytes per sequence | CPU minutes | commit |",
-        "|---|---|---|---|---|---|",
+        "| model | bits per byte | parameters | heads | state, bytes per sequence | threads "
+        "| CPU minutes | minutes | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(_line(row) for row in rows),
-        f"| byte bigram | {first['bigram']:.3f} | | | | |",
+        f"| byte bigram | {first['bigram']:.3f} | | | | | | | |",
         "",
         "One seed, models this small and a text this short show that a layer learns and how fast, "
         "not which is best at scale. `NAME.json` holds a row's learning curve, recipe and "
@@ -212,9 +220,21 @@ def _line(row: Mapping[str, Any]) -> str:
     run = row["run"]
     value = "diverged" if run["value"] is None else f"{run['value']:.3f}"
     state = f"{run['state_bytes']:,}{', grows' if run['grows'] else ''}"
-    commit = row["environment"]["commit"][:8]
     spent = run.get("cpu_seconds", row.get("cpu_seconds"))
     minutes = "–" if spent is None else f"{spent / 60:.1f}"
-    return (
-        f"| `{row['model']}` | {value} | {run['parameters']:,} | {state} | {minutes} | {commit} |"
+    terms, environment = row["terms"], row["environment"]
+    heads = str(terms["heads"])
+    if terms["key_dim"] is not None:
+        heads += f", K = {terms['key_dim']}"
+    cells = (
+        f"`{row['model']}`",
+        value,
+        f"{run['parameters']:,}",
+        heads,
+        state,
+        str(environment["threads"]),
+        minutes,
+        f"{run['seconds'] / 60:.1f}",
+        environment["commit"][:8],
     )
+    return f"| {' | '.join(cells)} |"
