@@ -215,6 +215,11 @@ def test_processes_measure_the_same(tmp_path: Path) -> None:
         assert a.values["at the end"] == pytest.approx(b.values["at the end"], rel=1e-6)
 
 
+def test_other_processes_cannot_find_an_experiment_of_ones_own(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"toy is not in the registry.*one job"):
+        reproduce(toy(), out=tmp_path, jobs=2)
+
+
 # -- records ---------------------------------------------------------------------------------------
 
 

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
-import signal
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.context import SpawnContext
 from multiprocessing.queues import SimpleQueue
-from types import FrameType
 from typing import Any
 
 import torch
 
 from recollect.experiments.compare_tasks import CompareTask, compare_task
 from recollect.experiments.comparison import ModelRun, Sizes, Watcher
+from recollect.experiments.pool import GLANCE, Link, Lost, in_processes
 from recollect.experiments.training import History, train
 from recollect.lm import RecollectConfig, RecollectForCausalLM
 from recollect.report.environment import Environment, describe_environment
 from recollect.tasks.text import TextCorpus
 
 __all__ = ["Job", "Outcome", "run_jobs", "training_environment"]
-
-GLANCE = 0.1
-"""Seconds between two looks at what other processes say; the least between two steps they tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +180,7 @@ class _Teller:
     def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
         self.heed()
         now = time.monotonic()
-        if now - self.told > GLANCE:
+        if now - self.told > GLANCE:  # more than anybody looks at
             self.told = now
             # The latest alone: a pipe that nobody reads any more must not fill up.
             latest = replace(history, losses=history.losses[-1:], curve=history.curve[-1:])
@@ -211,9 +202,7 @@ _teller: _Teller
 
 
 def _enter(corpus: TextCorpus | None, events: SimpleQueue[Any], stop: Any) -> None:
-    """Several processes with one thread each use the cores better than one with many."""
     global _tasks, _teller
-    torch.set_num_threads(1)
     _tasks, _teller = _Tasks(corpus), _Teller(events, stop)
 
 
@@ -227,109 +216,20 @@ def _here(job: Job) -> Outcome | None:
 def _side_by_side(
     jobs: Sequence[Job], corpus: TextCorpus | None, processes: int, watcher: Watcher
 ) -> Iterator[tuple[Job, Outcome]]:
-    """A process that dies takes its pool with it: what was lost is run again, each job alone."""
-    sendable: list[Job] = []
-    for job in jobs:
-        reason = _unsendable(job)
-        if reason is None:
-            sendable.append(job)
-        else:
-            yield job, reason
-    lost = yield from _pooled(sendable, corpus, processes, watcher)
-    for job in lost:
-        if (yield from _pooled([job], corpus, 1, watcher)):
-            yield job, "its process died, most likely for want of memory; try smaller sizes"
+    def link(context: SpawnContext) -> Link:
+        events, stop = context.SimpleQueue(), context.Value("b", 0, lock=False)
+        return Link(
+            enter=_enter,
+            told=(corpus, events, stop),
+            glance=lambda: _tell(events, watcher),
+            stop=stop,
+        )
 
-
-def _unsendable(job: Job) -> str | None:
-    try:
-        pickle.dumps(job)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        return f"it cannot be sent to another process ({error}); without --jobs it need not be"
-    return None
-
-
-def _pooled(
-    jobs: Sequence[Job], corpus: TextCorpus | None, processes: int, watcher: Watcher
-) -> Generator[tuple[Job, Outcome], None, list[Job]]:
-    """Run jobs in a pool; those that were lost because one of its processes died are returned."""
-    # Threads of torch do not survive a fork; a fresh process imports everything again.
-    context = multiprocessing.get_context("spawn")
-    events, stop = context.SimpleQueue(), context.Value("b", 0, lock=False)
-    pool = ProcessPoolExecutor(
-        processes, mp_context=context, initializer=_enter, initargs=(corpus, events, stop)
-    )
-    waiting: dict[Future[Outcome | None], Job] = {}
-    lost: list[Job] = []
-    with _interrupts() as interrupted:
-        try:
-            with _sheltered():
-                for job in jobs:
-                    waiting[pool.submit(_here, job)] = job
-            while waiting:
-                done, _ = wait(waiting, GLANCE, FIRST_COMPLETED)
-                try:
-                    _tell(events, watcher)
-                except KeyboardInterrupt:
-                    interrupted.set()
-                if interrupted.is_set() and not stop.value:
-                    stop.value = 1
-                    for future in [future for future in waiting if future.cancel()]:
-                        del waiting[future]
-                for future in done & waiting.keys():
-                    job = waiting.pop(future)
-                    try:
-                        outcome = future.result()
-                    except BrokenProcessPool:
-                        lost.append(job)
-                        continue
-                    if outcome is not None:
-                        yield job, outcome
-        finally:
-            stop.value = 1
-            pool.shutdown(cancel_futures=True)
-        if interrupted.is_set():
-            raise KeyboardInterrupt
-    return lost
-
-
-@contextmanager
-def _sheltered() -> Iterator[None]:
-    """Processes that start in here never see the terminal's interrupt; ``stop`` reaches them."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """The first interrupt sets the event, to be looked at where nothing can be lost.
-
-    The second ends the processes and is raised.
-    """
-    seen = threading.Event()
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        yield seen
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if seen.is_set():
-            for process in multiprocessing.active_children():
-                process.terminate()
-            raise KeyboardInterrupt
-        seen.set()
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
+    for job, outcome in in_processes(_here, jobs, processes, link=link):
+        if isinstance(outcome, Lost):
+            yield job, outcome.reason
+        elif outcome is not None:
+            yield job, outcome
 
 
 def _tell(events: SimpleQueue[Any], watcher: Watcher) -> None:

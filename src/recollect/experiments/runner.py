@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from recollect.experiments.pool import Lost, in_processes
 from recollect.experiments.protocol import SCALES, Claim, Experiment, Scale, Verdict
 from recollect.experiments.records import Cell, Record, Results
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
@@ -129,7 +128,8 @@ def reproduce(
         The run. After a keyboard interrupt it holds what was measured, and the same call goes on.
 
     Raises:
-        ValueError: an unknown name or scale, or numbers out of range.
+        ValueError: an unknown name or scale, or numbers out of range; an experiment of one's own
+            with several jobs; a process that died. What was measured stands.
     """
     from recollect.experiments.reproduce_report import save_run
 
@@ -138,6 +138,11 @@ def reproduce(
         raise ValueError(f"--scale must be one of {', '.join(SCALES)}, not {scale!r}")
     if jobs < 1:
         raise ValueError(f"--jobs must be at least 1, not {jobs}")
+    if jobs > 1 and EXPERIMENTS.get(experiment.name) is not experiment:
+        raise ValueError(
+            f"{experiment.name} is not in the registry, by which other processes find an "
+            "experiment: run it with one job"
+        )
     config = experiment.config(scale, seeds=seeds)
     folder = Path(out) / experiment.name
     store = folder / "cells" / scale
@@ -205,29 +210,29 @@ def _measured(
         for cell, seed, path in todo:
             yield path, _one(experiment, config, cell, seed, device)
         return
-    # Threads of torch do not survive a fork; a fresh process imports everything again.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context, initializer=_alone)
-    try:
-        waiting: dict[Future[Record], Path] = {
-            pool.submit(_by_name, experiment.name, config, cell, seed, device): path
-            for cell, seed, path in todo
-        }
-        while waiting:
-            done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield waiting.pop(future), future.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    parts = [
+        _Part(experiment.name, config, dict(cell), seed, path, device) for cell, seed, path in todo
+    ]
+    for part, record in in_processes(_by_name, parts, jobs):
+        if isinstance(record, Lost):
+            raise ValueError(f"{part.name}, {part.cell}, seed {part.seed}: {record.reason}")
+        yield part.path, record
 
 
-def _alone() -> None:
-    """Several processes with one thread each use the cores better than one with many."""
-    torch.set_num_threads(1)
+@dataclass(frozen=True)
+class _Part:
+    """One cell and seed, to be measured in a process of its own."""
+
+    name: str
+    config: dict[str, Any]
+    cell: dict[str, Any]
+    seed: int
+    path: Path
+    device: str
 
 
-def _by_name(name: str, config: dict[str, Any], cell: Cell, seed: int, device: str) -> Record:
-    return _one(EXPERIMENTS[name], config, cell, seed, device)
+def _by_name(part: _Part) -> Record:
+    return _one(EXPERIMENTS[part.name], part.config, part.cell, part.seed, part.device)
 
 
 def _one(
