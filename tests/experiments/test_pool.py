@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import signal
 import time
+from collections.abc import Callable
 from multiprocessing.context import SpawnContext
 from typing import Any
 
@@ -17,16 +19,19 @@ from recollect.experiments.pool import Link, Lost, in_processes
 class Fatal:
     """Ends the process that unpacks it."""
 
+    def __init__(self, status: int) -> None:
+        self.status = status
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return os._exit, (1,)
+        return os._exit, (self.status,)
 
 
 def test_a_process_that_dies_loses_only_its_own_item() -> None:
-    fatal, unsendable = Fatal(), lambda: None
-    found = dict(in_processes(math.sqrt, [4.0, fatal, unsendable, 9.0], 2))  # type: ignore[list-item]
-    assert (found.pop(4.0), found.pop(9.0)) == (2.0, 3.0)
-    assert isinstance(found[fatal], Lost)
-    assert "its process died" in found[fatal].reason
+    fatal, unsendable = Fatal(7), lambda: None
+    items: list[Any] = [4.0, fatal, unsendable, 9.0, 16.0, 25.0]
+    found = dict(in_processes(math.sqrt, items, 2))
+    assert [found[x] for x in (4.0, 9.0, 16.0, 25.0)] == [2.0, 3.0, 4.0, 5.0]
+    assert found[fatal] == Lost("its process died with exit status 7")
     assert "cannot be sent to another process" in found[unsendable].reason
 
 
@@ -35,24 +40,44 @@ def test_what_work_raises_is_raised() -> None:
         list(in_processes(math.sqrt, [-1.0, 4.0], 2))
 
 
-def test_an_interrupt_ends_work_that_listens_to_nothing() -> None:
-    """It would sleep for days; a child of somebody else's goes on sleeping."""
+def by_a_watcher() -> None:
+    raise KeyboardInterrupt
+
+
+def by_a_signal() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("presses", "listens"),
+    [([by_a_watcher], False), ([by_a_signal], False), ([by_a_signal, by_a_signal], True)],
+    ids=["watcher", "signal", "second signal"],
+)
+def test_an_interrupt_ends_what_would_sleep_for_days(
+    presses: list[Callable[[], None]], listens: bool
+) -> None:
+    """Work that is given a flag and ignores it ends at the second; other children go on."""
+    before = set(multiprocessing.active_children())
     other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(1e6,))
     other.start()
     given: list[float] = []
+    left = iter(presses)
 
     def link(context: SpawnContext) -> Link:
-        def glance() -> None:
-            if given:
-                raise KeyboardInterrupt
+        def poll() -> None:
+            if given and (press := next(left, None)) is not None:
+                press()
 
-        return Link(glance=glance)
+        return Link(poll=poll, stop=context.Value("b", 0, lock=False) if listens else None)
 
+    items = [0.0, 1e6, 1e6, 1e6, 1e6, 1e6]
     try:
         with pytest.raises(KeyboardInterrupt):
-            given.extend(x for x, _ in in_processes(time.sleep, [0.0, 1e6, 1e6], 2, link=link))
+            given.extend(x for x, _ in in_processes(time.sleep, items, 2, link=link))
         assert given == [0.0]
-        assert multiprocessing.active_children() == [other]
+        assert next(left, None) is None
+        assert other.is_alive()
+        assert set(multiprocessing.active_children()) - before == {other}
     finally:
         other.terminate()
         other.join()

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -265,31 +266,82 @@ def test_a_checkpoint_that_was_cut_is_refused(text: Path, tmp_path: Path) -> Non
         train(run, resume=True)
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-@pytest.mark.parametrize("harm", ["cut", "one byte", "no archive"])
-def test_a_checkpoint_whose_optimizer_was_harmed_is_refused(
-    name: str, harm: str, text: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def two_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    train(plan(text, folder, optimizer={"steps": 2}))
+    return folder
+
+
+def resumed(
+    text: Path, tmp_path: Path, two_steps: Path, name: str, harm: Callable[..., Any]
 ) -> None:
-    run = plan(text, tmp_path, optimizer={"steps": 2})
-    train(run)
-    path = tmp_path / "checkpoint-2" / name
-    data = bytearray(path.read_bytes())
-    if harm == "one byte":
-        with zipfile.ZipFile(path) as archive:
-            largest = max(archive.infolist(), key=lambda entry: entry.file_size)
-        # Local header: 30 bytes, the name, and torch's padding to a multiple of 64.
-        data[largest.header_offset + 30 + len(largest.filename) + 64 + 8] ^= 1
-    path.write_bytes({"cut": data[:-9], "one byte": data, "no archive": b"cos\nsystem"}[harm])
+    """A run of two steps with one of its files harmed, resumed."""
+    run = tmp_path / "run"
+    shutil.copytree(two_steps, run)
+    path = run / name
+    path.write_bytes(harm(bytearray(path.read_bytes()), path))
+    train(plan(text, run, optimizer={"steps": 2}), resume=True)
+
+
+def cut(data: bytearray, path: Path) -> bytes:
+    return bytes(data[:-9])
+
+
+def other_format(data: bytearray, path: Path) -> bytes:
+    return b"cos\nsystem"
+
+
+def one_byte(data: bytearray, path: Path) -> bytes:
+    """Of the largest tensor: after a local header of 30 bytes, its name, and torch's padding."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+    data[largest.header_offset + 30 + len(largest.filename) + 64 + 8] ^= 1
+    return bytes(data)
+
+
+def encrypted(data: bytearray, path: Path) -> bytes:
+    """The flag alone, in the directory at the end."""
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize("harm", [cut, other_format, one_byte, encrypted])
+def test_a_checkpoint_whose_optimizer_was_harmed_is_refused(
+    name: str, harm: Callable[..., Any], text: Path, tmp_path: Path, two_steps: Path
+) -> None:
     with pytest.raises(CheckpointError, match=f"checkpoint-2/{name} was cut short or altered"):
-        train(run, resume=True)
+        resumed(text, tmp_path, two_steps, f"checkpoint-2/{name}", harm)
 
 
-def test_a_trainer_state_that_was_cut_is_refused(text: Path, tmp_path: Path) -> None:
-    run = plan(text, tmp_path, optimizer={"steps": 2})
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "checkpoint-2/trainer_state.json",
+            "trainer_state.json was cut short or altered, so check",
+        ),
+        ("plan.json", r"plan.json is not JSON .*, so what .* delete the file to go on without"),
+        ("texts.json", r"texts.json is not JSON .*, so what .* delete the file to go on without"),
+    ],
+)
+def test_a_run_whose_records_were_cut_is_refused(
+    name: str, says: str, text: Path, tmp_path: Path, two_steps: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        resumed(text, tmp_path, two_steps, name, cut)
+
+
+def test_a_recipe_file_that_changed_is_not_resumed_with(text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[retention]\nmember = "Decay"\n')
+    tables = {"model": {"recipe": str(file)}, "optimizer": {"steps": 2}}
+    run = plan(text, tmp_path / "run", **tables)
     train(run)
-    path = tmp_path / "checkpoint-2" / "trainer_state.json"
-    path.write_text(path.read_text()[:-9])
-    with pytest.raises(CheckpointError, match=r"trainer_state.json is not JSON"):
+    assert train(run, resume=True).steps == 0
+    file.write_text('[retention]\nmember = "Decay"\nwhen = "before"\n')  # of the same shapes
+    with pytest.raises(ValueError, match=r"with another recipe than 'mine' is now"):
         train(run, resume=True)
 
 

@@ -180,7 +180,7 @@ class _Teller:
     def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
         self.heed()
         now = time.monotonic()
-        if now - self.told > GLANCE:  # more than anybody looks at
+        if now - self.told > GLANCE:  # oftener nobody looks
             self.told = now
             # The latest alone: a pipe that nobody reads any more must not fill up.
             latest = replace(history, losses=history.losses[-1:], curve=history.curve[-1:])
@@ -219,9 +219,9 @@ def _side_by_side(
     def link(context: SpawnContext) -> Link:
         events, stop = context.SimpleQueue(), context.Value("b", 0, lock=False)
         return Link(
-            enter=_enter,
-            told=(corpus, events, stop),
-            glance=lambda: _tell(events, watcher),
+            initializer=_enter,
+            initargs=(corpus, events, stop),
+            poll=lambda: _tell(events, watcher),
             stop=stop,
         )
 

@@ -9,12 +9,14 @@ import multiprocessing
 import pickle
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import SpawnContext
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -34,16 +36,16 @@ class Link:
     """What this process and those of one pool have in common.
 
     Attributes:
-        enter, told: called as ``enter(*told)`` when a process begins.
-        glance: called here now and then, to hand on what the processes said; it may raise
-            `KeyboardInterrupt`.
+        initializer, initargs: called as ``initializer(*initargs)`` when a process begins.
+        poll: called here every `GLANCE` seconds or oftener, to hand on what the processes said; it
+            may raise `KeyboardInterrupt`.
         stop: a flag of shared memory, which is set when somebody interrupts; work that heeds it
             ends early with what it has. Without one an interrupt ends the processes.
     """
 
-    enter: Callable[..., None] | None = None
-    told: tuple[Any, ...] = ()
-    glance: Callable[[], None] | None = None
+    initializer: Callable[..., None] | None = None
+    initargs: tuple[Any, ...] = ()
+    poll: Callable[[], None] | None = None
     stop: Any = None
 
 
@@ -65,9 +67,10 @@ def in_processes(
     *,
     link: Callable[[SpawnContext], Link] = _nothing,
 ) -> Iterator[tuple[Item, Result | Lost]]:
-    """Results as they are done. A keyboard interrupt is raised when all there is has been given.
+    """Results as they are done.
 
-    A process that dies takes its pool with it: what was lost is done again, each item alone.
+    A process that dies takes its pool with it: the items that were on their way are done again,
+    each alone, and the others go on in a new pool.
 
     Args:
         work: of one item, in a process of its own with one thread; a function of a module.
@@ -76,82 +79,93 @@ def in_processes(
         link: made anew for every pool, since a process that dies may hold a lock.
 
     Raises:
+        KeyboardInterrupt: when all there is has been given.
+        ValueError: processes cannot begin.
         Exception: whatever ``work`` raises; the other processes are ended.
     """
-    sendable: list[Item] = []
+    todo: deque[Item] = deque()
     for item in items:
         reason = _unsendable(item)
         if reason is None:
-            sendable.append(item)
+            todo.append(item)
         else:
             yield item, Lost(reason)
-    lost = yield from _Pool(work, min(processes, len(sendable)), link).results(sendable)
-    for item in lost:
-        if (yield from _Pool(work, 1, link).results([item])):
-            yield (
-                item,
-                Lost("its process died, most likely for want of memory; try smaller sizes"),
-            )
+    while todo:
+        suspects, _ = yield from _Pool(work, link).results(todo, processes)
+        for item in suspects:
+            died, reason = yield from _Pool(work, link).results(deque([item]), 1)
+            if died:
+                yield item, Lost(reason)
 
 
 def _unsendable(item: object) -> str | None:
     try:
         pickle.dumps(item)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        return f"it cannot be sent to another process ({error}); without --jobs it need not be"
+        return f"it cannot be sent to another process ({error}); with one job it need not be"
     return None
 
 
-def _begin(enter: Callable[..., None] | None, told: tuple[Any, ...]) -> None:
+def _begin(begun: Any, initializer: Callable[..., None] | None, initargs: tuple[Any, ...]) -> None:
     """Several processes with one thread each use the cores better than one with many."""
+    begun.value = 1
     torch.set_num_threads(1)
-    if enter is not None:
-        enter(*told)
+    if initializer is not None:
+        initializer(*initargs)
 
 
 class _Pool(Generic[Item, Result]):
-    """One pool, from its first process to its last."""
+    """One pool, from its first process to its last.
+
+    No more items are handed over than there are processes, so that those which a death takes along
+    are those on their way.
+    """
 
     def __init__(
-        self,
-        work: Callable[[Item], Result],
-        processes: int,
-        link: Callable[[SpawnContext], Link],
+        self, work: Callable[[Item], Result], link: Callable[[SpawnContext], Link]
     ) -> None:
-        self.work, self.processes, self.link = work, processes, link
-        self.others = set(multiprocessing.active_children())
-
-    def results(self, items: Sequence[Item]) -> Generator[tuple[Item, Result], None, list[Item]]:
-        """Give results; return the items that were lost because one of the processes died."""
-        if not items:
-            return []
         # Threads of torch do not survive a fork; a fresh process imports everything again.
-        context = multiprocessing.get_context("spawn")
-        link = self.link(context)
+        self.context = multiprocessing.get_context("spawn")
+        self.work, self.link = work, link(self.context)
+        self.begun = self.context.Value("b", 0, lock=False)
+        self.own: set[BaseProcess] = set()
+
+    def results(
+        self, todo: deque[Item], processes: int
+    ) -> Generator[tuple[Item, Result], None, tuple[list[Item], str]]:
+        """Take items and give results until a process dies.
+
+        Returns:
+            The items that were on their way then, and how it died.
+        """
         pool = ProcessPoolExecutor(
-            self.processes, context, initializer=_begin, initargs=(link.enter, link.told)
+            processes,
+            self.context,
+            initializer=_begin,
+            initargs=(self.begun, self.link.initializer, self.link.initargs),
         )
         waiting: dict[Future[Result], Item] = {}
         lost: list[Item] = []
         ended = False
         with _interrupts(self.terminate) as interrupted:
             try:
-                with _sheltered():
-                    for item in items:
-                        waiting[pool.submit(self.work, item)] = item
-                while waiting:
+                while waiting or (todo and not (lost or ended)):
+                    while todo and not (lost or ended) and len(waiting) < processes:
+                        item = todo.popleft()
+                        try:
+                            waiting[self.submit(pool, item)] = item
+                        except BrokenProcessPool:
+                            lost.append(item)
                     done, _ = wait(waiting, GLANCE, FIRST_COMPLETED)
                     try:
-                        if link.glance is not None:
-                            link.glance()
+                        if self.link.poll is not None:
+                            self.link.poll()
                     except KeyboardInterrupt:
                         interrupted.set()
                     if interrupted.is_set() and not ended:
                         ended = True
-                        for future in [future for future in waiting if future.cancel()]:
-                            del waiting[future]
-                        self.end(link)
-                    for future in done & waiting.keys():
+                        self.end()
+                    for future in [future for future in waiting if future in done]:
                         item = waiting.pop(future)
                         try:
                             result = future.result()
@@ -161,23 +175,45 @@ class _Pool(Generic[Item, Result]):
                         yield item, result
             finally:
                 if waiting:
-                    self.end(link)
-                pool.shutdown(cancel_futures=True)
-            if interrupted.is_set():
-                raise KeyboardInterrupt
-        return lost
+                    self.end()
+                pool.shutdown()
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        if lost and not self.begun.value:
+            raise ValueError(
+                "processes cannot begin (their own message stands above): a script calls what uses "
+                'them under `if __name__ == "__main__":`, because each imports the script again'
+            )
+        return lost, self.how_it_died()
 
-    def end(self, link: Link) -> None:
+    def submit(self, pool: ProcessPoolExecutor, item: Item) -> Future[Result]:
+        """Hand an item over; a process may be started for it."""
+        before = set(multiprocessing.active_children())
+        with _sheltered():
+            future = pool.submit(self.work, item)
+        self.own |= set(multiprocessing.active_children()) - before
+        return future
+
+    def end(self) -> None:
         """Ask the processes to end, or end them where they do not listen."""
-        if link.stop is not None:
-            link.stop.value = 1
+        if self.link.stop is not None:
+            self.link.stop.value = 1
         else:
             self.terminate()
 
     def terminate(self) -> None:
         """End the processes of this pool, and no others."""
-        for process in set(multiprocessing.active_children()) - self.others:
+        for process in self.own:
             process.terminate()
+
+    def how_it_died(self) -> str:
+        """A sentence on the first process of a pool that broke."""
+        codes = {process.exitcode for process in self.own} - {None, 0, -signal.SIGTERM}
+        if codes & {-9}:
+            return "its process was killed, most likely for want of memory: take smaller sizes"
+        if codes:
+            return f"its process died with exit status {min(codes, key=abs)}"  # type: ignore[arg-type]
+        return "its process died"
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 __all__ = ["add_rows", "write_rows_table"]
 
 SCHEMA = 1
-OWN = ("heads", "key_dim")
-"""What the rows of one table may differ in; a row is still found only as it was made."""
+PER_ROW = ("heads", "key_dim")
+"""Terms that the rows of one table need not share; the same model is not made twice, though."""
 
 
 def add_rows(
@@ -123,7 +123,7 @@ def _terms(sizes: Sizes, parameters: int, sha256: str, seed: int, method: str) -
 
 def _shared(terms: Mapping[str, Any]) -> dict[str, Any]:
     """What all rows of a table have in common."""
-    return {name: value for name, value in terms.items() if name not in OWN}
+    return {name: value for name, value in terms.items() if name not in PER_ROW}
 
 
 def _stands(path: Path, terms: Mapping[str, Any]) -> None:
@@ -188,10 +188,11 @@ def _page(rows: Sequence[dict[str, Any]]) -> str:
         f"weight decay {schedule['weight_decay']:g}, clipping at {schedule['clip']:g}, peak "
         f"learning rate {schedule['lr']:g} after a warm-up over {schedule['warmup']:.0%} of the "
         f"steps, then a cosine to 0; float32, seed {terms['seed']}. Each row is at its preset's "
-        "own defaults, nothing is tuned per row.",
+        "own defaults, nothing is tuned per row. Keys have K = width / heads channels where no "
+        "other K is told.",
         "",
         f"Made by `{first['command']}`; a command with other `--models`, "
-        "or other `--heads` for them, adds rows."
+        "and `--heads` or `--key-dim` of their own, adds rows."
         if first["command"]
         else "",
         "",
@@ -224,8 +225,9 @@ def _line(row: Mapping[str, Any]) -> str:
     minutes = "–" if spent is None else f"{spent / 60:.1f}"
     terms, environment = row["terms"], row["environment"]
     heads = str(terms["heads"])
-    if terms["key_dim"] is not None:
-        heads += f", K = {terms['key_dim']}"
+    key_dim = row["options"].get("key_dim") or terms["key_dim"]  # a preset's own comes first
+    if key_dim is not None:
+        heads += f", K = {key_dim}"
     cells = (
         f"`{row['model']}`",
         value,

@@ -118,7 +118,8 @@ def reproduce(
         name: of the experiment, see `EXPERIMENTS`.
         scale: ``"smoke"`` (seconds), ``"small"`` (minutes on two cores) or ``"paper"``.
         seeds: how many, 0, 1, …; the configuration's number by default.
-        jobs: processes; each has one thread when there are several.
+        jobs: processes; each has one thread when there are several. They begin by importing the
+            main module again, so a script calls this under ``if __name__ == "__main__":``.
         out: ``out/NAME`` gets results.json, results.csv, figure.png, figure.svg and report.html.
         device: where models and tensors live.
         fresh: measures anew what an earlier run left.
@@ -129,7 +130,7 @@ def reproduce(
 
     Raises:
         ValueError: an unknown name or scale, or numbers out of range; an experiment of one's own
-            with several jobs; a process that died. What was measured stands.
+            with several jobs; a process that died, when all else is measured and reported.
     """
     from recollect.experiments.reproduce_report import save_run
 
@@ -163,31 +164,36 @@ def reproduce(
         "date": environment.date,
         "rules": experiment.rules,
     }
-    complete = True
+    lost: list[str] = []
     try:
-        for path, record in _measured(experiment, config, todo, jobs, device):
+        for path, record in _measured(experiment, config, todo, jobs, device, lost):
             record = replace(record, **stamp)
             write_atomic(path, json.dumps(record.to_dict(), allow_nan=False) + "\n")
             (viewer or _Nobody()).cell(record)
     except KeyboardInterrupt:
-        complete = False
+        pass  # the report shows what there is
     records = tuple(
         Record.from_dict(json.loads(path.read_text("utf-8")))
         for _, _, path in wanted
         if path.exists()
     )
-    if not records:
+    if not records and not lost:
         raise KeyboardInterrupt
+    said = f"{lost[0]}; {len(lost)} of {len(wanted)} cells were lost so" if lost else ""
+    if not records:
+        raise ValueError(said)
     results = Results(records=records, scale=scale, config=config)
     run = Run(
         experiment=experiment,
         results=results,
         verdicts=tuple(experiment.verdicts(results)),
         environment=environment,
-        complete=complete,
+        complete=len(records) == len(wanted),
         folder=folder,
     )
     save_run(run)
+    if lost:
+        raise ValueError(f"{said}, and the same command tries them again; {folder} has the others")
     return run
 
 
@@ -204,8 +210,9 @@ def _measured(
     todo: list[tuple[Cell, int, Path]],
     jobs: int,
     device: str,
+    lost: list[str],
 ) -> Iterator[tuple[Path, Record]]:
-    """Records as they are done, in order with one job."""
+    """Records as they are done, in order with one job; ``lost`` gets those whose process died."""
     if jobs == 1 or len(todo) < 2:
         for cell, seed, path in todo:
             yield path, _one(experiment, config, cell, seed, device)
@@ -215,8 +222,9 @@ def _measured(
     ]
     for part, record in in_processes(_by_name, parts, jobs):
         if isinstance(record, Lost):
-            raise ValueError(f"{part.name}, {part.cell}, seed {part.seed}: {record.reason}")
-        yield part.path, record
+            lost.append(f"{part.name}, {part.cell}, seed {part.seed}: {record.reason}")
+        else:
+            yield part.path, record
 
 
 @dataclass(frozen=True)
@@ -232,6 +240,8 @@ class _Part:
 
 
 def _by_name(part: _Part) -> Record:
+    if part.name not in EXPERIMENTS:
+        raise ValueError(f"{part.name} is not registered where processes import it: run one job")
     return _one(EXPERIMENTS[part.name], part.config, part.cell, part.seed, part.device)
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import lzma
 import os
 import re
 import shutil
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -30,6 +32,16 @@ _ASIDE = ".saving"
 _GONE = ".replaced"
 # What every checkpoint has; the Trainer writes its own state last.
 _NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
+# Of an archive with a flipped bit, or (ValueError) of JSON that is none.
+_UNZIPPING = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    EOFError,
+    ValueError,
+    RuntimeError,
+)
 
 
 class AtomicTrainer(Trainer):
@@ -120,7 +132,7 @@ def last_checkpoint(run: Path) -> Path | None:
         if not (path / name).exists() and not (sharded and name != "trainer_state.json"):
             raise ValueError(
                 f"{path} lacks {name}, so it cannot be resumed: delete the folder to go on from "
-                "the checkpoint before it"
+                "the checkpoint before it, or from the beginning"
             )
     return path
 
@@ -132,19 +144,24 @@ def check_resumable(checkpoint: Path) -> None:
     does not look at.
 
     Raises:
-        CheckpointError: naming the file that was cut short or altered.
+        CheckpointError: naming the file that was cut short or altered, or cannot be read.
     """
-    check_json(checkpoint / "trainer_state.json")
-    for path in sorted((*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"))):
+    files = [checkpoint / "trainer_state.json", *checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")]
+    for path in sorted(files):
         try:
+            if path.suffix == ".json":
+                check_json(path)
+                continue
             with zipfile.ZipFile(path) as archive:
                 whole = archive.testzip() is None
-        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, OSError):
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+        except _UNZIPPING:
             whole = False
         if not whole:
             raise CheckpointError(
                 f"{path} was cut short or altered, so {checkpoint.name} cannot be resumed: delete "
-                "that folder to go on from the checkpoint before it"
+                "that folder to go on from the checkpoint before it, or from the beginning"
             )
 
 

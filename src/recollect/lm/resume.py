@@ -9,22 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from recollect.lm.atomic import check_resumable, clear_aside, last_checkpoint
-from recollect.lm.checkpoint import check_json
+from recollect.lm.checkpoint import CheckpointError, check_json
+from recollect.lm.config import RecollectConfig
 from recollect.lm.plan import TrainPlan
 from recollect.lm.sources import find_files
 from recollect.report.files import write_atomic
 
-__all__ = ["begin", "fingerprint"]
+__all__ = ["begin", "fingerprint", "same_model"]
 
-_MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard")  # without another result
-_END = 32 * 2**20
+# Without another result.
+_MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard", "out")
+_WHOLE, _END = 64 * 2**20, 2**20
 
 
 def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
     """The checkpoint to go on from, ``None`` at the beginning; the folder keeps plan and texts.
 
-    ``plan.json`` is the plan, ``texts.json`` the `fingerprint` of every file that it reads. A
-    dataset of the hub has no files here, so whether it changed is not seen.
+    ``plan.json`` is the plan, ``texts.json`` the `fingerprint` of every file of text that it names.
+    Whether a dataset changed is not seen.
 
     Raises:
         ValueError: the folder cannot be written; it holds a run, and nobody asked to go on with
@@ -47,9 +49,10 @@ def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
             "another folder as out in [run]"
         )
     mine = json.loads(json.dumps(plan.to_dict()))
-    texts = _texts(plan)
     if checkpoint is not None:
         _same_plan(out, mine)
+    texts = _texts(plan)
+    if checkpoint is not None:
         _same_texts(out, texts)
         check_resumable(checkpoint)
     write_atomic(out / "plan.json", json.dumps(mine, indent=2) + "\n")
@@ -57,17 +60,34 @@ def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
     return checkpoint
 
 
+def same_model(checkpoint: Path, config: RecollectConfig) -> None:
+    """That a checkpoint's layers are those that the plan builds: its recipe may be a file.
+
+    Sizes need no look here: weights of other shapes are refused.
+
+    Raises:
+        ValueError: naming the recipe that differs.
+    """
+    before = RecollectConfig.from_pretrained(checkpoint)
+    for mine, kept in zip(config.pattern, before.pattern, strict=False):
+        if config.recipe(mine) != before.recipe(kept):
+            raise ValueError(
+                f"{checkpoint} was trained with another recipe than {mine!r} is now: put it back "
+                "as it was, or give another folder as out in [run]"
+            )
+
+
 def fingerprint(path: Path) -> dict[str, Any]:
     """Size in bytes and SHA-256 of a file: of all of it, or of both ends of a large one.
 
-    Beyond 64 MiB only the first and last 32 are read, so that a run on large shards begins at once;
-    an edit in between that keeps the size is not seen.
+    Beyond 64 MiB only the first and the last MiB are read, so that a run on many large shards
+    begins soon; an edit in between that keeps the size is not seen.
     """
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest.update(file.read(2 * _END if size <= 2 * _END else _END))
-        if size > 2 * _END:
+        digest.update(file.read(_WHOLE if size <= _WHOLE else _END))
+        if size > _WHOLE:
             file.seek(-_END, 2)
             digest.update(file.read())
     return {"bytes": size, "sha256": digest.hexdigest()}
@@ -78,12 +98,26 @@ def _texts(plan: TrainPlan) -> dict[str, dict[str, Any]]:
     return {str(path): fingerprint(path) for path in files}
 
 
+def _kept(path: Path, otherwise: dict[str, Any]) -> dict[str, Any]:
+    """What a run was begun with, where it said so."""
+    if not path.exists():
+        return otherwise
+    try:
+        return check_json(path)
+    except CheckpointError as error:
+        reason = str(error).partition(":")[0]
+        raise CheckpointError(
+            f"{reason}, so what this run was begun with cannot be compared: delete the file to go "
+            "on without"
+        ) from None
+
+
 def _same_plan(out: Path, mine: dict[str, Any]) -> None:
-    before = check_json(out / "plan.json") if (out / "plan.json").exists() else mine
+    before = _kept(out / "plan.json", mine)
     for table, values in mine.items():
         for name, value in values.items():
             old = before.get(table, {}).get(name)
-            if old != value and name not in _MAY_CHANGE and name != "out":
+            if old != value and name not in _MAY_CHANGE:
                 raise ValueError(
                     f"{out} was begun with [{table}] {name} = {old!r}, not {value!r}: resume it as "
                     "it was, or give another folder as out in [run]"
@@ -91,12 +125,17 @@ def _same_plan(out: Path, mine: dict[str, Any]) -> None:
 
 
 def _same_texts(out: Path, texts: dict[str, Any]) -> None:
-    before = check_json(out / "texts.json") if (out / "texts.json").exists() else texts
+    before = _kept(out / "texts.json", texts)
     for name in {**before, **texts}:
-        if before.get(name) != texts.get(name):
-            what = "is new" if name not in before else "is gone"
-            what = "has changed" if name in before and name in texts else what
-            raise ValueError(
-                f"{name} {what} since {out} was begun, so its rows would not be those of the run: "
-                "put the text back as it was, or give another folder as out in [run]"
-            )
+        if name not in before:
+            what = "is new"
+        elif name not in texts:
+            what = "is gone"
+        elif before[name] != texts[name]:
+            what = "has changed"
+        else:
+            continue
+        raise ValueError(
+            f"{name} {what} since {out} was begun, so its rows would not be those of the run: put "
+            "the text back as it was, or give another folder as out in [run]"
+        )

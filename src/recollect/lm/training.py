@@ -33,7 +33,7 @@ from recollect.lm.groups import decayed_names
 from recollect.lm.model import RecollectForCausalLM
 from recollect.lm.plan import TrainPlan
 from recollect.lm.prepare import build_model, compile_blocks, enough_memory, rows_of, tokenizer_of
-from recollect.lm.resume import begin
+from recollect.lm.resume import begin, same_model
 from recollect.lm.sources import BadLines
 
 __all__ = ["Progress", "Trained", "Watch", "train"]
@@ -155,6 +155,7 @@ def train(
         trainer.speed = keeper.speed
         trainer.add_callback(keeper)
         if checkpoint is not None:
+            same_model(checkpoint, cast(RecollectConfig, model.config))
             if (checkpoint / "model.safetensors").exists():  # not where many devices share it
                 check_folder(checkpoint, model, head="model.")
             say(f"going on from {checkpoint}")
