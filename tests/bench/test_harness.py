@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recollect.bench import Case, Ceiling, run
-from recollect.bench.harness import BenchResult, summarise
+from recollect.bench.results import BenchResult, summarise
 from recollect.report import Environment
 
 HERE = Environment(

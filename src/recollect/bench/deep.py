@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.bench.harness import Case
+from recollect.bench.results import Case
 from recollect.choices.algorithm import Momentum
 from recollect.choices.memory import MLP
 from recollect.choices.retention import Decay

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.bench.harness import Case
+from recollect.bench.results import Case
 from recollect.choices.algorithm import Algorithm, LeastSquares, Preconditioned
 from recollect.choices.context import Prefix
 from recollect.cost import cost

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from recollect.bench import dual_suite
 from recollect.bench.deep import memory_case, own_case, titans_case
-from recollect.bench.harness import BenchResult, Case
 from recollect.bench.least_squares import conjugate_case, step_case
+from recollect.bench.results import BenchResult, Case
 from recollect.choices.draws import initial_params
 from recollect.cost import cost
 from recollect.engines import local_regression

@@ -19,7 +19,7 @@ from typing import cast
 
 import torch
 
-from recollect.bench.harness import BenchResult, Case, Ceiling, summarise
+from recollect.bench.results import BenchResult, Case, Ceiling, summarise
 from recollect.lm import RecollectConfig, RecollectForCausalLM, TrainPlan, parameter_groups, train
 from recollect.lm.data import Row, collate, read_rows
 from recollect.lm.flops import measured_ceiling, model_flops

@@ -24,8 +24,8 @@ _CHUNKS = (
 )
 
 
-def _gates(most: float) -> dict[str, GateOptions]:
-    return {"lr": GateOptions(high=most, init=most / 2), "log_decay": SLOW}
+def _gates(most: float, init: float | None = None) -> dict[str, GateOptions]:
+    return {"lr": GateOptions(high=most, init=init or most / 2), "log_decay": SLOW}
 
 
 @preset(
@@ -79,13 +79,15 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
         source="MIRAS eq. 26",
         note="δ is compared with the length of the whole error, so it is one number per head where "
         "the paper speaks of one per channel, and it starts at 9, a little more than a layer "
-        f"norm's output at V = 64; {_CHUNKS}{COMMON}",
+        "norm's output at V = 64. Steps begin at 1/128 and may grow to 1/4: a model with heads of "
+        "64 channels did not learn text when they began at 1/8, which heads of 32 bear; "
+        f"{_CHUNKS}{COMMON}",
     ),
 )
 def yaad() -> tuple[Recipe, LayerOptions]:
     """Least squares for ordinary tokens, only the sign of the error for extreme ones."""
     recipe = Recipe(memory=_MEMORY, bias=Huber(), retention=_CHANNELS, algorithm=_DESCENT)
-    gates = {**_gates(1 / 4), "threshold": GateOptions(init=9.0)}
+    gates = {**_gates(1 / 4, 1 / 128), "threshold": GateOptions(init=9.0)}
     return recipe, LayerOptions(gates=gates, memory_scale=4.0)
 
 

@@ -30,15 +30,16 @@ def _gates(most: float, init: float) -> dict[str, GateOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="ATLAS eqs. 12–13",
-        note=f"{_OPEN}Steps begin at 1/256 and stay below 1/64: momentum adds up three to ten of "
-        "them, and a key repeated through a batch takes sixteen at once (with 1/128 from the start "
-        f"a model of width 256 diverged on text); {COMMON}",
+        note=f"{_OPEN}Steps begin at 1/256: momentum adds up three to ten of them, and a key "
+        "repeated through a batch takes sixteen at once (beginning at 1/128, a model of width 256 "
+        "diverged on text). They may grow to 1/16: below 1/64 recall is learned later; "
+        f"{COMMON}",
     ),
 )
 def titans() -> tuple[Recipe, LayerOptions]:
     """Surprise with momentum, written into a perceptron that forgets."""
     recipe = Recipe(memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16))
-    gates = {"momentum": GateOptions(high=0.9, init=0.7), **_gates(1 / 64, 1 / 256)}
+    gates = {"momentum": GateOptions(high=0.9, init=0.7), **_gates(1 / 16, 1 / 256)}
     return recipe, LayerOptions(gates=gates)
 
 
