@@ -35,6 +35,38 @@ def test_a_process_that_dies_loses_only_its_own_item() -> None:
     assert "cannot be sent to another process" in found[unsendable].reason
 
 
+def test_what_has_not_begun_goes_on_in_one_pool() -> None:
+    """Those on their way with the fatal one are done alone; the others do not pay for it."""
+    pools = []
+
+    def link(context: SpawnContext) -> Link:
+        pools.append(context)
+        return Link()
+
+    items: list[Any] = [Fatal(7), *map(float, range(10))]
+    found = [result for _, result in in_processes(math.sqrt, items, 2, link=link)]
+    assert sum(isinstance(result, Lost) for result in found) == 1
+    assert len(found) == 11
+    assert len(pools) <= 4
+
+
+def test_a_death_is_seen_while_others_are_busy() -> None:
+    """Not when they are done: the other would sleep for days."""
+    pools = []
+
+    def poll() -> None:
+        if len(pools) > 1:
+            raise KeyboardInterrupt
+
+    def link(context: SpawnContext) -> Link:
+        pools.append(context)
+        return Link(poll=poll)
+
+    items: list[Any] = [1e6, Fatal(7)]
+    with pytest.raises(KeyboardInterrupt):
+        list(in_processes(time.sleep, items, 2, link=link))
+
+
 def test_what_work_raises_is_raised() -> None:
     with pytest.raises(ValueError, match="math domain error"):
         list(in_processes(math.sqrt, [-1.0, 4.0], 2))

@@ -32,6 +32,7 @@ from recollect.experiments import (
 )
 from recollect.experiments.gallery import save_gallery, save_gallery_markdown
 from recollect.experiments.plan import plan
+from recollect.experiments.pool import Lost
 from recollect.experiments.protocol import SCALES, Work, judged
 from recollect.experiments.records import Missing, Record, plain
 from recollect.report import FigureFiles, Series, line_figure
@@ -218,6 +219,26 @@ def test_processes_measure_the_same(tmp_path: Path) -> None:
 def test_other_processes_cannot_find_an_experiment_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"toy is not in the registry.*one job"):
         reproduce(toy(), out=tmp_path, jobs=2)
+
+
+def test_a_cell_whose_process_died_is_told_after_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first_dies(work: Any, parts: Any, processes: int) -> Any:
+        yield parts[0], Lost("its process was killed")
+        for part in parts[1:]:
+            yield part, work(part)
+
+    monkeypatch.setattr("recollect.experiments.runner.in_processes", first_dies)
+    with pytest.raises(ValueError, match=r"process was killed; 1 of \d+ cells .* again"):
+        reproduce("ttr-fig2", scale="smoke", out=tmp_path, jobs=2)
+    told = json.loads((tmp_path / "ttr-fig2" / "results.json").read_text())
+    assert told["complete"] is False
+    assert told["records"]
+    monkeypatch.undo()
+    again = reproduce("ttr-fig2", scale="smoke", out=tmp_path)
+    assert again.complete
+    assert len(again.results.records) == len(told["records"]) + 1
 
 
 # -- records ---------------------------------------------------------------------------------------

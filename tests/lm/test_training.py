@@ -322,8 +322,9 @@ def test_a_checkpoint_whose_optimizer_was_harmed_is_refused(
             "checkpoint-2/trainer_state.json",
             "trainer_state.json was cut short or altered, so check",
         ),
-        ("plan.json", r"plan.json is not JSON .*, so what .* delete the file to go on without"),
-        ("texts.json", r"texts.json is not JSON .*, so what .* delete the file to go on without"),
+        ("checkpoint-2/config.json", r"config.json was cut short or altered"),
+        ("plan.json", r"plan.json is not JSON \(.*\), so what .* delete it to go on without"),
+        ("texts.json", r"texts.json is not JSON \(.*\), so what .* delete it to go on without"),
     ],
 )
 def test_a_run_whose_records_were_cut_is_refused(

@@ -5,7 +5,6 @@ Small models are measured faster so: two processes get more done than one with t
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import signal
 import threading
@@ -15,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.context import SpawnContext
+from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -55,7 +54,7 @@ def _nothing(context: SpawnContext) -> Link:
 
 @dataclass(frozen=True)
 class Lost:
-    """Why an item has no result: it could not be sent, or its process died twice."""
+    """Why an item has no result: it could not be sent, or its process died when it was alone."""
 
     reason: str
 
@@ -80,7 +79,6 @@ def in_processes(
 
     Raises:
         KeyboardInterrupt: when all there is has been given.
-        ValueError: processes cannot begin.
         Exception: whatever ``work`` raises; the other processes are ended.
     """
     todo: deque[Item] = deque()
@@ -114,6 +112,19 @@ def _begin(begun: Any, initializer: Callable[..., None] | None, initargs: tuple[
         initializer(*initargs)
 
 
+class _Recording(SpawnContext):
+    """A context that remembers the processes it made, apart from all other children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[BaseProcess] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]
+        process = SpawnProcess(*args, **kwargs)
+        self.made.append(process)
+        return process
+
+
 class _Pool(Generic[Item, Result]):
     """One pool, from its first process to its last.
 
@@ -125,10 +136,9 @@ class _Pool(Generic[Item, Result]):
         self, work: Callable[[Item], Result], link: Callable[[SpawnContext], Link]
     ) -> None:
         # Threads of torch do not survive a fork; a fresh process imports everything again.
-        self.context = multiprocessing.get_context("spawn")
+        self.context = _Recording()
         self.work, self.link = work, link(self.context)
         self.begun = self.context.Value("b", 0, lock=False)
-        self.own: set[BaseProcess] = set()
 
     def results(
         self, todo: deque[Item], processes: int
@@ -149,8 +159,8 @@ class _Pool(Generic[Item, Result]):
         ended = False
         with _interrupts(self.terminate) as interrupted:
             try:
-                while waiting or (todo and not (lost or ended)):
-                    while todo and not (lost or ended) and len(waiting) < processes:
+                while waiting or (todo and not (lost or interrupted.is_set())):
+                    while todo and len(waiting) < processes and not (lost or interrupted.is_set()):
                         item = todo.popleft()
                         try:
                             waiting[self.submit(pool, item)] = item
@@ -165,6 +175,9 @@ class _Pool(Generic[Item, Result]):
                     if interrupted.is_set() and not ended:
                         ended = True
                         self.end()
+                    if self.died():
+                        # The executor may not look at a process that it started last.
+                        self.terminate()
                     for future in [future for future in waiting if future in done]:
                         item = waiting.pop(future)
                         try:
@@ -179,20 +192,21 @@ class _Pool(Generic[Item, Result]):
                 pool.shutdown()
         if interrupted.is_set():
             raise KeyboardInterrupt
-        if lost and not self.begun.value:
-            raise ValueError(
-                "processes cannot begin (their own message stands above): a script calls what uses "
-                'them under `if __name__ == "__main__":`, because each imports the script again'
-            )
         return lost, self.how_it_died()
 
     def submit(self, pool: ProcessPoolExecutor, item: Item) -> Future[Result]:
         """Hand an item over; a process may be started for it."""
-        before = set(multiprocessing.active_children())
         with _sheltered():
-            future = pool.submit(self.work, item)
-        self.own |= set(multiprocessing.active_children()) - before
-        return future
+            return pool.submit(self.work, item)
+
+    @property
+    def own(self) -> list[BaseProcess]:
+        """The processes of this pool."""
+        return self.context.made
+
+    def died(self) -> bool:
+        """Whether a process has ended, which none does by itself before its pool is shut down."""
+        return any(process.exitcode is not None for process in self.own)
 
     def end(self) -> None:
         """Ask the processes to end, or end them where they do not listen."""
@@ -207,12 +221,17 @@ class _Pool(Generic[Item, Result]):
             process.terminate()
 
     def how_it_died(self) -> str:
-        """A sentence on the first process of a pool that broke."""
+        """A sentence on a process of a pool that broke."""
         codes = {process.exitcode for process in self.own} - {None, 0, -signal.SIGTERM}
         if codes & {-9}:
             return "its process was killed, most likely for want of memory: take smaller sizes"
+        if codes and not self.begun.value:
+            return (
+                "its process could not begin, and its own message stands above; a script calls "
+                'this under `if __name__ == "__main__":`, because each process imports it again'
+            )
         if codes:
-            return f"its process died with exit status {min(codes, key=abs)}"  # type: ignore[arg-type]
+            return f"its process died with exit status {next(iter(codes))}"
         return "its process died"
 
 

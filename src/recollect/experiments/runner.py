@@ -165,23 +165,22 @@ def reproduce(
         "rules": experiment.rules,
     }
     lost: list[str] = []
+    interrupted = False
     try:
         for path, record in _measured(experiment, config, todo, jobs, device, lost):
             record = replace(record, **stamp)
             write_atomic(path, json.dumps(record.to_dict(), allow_nan=False) + "\n")
             (viewer or _Nobody()).cell(record)
     except KeyboardInterrupt:
-        pass  # the report shows what there is
+        interrupted = True  # the report shows what there is
     records = tuple(
         Record.from_dict(json.loads(path.read_text("utf-8")))
         for _, _, path in wanted
         if path.exists()
     )
-    if not records and not lost:
-        raise KeyboardInterrupt
     said = f"{lost[0]}; {len(lost)} of {len(wanted)} cells were lost so" if lost else ""
     if not records:
-        raise ValueError(said)
+        raise ValueError(said) if lost and not interrupted else KeyboardInterrupt
     results = Results(records=records, scale=scale, config=config)
     run = Run(
         experiment=experiment,
@@ -192,7 +191,7 @@ def reproduce(
         folder=folder,
     )
     save_run(run)
-    if lost:
+    if lost and not interrupted:
         raise ValueError(f"{said}, and the same command tries them again; {folder} has the others")
     return run
 
@@ -213,7 +212,7 @@ def _measured(
     lost: list[str],
 ) -> Iterator[tuple[Path, Record]]:
     """Records as they are done, in order with one job; ``lost`` gets those whose process died."""
-    if jobs == 1 or len(todo) < 2:
+    if jobs == 1:
         for cell, seed, path in todo:
             yield path, _one(experiment, config, cell, seed, device)
         return

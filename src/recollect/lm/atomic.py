@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import lzma
 import os
 import re
@@ -24,7 +25,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
-from recollect.lm.checkpoint import CheckpointError, check_json
+from recollect.lm.checkpoint import CheckpointError
 
 __all__ = ["AtomicTrainer", "check_resumable", "clear_aside", "last_checkpoint", "place_folder"]
 
@@ -33,14 +34,14 @@ _GONE = ".replaced"
 # What every checkpoint has; the Trainer writes its own state last.
 _NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
 # Of an archive with a flipped bit, or (ValueError) of JSON that is none.
-_UNZIPPING = (
+_ALTERED = (
     zipfile.BadZipFile,
     zlib.error,
     lzma.LZMAError,
     struct.error,
     EOFError,
     ValueError,
-    RuntimeError,
+    RuntimeError,  # of JSON: RecursionError
 )
 
 
@@ -146,17 +147,20 @@ def check_resumable(checkpoint: Path) -> None:
     Raises:
         CheckpointError: naming the file that was cut short or altered, or cannot be read.
     """
-    files = [checkpoint / "trainer_state.json", *checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")]
-    for path in sorted(files):
+    texts = [checkpoint / name for name in ("trainer_state.json", "config.json")]
+    files = [path for path in texts if path.exists()]
+    for path in sorted((*files, *checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"))):
         try:
             if path.suffix == ".json":
-                check_json(path)
-                continue
-            with zipfile.ZipFile(path) as archive:
-                whole = archive.testzip() is None
+                whole = isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+            else:
+                with zipfile.ZipFile(path) as archive:
+                    whole = archive.testzip() is None
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-        except _UNZIPPING:
+            if error.errno not in (None, errno.EINVAL):  # which zipfile raises at altered bytes
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+            whole = False
+        except _ALTERED:
             whole = False
         if not whole:
             raise CheckpointError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recollect.lm.atomic import check_resumable, clear_aside, last_checkpoint
-from recollect.lm.checkpoint import CheckpointError, check_json
+from recollect.lm.checkpoint import AGAIN, CheckpointError, check_json
 from recollect.lm.config import RecollectConfig
 from recollect.lm.plan import TrainPlan
 from recollect.lm.sources import find_files
@@ -68,6 +68,8 @@ def same_model(checkpoint: Path, config: RecollectConfig) -> None:
     Raises:
         ValueError: naming the recipe that differs.
     """
+    if not (checkpoint / "config.json").exists():
+        return  # a checkpoint that many devices share has none
     before = RecollectConfig.from_pretrained(checkpoint)
     for mine, kept in zip(config.pattern, before.pattern, strict=False):
         if config.recipe(mine) != before.recipe(kept):
@@ -105,10 +107,10 @@ def _kept(path: Path, otherwise: dict[str, Any]) -> dict[str, Any]:
     try:
         return check_json(path)
     except CheckpointError as error:
-        reason = str(error).partition(":")[0]
+        reason = str(error).removesuffix(f": {AGAIN}")
         raise CheckpointError(
-            f"{reason}, so what this run was begun with cannot be compared: delete the file to go "
-            "on without"
+            f"{reason}, so what this run was begun with cannot be compared: put the file back, or "
+            "delete it to go on without"
         ) from None
 
 
