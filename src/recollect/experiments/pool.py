@@ -139,6 +139,7 @@ class _Pool(Generic[Item, Result]):
         self.context = _Recording()
         self.work, self.link = work, link(self.context)
         self.begun = self.context.Value("b", 0, lock=False)
+        self.own = self.context.made
 
     def results(
         self, todo: deque[Item], processes: int
@@ -156,14 +157,14 @@ class _Pool(Generic[Item, Result]):
         )
         waiting: dict[Future[Result], Item] = {}
         lost: list[Item] = []
-        ended = False
         with _interrupts(self.terminate) as interrupted:
             try:
                 while waiting or (todo and not (lost or interrupted.is_set())):
                     while todo and len(waiting) < processes and not (lost or interrupted.is_set()):
                         item = todo.popleft()
                         try:
-                            waiting[self.submit(pool, item)] = item
+                            with _sheltered():  # a process may be started for it
+                                waiting[pool.submit(self.work, item)] = item
                         except BrokenProcessPool:
                             lost.append(item)
                     done, _ = wait(waiting, GLANCE, FIRST_COMPLETED)
@@ -172,8 +173,7 @@ class _Pool(Generic[Item, Result]):
                             self.link.poll()
                     except KeyboardInterrupt:
                         interrupted.set()
-                    if interrupted.is_set() and not ended:
-                        ended = True
+                    if interrupted.is_set():
                         self.end()
                     if self.died():
                         # The executor may not look at a process that it started last.
@@ -193,16 +193,6 @@ class _Pool(Generic[Item, Result]):
         if interrupted.is_set():
             raise KeyboardInterrupt
         return lost, self.how_it_died()
-
-    def submit(self, pool: ProcessPoolExecutor, item: Item) -> Future[Result]:
-        """Hand an item over; a process may be started for it."""
-        with _sheltered():
-            return pool.submit(self.work, item)
-
-    @property
-    def own(self) -> list[BaseProcess]:
-        """The processes of this pool."""
-        return self.context.made
 
     def died(self) -> bool:
         """Whether a process has ended, which none does by itself before its pool is shut down."""

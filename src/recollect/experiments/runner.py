@@ -167,8 +167,11 @@ def reproduce(
     lost: list[str] = []
     interrupted = False
     try:
-        for path, record in _measured(experiment, config, todo, jobs, device, lost):
-            record = replace(record, **stamp)
+        for path, found in _measured(experiment, config, todo, jobs, device):
+            if isinstance(found, str):
+                lost.append(found)
+                continue
+            record = replace(found, **stamp)
             write_atomic(path, json.dumps(record.to_dict(), allow_nan=False) + "\n")
             (viewer or _Nobody()).cell(record)
     except KeyboardInterrupt:
@@ -209,9 +212,8 @@ def _measured(
     todo: list[tuple[Cell, int, Path]],
     jobs: int,
     device: str,
-    lost: list[str],
-) -> Iterator[tuple[Path, Record]]:
-    """Records as they are done, in order with one job; ``lost`` gets those whose process died."""
+) -> Iterator[tuple[Path, Record | str]]:
+    """Records as they are done, in order with one job; or why there is none of a cell."""
     if jobs == 1:
         for cell, seed, path in todo:
             yield path, _one(experiment, config, cell, seed, device)
@@ -221,7 +223,7 @@ def _measured(
     ]
     for part, record in in_processes(_by_name, parts, jobs):
         if isinstance(record, Lost):
-            lost.append(f"{part.name}, {part.cell}, seed {part.seed}: {record.reason}")
+            yield part.path, f"{part.name}, {part.cell}, seed {part.seed}: {record.reason}"
         else:
             yield part.path, record
 
