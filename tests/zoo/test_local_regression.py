@@ -235,3 +235,54 @@ def test_what_has_no_gram_factor_is_refused() -> None:
         regression(rc.features.Gaussian()).but(bias=rc.bias.DotProduct())
     with pytest.raises(rc.RecipeError, match="use bias"):
         local(1, 0.1).but(bias=rc.bias.DotProduct())
+
+
+def along(size: float, K: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Long queries of one direction, keys that stand 1 or more apart along it, and whom they see.
+
+    The others weigh less than exp(−size / √K): the fit is the value of the furthest key so far.
+    """
+    u = torch.nn.functional.normalize(normal(K, seed=11), dim=0)
+    place = torch.tensor([0.0, 3.0, -2.0, 5.0, 1.0, 4.0, 7.0], dtype=torch.float64)
+    aside = normal(7, K, seed=12)
+    k = place[:, None] * u + aside - (aside @ u)[:, None] * u
+    q = (size * u).expand(7, K)
+    v = normal(7, V, seed=13)
+    return q[None, :, None], k[None, :, None], v[None, :, None], v[[0, 1, 1, 3, 3, 3, 6]]
+
+
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e9])
+@pytest.mark.parametrize(
+    ("method", "degree", "channels"),
+    [
+        ("reference", 1, 5),
+        ("reference", 2, 2),
+        ("reference", 2, 5),
+        ("kernel", 1, 5),
+        ("kernel", 2, 2),
+    ],
+)
+def test_long_queries_were_a_singular_matrix(
+    method: str, degree: int, channels: int, size: float
+) -> None:
+    """The system held the constant's 1 beside monomials of 1e24."""
+    q, k, v, seen = along(size, channels)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    y, _ = rc.recall(local(degree, 1.0), *leaves, method=method)
+    torch.testing.assert_close(y[0, :, 0], seen, **TOL)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(y.sum(), leaves))
+
+
+def test_conjugate_gradients_returned_rounding_at_long_queries() -> None:
+    q, k, v, _ = along(1e6, 5)
+    with pytest.raises(ValueError, match=r"with queries so long.*method='reference'"):
+        rc.recall(local(2, 1.0), q, k, v)
+
+
+def test_a_ridge_lost_in_rounding_returned_noise() -> None:
+    """Six keys fix five slopes of nine: the others are the ridge's alone."""
+    k, v = normal(1, 6, 1, 3, seed=14).float(), normal(1, 6, 1, V, seed=15).float()
+    for method in ("reference", "kernel"):
+        recipe = local(2, 1e-30) if method == "reference" else local(3, 1e-30)
+        with pytest.raises(ValueError, match=r"a ridge of 1e-30 is lost in torch\.float32"):
+            rc.recall(recipe, 0 * k, k, v, method=method)

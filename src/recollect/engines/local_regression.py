@@ -40,7 +40,7 @@ from torch.autograd.function import once_differentiable
 from recollect.choices.features import Kernel
 from recollect.choices.sight import Scene, Weights
 from recollect.engines.attention import piece_size, seen, slices, weights_over
-from recollect.engines.nearby import least
+from recollect.engines.nearby import least, ridged
 from recollect.engines.problem import Problem, state_dtype
 from recollect.engines.scene import look, values
 
@@ -268,11 +268,7 @@ def _dense(scene: Scene, basis: Callable[[Tensor], Tensor], shares: Shares, ridg
         mean = p.unsqueeze(-2) @ X  # [B, H, G, C, 1, D]
         centred = X - mean
         A = centred.mT @ (p.unsqueeze(-1) * centred)
-        if ridge > 0:
-            A = A + ridge * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-            x = torch.cholesky_solve(mean.mT, torch.linalg.cholesky_ex(A)[0])
-        else:
-            x = least(A) @ mean.mT
+        x = ridged(A, ridge, mean.mT) if ridge > 0 else least(A) @ mean.mT
         return p * (1 - (centred @ x).squeeze(-1))
 
     return fit
@@ -351,7 +347,9 @@ def _iterative(
         system = _System(shift=shift, ridge=ridge, p=p, q=q, f=f, mean=mean)
         b = shift.mean(q, mean)
         if not solved:
-            kept[..., queries, :] = conjugate_gradients(system.product, b)
+            found = conjugate_gradients(system.product, b)
+            system.check(found)
+            kept[..., queries, :] = found
         x = kept[..., queries, :]
         if torch.is_grad_enabled():
             x = x + _Inverse.apply(b - system.product(x), shift, ridge, p, q, f, mean)
@@ -375,6 +373,24 @@ class _System:
         """c_i·x ``[B, H, G, C, m]``."""
         u = self.shift.down(self.q, x)
         return u @ self.f.mT - (u * self.mean).sum(-1, keepdim=True)
+
+    def check(self, x: Tensor) -> None:
+        """That `slopes`, a difference of products as large as the query, keep half of their digits.
+
+        The dense solve centres the basis itself and has no such limit.
+
+        Raises:
+            ValueError: they may lose more. The bound takes all roundings for the largest, of one
+                sign; in high dimension what is seen is less by the factor that stands here.
+        """
+        size = self.shift.down(self.q, x).norm(dim=-1) * self.f.norm(dim=-1).amax(-1, keepdim=True)
+        eps = torch.finfo(x.dtype).eps
+        if not torch.compiler.is_compiling() and bool((eps * size > 256 * eps**0.5).any()):
+            raise ValueError(
+                f"local regression: with queries so long, conjugate gradients in {x.dtype} return "
+                "rounding: normalise q and k, take a larger ridge in algorithm.Analytic, or use "
+                "method='reference', which solves densely"
+            )
 
     def product(self, x: Tensor) -> Tensor:
         """A x."""

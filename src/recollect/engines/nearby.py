@@ -15,7 +15,7 @@ from recollect.engines.problem import Problem, state_dtype
 from recollect.engines.scene import look, values
 from recollect.engines.state import State
 
-__all__ = ["attend", "least", "local", "regress", "regression"]
+__all__ = ["attend", "least", "local", "regress", "regression", "ridged"]
 
 
 def local(problem: Problem) -> tuple[Tensor, State]:
@@ -90,22 +90,36 @@ def _coefficients(X: Tensor, p: Tensor, ridge: float) -> Tensor:
 
     With λ = 0 and fewer associations than coefficients: the slopes of least length.
     """
-    D = X.shape[-1]
-    e0 = torch.zeros(D, dtype=X.dtype, device=X.device)
-    e0[0] = 1.0
-    empty = (p.sum(-1) == 0)[..., None, None]
-    A = X.transpose(-1, -2) @ (p.unsqueeze(-1) * X)
-    if ridge > 0:
-        A = A + ridge * torch.diag(1 - e0)
-        A = torch.where(empty, torch.eye(D, dtype=X.dtype, device=X.device), A)
-        z = torch.linalg.solve(A, e0.expand(*A.shape[:-1]).unsqueeze(-1))
-        return (X @ z).squeeze(-1)
-    # The constant is eliminated first: the rest has the limit of λ → 0 as its least solution.
+    # The constant, which no ridge meets, is eliminated first: the system would hold its 1 beside
+    # the squares of the largest monomials, and lose it where a query is long. What is left is
+    # positive definite, and without a ridge has the limit of λ → 0 as its least solution.
     mean = (p.unsqueeze(-1) * X).sum(-2)[..., 1:]  # [..., D − 1]
     centred = X[..., 1:] - mean.unsqueeze(-2)
     covariance = centred.transpose(-1, -2) @ (p.unsqueeze(-1) * centred)
-    slopes = least(covariance) @ mean.unsqueeze(-1)
+    if ridge > 0:
+        slopes = ridged(covariance, ridge, mean.unsqueeze(-1))
+    else:
+        slopes = least(covariance) @ mean.unsqueeze(-1)
     return 1 - (centred @ slopes).squeeze(-1)
+
+
+def ridged(covariance: Tensor, ridge: float, right: Tensor) -> Tensor:
+    """(C + λ)⁻¹ right for covariances ``[..., D, D]``.
+
+    Raises:
+        ValueError: the ridge is lost in the rounding of the covariance.
+    """
+    eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    factor, failed = torch.linalg.cholesky_ex(covariance + ridge * eye)
+    # A NaN that came in goes out, and is told of by name.
+    lost = (failed > 0) & right.isfinite().all(-1).all(-1)
+    if not torch.compiler.is_compiling() and bool(lost.any()):
+        raise ValueError(
+            f"local regression: a ridge of {ridge:g} is lost in {covariance.dtype} beside keys so "
+            "far from their query: normalise q and k, take a larger ridge in algorithm.Analytic, "
+            "or use float64"
+        )
+    return torch.cholesky_solve(right, factor)
 
 
 def least(covariance: Tensor) -> Tensor:
