@@ -318,8 +318,8 @@ class _Patient:
         }
         faults: list[Fault] = []
         for name, tensor in named.items():
-            # A log decay of −inf forgets everything, which is a value like others.
-            bad = tensor.isnan() if "log_decay" in name else ~tensor.isfinite()
+            # A log of −inf is a decay or a rate of 0, which is a value like others.
+            bad = ~(tensor < torch.inf) if name.startswith("gate log_") else ~tensor.isfinite()
             if not bad.any():
                 continue
             rows = bad.flatten(3).any(-1) if bad.dim() > 3 else bad  # [B, T, heads or channels]

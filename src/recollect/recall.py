@@ -237,7 +237,7 @@ def _refuse_nan(q: Tensor, k: Tensor, v: Tensor, gates: Gates, params: Params) -
         if not _suspicious(x):
             continue
         x = x.detach()
-        bad = x.isnan() if "log_decay" in name else ~x.isfinite()
+        bad = ~(x < torch.inf) if name.startswith("gate 'log_") else ~x.isfinite()
         if not bool(bad.any()):
             continue
         what = "NaN" if bool(x.isnan().any()) else "infinity"
@@ -357,7 +357,7 @@ def _read_from(
 ) -> Tensor:
     B, T, H = problem.q.shape[:3]
     dtype, device = state_dtype(problem.q, problem.k), problem.q.device
-    known = {name: x for name, x in problem.rates.items() if x.shape[1] == T and T}
+    known = {name: x for name, x in problem.rates.items() if x.shape[1] == T}
     rates = {
         **resolve(recipe, gates or {}, problem.params, B=B, T=T, H=H, dtype=dtype, device=device),
         **known,

@@ -125,7 +125,7 @@ class Blocks(_Restriction):
         label = torch.where(real, label, 0.0)
         block = torch.where(scene.valid, scene.position, 0).div(self.size, rounding_mode="floor")
         own = scene.where.clamp_min(0).div(self.size, rounding_mode="floor")  # [B, T]
-        count = int(max(block.max() if n else 0, own.max() if own.numel() else 0)) + 1
+        count = int(max(x.max() if x.numel() else 0 for x in (block, own))) + 1
         # Sums of whole blocks, and of each block up to every slot: a query sees its own so far.
         index = block[..., None, None].expand(B, n, H, K)
         sums = label.new_zeros(B, count, H, K).scatter_add(1, index, label)

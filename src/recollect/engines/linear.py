@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recollect.engines.chunked import chunked
-from recollect.engines.problem import Problem, state_dtype
+from recollect.engines.problem import Problem, scaled, state_dtype
 from recollect.engines.recurrent import recurrent
 from recollect.engines.scan import scan
 from recollect.engines.state import State
@@ -216,7 +216,7 @@ def _split_values(n: _Numbers) -> _Numbers:
         return None if x is None else x.flatten(1, 2).unsqueeze(2)
 
     if n.log_decay is not None and n.decay_scale is not None:
-        decay = (n.log_decay.unsqueeze(-1) * n.decay_scale).flatten(2, 3)
+        decay = scaled(n.log_decay.unsqueeze(-1), n.decay_scale).flatten(2, 3)
     elif n.log_decay is not None and n.log_decay.dim() == 5:
         decay = n.log_decay.flatten(2, 3)
     else:

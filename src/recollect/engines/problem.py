@@ -16,7 +16,7 @@ from recollect.engines.state import State, roll
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
 
-__all__ = ["Problem", "resolve", "state_dtype"]
+__all__ = ["Problem", "resolve", "scaled", "state_dtype"]
 
 
 def state_dtype(*tensors: Tensor) -> torch.dtype:
@@ -122,8 +122,17 @@ def resolve(
     decay, scale = rates.get("log_decay"), rates.get("decay_scale")
     if decay is not None and scale is not None and decay.dim() == scale.dim():
         # A factored decay per channel is one number; per entry, its factors stay apart.
-        rates["log_decay"] = decay * scale
+        rates["log_decay"] = scaled(decay, scale)
     return rates
+
+
+def scaled(log_decay: Tensor, scale: Tensor) -> Tensor:
+    """log α = ℓ a of a factored decay, whose factors are ℓ ≤ 0 and a ≥ 0.
+
+    At ℓ = −inf everything is forgotten, unless a = 0: α = e^(ℓ a) = 0 and ∂α/∂a = ℓ α = 0. From
+    −inf itself autograd would make a NaN of the latter.
+    """
+    return log_decay.clamp_min(-1e30) * scale
 
 
 def _static_quantities(recipe: Recipe) -> frozenset[str]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recollect.choices.algorithm import Step
 from recollect.choices.memory import Stack
-from recollect.engines.problem import Problem
+from recollect.engines.problem import Problem, scaled
 from recollect.engines.state import State
 from recollect.engines.tokens import Weights, as_matrix, forward_of, join, wants_gradient
 
@@ -87,7 +87,7 @@ class Walk:
             return [None] * len(self.A)
         log = self.tokens.rates["log_decay"][:, j : j + 1]
         if decay.factored and decay.per == "entry":
-            log = log.unsqueeze(-1) * self.tokens.rates["decay_scale"][:, j : j + 1]
+            log = scaled(log.unsqueeze(-1), self.tokens.rates["decay_scale"][:, j : j + 1])
         side = "value" if decay.per == "value" else "key"
         parts = self._over(log, side, 0)
         if decay.per == "key_value":

@@ -1,0 +1,176 @@
+"""Numbers at the ends of their ranges: −inf where a log allows it, exact zeros, nothing at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.contracts import generate
+from torch import Tensor
+
+import recollect as rc
+from recollect.engines.select import ENGINES
+
+EXACT = 1e-9
+GD = rc.algorithm.GradientDescent
+PRESETS = {name: rc.zoo.get(name).recipe for name in rc.zoo.names()}
+LOG_RATES = {
+    "mlstm": PRESETS["mlstm"],
+    "matrix": rc.Recipe(algorithm=GD(lr="log_token")),
+    "matrix, dot product": rc.Recipe(bias=rc.bias.DotProduct(), algorithm=GD(lr="log_token")),
+    "perceptron": rc.Recipe(memory=rc.memory.MLP(), algorithm=GD(lr="log_token", batch=4)),
+}
+SOME = [0, 3, 4]
+"""Tokens that stand at an end: the first, and two in a row."""
+
+
+def fast(recipe: rc.Recipe) -> list[str]:
+    return [engine.name for engine in ENGINES[:-1] if not engine.refuses(recipe)]
+
+
+def inputs(recipe: rc.Recipe, **sizes: int) -> generate.Inputs:
+    square = recipe.memory.diagonal or getattr(recipe.memory, "residual", False)
+    return generate.inputs(recipe, **{"B": 1, "T": 9, "K": 4, "V": 4 if square else 3, **sizes})
+
+
+def put(x: generate.Inputs, name: str, number: float, tokens: object = SOME) -> generate.Inputs:
+    changed = x.tensors()[name].clone()
+    changed[:, tokens] = number
+    return x.put({name: changed})
+
+
+def held(state: rc.State) -> dict[str, Tensor]:
+    """What is remembered, with a number in place of −inf, of which no difference can be taken."""
+    return {n: x.masked_fill(x == -math.inf, -7.0) for n, x in generate.parts(state).items()}
+
+
+def all_of(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> dict[str, Tensor]:
+    """Outputs, state and gradients by name."""
+    y, state, slopes = generate.gradients(recipe, x, **options)
+    return {"y": y, **held(state), **{f"gradient of {name}": a for name, a in slopes.items()}}
+
+
+def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
+    """Every engine and the reference: finite, and equal as far as rounding lets the reference be.
+
+    MEMORA's W is uniform where A is 0, so that its layer norm divides rounding by its own size:
+    what a change of values and memory by 1e-15 does to the reference is no error.
+    """
+    expected = all_of(recipe, x, method="reference")
+    assert not [name for name, a in expected.items() if not a.isfinite().all()]
+    for method in fast(recipe):
+        found = all_of(recipe, x, method=method, chunk_size=4)
+        wrong = {name: generate.error(found[name], a) for name, a in expected.items()}
+        if max(wrong.values()) < EXACT:
+            continue
+        moved = {n: a + 1e-15 * torch.randn_like(a) for n, a in x.tensors().items() if n[0] in "vi"}
+        near = all_of(recipe, x.put(moved), method="reference")
+        for name, a in expected.items():
+            assert wrong[name] < max(EXACT, 10 * generate.error(near[name], a)), name
+    return {n.removeprefix("gradient of "): a for n, a in expected.items() if "gradient" in n}
+
+
+@pytest.mark.parametrize("name", LOG_RATES)
+def test_a_log_rate_of_minus_infinity_was_refused_by_the_reference(name: str) -> None:
+    """It is a step of 0: the same recipe with rates in place of their logs is the oracle."""
+    recipe = LOG_RATES[name]
+    plain = replace(recipe, algorithm=replace(recipe.algorithm, lr="token"))
+    for tokens in (SOME, slice(None)):
+        x = put(inputs(recipe), "gate log_lr", -math.inf, tokens)
+        slopes = agree(recipe, x)
+        gates = {**x.gates, "lr": x.gates["log_lr"].exp()}
+        gates.pop("log_lr")
+        expected, _ = rc.recall(
+            plain, x.q, x.k, x.v, gates, params=x.params, init=x.init, method="reference"
+        )
+        y, _ = generate.run(recipe, x, method="reference")
+        assert generate.error(y, expected) < EXACT
+        assert (slopes["gate log_lr"][:, tokens] == 0).all()
+
+
+@pytest.mark.parametrize("method", ["reference", "linear", "deep"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_other_rates_that_are_not_finite_are_refused(method: str, bad: float) -> None:
+    recipe = LOG_RATES["matrix"]
+    x = put(inputs(recipe), "gate log_lr", bad)
+    with pytest.raises(ValueError, match=r"gate 'log_lr' has a (NaN|infinity) at row 0, token 0"):
+        generate.run(recipe, x, method=method)
+
+
+@pytest.mark.parametrize("name", ["mamba", "rg_lru"])
+def test_a_factored_decay_of_minus_infinity_had_nan_gradients(name: str) -> None:
+    """∂α/∂a = α log α, which is 0 with α: as from decays of which nothing is left either."""
+    recipe = PRESETS[name]
+    for tokens in (SOME, slice(None)):
+        slopes = agree(recipe, put(inputs(recipe), "gate log_decay", -math.inf, tokens))
+        nearly = put(inputs(recipe), "gate log_decay", -1e6, tokens)
+        _, _, expected = generate.gradients(recipe, nearly, method="reference")
+        assert generate.worst(slopes, expected)[0] < EXACT
+
+
+def logs(recipe: rc.Recipe) -> Iterator[str]:
+    yield from (f"gate {gate.name}" for gate in recipe.gates() if gate.name.startswith("log_"))
+
+
+def ill_posed(recipe: rc.Recipe) -> bool:
+    """Whether a past that is forgotten takes the ridge along, or a weight that underflows."""
+    return recipe.algorithm.condenses or recipe.dual
+
+
+FORGETS = [name for name, r in PRESETS.items() if list(logs(r)) and not ill_posed(r)]
+
+
+@pytest.mark.parametrize("name", FORGETS)
+def test_a_log_of_minus_infinity(name: str) -> None:
+    recipe = PRESETS[name]
+    x = inputs(recipe)
+    for gate in logs(recipe):
+        agree(recipe, put(x, gate, -math.inf))
+        agree(recipe, put(x, gate, -math.inf, slice(None)))
+        if x.tensors()[gate].dim() > 3:  # one channel alone
+            changed = x.tensors()[gate].clone()
+            changed[:, SOME, ..., 0] = -math.inf
+            agree(recipe, x.put({gate: changed}))
+
+
+def may_be_zero(recipe: rc.Recipe) -> Iterator[str]:
+    yield from ("q", "k", "v")
+    for gate in recipe.gates():
+        span = gate.range
+        above = span.low is None or span.low < 0 or (span.low == 0 and not span.low_open)
+        below = span.high is None or span.high > 0 or (span.high == 0 and not span.high_open)
+        if above and below:
+            yield f"gate {gate.name}"
+
+
+@pytest.mark.parametrize("name", [name for name, r in PRESETS.items() if not r.dual])
+def test_exact_zeros_in_every_number(name: str) -> None:
+    recipe = PRESETS[name]
+    x = inputs(recipe)
+    for number in may_be_zero(recipe):
+        agree(recipe, put(x, number, 0.0))
+    for i, a in enumerate(x.init or ()):
+        agree(recipe, x.put({f"init {i}": torch.zeros_like(a)}))
+    everything = {name: a.clone() for name, a in x.tensors().items()}
+    for number in may_be_zero(recipe):
+        everything[number][:, SOME] = 0.0
+    agree(recipe, x.put(everything))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_rows_or_no_tokens_raised_a_raw_error(name: str) -> None:
+    """Of a batch without rows (moba, ffn_moe), of a full pass over no tokens (ffn_swiglu)."""
+    recipe = PRESETS[name]
+    for B, T in ((0, 3), (2, 0), (0, 0)):
+        x = inputs(recipe, B=B, T=T)
+        for method in ("auto", *fast(recipe), "reference"):
+            y, state, _ = generate.gradients(recipe, x, method=method)
+            assert y.shape == (B, T, *x.q.shape[2:3], x.v.shape[-1])
+            again, _ = generate.run(recipe, x, method=method, state=state.detach())
+            assert again.shape == y.shape
+            if not any(part.horizon is not None for part in recipe.context.within):
+                whole, _ = generate.run(recipe, x, method=method, causal=False)
+                assert whole.shape == y.shape
