@@ -25,6 +25,7 @@ from recollect.choices.member import (
     slot,
     text,
 )
+from recollect.choices.norms import NORM_EPS, layer_norm
 
 __all__ = [
     "MLP",
@@ -52,7 +53,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "identity": lambda x: x,
 }
-NORM_EPS = 1e-6
 
 
 @member
@@ -262,8 +262,7 @@ def _normed(h: Tensor, norm: str | None, params: Mapping[str, Tensor]) -> Tensor
         return h
     weight = params["norm_weight"].to(h.dtype)[:, None, :]  # [H, 1, V]
     if norm == "layer":
-        h = functional.layer_norm(h, h.shape[-1:], eps=NORM_EPS)
-        return h * weight + params["norm_bias"].to(h.dtype)[:, None, :]
+        return layer_norm(h) * weight + params["norm_bias"].to(h.dtype)[:, None, :]
     return h * (h.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt() * weight
 
 

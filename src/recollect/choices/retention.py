@@ -27,6 +27,7 @@ from recollect.choices.member import (
     quantity,
     slot,
 )
+from recollect.choices.multiplier import multiplier, weighed
 from recollect.choices.terms import Term, Terms, figure, power, written
 
 if TYPE_CHECKING:
@@ -527,12 +528,6 @@ _DIVERGENCES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 }
 
 
-def _weighed(W: Tensor, g: Callable[[Tensor], Tensor], y: Tensor) -> Tensor:
-    """W ⊙ g(y), 0 where W is: beyond its domain g is infinite there."""
-    zero = W == 0
-    return torch.where(zero, 0.0, W * g(torch.where(zero, -1.0, y)))
-
-
 @member
 class FDivergence(_Linked):
     """W_t = W̄ ⊙ g(−ζ − η∇), ζ such that ‖W_t‖₁ = c (MIRAS 18), rebuilt from W.
@@ -572,33 +567,9 @@ class FDivergence(_Linked):
             W = torch.where(zero, 0.0, torch.where(zero, 1.0, W).pow(alpha))
             W = self.scale * W / W.sum(self._dim, keepdim=True)
         g, one = _DIVERGENCES[self.kind]
-        return _weighed(W, g, step - self._multiplier(W, step, g, one))
-
-    def _multiplier(
-        self, W: Tensor, step: Tensor, g: Callable[[Tensor], Tensor], one: float
-    ) -> Tensor:
-        """ζ with Σ W g(step − ζ) = c by bisection, with the gradient of one Newton step.
-
-        The sum falls in ζ; at min(step) − y* every g ≥ 1 and at max(step) − y* every g ≤ 1, so
-        the root lies between (ΣW = c).
-        """
-        with torch.no_grad():
-            low = step.amin(self._dim, keepdim=True) - one
-            high = step.amax(self._dim, keepdim=True) - one
-            # Until neighbouring numbers are left: more halvings change nothing.
-            for _ in range(60 if step.dtype == torch.float64 else 32):
-                middle = 0.5 * (low + high)
-                above = _weighed(W, g, step - middle).sum(self._dim, keepdim=True) > self.scale
-                low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-        zeta = high.detach()
-        with torch.enable_grad():
-            point = zeta.clone().requires_grad_()
-            total = _weighed(W.detach(), g, step.detach() - point).sum()
-            (slope,) = torch.autograd.grad(total, point)
-        rest = _weighed(W, g, step - zeta).sum(self._dim, keepdim=True) / slope
-        # The gradient only: a tiny W may need a g that rounding cannot place, and a step of Newton
-        # from there would leave g's domain.
-        return zeta - (rest - rest.detach())
+        dim = (self._dim,)
+        zeta = multiplier(W, step, g, one=one, scale=self.scale, dim=dim)
+        return weighed(W, g, step - zeta)
 
     @property
     def linked(self) -> bool:

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recollect.choices.context import Context
 from recollect.choices.features import Kernel
+from recollect.choices.gradients import once_through
 from recollect.choices.sight import Scene, Weights
 from recollect.engines.problem import Problem, state_dtype
 from recollect.engines.reach import Reach
@@ -197,11 +198,13 @@ def _sdpa(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
+    given = (q, k, v) if mask is None or not mask.requires_grad else (q, k, v, mask)
+    q, k, v, *bias = once_through("softmax attention by the platform (engine kernel)", *given)
     return functional.scaled_dot_product_attention(
         q,
         k,
         v,
-        attn_mask=mask,
+        attn_mask=bias[0] if bias else mask,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],

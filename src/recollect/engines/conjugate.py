@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from recollect.choices.gradients import once
 from recollect.engines.chunked import chunked
 from recollect.engines.condensed import association, ridge_of
 from recollect.engines.problem import Problem
@@ -303,7 +304,7 @@ class _Solve(torch.autograd.Function):
         return z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("a constant ridge solved by conjugate gradients (engine least_squares)")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         z, *inputs = ctx.saved_tensors
         u = _solve(ctx.past.system, grads[0].contiguous(), *ctx.asked)

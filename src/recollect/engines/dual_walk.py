@@ -176,6 +176,9 @@ class DualWalk:
                 create_graph=self.outer,
                 materialize_grads=True,
             )
+        if not self.outer:
+            # Where a map's output is the prediction, its δ is the error itself, with its history.
+            found = tuple(d.detach() for d in found)
         deltas = [torch.einsum("bmn,bhmo->bhno", place, d) for d in found[: len(U)]]
         return deltas, list(found[len(U) :])
 

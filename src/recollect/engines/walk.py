@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm import Step
+from recollect.choices.gradients import leaves_of
 from recollect.choices.memory import Stack
 from recollect.engines.problem import Problem
 from recollect.engines.state import State
@@ -129,7 +130,7 @@ class Walk:
             gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
         outer = self.outer
         with torch.enable_grad():
-            points = [w if outer and w.requires_grad else w.detach().requires_grad_() for w in W]
+            points = leaves_of(W, outer=outer)
             prediction = self.forward(points, phi, raw, self.problem.params)
             if prediction_free:
                 assert bias.affine is not None

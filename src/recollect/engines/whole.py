@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from recollect.choices.gradients import leaves_of
 from recollect.engines.problem import Problem
 from recollect.engines.state import State
 from recollect.engines.tokens import Tokens, Weights, as_matrix, forward_of, join, wants_gradient
@@ -59,7 +60,7 @@ def solve(problem: Problem, tokens: Tokens, j: int) -> Weights:
     outer = wants_gradient(problem)
     for _ in range(recipe.algorithm.steps):
         with torch.enable_grad():
-            points = [w if outer and w.requires_grad else w.detach().requires_grad_() for w in W]
+            points = leaves_of(W, outer=outer)
             prediction = forward(points, phi, raw, problem.params)
             if bias.states_loss:
                 target, cotangent = (bias.loss(prediction, v, gates) * weight).sum(), None
