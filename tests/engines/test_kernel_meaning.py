@@ -1,4 +1,4 @@
-"""What memories over a kernel mean: autograd on weights over explicit features.
+"""What memories over a kernel mean: autograd on weights over explicit features; zeros and −∞.
 
 `written_out` knows nothing of rows: W2 multiplies the exponential's Taylor series, the sum that a
 normalised read divides by is a vector beside it, and autograd supplies every gradient.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from torch.nn import functional
 import recollect as rc
 
 PRESETS = ("deep_transformer", "swdt", "dot")
+FORGOTTEN = (-700.0, -800.0, -math.inf)
+"""Log decays: what is left in float64 is a normal number, nothing, and nothing."""
 ORDER = 12  # |x·z|/√3 ≤ 0.58: what the series leaves out is below 1e-12
 EXACT = 1e-9  # a layer norm of a small hidden vector magnifies rounding
 
@@ -136,3 +139,118 @@ def test_explain_names_every_map_that_is_divided() -> None:
 def test_an_undivided_read_has_nothing_to_say() -> None:
     recipe = rc.zoo.get("dot").recipe.but(memory=rc.memory.MLP())
     assert "counts as" not in str(rc.explain(recipe))
+
+
+# -- exact zeros ---------------------------------------------------------------------------------
+
+DECAYING = [n for n, r in RECIPES.items() if r.retention.decay is not None]
+SOME = DECAYING[::5]
+
+
+def _zeroed(x: generate.Inputs) -> dict[str, generate.Inputs]:
+    """One input at a time with zeros at two tokens, or in its first row."""
+    found: dict[str, generate.Inputs] = {}
+    for name, value in x.tensors().items():
+        if name in ("q", "gate log_decay"):
+            continue
+        z = value.clone()
+        if name.startswith("init"):
+            z[:, 0] = 0
+        elif name.startswith("param"):
+            z[:] = 0
+        else:
+            z[:, [0, 2]] = 0
+        found[name] = x.put({name: z})
+    return found
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_rows_of_exact_zeros_lost_their_gradient(name: str) -> None:
+    """A row that decays is cut at the end of the dtype's range; a row of 0 has a slope of 1."""
+    recipe = RECIPES[name]
+    for what, x in _zeroed(generate.inputs(recipe, B=1, T=7, H=1, K=4, V=4)).items():
+        y, _, slopes = generate.gradients(recipe, x, method="reference")
+        z, _, found = generate.gradients(recipe, x, method="kernel")
+        assert generate.error(z, y) < EXACT, what
+        wrong = generate.worst(found, slopes)
+        assert wrong[0] < 10 * EXACT, (what, wrong)
+
+
+@pytest.mark.parametrize("number", ["v", "gate lr", "gate window", "init 1"])
+def test_zeros_of_swdt_against_autograd(number: str) -> None:
+    recipe = RECIPES["swdt"]
+    _compare(recipe, _zeroed(_given(recipe, T=7))[number], "kernel")  # rows decay at a 2nd border
+
+
+# -- decays that leave nothing -------------------------------------------------------------------
+
+
+def _forgetting(x: generate.Inputs, log_decay: float, tokens: slice) -> generate.Inputs:
+    decay = x.gates["log_decay"].clone()
+    decay[:, tokens] = log_decay
+    return x.put({"gate log_decay": decay})
+
+
+@pytest.mark.parametrize("log_decay", FORGOTTEN)
+@pytest.mark.parametrize("tokens", [slice(2, 3), slice(None)])
+@pytest.mark.parametrize("method", ["reference", "kernel"])
+def test_a_key_whose_mass_underflowed_was_not_read(
+    log_decay: float, tokens: slice, method: str
+) -> None:
+    """Swdt's window goes on writing to the rows of keys that weigh 0 in the sum."""
+    recipe = RECIPES["swdt"]
+    _compare(recipe, _forgetting(_given(recipe), log_decay, tokens), method)
+
+
+@pytest.mark.parametrize("name", DECAYING)
+def test_engine_and_reference_forget_alike(name: str) -> None:
+    recipe = RECIPES[name]
+    given = generate.inputs(recipe, B=1, T=5, H=1, K=4, V=4)
+    for log_decay, tokens in ((-math.inf, slice(2, 3)), (-700.0, slice(None))):
+        x = _forgetting(given, log_decay, tokens)
+        y, _, slopes = generate.gradients(recipe, x, method="reference")
+        z, _, found = generate.gradients(recipe, x, method="kernel")
+        assert generate.error(z, y) < EXACT
+        assert generate.worst(found, slopes)[0] < 10 * EXACT
+        whole = generate.run(recipe, x)[0]
+        split = generate.split(recipe, x, [1, 3], ["kernel", "reference"])[0]
+        assert generate.error(split, whole) < EXACT
+
+
+@pytest.mark.parametrize("log_decay", [-1.0, *FORGOTTEN])
+@pytest.mark.parametrize("method", ["reference", "kernel"])
+def test_a_mean_over_the_past_lost_it_when_the_decay_came_before(
+    log_decay: float, method: str
+) -> None:
+    """α_t multiplies rows and mass alike, so the mean that token t measures is that of W_(t−1)."""
+    recipe = rc.Recipe(
+        memory=rc.memory.Matrix(read=rc.memory.Read(normalize="sum")),
+        features=rc.features.Exponential(),
+        retention=rc.retention.Decay(when="before"),
+    )
+    x = generate.inputs(recipe, B=1, T=6, H=1, K=4, V=3, zero=True)
+    x = _forgetting(x, log_decay, slice(3, 4)).leaves()
+    k, logs = x.k[0, :, 0], x.gates["log_decay"][0, :, 0]
+    rows: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def mean(point: Tensor, count: int, upto: int) -> Tensor:
+        """Of the first rows, each decayed by the tokens after it, the last of them ``upto``."""
+        if not count:
+            return torch.zeros(3, dtype=torch.float64)
+        left = torch.stack([logs[i + 1 : upto + 1].sum() for i in range(count)])
+        return torch.softmax(k[:count] @ point / 2 + left, dim=0) @ torch.stack(rows[:count])
+
+    for t in range(6):
+        step = x.v[0, t, 0] - mean(k[t], t, t - 1)
+        rows.append(x.gates["lr"][0, t, 0] * step)
+        outputs.append(mean(x.q[0, t, 0], t + 1, t))
+    expected = torch.stack(outputs)[None, :, None]
+    y, _ = generate.run(recipe, x, method=method)
+    assert generate.error(y, expected) < 1e-12
+    inputs = [x.q, x.k, x.v, x.gates["lr"]]
+    for a, e in zip(
+        *(torch.autograd.grad(z.sum(), inputs, retain_graph=True) for z in (y, expected)),
+        strict=True,
+    ):
+        assert generate.error(a, e) < 1e-12
