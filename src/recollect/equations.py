@@ -150,6 +150,7 @@ def write_rule(recipe: Recipe) -> tuple[str, ...]:
         if decay is not None:
             equations.append("the decay acts on the first sub-step")
     equations += _rate(recipe)
+    equations += _undivided(recipe)
     equations += _borders(recipe, " ".join(equations))
     return tuple(equations)
 
@@ -161,6 +162,18 @@ def _rate(recipe: Recipe) -> list[str]:
     if not algorithm.keyed or affine is None or not callable(size):
         return []
     return [f"η_t = {size(recipe.features.lift('k_t'), affine[0])}"]
+
+
+def _undivided(recipe: Recipe) -> list[str]:
+    """Where a normalised read divides by a sum over keys that no gradient divides by."""
+    if not recipe.dual or recipe.memory.read.normalize != "sum":
+        return []
+    (W, *others), key = _readers(recipe), f"k_{_index(recipe)}"
+    x = recipe.features.lift(key)
+    return [
+        f"∂({W} {x})/∂{W} counts as {x}{_likewise(others)}: {_mass(recipe, 'j', key)} divides what "
+        "is read, and no step"
+    ]
 
 
 def _borders(recipe: Recipe, text: str) -> list[str]:
@@ -255,9 +268,30 @@ def read_rule(recipe: Recipe) -> tuple[str, ...]:
 def _rows(recipe: Recipe) -> str:
     """What a map over infinitely many features is."""
     x, likeness = recipe.features.lift("x"), getattr(recipe.features, "similarity")("k_i", "x")  # noqa: B009
-    letter = map_names(recipe)[0] if map_names(recipe) else recipe.memory.letter
-    divided = " / Σ_i κ(k_i, x)" if recipe.memory.read.normalize == "sum" else ""
-    return f"{letter} {x} = Σ_i κ(k_i, x) u_i{divided}, κ(k_i, x) = {likeness}, a row u_i per key"
+    (W, *others), divided = _readers(recipe), ""
+    if recipe.memory.read.normalize == "sum":
+        divided = f" / {_mass(recipe, 'i', 'x')}"
+        if recipe.retention.decay is not None:
+            divided += ", m_i 1 at first and decayed like u_i"
+    rows = f"κ(k_i, x) = {likeness}, a row u_i per key{_likewise(others)}"
+    return f"{W} {x} = Σ_i κ(k_i, x) u_i{divided}, {rows}"
+
+
+def _mass(recipe: Recipe, i: str, x: str) -> str:
+    """What a normalised read divides by."""
+    weight = "" if recipe.retention.decay is None else f"m_{i} "
+    return f"Σ_{i} {weight}κ(k_{i}, {x})"
+
+
+def _readers(recipe: Recipe) -> list[str]:
+    """The letters of the maps that read features."""
+    maps = getattr(recipe.memory, "maps", None)
+    names = [m.name for m in maps(1, 1) if m.first] if callable(maps) else []  # type: ignore[attr-defined]
+    return names or [recipe.memory.letter]
+
+
+def _likewise(others: list[str]) -> str:
+    return f", likewise for {', '.join(others)}" if others else ""
 
 
 def _attend(recipe: Recipe) -> str:

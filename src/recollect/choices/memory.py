@@ -62,6 +62,8 @@ class Read(Member):
     Over finite features this is for memories that are linear in their weights. Over kernels,
     ``normalize="sum"`` divides what every map reads from the features by Σ_i κ(z_i, x) over the
     keys it holds: a softmax, in which each weighs 1 (decayed like the memory), whatever its rate.
+    What is written is not divided: such a map moves by δ φ(k)ᵀ, δ the gradient of what it gives,
+    as in attention. `docs/design/kernel-delta.md` says why that is not δ φ(k)ᵀ / Σ_i κ(z_i, k).
 
     Args:
         normalize: ``"none"``: y = W φ(q). ``"sum"``: divided by n·φ(q), n the dot-product memory of

@@ -132,12 +132,18 @@ class _Growing:
         """x ← a x (+ other).
 
         What has decayed to the end of the dtype's range is set to 0: products with subnormal
-        numbers take a processor ten times as long.
+        numbers take a processor ten times as long. Its gradient stays: a row may be 0 because
+        its token wrote 0.
         """
         x = a * self.rows
         x = x if other is None else x + other
         finfo = torch.finfo(x.dtype)
-        self._put(functional.hardshrink(x, finfo.tiny / finfo.eps))
+        kept = functional.hardshrink(x.detach(), finfo.tiny / finfo.eps)
+        if self.fixed:
+            self.whole[:, :, : self.count] = kept
+        else:
+            x.detach().copy_(kept)  # the values alone
+            self.whole = x
 
     def less(self, x: Tensor) -> None:
         """Subtract from the last rows."""
@@ -146,12 +152,6 @@ class _Growing:
             self.whole[:, :, n : self.count] -= x
         elif x.shape[2]:
             self.whole = torch.cat([self.upto(n), self.whole[:, :, n:] - x], dim=2)
-
-    def _put(self, x: Tensor) -> None:
-        if self.fixed:
-            self.whole[:, :, : self.count] = x
-        else:
-            self.whole = x
 
 
 class _Memory:
