@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import recollect as rc
+from recollect.engines import least_squares, recursion_chunks
 
 DECAYS = (0.3, 0.37, 0.45, 0.5, 0.61, 0.7, 0.78, 0.85, 0.9, 0.97, 1.0)
 SIZES = (4, 8, 32)
@@ -235,3 +236,52 @@ def test_tens_of_decays_of_e_to_the_minus_thirty_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"token \d\d, head 0"):
             recall(x, dtype, method)
+
+
+def test_random_decays_and_keys_are_right_or_refused() -> None:
+    """Within a chunk, too: scaled, repeated, unexcited keys, and decays of any size."""
+    g, answered = torch.Generator().manual_seed(0), 0
+    for draws in range(48):
+        size, kind, deepest = (2, 4, 8, 16)[draws % 4], draws % 5, (0.3, 1.5, 12.0)[draws % 3]
+        q, k, v = (torch.randn(1, 70, 1, n, generator=g) for n in (size, size, 6))
+        if kind == 1:
+            k = k * torch.logspace(0, -2, size)
+        elif kind == 2:
+            k[:, 10:30] = k[:, 10:11]
+        elif kind == 3:
+            k = k * 100
+        elif kind == 4:
+            k[..., size // 2 :] = 0
+        logs = -deepest * torch.rand(1, 70, 1, generator=g) ** (1 + draws % 2 * 4)
+        x = (q.double(), k.double(), v.double(), logs.double())
+        expected = rows(x)
+        for dtype in (torch.float32, torch.float64):
+            try:
+                y, _ = recall(x, dtype)
+            except ValueError as caught:
+                refused = str(caught)
+            else:
+                assert error(y[0, :, 0], expected) < 1e-4, (draws, dtype)
+                answered += 1
+                continue
+            assert "is not determined" in refused
+    assert answered > 48
+
+
+def test_where_nobody_looks_decays_choose_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: float64 for float32 inputs, a new start while decoding, and no refusal."""
+    for module in (least_squares, recursion_chunks):
+        monkeypatch.setattr(module, "looks", lambda x: False)
+    for size, decay in ((8, 0.3), (32, 0.61), (32, 0.97)):
+        x, expected = problem(140, size, decay)
+        assert error(recall(x, torch.float32)[0][0, :, 0], expected) < 1e-4
+    assert recall(draw(140, 32, 0.3), torch.float32)[0].isfinite().all()
+    x = draw(30, 4, 0.9)
+    x[3][0, 11] = -math.inf
+    whole, _ = recall(x, torch.float64, "reference")
+    state, outputs = None, []
+    for t in range(30):
+        q, k, v, logs = (a[:, t : t + 1] for a in x)
+        y, state = recall((q, k, v, logs), torch.float64, state=state)
+        outputs.append(y)
+    assert error(torch.cat(outputs, dim=1), whole) < 1e-10

@@ -107,10 +107,10 @@ class LeastSquares(_Condensed):
     Where the ridge fades, a decay below e^−87 (float32's smallest number) is one of 0: the memory
     starts anew, from W_0 and ρ_t = λ. Statistics are float64; a ridge smaller than that resolves
     (`smallest_ridge`) is kept there. Outputs are the minimum to 1e-4 or better, or the call is
-    refused: decays that leave less of the token before F others than float64 holds leave no digits.
+    refused, because F tokens of strong decay leave less of the oldest than float64 resolves.
 
     Raises (by `recollect.recall`):
-        ValueError: such decays, on a CPU, outside `torch.compile`, which do not look.
+        ValueError: such decays; on a GPU and under `torch.compile` nobody looks.
     """
 
     ridge: float | str = _ridge()

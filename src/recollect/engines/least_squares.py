@@ -228,19 +228,22 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     given = (q, k, v, logs, ridge, M, D, kept, origin)
     wide, narrow = torch.float64, k.dtype
     step = k.shape[1] == 1 and not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
-    dtypes = (narrow,) if not forgets else (wide,) if step or _strong(problem) else (narrow, wide)
-    for dtype in dtypes:
+    # What a chunk loses of its own, single tokens do not.
+    ways = [(narrow, problem), (wide, problem), (wide, dataclasses.replace(problem, chunk_size=1))]
+    if narrow == wide or (forgets and (step or _strong(problem))):
+        ways = ways[1:]
+    for dtype, asked in ways:
         try:
             P, *numbers = (x.to(dtype) for x in (inverse, *given))
             if step:
                 y, M, D, rho, P = _step(problem, every, P, *numbers)
             else:
-                y, M, D, rho, P = _chunks(problem, every, P.detach(), *numbers)
+                y, M, D, rho, P = _chunks(asked, every, P.detach(), *numbers)
         except Unresolved as lost:
             if not all(bool(x.isfinite().all()) for x in (k, logs, ridge, D)):
                 y = problem.v.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
                 return y, state.weights[0], slots  # what went in as no number is refused for that
-            if dtype == wide:
+            if asked is ways[-1][1] or step:
                 raise refuse(
                     lost.worst,
                     row=lost.row,
@@ -251,7 +254,7 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         else:
             break
     else:
-        raise AssertionError("the last dtype returns or raises")
+        raise AssertionError("the last way returns or raises")
     held = recipe.algorithm.wide(recipe)
     found = {"gram": D, "origin": origin.mT, "kept": rho, "inverse": P}
     found = {name: x.to(wide if name in held else narrow) for name, x in found.items()}
