@@ -268,12 +268,14 @@ def _state(
     ones = s.F if normalized else 0
     parts = {"memory": heads * s.weights * state_size}
     # A normalised memory moves together with its memory of ones, one more row.
+    wide = recipe.algorithm.wide(recipe)
     slots = sum(
-        _numel(recipe.algorithm.slot_shape(name, shape)) + ones
+        (_numel(recipe.algorithm.slot_shape(name, shape)) + ones)
+        * (8 if name in wide else state_size)
         for name in recipe.algorithm.slots
         for shape in s.shapes
     )
-    parts["algorithm"] = heads * slots * state_size
+    parts["algorithm"] = heads * slots
     scale = 1 if recipe.memory.read.normalize == "floor" else 0
     parts["normaliser"] = heads * (ones + scale) * state_size
     each = _slot(recipe, s, dtype_bytes, state_size, normalized) * rows

@@ -82,7 +82,7 @@ def recall(
 
     Returns:
         ``y [B, T, Hq, V]`` in v's dtype, and the state after the last token. States are float32
-        (float64 when an input is), attached to autograd.
+        (float64 when an input is, and what `Algorithm.wide` names), attached to autograd.
 
     Raises:
         RecipeError: gates or params missing, unknown or of the wrong shape; a method that cannot

@@ -134,6 +134,10 @@ class Algorithm(Member):
         """Shape of one slot beside weights of that shape."""
         return shape
 
+    def wide(self, recipe: Recipe) -> tuple[str, ...]:
+        """Slots that are float64 whatever the inputs are, because what follows needs the digits."""
+        return ()
+
     def penalty(self, recipe: Recipe) -> str:
         """What it adds to the objective, as text; nothing for most."""
         return ""

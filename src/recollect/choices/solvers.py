@@ -104,7 +104,13 @@ class LeastSquares(_Condensed):
     A constant ridge is solved for by conjugate gradients; `recollect.watch_solves` sets and reports
     how far.
 
-    A ridge smaller than the state's dtype resolves (`smallest_ridge`) is kept at that.
+    Where the ridge fades, a decay below e^−87 (float32's smallest number) is one of 0: the memory
+    starts anew, from W_0 and ρ_t = λ. Statistics are float64; a ridge smaller than that resolves
+    (`smallest_ridge`) is kept there. Outputs are the minimum to 1e-4 or better, or the call is
+    refused, because F tokens of strong decay leave less of the oldest than float64 resolves.
+
+    Raises (by `recollect.recall`):
+        ValueError: such decays; on a GPU and under `torch.compile` nobody looks.
     """
 
     ridge: float | str = _ridge()
@@ -124,6 +130,9 @@ class LeastSquares(_Condensed):
     def slot_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         out, inp = shape
         return {"origin": (out, inp), "kept": ()}.get(name, (inp, inp))
+
+    def wide(self, recipe: Recipe) -> tuple[str, ...]:
+        return ("gram", "inverse", "kept") if self._fades(recipe) else ()
 
     def penalty(self, recipe: Recipe) -> str:
         rest = "‖W − W_0‖²"
