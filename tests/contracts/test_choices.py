@@ -161,7 +161,8 @@ def _numbers(made: Member, count: int, V: int, seed: int) -> dict[str, Tensor]:
     }
     for item in (*made.gates(), *made.params()):
         u = torch.rand(count, V if item.axes else 1, generator=g, dtype=torch.float64)
-        found[item.name] = 0.1 + (item.range.low or 0.0) + u
+        log = item.name in made.logs()
+        found[f"log_{item.name}" if log else item.name] = 0.1 + (item.range.low or 0.0) + u
     return found
 
 

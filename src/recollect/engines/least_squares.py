@@ -42,7 +42,8 @@ def refuses(recipe: Recipe) -> list[str]:
 def describes(recipe: Recipe) -> str:
     """How this engine runs a recipe, in a few words."""
     if not _recurs(recipe):
-        return how(recipe.algorithm)
+        assert recipe.algorithm.inverse is not None
+        return how(recipe.algorithm.inverse)
     every = _every(recipe)
     if every == 0:
         return "recursive least squares in chunks"
@@ -50,18 +51,16 @@ def describes(recipe: Recipe) -> str:
 
 
 def _recurs(recipe: Recipe) -> bool:
-    return "inverse" in recipe.algorithm.slots
+    inverse = recipe.algorithm.inverse
+    return inverse is not None and inverse.recurs
 
 
 def _every(recipe: Recipe) -> int:
     """Tokens of a span, 0 where there are none."""
-    if getattr(recipe.algorithm, "form", "") != "refreshed" or not _forgets(recipe):
+    inverse = recipe.algorithm.inverse
+    if inverse is None or inverse.ridge != "refreshed" or not recipe.context.forgets:
         return 0
-    return getattr(recipe.algorithm, "every", 0)
-
-
-def _forgets(recipe: Recipe) -> bool:
-    return getattr(recipe.context, "decay", 1.0) != 1.0
+    return inverse.every
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
@@ -140,7 +139,7 @@ def _gentle(problem: Problem) -> int:
     decays costs one synchronisation on a GPU.
     """
     wanted = problem.chunk_size or CHUNK
-    if not _forgets(problem.recipe):
+    if not problem.recipe.context.forgets:
         return wanted
     logs = problem.rates["log_decay"].detach()
     bound = 12.0 if logs.dtype == torch.float64 else 4.0
@@ -177,7 +176,7 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     k, v, weight = association(problem)
     q = problem.phi(problem.q, "query", problem.positions())
     logs = problem.rates["log_decay"]
-    if getattr(recipe.context, "weight", 1.0) != 1.0 or recipe.bias.affine != (1.0, 1.0):
+    if recipe.context.weighs or recipe.bias.affine != (1.0, 1.0):
         # The root's slope at 0 is infinite, and nothing so small reaches a sum.
         root = (weight + 1e-20).sqrt().unsqueeze(-1)
         k, v = k * root, v * root
@@ -201,7 +200,7 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         chunk=at.chunk,
         every=at.per_span,
         ends=at.ends,
-        forgets=_forgets(recipe),
+        forgets=recipe.context.forgets,
         continues=problem.continues,
     )
     q, k, v, logs = (_aligned(x, at) for x in (q, k, v, logs))
@@ -252,7 +251,7 @@ def _step(
     D = gamma[..., None, None] * D + key.unsqueeze(-1) * key.unsqueeze(-2)
     kept = gamma * kept
     P = P - gain.unsqueeze(-1) * across.unsqueeze(-2)
-    if _forgets(problem.recipe):
+    if problem.recipe.context.forgets:
         P = P / gamma.clamp_min(torch.finfo(P.dtype).tiny)[..., None, None]
     y = q @ W.unsqueeze(1).mT
     least = smallest_ridge(D).squeeze(-1) / ridge.mean(-1)
