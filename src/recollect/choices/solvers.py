@@ -132,7 +132,8 @@ class LeastSquares(_Condensed):
             return lines
         product = "Π_(i≤t) γ_i"
         if self.form == "refreshed":
-            product = f"Π γ_i over the open span of {self.every} tokens"
+            span = "one token" if self.every == 1 else f"{self.every} tokens"
+            product = f"Π γ_i over the open span of {span}"
         return (*lines, f"ρ_t = {self._times(product)}")
 
 
@@ -188,7 +189,8 @@ class Preconditioned(_Condensed):
             "spectral": f"B_t = (G_t + {self._times('I')})^(−{p})",
         }.get(
             self.kind,
-            f"B_t q: {self.steps} conjugate-gradient step{'s' * (self.steps > 1)} on "
+            f"B_t q: {'one' if self.steps == 1 else self.steps} conjugate-gradient "
+            f"step{'s' * (self.steps > 1)} on "
             f"(G_t + {self._times('I')}) z = q from 0",
         )
         return (*lines, b)
