@@ -161,7 +161,7 @@ def _rate(recipe: Recipe) -> list[str]:
     algorithm, affine = recipe.algorithm, recipe.bias.affine
     if not algorithm.keyed or affine is None:
         return []
-    return [f"η_t = {algorithm.size(recipe.features.lift('k_t'), affine[0])}"]
+    return [f"η_t = {algorithm.rate_text(recipe.features.lift('k_t'), affine[0])}"]
 
 
 def _borders(recipe: Recipe, text: str) -> list[str]:

@@ -279,6 +279,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rc.Recipe(algorithm=_algorithm(every="batch", batch=2)),
         "not by what it accumulates",
     ),
+    "several associations of a token in an inner batch": (
+        lambda: rc.Recipe(algorithm=_algorithm(steps=2, batch=2)),
+        "they need batch=1",
+    ),
     "a rate by the key where no error sees the prediction": (
         lambda: rc.Recipe(
             bias=rc.bias.DotProduct(), algorithm=_algorithm(rate=lambda self, lr, kappa, a: lr)

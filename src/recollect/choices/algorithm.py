@@ -199,7 +199,7 @@ class Algorithm(Member):
         """Shape of one slot beside weights of that shape."""
         return shape if self.inverse is None else self.inverse.slot_shape(name, shape)
 
-    def size(self, x: str, slope: float) -> str:
+    def rate_text(self, x: str, slope: float) -> str:
         """η_t as text, a function of the lifted key ``x`` and the error's slope, where `keyed`."""
         return f"{type(self).__name__.lower()}({x})"
 
@@ -253,6 +253,11 @@ class Algorithm(Member):
             yield (
                 f"{self.title}(steps={self.steps}) takes several associations per token, which "
                 f"{recipe.context.title} cannot count: use context.Online()"
+            )
+        if self.steps > 1 and self.batch > 1:
+            yield (
+                f"{self.title}(batch={self.batch}, steps={self.steps}): the sub-steps of a token "
+                "are sequential, so they need batch=1"
             )
         if self.keyed:
             yield from self._key_rules(recipe)
@@ -576,7 +581,7 @@ class Implicit(_Keyed):
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
         return lr / (1 + lr * slope * kappa)
 
-    def size(self, x: str, slope: float) -> str:
+    def rate_text(self, x: str, slope: float) -> str:
         delta = self.symbol("lr")
         return f"{figure(delta)}/({written((Term(()), Term((f'‖{x}‖²',)).times(delta, slope)))})"
 
@@ -597,7 +602,7 @@ class Normalized(_Keyed):
         zero = kappa == 0
         return torch.where(zero, 0.0, lr / torch.where(zero, 1.0, slope * kappa))
 
-    def size(self, x: str, slope: float) -> str:
+    def rate_text(self, x: str, slope: float) -> str:
         mu = self.symbol("lr")
         below = Term((f"‖{x}‖²",)).times(slope)
         return f"{figure(mu)}/{below if slope == 1 else grouped(str(below))}"
