@@ -5,6 +5,7 @@ Every line is made of what the members say about themselves (`recollect.choices.
 
 from __future__ import annotations
 
+from recollect.choices.memory import Stack
 from recollect.choices.terms import Gradient, Term, Terms, grouped, written
 from recollect.recipe import Recipe
 
@@ -42,7 +43,8 @@ def _loss(recipe: Recipe) -> Terms:
 
 def _local(recipe: Recipe, loss: str) -> str:
     """A local polynomial's objective, with the ridge on its slopes."""
-    ridge = getattr(recipe.algorithm, "ridge", 0.0)
+    ridge = recipe.algorithm.ridge
+    assert not isinstance(ridge, str)  # what solves for a query has a constant one
     slopes = " + ".join(f"‖M{j}‖²" for j in range(1, (recipe.memory.degree or 0) + 1))
     slopes = slopes if recipe.memory.degree == 1 else f"({slopes})"
     penalty = Term((slopes,), ridge / 2)
@@ -158,10 +160,9 @@ def write_rule(recipe: Recipe) -> tuple[str, ...]:
 def _rate(recipe: Recipe) -> list[str]:
     """η_t where it is made from the key."""
     algorithm, affine = recipe.algorithm, recipe.bias.affine
-    size = getattr(algorithm, "size", None)
-    if not algorithm.keyed or affine is None or not callable(size):
+    if not algorithm.keyed or affine is None:
         return []
-    return [f"η_t = {size(recipe.features.lift('k_t'), affine[0])}"]
+    return [f"η_t = {algorithm.rate_text(recipe.features.lift('k_t'), affine[0])}"]
 
 
 def _undivided(recipe: Recipe) -> list[str]:
@@ -239,7 +240,7 @@ def read_rule(recipe: Recipe) -> tuple[str, ...]:
     if recipe.nonparametric:
         return (_attend(recipe),)
     if recipe.from_gram:
-        likeness = getattr(recipe.features, "similarity")("k", "q")  # noqa: B009
+        likeness = recipe.features.similarity("k", "q")
         return ("y_t = W_t φ(q_t), from the rows i ≤ t", f"κ(k, q) = {likeness}")
     q, k = recipe.features.lift("q_t"), recipe.features.lift("k_t")
     when = f"{W}_(t−1)" if read.when == "before" else f"{W}_t"
@@ -267,7 +268,7 @@ def read_rule(recipe: Recipe) -> tuple[str, ...]:
 
 def _rows(recipe: Recipe) -> str:
     """What a map over infinitely many features is."""
-    x, likeness = recipe.features.lift("x"), getattr(recipe.features, "similarity")("k_i", "x")  # noqa: B009
+    x, likeness = recipe.features.lift("x"), recipe.features.similarity("k_i", "x")
     (W, *others), divided = _readers(recipe), ""
     if recipe.memory.read.normalize == "sum":
         divided = f" / {_mass(recipe, 'i', 'x')}"
@@ -285,9 +286,9 @@ def _mass(recipe: Recipe, i: str, x: str) -> str:
 
 def _readers(recipe: Recipe) -> list[str]:
     """The letters of the maps that read features."""
-    maps = getattr(recipe.memory, "maps", None)
-    names = [m.name for m in maps(1, 1) if m.first] if callable(maps) else []  # type: ignore[attr-defined]
-    return names or [recipe.memory.letter]
+    memory = recipe.memory
+    names = [m.name for m in memory.maps(1, 1) if m.first] if isinstance(memory, Stack) else []
+    return names or [memory.letter]
 
 
 def _likewise(others: list[str]) -> str:
@@ -315,12 +316,12 @@ def legend(recipe: Recipe) -> tuple[str, ...]:
             notes.append("channels of keys decay in the first map, other maps decay by their mean")
         if decay is not None and decay.per in ("value", "key_value"):
             notes.append("channels of values decay in the last map, other maps decay by their mean")
-        if getattr(recipe.algorithm, "per", "head") == "value":
+        if recipe.algorithm.per_value:
             notes.append("rates of value channels act in the last map, other maps take their mean")
     return tuple(dict.fromkeys(notes))
 
 
 def map_names(recipe: Recipe) -> list[str]:
     """The names of a deep memory's maps; none for others."""
-    maps = getattr(recipe.memory, "maps", None)
-    return [m.name for m in maps(1, 1)] if callable(maps) else []  # type: ignore[attr-defined]
+    memory = recipe.memory
+    return [m.name for m in memory.maps(1, 1)] if isinstance(memory, Stack) else []

@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from recollect.choices.context import Context
 from recollect.choices.features import Kernel
 from recollect.choices.gradients import once_through
 from recollect.choices.sight import Scene, Weights
@@ -101,7 +100,7 @@ def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tenso
         return v.new_zeros(B, T, H, G, v.shape[-1])
     exponent = kernel.exponent(K) if _is_mean(recipe) else None
     # Attention alone may run in half precision; sums of weights may not.
-    alone = all(type(part).over is Context.over for part in recipe.context.within)
+    alone = all(part.uniform for part in recipe.context.within)
     exact = exponent is None or exponent[1] != 0 or not alone
     dtype = state_dtype(q, problem.k, v) if exact else v.dtype
     scene, stored = look(problem, dtype, asked), values(problem, dtype)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm import smallest_ridge
+from recollect.choices.algorithm import Inverse, smallest_ridge
 from recollect.engines.problem import Problem
 from recollect.engines.resolution import RESET, Unresolved, check, looks, loss, refuse
 from recollect.engines.spectral import inverse_power
@@ -104,8 +104,9 @@ def condensed(problem: Problem) -> tuple[Tensor, State]:
     V = problem.v.shape[-1]
     if T == 0:
         return problem.v.new_zeros(B, 0, H, G, V), problem.after()
-    form = getattr(problem.recipe.algorithm, "form", "constant")
-    every = getattr(problem.recipe.algorithm, "every", 1)
+    inverse = problem.recipe.algorithm.inverse
+    assert inverse is not None  # the recipe condenses
+    form, every = inverse.ridge, inverse.every
     wide = bool(problem.recipe.algorithm.wide(problem.recipe))
     k, v, weight = association(problem)
     q = problem.phi(problem.q, "query", problem.positions())
@@ -177,15 +178,16 @@ def _chosen(rows: Tensor, new: Statistics, old: Statistics) -> Statistics:
 
 def _read(problem: Problem, now: Statistics, q: Tensor) -> Tensor:
     """``[B, H, G, V]`` from lifted queries ``[B, H, G, F]``."""
-    algorithm = problem.recipe.algorithm
-    if algorithm.solves:
+    inverse = problem.recipe.algorithm.inverse
+    assert inverse is not None
+    if inverse.kind == "exact":
         return q @ now.solved().mT
-    return q @ now.origin.mT + dense(algorithm, now, q) @ now.residual.mT
+    return q @ now.origin.mT + dense(inverse, now, q) @ now.residual.mT
 
 
-def dense(algorithm: object, now: Statistics, q: Tensor) -> Tensor:
+def dense(inverse: Inverse, now: Statistics, q: Tensor) -> Tensor:
     """B_t q for approximate rules, with the Gram matrix at hand: ``[B, H, G, F]``."""
-    kind, power = getattr(algorithm, "kind", ""), getattr(algorithm, "power", 1.0)
+    kind, power = inverse.kind, inverse.power
     if kind == "identity":
         return q
     if kind == "diagonal":
@@ -195,7 +197,7 @@ def dense(algorithm: object, now: Statistics, q: Tensor) -> Tensor:
         return q @ inverse_power(system, power)
     z, r, p = torch.zeros_like(q), q, q
     size = r.square().sum(-1, keepdim=True)
-    for _ in range(getattr(algorithm, "steps", 1)):
+    for _ in range(inverse.steps):
         product = p @ system
         curve = (p * product).sum(-1, keepdim=True)
         positive = curve > 0
@@ -237,6 +239,6 @@ def read_condensed(problem: Problem, q: Tensor, rates: Mapping[str, Tensor]) -> 
     if "kept" in algorithm.slots or q.shape[1] == 0:
         return q @ A.mT
     now = _start(state, ridge_of(rates, q.shape[-1]))
-    if algorithm.solves:
+    if algorithm.inverse is not None and algorithm.inverse.kind == "exact":
         return q @ now.solved().unsqueeze(1).mT
     return torch.stack([_read(problem, now, q[:, t]) for t in range(q.shape[1])], dim=1)

@@ -159,10 +159,7 @@ class DualWalk:
         if "window" in tokens.rates:
             weight = weight * tokens.rates["window"][:, j][..., : j + 1 - low].flip(-1)
         gates: dict[str, Tensor] = {}
-        for name in {g.name for g in bias.gates()} | bias.constants().keys():
-            x = tokens.rates[name][:, low : j + 1].transpose(1, 2)
-            gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
-        for name in bias.static_quantities():
+        for name in bias.numbers:
             x = tokens.rates[name][:, low : j + 1].transpose(1, 2)
             gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
         place = torch.stack([self._row_of(i) for i in range(low, j + 1)], dim=1)  # [B, m, N]

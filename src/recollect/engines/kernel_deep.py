@@ -360,7 +360,7 @@ class _Deep:
             first = first if self.normalize else [alpha * z for z in first]
             others = [alpha * d for d in others]
         gates: dict[str, Tensor] = {}
-        names = {g.name for g in bias.gates()} | bias.constants().keys() | bias.static_quantities()
+        names = bias.numbers
         for name in names:
             x = self._rate(name, batch.low, batch.stop)
             assert x is not None

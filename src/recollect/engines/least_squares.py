@@ -48,7 +48,8 @@ def refuses(recipe: Recipe) -> list[str]:
 def describes(recipe: Recipe) -> str:
     """How this engine runs a recipe, in a few words."""
     if not _recurs(recipe):
-        return how(recipe.algorithm)
+        assert recipe.algorithm.inverse is not None
+        return how(recipe.algorithm.inverse)
     every = _every(recipe)
     if every == 0:
         return "recursive least squares in chunks"
@@ -56,24 +57,22 @@ def describes(recipe: Recipe) -> str:
 
 
 def _recurs(recipe: Recipe) -> bool:
-    return "inverse" in recipe.algorithm.slots
+    inverse = recipe.algorithm.inverse
+    return inverse is not None and inverse.recurs
 
 
 def _every(recipe: Recipe) -> int:
     """Tokens of a span, 0 where there are none."""
-    if getattr(recipe.algorithm, "form", "") != "refreshed" or not _forgets(recipe):
+    inverse = recipe.algorithm.inverse
+    if inverse is None or inverse.ridge != "refreshed" or not recipe.context.forgets:
         return 0
-    return getattr(recipe.algorithm, "every", 0)
-
-
-def _forgets(recipe: Recipe) -> bool:
-    return getattr(recipe.context, "decay", 1.0) != 1.0
+    return inverse.every
 
 
 def _starts_anew(problem: Problem) -> bool:
     """Whether a decay of 0 is among several tokens."""
     logs = problem.rates["log_decay"]
-    return _forgets(problem.recipe) and logs.shape[1] > 1 and bool((logs < RESET).any())
+    return problem.recipe.context.forgets and logs.shape[1] > 1 and bool((logs < RESET).any())
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
@@ -155,7 +154,7 @@ def _gentle(problem: Problem, dtype: torch.dtype) -> int:
     decays costs one synchronisation on a GPU.
     """
     wanted = problem.chunk_size or CHUNK
-    if not _forgets(problem.recipe):
+    if not problem.recipe.context.forgets:
         return wanted
     logs = problem.rates["log_decay"].detach()
     bound, least = (12.0, 1) if dtype == torch.float64 else (4.0, LEAST)
@@ -200,7 +199,7 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     k, v, weight = association(problem)
     q = problem.phi(problem.q, "query", problem.positions())
     logs = problem.rates["log_decay"]
-    if getattr(recipe.context, "weight", 1.0) != 1.0 or recipe.bias.affine != (1.0, 1.0):
+    if recipe.context.weighs or recipe.bias.affine != (1.0, 1.0):
         # The root's slope at 0 is infinite, and nothing so small reaches a sum.
         root = (weight + 1e-20).sqrt().unsqueeze(-1)
         k, v = k * root, v * root
@@ -217,7 +216,7 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     kept = torch.where(fresh[..., 0, 0], 1.0, slots["kept"])
     inverse = torch.where(fresh, torch.diag_embed(1 / ridge), slots["inverse"])
     M, D = state.weights[0].mT, slots["gram"]
-    forgets = _forgets(recipe)
+    forgets = recipe.context.forgets
     if forgets and k.shape[1] == 1 and (not looks(k) or bool((logs < RESET).any())):
         # In numbers alone, because a GPU that decodes should not wait.
         anew = (logs[:, 0] < RESET)[..., None, None]
@@ -286,7 +285,7 @@ def _chunks(
     origin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Outputs and `recollect.engines.recursion`'s state after all tokens."""
-    if _forgets(problem.recipe) and looks(P):
+    if problem.recipe.context.forgets and looks(P):
         # What a call before has left may need more digits than its own tokens.
         G = D + torch.diag_embed(kept.unsqueeze(-1) * ridge)
         check(loss(G, P, torch.zeros_like(kept)))
@@ -295,7 +294,7 @@ def _chunks(
         chunk=at.chunk,
         every=at.per_span,
         ends=at.ends,
-        forgets=_forgets(problem.recipe),
+        forgets=problem.recipe.context.forgets,
         continues=problem.continues,
     )
     q, k, v, logs = (_aligned(x, at) for x in (q, k, v, logs))
@@ -328,7 +327,7 @@ def _step(
     In O(F (F + V)), beside an inverse at a border. Written apart from the chunks' recursion,
     because decoding is bound by the number of operations.
     """
-    forgets, W, origin = _forgets(problem.recipe), M.mT, origin.mT
+    forgets, W, origin = problem.recipe.context.forgets, M.mT, origin.mT
     key, value = k[:, 0], v[:, 0]  # [B, H, F], [B, H, V]
     gamma = logs[:, 0].exp()
     across = (P @ key.unsqueeze(-1)).squeeze(-1)  # P k

@@ -122,10 +122,7 @@ class Walk:
             gamma = tokens.rates["window"][:, j]  # [B, H, c]
             weight = weight * gamma[..., : j + 1 - low].flip(-1)
         gates = {}
-        for gate in bias.gates():
-            x = tokens.rates[gate.name][:, low : j + 1].transpose(1, 2)
-            gates[gate.name] = x if gate.axes else x.unsqueeze(-1)
-        for name in (bias.constants().keys() | bias.static_quantities()) - gates.keys():
+        for name in bias.numbers:
             x = tokens.rates[name][:, low : j + 1].transpose(1, 2)
             gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
         outer = self.outer

@@ -50,9 +50,8 @@ def solve(problem: Problem, tokens: Tokens, j: int) -> Weights:
     later = logs.flip(1).cumsum(1).flip(1) - logs
     weight = tokens.rates["weight"][:, : j + 1] * later.exp() * tokens.valid[:, : j + 1, None]
     weight = weight.transpose(1, 2)  # [B, H, i]
-    names = {g.name: bool(g.axes) for g in bias.gates()}
     gates: dict[str, Tensor] = {}
-    for name in bias.constants().keys() | bias.static_quantities() | names.keys():
+    for name in bias.numbers:
         x = tokens.rates[name][:, : j + 1].transpose(1, 2)
         gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
     lr = tokens.rates["lr"][:, j]
