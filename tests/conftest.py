@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,6 +27,29 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give each xdist worker one thread; a lone process keeps torch's own choice."""
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+
+
+SLOW_LIMIT = 1800
+"""Seconds that a slow test may take; others have `timeout` of pyproject.toml."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT))
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Answers to signals as Python has them, also where a script's background job ignores them.
+
+    Tests that interrupt themselves, and children that inherit what is ignored, would wait for ever.
+    """
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, answer) for number, answer in usual.items()}
+    yield
+    for number, answer in before.items():
+        signal.signal(number, answer)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import pytest
 
 import recollect as rc
 from recollect import cli
+from recollect.experiments import EXPERIMENTS, PLANNED
 
 pytest.importorskip("typer")
 from rich.cells import cell_len
@@ -165,3 +166,63 @@ def test_without_typer_one_sentence_says_what_to_install() -> None:
     assert found.returncode == 1
     assert found.stderr.strip().split("\n")[-1].endswith('pip install "recollect[cli]"')
     assert "Traceback" not in found.stderr
+
+
+NEEDS_TRANSFORMERS = (
+    ("compare", "--models", "retnet"),
+    ("train", "run.toml"),
+    ("sizes",),
+    ("generate", "folder"),
+    ("bench", "--suite", "train"),
+)
+WITHOUT_TRANSFORMERS = """
+import json, sys
+sys.modules["transformers"] = None
+from typer.testing import CliRunner
+from recollect import cli
+for line in sys.stdin:
+    found = CliRunner().invoke(cli.build(), json.loads(line))
+    print(json.dumps([found.exit_code, found.stdout, found.stderr]))
+"""
+
+
+def without_transformers(*calls: tuple[str, ...]) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each call in a process that cannot import transformers."""
+    found = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRANSFORMERS],
+        input="\n".join(map(json.dumps, calls)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in found.stdout.splitlines()]
+
+
+def test_the_list_of_experiments_needed_transformers(tmp_path: Path) -> None:
+    """And so did those that train no language model."""
+    one = ("reproduce", "am-state-exchange", "--scale", "smoke", "--out", str(tmp_path))
+    data, shown, run = without_transformers(
+        ("reproduce", "--list", "--json"), ("reproduce", "--list"), one
+    )
+    assert data[0] == shown[0] == run[0] == 0, (data, shown, run)
+    names = [row["name"] for row in json.loads(data[1])]
+    assert names == [*EXPERIMENTS, *(row.name for row in PLANNED)]
+    assert all(name in shown[1] for name in names)
+    assert list(tmp_path.glob("*/report.html"))
+
+
+def test_a_missing_extra_was_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = without_transformers(*NEEDS_TRANSFORMERS)
+    for (command, *_), (code, _, said) in zip(NEEDS_TRANSFORMERS, found, strict=True):
+        assert code == 2
+        (sentence,) = said.strip().split("\n")
+        assert sentence.startswith(f"recollect {command}: ")
+        assert sentence.endswith(
+            'transformers, which is not installed: pip install "recollect[lm]"'
+        )
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    sentence = refusal("compare", "--models", "retnet", "--dataset", "x", "--out", str(tmp_path))
+    assert sentence == (
+        "recollect compare: this needs datasets, which is not installed: "
+        'pip install "recollect[lm]"'
+    )

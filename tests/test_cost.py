@@ -12,8 +12,9 @@ from tests.contracts import generate
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect as rc
-from recollect.cost import cost, readable
+from recollect.cost import _ENGINES, cost, readable
 from recollect.engines.chunked import chunk_length
+from recollect.engines.select import ENGINES
 
 CHUNK = chunk_length(solves=True)
 
@@ -192,6 +193,22 @@ def test_the_same_recipe_costs_what_its_engine_takes() -> None:
     more = cost(perceptron).total - cost(perceptron, method="reference").total
     assert more == 2 * 2 * (64 + 256) * cost(perceptron).sizes["T"]
     assert cost(R()).total > cost(R(), method="reference").total  # chunks trade FLOPs for width
+
+
+def test_an_engine_without_a_price_was_priced_as_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert all(engine.name in _ENGINES for engine in ENGINES)
+    mine = dataclasses.replace(ENGINES[0], name="mine")
+    monkeypatch.setattr("recollect.engines.select.ENGINES", (mine, *ENGINES))
+    with pytest.raises(rc.RecipeError, match=r"no price for the engine 'mine'.*method='linear' or"):
+        cost(R())
+    with pytest.raises(rc.RecipeError, match="no price for the engine 'mine'"):
+        cost(R(), method="mine")
+    assert cost(R(), method="linear").engine == "linear"
+    said = rc.explain(R())
+    assert (said.engine, said.cost) == ("mine", None)
+    assert "no price for the engine 'mine'" in said.state[0]
 
 
 # -- state ---------------------------------------------------------------------------------------

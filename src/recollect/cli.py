@@ -37,6 +37,16 @@ else:
 __all__ = ["COMMANDS", "build", "load_recipe", "main"]
 
 _MISSING = 'recollect\'s commands need typer and rich: pip install "recollect[cli]"'
+_EXTRAS = {
+    "accelerate": "lm",
+    "datasets": "lm",
+    "matplotlib": "plot",
+    "safetensors": "lm",
+    "tokenizers": "lm",
+    "transformers": "lm",
+}
+"""Which extra of recollect brings a module that a command may need."""
+
 _WIDE = 200  # columns of a table that no terminal bounds
 _ROOMY = 150  # columns from which a table shows the choices too
 
@@ -90,8 +100,22 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
         except (ValueError, OSError) as error:  # a RecipeError is a ValueError
             typer.echo(f"recollect {command.__name__}: {error}", err=True)
             raise typer.Exit(2) from None
+        except ImportError as error:
+            typer.echo(f"recollect {command.__name__}: {_to_install(error)}", err=True)
+            raise typer.Exit(2) from None
 
     return run
+
+
+def _to_install(error: ImportError) -> str:
+    """What to install for a command that lacks an extra; any other import that fails is raised."""
+    if error.name is None:  # a sentence of ours, which says it
+        return str(error)
+    missing = error.name.partition(".")[0]
+    if missing not in _EXTRAS:
+        raise error
+    extra = _EXTRAS[missing]
+    return f'this needs {missing}, which is not installed: pip install "recollect[{extra}]"'
 
 
 def _console() -> rich.console.Console:

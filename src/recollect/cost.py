@@ -35,6 +35,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from recollect.choices.member import RecipeError
 from recollect.choices.memory import Stack
 from recollect.cost_dual import dual_flops, row_bytes
 from recollect.cost_kernel import gram_flops, local_flops
@@ -42,7 +43,7 @@ from recollect.engines import deep
 from recollect.engines.chunked import chunk_length
 from recollect.engines.linear import per_value_systems, scans
 from recollect.engines.scan import GROUP
-from recollect.engines.select import select
+from recollect.engines.select import ENGINES, select
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -167,7 +168,8 @@ def cost(
         method: as for `recollect.recall`.
 
     Raises:
-        RecipeError: sizes that the recipe cannot have, or a method that cannot run it.
+        RecipeError: sizes that the recipe cannot have, a method that cannot run it, or an engine
+        whose price is not known here.
         ValueError: a size below its least, or an unknown method.
     """
     given = {"K": K, "V": V, "H": H, "B": B, "G": G, "dtype_bytes": dtype_bytes}
@@ -179,8 +181,7 @@ def cost(
     selection = select(recipe, method)
     s = _Sizes.of(recipe, K=K, V=V, H=H, T=T, B=B, G=G)
     state_size = 8 if dtype_bytes == 8 else 4
-    count = _ENGINES.get(selection.engine.name, _reference)
-    forward, decode, borders, notes = count(recipe, s)
+    forward, decode, borders, notes = _counts(recipe, selection.engine.name)(recipe, s)
     lifts = recipe.features.flops(K) * (s.n + G) * H if recipe.features.finite else 0
     forward, decode = {"features": lifts * T, **forward}, decode + lifts
     forward = {name: flops * B for name, flops in forward.items() if flops}
@@ -561,3 +562,14 @@ _ENGINES: dict[str, Callable[[Recipe, _Sizes], _Count]] = {
     "deep": _deep,
     "reference": _reference,
 }
+
+
+def _counts(recipe: Recipe, engine: str) -> Callable[[Recipe, _Sizes], _Count]:
+    """What an engine takes; another engine's price is never put in its place."""
+    if engine not in _ENGINES:
+        priced = [e.name for e in ENGINES if e.name in _ENGINES and not e.refuses(recipe)]
+        raise RecipeError(
+            f"rc.cost has no price for the engine {engine!r}, which runs this recipe: name one "
+            f"that it knows, method={' or '.join(map(repr, priced))}"
+        )
+    return _ENGINES[engine]

@@ -276,8 +276,8 @@ def _state(recipe: Recipe) -> tuple[str, ...]:
     """What is remembered, and its size per row and head."""
     try:
         price = cost(recipe, K=_SIZE, V=_SIZE, T=1)
-    except RecipeError:
-        return ("of a size that K = V does not fit",)
+    except RecipeError as error:
+        return (f"of unknown size: {error}",)
     parts: list[str] = []
     if recipe.nonparametric or recipe.history is None:
         span = recipe.span

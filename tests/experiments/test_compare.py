@@ -240,7 +240,7 @@ def test_refusals(models: list[str], tasks: list[str], says: str, text: str) -> 
 
 def test_keys_of_another_size(text: str) -> None:
     """A memory of V × key_dim numbers; a preset that says its own size keeps it."""
-    from recollect.experiments.compare import _sized
+    from recollect.experiments.compare_models import _sized
     from recollect.options import LayerOptions
 
     small = SMALL["text"].but(key_dim=3)

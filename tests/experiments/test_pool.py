@@ -113,3 +113,19 @@ def test_an_interrupt_ends_what_would_sleep_for_days(
     finally:
         other.terminate()
         other.join()
+
+
+def test_an_interrupt_that_the_shell_ignores_stays_ignored() -> None:
+    presses = iter([by_a_signal])
+
+    def poll() -> None:
+        if (press := next(presses, None)) is not None:
+            press()
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        found = dict(in_processes(math.sqrt, [4.0, 9.0], 1, link=lambda _: Link(poll=poll)))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == {4.0: 2.0, 9.0: 3.0}
+    assert next(presses, None) is None

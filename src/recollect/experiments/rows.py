@@ -15,8 +15,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from recollect.experiments.compare import Named, compare, named
 from recollect.experiments.compare_jobs import training_environment
+from recollect.experiments.compare_models import Named, compare, named
 from recollect.experiments.comparison import Comparison, ModelRun, Nobody, Sizes, Watcher
 from recollect.experiments.records import plain
 from recollect.report.files import write_atomic

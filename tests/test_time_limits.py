@@ -1,0 +1,54 @@
+"""The tests themselves: none can hang, and none depends on what the shell ignores."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = """
+import os, signal, time
+import pytest
+
+def test_interrupts_itself():
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1e6)
+
+def test_waits():
+    time.sleep(1e6)
+
+@pytest.mark.slow
+def test_is_slow():
+    time.sleep(0.8)
+
+def test_hears_nothing():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    time.sleep(1e6)
+"""
+LIMITS = ("-o", "timeout=0.5", "-o", "faulthandler_timeout=2")
+
+
+def test_a_test_could_hang_and_did_where_interrupts_are_ignored(tmp_path: Path) -> None:
+    """With this project's settings and shorter limits, in a process that ignores interrupts."""
+    here = Path(__file__).parent
+    shutil.copy(here / "conftest.py", tmp_path)
+    (tmp_path / "test_endless.py").write_text(TESTS)
+    settings = ("-c", str(here.parent / "pyproject.toml"), "--rootdir", str(tmp_path))
+    deaf = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+    found = subprocess.run(
+        [*deaf, sys.executable, "-m", "pytest", "-v", *settings, *LIMITS, str(tmp_path)],
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert found.returncode == 1
+    assert "test_interrupts_itself PASSED" in found.stdout
+    assert "test_waits FAILED" in found.stdout
+    assert "test_is_slow PASSED" in found.stdout
+    assert "test_hears_nothing" in found.stdout
+    assert "in test_hears_nothing" in found.stderr  # the stack of what did not end
