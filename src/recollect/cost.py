@@ -269,12 +269,14 @@ def _state(
     ones = s.F if normalized else 0
     parts = {"memory": heads * s.weights * state_size}
     # A normalised memory moves together with its memory of ones, one more row.
+    wide = recipe.algorithm.wide(recipe)
     slots = sum(
-        _numel(recipe.algorithm.slot_shape(name, shape)) + ones
+        (_numel(recipe.algorithm.slot_shape(name, shape)) + ones)
+        * (8 if name in wide else state_size)
         for name in recipe.algorithm.slots
         for shape in s.shapes
     )
-    parts["algorithm"] = heads * slots * state_size
+    parts["algorithm"] = heads * slots
     scale = 1 if recipe.memory.read.normalize == "floor" else 0
     parts["normaliser"] = heads * (ones + scale) * state_size
     each = _slot(recipe, s, dtype_bytes, state_size, normalized) * rows
@@ -416,7 +418,9 @@ def _least_squares(recipe: Recipe, s: _Sizes) -> _Count:
     """`recollect.engines.recursion` and `recollect.engines.conjugate`; F³/3 for a factor."""
     algorithm, F, V, H, T, G = recipe.algorithm, s.F, s.V, s.H, s.T, s.G
     read, write = 2 * G * F * V, 2 * F * V
-    if "inverse" in algorithm.slots:
+    inverse = algorithm.inverse
+    assert inverse is not None  # least_squares.refuses
+    if inverse.recurs:
         C = min(64, T)
         N = -(-T // C) if T else 0
         J = C * G
@@ -426,14 +430,13 @@ def _least_squares(recipe: Recipe, s: _Sizes) -> _Count:
             "state": 2 * C * F * (F + V) + 2 * C * F * V,
             "read": 2 * J * F * V + 2 * J * C * (F + V),
         }
-        refreshed = getattr(algorithm, "form", "") == "refreshed"
-        every = getattr(algorithm, "every", 0) if refreshed else 0
-        if every and getattr(recipe.context, "decay", 1.0) != 1.0:
+        if inverse.ridge == "refreshed" and recipe.context.forgets:
+            every = inverse.every
             border = 2 * F**3 + 2 * F * F * V
             chunk["borders"] = border * C // every + 2 * C * F * F + 2 * C * C * (F + V)
         step = (4 * F * F + 2 * F * F + 2 * write + read) * H
         return {name: n * N * H for name, n in chunk.items()}, step, N, ()
-    kind = getattr(algorithm, "kind", "")
+    kind = "" if inverse.kind == "exact" else inverse.kind
     attend = _plain(F, V, 64, 64 * G, sees=False)
     product = sum(_plain(F, F, 64, 64 * G, sees=False).values())
     N = -(-T // 64) if T else 0
@@ -444,7 +447,7 @@ def _least_squares(recipe: Recipe, s: _Sizes) -> _Count:
         parts["eigenvectors"] = 10 * F**3 * T * H
         step += 10 * F**3
     elif kind == "conjugate_gradient" or not kind:
-        count = algorithm.steps if kind else 30
+        count = inverse.steps if kind else 30
         parts["products"] = product * N * H * count
         step += 2 * F * F * (1 + G * count)
         if not kind:
@@ -544,7 +547,7 @@ def _firsts(recipe: Recipe, s: _Sizes) -> tuple[tuple[int, ...], ...]:
 
 
 def _newton_schulz(shape: tuple[int, ...], recipe: Recipe) -> int:
-    steps = getattr(recipe.algorithm, "newton_steps", 0)
+    steps = recipe.algorithm.newton_steps
     if steps == 0 or len(shape) < 2:
         return 0
     rows, columns = shape[0], _numel(shape[1:])

@@ -83,7 +83,7 @@ def local_flops(recipe: Recipe, s: Sizes) -> Counted:
 
 def _polynomial(recipe: Recipe, s: Sizes, last: int) -> Counted:
     horizon, degree = recipe.context.horizon, recipe.memory.degree or 0
-    ridge = getattr(recipe.algorithm, "ridge", 0.0)
+    ridge = recipe.ridge
     rows, heads = s.B * s.H * s.G, s.H * s.G
     D = math.comb(s.K + degree, degree) - 1
     dense = local_regression.is_dense(D, degree, ridge)

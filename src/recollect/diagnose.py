@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
+from recollect.choices.memory import Stack
 from recollect.engines.problem import resolve, state_dtype
 from recollect.engines.select import select
 from recollect.engines.state import State
@@ -278,9 +279,8 @@ class _Patient:
             return []
         axes = recipe.axes(layer.head_dim, layer.value_dim)
         shapes = recipe.shapes(layer.head_dim, layer.value_dim)
-        maps = getattr(recipe.memory, "maps", None)
-        if maps is not None:
-            return [m.name for m in maps(axes["F"], layer.value_dim)]
+        if isinstance(recipe.memory, Stack):
+            return [m.name for m in recipe.memory.maps(axes["F"], layer.value_dim)]
         return [recipe.memory.letter] if len(shapes) == 1 else [f"W{i}" for i in range(len(shapes))]
 
     def examine(self) -> Diagnosis:
@@ -399,11 +399,11 @@ class _Patient:
         if error is not None:
             return error, prediction, prediction
         held: dict[str, Tensor] = {}
-        names = {gate.name: bool(gate.axes) for gate in bias.gates()}
-        for name in bias.constants().keys() | bias.static_quantities() | names.keys():
+        travelling = {gate.name for gate in bias.gates()}  # one number per association
+        for name in bias.numbers:
             rate = rates[name]
-            if n > 1 and name in names:  # one number per association
-                held[name] = rate if names[name] else rate.unsqueeze(-1)
+            if n > 1 and name in travelling:
+                held[name] = rate if bias.numbers[name] else rate.unsqueeze(-1)
             else:
                 held[name] = rate.unsqueeze(3) if rate.dim() == 4 else rate[..., None, None]
         v = v.to(dtype)

@@ -5,6 +5,7 @@ Every line is made of what the members say about themselves (`recollect.choices.
 
 from __future__ import annotations
 
+from recollect.choices.memory import Stack
 from recollect.choices.terms import Gradient, Term, Terms, grouped, written
 from recollect.recipe import Recipe
 
@@ -42,7 +43,8 @@ def _loss(recipe: Recipe) -> Terms:
 
 def _local(recipe: Recipe, loss: str) -> str:
     """A local polynomial's objective, with the ridge on its slopes."""
-    ridge = getattr(recipe.algorithm, "ridge", 0.0)
+    ridge = recipe.algorithm.ridge
+    assert not isinstance(ridge, str)  # what solves for a query has a constant one
     slopes = " + ".join(f"‖M{j}‖²" for j in range(1, (recipe.memory.degree or 0) + 1))
     slopes = slopes if recipe.memory.degree == 1 else f"({slopes})"
     penalty = Term((slopes,), ridge / 2)
@@ -150,6 +152,7 @@ def write_rule(recipe: Recipe) -> tuple[str, ...]:
         if decay is not None:
             equations.append("the decay acts on the first sub-step")
     equations += _rate(recipe)
+    equations += _undivided(recipe)
     equations += _borders(recipe, " ".join(equations))
     return tuple(equations)
 
@@ -157,10 +160,21 @@ def write_rule(recipe: Recipe) -> tuple[str, ...]:
 def _rate(recipe: Recipe) -> list[str]:
     """η_t where it is made from the key."""
     algorithm, affine = recipe.algorithm, recipe.bias.affine
-    size = getattr(algorithm, "size", None)
-    if not algorithm.keyed or affine is None or not callable(size):
+    if not algorithm.keyed or affine is None:
         return []
-    return [f"η_t = {size(recipe.features.lift('k_t'), affine[0])}"]
+    return [f"η_t = {algorithm.rate_text(recipe.features.lift('k_t'), affine[0])}"]
+
+
+def _undivided(recipe: Recipe) -> list[str]:
+    """Where a normalised read divides by a sum over keys that no gradient divides by."""
+    if not recipe.dual or recipe.memory.read.normalize != "sum":
+        return []
+    (W, *others), key = _readers(recipe), f"k_{_index(recipe)}"
+    x = recipe.features.lift(key)
+    return [
+        f"∂({W} {x})/∂{W} counts as {x}{_likewise(others)}: {_mass(recipe, 'j', key)} divides what "
+        "is read, and no step"
+    ]
 
 
 def _borders(recipe: Recipe, text: str) -> list[str]:
@@ -226,7 +240,7 @@ def read_rule(recipe: Recipe) -> tuple[str, ...]:
     if recipe.nonparametric:
         return (_attend(recipe),)
     if recipe.from_gram:
-        likeness = getattr(recipe.features, "similarity")("k", "q")  # noqa: B009
+        likeness = recipe.features.similarity("k", "q")
         return ("y_t = W_t φ(q_t), from the rows i ≤ t", f"κ(k, q) = {likeness}")
     q, k = recipe.features.lift("q_t"), recipe.features.lift("k_t")
     when = f"{W}_(t−1)" if read.when == "before" else f"{W}_t"
@@ -254,10 +268,31 @@ def read_rule(recipe: Recipe) -> tuple[str, ...]:
 
 def _rows(recipe: Recipe) -> str:
     """What a map over infinitely many features is."""
-    x, likeness = recipe.features.lift("x"), getattr(recipe.features, "similarity")("k_i", "x")  # noqa: B009
-    letter = map_names(recipe)[0] if map_names(recipe) else recipe.memory.letter
-    divided = " / Σ_i κ(k_i, x)" if recipe.memory.read.normalize == "sum" else ""
-    return f"{letter} {x} = Σ_i κ(k_i, x) u_i{divided}, κ(k_i, x) = {likeness}, a row u_i per key"
+    x, likeness = recipe.features.lift("x"), recipe.features.similarity("k_i", "x")
+    (W, *others), divided = _readers(recipe), ""
+    if recipe.memory.read.normalize == "sum":
+        divided = f" / {_mass(recipe, 'i', 'x')}"
+        if recipe.retention.decay is not None:
+            divided += ", m_i 1 at first and decayed like u_i"
+    rows = f"κ(k_i, x) = {likeness}, a row u_i per key{_likewise(others)}"
+    return f"{W} {x} = Σ_i κ(k_i, x) u_i{divided}, {rows}"
+
+
+def _mass(recipe: Recipe, i: str, x: str) -> str:
+    """What a normalised read divides by."""
+    weight = "" if recipe.retention.decay is None else f"m_{i} "
+    return f"Σ_{i} {weight}κ(k_{i}, {x})"
+
+
+def _readers(recipe: Recipe) -> list[str]:
+    """The letters of the maps that read features."""
+    memory = recipe.memory
+    names = [m.name for m in memory.maps(1, 1) if m.first] if isinstance(memory, Stack) else []
+    return names or [memory.letter]
+
+
+def _likewise(others: list[str]) -> str:
+    return f", likewise for {', '.join(others)}" if others else ""
 
 
 def _attend(recipe: Recipe) -> str:
@@ -281,12 +316,12 @@ def legend(recipe: Recipe) -> tuple[str, ...]:
             notes.append("channels of keys decay in the first map, other maps decay by their mean")
         if decay is not None and decay.per in ("value", "key_value"):
             notes.append("channels of values decay in the last map, other maps decay by their mean")
-        if getattr(recipe.algorithm, "per", "head") == "value":
+        if recipe.algorithm.per_value:
             notes.append("rates of value channels act in the last map, other maps take their mean")
     return tuple(dict.fromkeys(notes))
 
 
 def map_names(recipe: Recipe) -> list[str]:
     """The names of a deep memory's maps; none for others."""
-    maps = getattr(recipe.memory, "maps", None)
-    return [m.name for m in maps(1, 1)] if callable(maps) else []  # type: ignore[attr-defined]
+    memory = recipe.memory
+    return [m.name for m in memory.maps(1, 1)] if isinstance(memory, Stack) else []

@@ -24,11 +24,13 @@ from recollect.engines.checks import (
     check_state,
     check_values,
 )
-from recollect.engines.lowering import Lowered, lower
+from recollect.engines.inference import inferring, ordinary, ordinary_mode, ordinary_problem
+from recollect.engines.lowering import lower
 from recollect.engines.packing import compact, pack_rows, scatter
 from recollect.engines.problem import Problem, resolve, state_dtype
 from recollect.engines.select import Engine, select
 from recollect.engines.state import State, initial_state
+from recollect.engines.transforms import refuse_transforms
 from recollect.recipe import Recipe
 from recollect.typing import Gates, Init, Params
 
@@ -80,13 +82,15 @@ def recall(
 
     Returns:
         ``y [B, T, Hq, V]`` in v's dtype, and the state after the last token. States are float32
-        (float64 when an input is), attached to autograd.
+        (float64 when an input is, and what `Algorithm.wide` names), attached to autograd.
 
     Raises:
         RecipeError: gates or params missing, unknown or of the wrong shape; a method that cannot
         run.
         ValueError: tensors whose shapes, devices or dtypes do not fit, or with NaN.
+        RuntimeError: inside a transform of `torch.func`, or forward-mode derivatives.
     """
+    refuse_transforms((q, k, v, *_tensors(gates), *_tensors(params)))
     check_recipe(recipe)
     for name, given in (("gates", gates), ("params", params)):
         if given is not None and not isinstance(given, Mapping):
@@ -198,21 +202,36 @@ def _run(
         chunk_size=chunk_size,
         continues=output_state or not causal,
     )
-    lowered: Lowered = lower(problem)
-    # Engines keep their sums in float32 themselves; autocast would undo that.
-    with torch.autocast(k.device.type, enabled=False):
-        if not causal and (recipe.nonparametric or recipe.from_gram):
-            # What is kept depends on no query: nothing has to be read on the way.
-            y, after = v.new_zeros(0), problem.after()
-        else:
-            y, after = engine.run(lowered.problem)
+    if engine.inner_gradients and inferring(problem):
+        with ordinary_mode():
+            y, after = _solve(ordinary_problem(problem), engine, causal=causal)
+    else:
+        y, after = _solve(problem, engine, causal=causal)
     if engine.shows_nan and _suspicious(y, *after.weights):
         _refuse_nan(q, k, v, gates, params)
+    return y, after
+
+
+def _solve(problem: Problem, engine: Engine, *, causal: bool) -> tuple[Tensor, State]:
+    """Lower the problem, run it, and undo the lowering."""
+    recipe, lowered = problem.recipe, lower(problem)
+    # Engines keep their sums in float32 themselves; autocast would undo that.
+    with torch.autocast(problem.k.device.type, enabled=False):
+        if not causal and (recipe.nonparametric or recipe.from_gram):
+            # What is kept depends on no query: nothing has to be read on the way.
+            y, after = problem.v.new_zeros(0), problem.after()
+        else:
+            y, after = engine.run(lowered.problem)
+    after = lowered.finish_state(after)
     if not causal:
-        after_all = lowered.finish_state(after)
-        y = _read_from(recipe, problem, after_all, engine=engine)
-        return y.flatten(2, 3), after_all
-    return lowered.finish(y).flatten(2, 3), lowered.finish_state(after)
+        y = _read_from(problem, after, engine=engine)
+    else:
+        y = lowered.finish(y)
+    return y.flatten(2, 3), after
+
+
+def _tensors(named: Mapping[str, Tensor] | None) -> list[Tensor]:
+    return list(named.values()) if isinstance(named, Mapping) else []
 
 
 def _suspicious(*tensors: Tensor) -> bool:
@@ -275,6 +294,7 @@ def read(
     Raises:
         RecipeError: neither or both of ``state`` and ``init``; gates the read needs are missing.
     """
+    refuse_transforms((q, *_tensors(gates), *_tensors(params)))
     check_recipe(recipe)
     if (state is None) == (init is None):
         raise RecipeError("rc.read needs something to read: give state=... or init=..., not both")
@@ -344,18 +364,21 @@ def read(
         state=state,
     )
     engine = select(recipe).engine
-    return _read_from(recipe, shell, state, gates=gates, engine=engine).flatten(2, 3)
+    if inferring(shell, *gates.values()):
+        gates = {name: ordinary(x) for name, x in gates.items()}
+        with ordinary_mode():
+            shell = ordinary_problem(shell)
+            y = _read_from(shell, shell.state, gates=gates, engine=engine)
+    else:
+        y = _read_from(shell, state, gates=gates, engine=engine)
+    return y.flatten(2, 3)
 
 
 def _read_from(
-    recipe: Recipe,
-    problem: Problem,
-    state: State,
-    *,
-    engine: Engine,
-    gates: Mapping[str, Tensor] | None = None,
+    problem: Problem, state: State, *, engine: Engine, gates: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    B, T, H = problem.q.shape[:3]
+    """What the problem's queries read from a state, ``[B, T, H, G, V]``."""
+    recipe, (B, T, H) = problem.recipe, problem.q.shape[:3]
     dtype, device = state_dtype(problem.q, problem.k), problem.q.device
     known = {name: x for name, x in problem.rates.items() if x.shape[1] == T}
     rates = {
@@ -371,9 +394,10 @@ def _read_from(
         state=state,
     )
     lowered = lower(empty, reading=True)
-    y = None if engine.read is None else engine.read(lowered.problem, rates)
-    if y is None:
-        y = reference.read(lowered.problem, rates)
+    with torch.autocast(device.type, enabled=False):
+        y = None if engine.read is None else engine.read(lowered.problem, rates)
+        if y is None:
+            y = reference.read(lowered.problem, rates)
     return lowered.divide(y, after_all=True)
 
 

@@ -26,6 +26,19 @@ from recollect.rewrites import REWRITES
 __all__ = ["SCHEMA", "Recipe", "RecipeError"]
 
 SCHEMA = 1
+_READ_FROM = {
+    "lr": "algorithm",
+    "momentum": "algorithm",
+    "offset": "algorithm",
+    "ridge": "algorithm",
+    "window": "context",
+    "weight": "context",
+    "decay": "retention",
+    "decay_value": "retention",
+    "decay_scale": "retention",
+}
+"""The choice whose member engines mean by a name."""
+
 CHOICES = ("memory", "features", "bias", "context", "retention", "algorithm")
 
 
@@ -83,6 +96,16 @@ class Recipe:
             } | part.constants().keys()
             for name in sorted({name.removeprefix("log_") for name in asked}):
                 held.setdefault(name, []).append(part.title)
+        for name, choice in _READ_FROM.items():
+            if name == "weight" and self.context.horizon is not None:
+                continue  # nobody reads it
+            for title in held.get(name, []) if len(held.get(name, [])) == 1 else []:
+                own = (choice, "context") if name == "decay" else (choice,)
+                if title.split(".")[0] not in own:
+                    yield (
+                        f"the number {name!r} is read from the {choice}, and {title} declares one "
+                        "that means something else: give its quantity another name"
+                    )
         for name, titles in held.items():
             if len(titles) > 1:
                 yield (
@@ -130,10 +153,27 @@ class Recipe:
 
     @cached_property
     def _constants(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        found = self._neutral()
         for part in self.members():
             found.update(part.constants())
         return found
+
+    def _neutral(self) -> dict[str, float]:
+        """Numbers that engines read and no member declares: steps at rate 1, all of the past."""
+        found: dict[str, float] = {}
+        algorithm = self.algorithm
+        descends = not (algorithm.solves or algorithm.condenses)
+        if descends and not {"lr", "log_lr"} & algorithm.numbers.keys():
+            found["lr"] = 1.0
+        if self.context.horizon is None and self.memory.degree is None and self.features.finite:
+            for name, neutral in (("log_decay", 0.0), ("weight", 1.0)):
+                if name not in self.context.numbers:
+                    found[name] = neutral
+        return found
+
+    def per_association(self, gate: Gate) -> bool:
+        """Whether a gate has an axis n after the head: one number per association of a token."""
+        return self.associations > 1 and (gate.travels or gate.name in ("lr", "log_lr"))
 
     @cached_property
     def _logs(self) -> frozenset[str]:
@@ -169,7 +209,8 @@ class Recipe:
         """λ of a solver in units of the error's slope; 0 where there is none."""
         affine = self.bias.affine
         slope = affine[0] if affine is not None and affine[0] > 0 else 1.0
-        return getattr(self.algorithm, "ridge", 0.0) / slope
+        ridge = self.algorithm.ridge
+        return 0.0 if isinstance(ridge, str) else ridge / slope
 
     @property
     def history(self) -> int | None:
@@ -198,7 +239,7 @@ class Recipe:
         Raises:
             RecipeError: the memory needs K = V.
         """
-        if getattr(self.memory, "residual", False) and K != V:
+        if self.memory.residual and K != V:
             raise RecipeError(
                 f"{self.memory.title}(residual=True) adds the key to the prediction and needs K "
                 "= V, "
@@ -329,7 +370,7 @@ def _dual_rules(recipe: Recipe) -> Iterator[str]:
     """What infinitely many features can do, whose weights are one row per key."""
     memory, algorithm, retention = recipe.memory, recipe.algorithm, recipe.retention
     what, read = f"{recipe.features.title} has infinitely many features", recipe.memory.read
-    if not isinstance(memory, Stack) or getattr(memory, "biases", False):
+    if not isinstance(memory, Stack) or memory.biases:
         yield (
             f"{what}, kept as one row per key, which {memory.title} does not have: use "
             "memory.Matrix, memory.MLP or memory.GatedMLP without biases"
@@ -348,7 +389,7 @@ def _dual_rules(recipe: Recipe) -> Iterator[str]:
             "retention.Keep() or Decay(per='head')"
         )
     moves = algorithm.momentum_of in ("none", "gradient") and algorithm.reduce == "sum"
-    if not moves or getattr(algorithm, "per", "head") != "head":
+    if not moves or algorithm.per_value:
         yield (
             f"{what}, so a step must be a multiple of the gradient, which {algorithm.title} does "
             "not take: use algorithm.GradientDescent() or Momentum(of='gradient') with one rate "
@@ -356,7 +397,7 @@ def _dual_rules(recipe: Recipe) -> Iterator[str]:
         )
     if read.when != "after" or read.bonus != 0.0 or read.normalize not in ("none", "sum"):
         yield f"{what}: use memory.Read(normalize='none') or 'sum', not memory.{read.brief}"
-    if read.normalize == "sum" and not getattr(recipe.features, "positive", False):
+    if read.normalize == "sum" and not recipe.features.positive:
         yield (
             f"memory.Read(normalize='sum') divides by likenesses that must be positive, and those "
             f"of {recipe.features.title} are not: use features.Exponential() or Gaussian()"
@@ -368,7 +409,7 @@ def _gram_rules(recipe: Recipe) -> Iterator[str]:
     bias, features = recipe.bias, recipe.features
     if bias.affine is None or bias.affine[0] <= 0 or bias.probe is not None:
         yield f"{recipe.algorithm.title} has no closed form under {bias.title}: use bias.L2()"
-    if not getattr(features, "definite", False):
+    if not features.definite:
         yield (
             f"{recipe.algorithm.title} factors the matrix of likenesses, which is not positive for "
             f"{features.title}: use features.Exponential(), Gaussian() or LinearKernel()"
@@ -424,7 +465,7 @@ def _read_rules(recipe: Recipe) -> Iterator[str]:
             )
         if not algorithm.linear:
             yield f"{what} needs an algorithm linear in the gradient, not {algorithm.title}"
-        if per not in ("head", "key") or getattr(algorithm, "per", "head") != "head":
+        if per not in ("head", "key") or algorithm.per_value:
             yield (
                 f"{what} needs one rate for all value channels, and {recipe.retention.title} or "
                 f"{algorithm.title} has one per channel: use per='head' or 'key'"

@@ -63,6 +63,8 @@ def _plain_decay(recipe: Recipe) -> Recipe:
         return recipe
     if isinstance(retention, Decay):
         changed: Retention = Keep() if decay is None else decay
+    elif not retention.has_field("decay"):  # it says in another way what its decay is
+        return recipe
     else:
         changed = dataclasses.replace(retention, decay=decay)  # type: ignore[call-arg]
     return recipe.but(retention=changed)
@@ -79,7 +81,7 @@ def _identity_link(recipe: Recipe) -> Recipe:
 def _every_token(recipe: Recipe) -> Recipe:
     """With inner batches of one token, every batch is every token."""
     retention = recipe.retention
-    if retention.every == "batch" and recipe.algorithm.batch == 1:
+    if retention.every == "batch" and recipe.algorithm.batch == 1 and retention.has_field("every"):
         return recipe.but(retention=dataclasses.replace(retention, every="token"))  # type: ignore[call-arg]
     return recipe
 

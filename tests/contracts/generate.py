@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tests.contracts import outside
 from torch import Tensor, nn
 
 import recollect as rc
@@ -35,9 +36,17 @@ def two_layers(inputs: int, outputs: int) -> nn.Module:
 # -- recipes -----------------------------------------------------------------------------------
 
 
+def drawn(cls: type[Member]) -> bool:
+    """Whether the suites draw a member."""
+    return cls.__module__.startswith("recollect.") or cls.__module__ == outside.__name__
+
+
 def members(choice: str) -> list[type[Member]]:
-    """The library's registered members of a choice, by name; members made by tests stay out."""
-    found = [c for c in all_members().values() if c.__module__.startswith("recollect.")]
+    """Registered members of a choice by name: the library's, and those of `outside`.
+
+    Members that single tests make stay out, so that a draw does not depend on what ran before.
+    """
+    found = [c for c in all_members().values() if drawn(c)]
     return sorted((c for c in found if choice in c.choices()), key=lambda c: c.__name__)
 
 
@@ -222,7 +231,7 @@ def ill_posed(recipe: rc.Recipe) -> bool:
 
     Then a draw may have fewer of them than coefficients, or barely as many: directions of rounding.
     """
-    return bool(recipe.memory.degree) and getattr(recipe.algorithm, "ridge", 1.0) == 0
+    return bool(recipe.memory.degree) and recipe.algorithm.ridge == 0
 
 
 def sizes(recipe: rc.Recipe, rng: random.Random) -> tuple[int, int]:
@@ -295,8 +304,8 @@ def inputs(
     axes = recipe.axes(K, V)
     gates: dict[str, Tensor] = {}
     for gate in recipe.gates():
-        several = n > 1 and (gate.travels or gate.name in ("lr", "log_lr"))
-        shape = (B, T, H, *((n,) if several else ()), *(axes[axis] for axis in gate.axes))
+        several = (n,) if recipe.per_association(gate) else ()
+        shape = (B, T, H, *several, *(axes[axis] for axis in gate.axes))
         value = _gate(gate, shape, g)
         # A gate over K is a key: of unit length, as keys are, or its erasures diverge.
         gates[gate.name] = unit(value, dim=-1) if gate.axes == ("K",) else value

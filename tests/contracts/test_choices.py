@@ -20,6 +20,7 @@ from torch import Tensor
 import recollect as rc
 from recollect.choices.features import Kernel
 from recollect.choices.member import Member, decode, domain, registered
+from recollect.choices.memory import activation
 from recollect.recipe import CHOICES
 from recollect.rewrites import REWRITES
 
@@ -161,7 +162,8 @@ def _numbers(made: Member, count: int, V: int, seed: int) -> dict[str, Tensor]:
     }
     for item in (*made.gates(), *made.params()):
         u = torch.rand(count, V if item.axes else 1, generator=g, dtype=torch.float64)
-        found[item.name] = 0.1 + (item.range.low or 0.0) + u
+        log = item.name in made.logs()
+        found[f"log_{item.name}" if log else item.name] = 0.1 + (item.range.low or 0.0) + u
     return found
 
 
@@ -379,6 +381,75 @@ def test_lq_survives_float32_powers(size: float) -> None:
     assert float(ball.double().norm()) == pytest.approx(
         min(1.0, float(A.double().norm())), rel=1e-5
     )
+
+
+# -- memories and algorithms say what they are ---------------------------------------------------
+
+
+def _small(recipe: rc.Recipe, seed: int) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
+    """Weights ``[1, 1, ...]``, inputs ``[1, 1, 5, 4]`` and params of a memory with K = V = 4."""
+    g = torch.Generator().manual_seed(seed)
+    weights = [normal(1, 1, *shape, seed=seed + i) for i, shape in enumerate(recipe.shapes(4, 4))]
+    axes = recipe.axes(4, 4)
+    params = {
+        p.name: generate._param(p, (1, *(axes[a] for a in p.axes)), g) for p in recipe.params()
+    }
+    return weights, normal(1, 1, 5, 4, seed=seed + 9), params
+
+
+@pytest.mark.parametrize("memory", of("memory"))
+def test_declared_shapes_of_memories_are_true(memory: rc.memory.Memory) -> None:
+    """``linear`` is W x and nothing else; a ``chain`` is its maps, its activation, a residual."""
+    if memory.degree is not None:
+        return
+    if memory.has_field("read"):  # how it is read is not what it is
+        memory = dataclasses.replace(memory, read=rc.memory.Read())  # type: ignore[call-arg]
+    recipe = rc.Recipe(memory=memory)
+    weights, x, params = _small(recipe, 3)
+    found = memory.function(4, 4)(weights, x, x, params)
+    if memory.linear:
+        W = weights[0]
+        expected = W.unsqueeze(-2) * x if memory.diagonal else x @ W.mT
+        torch.testing.assert_close(found, expected, atol=EXACT, rtol=EXACT)
+    if isinstance(memory, rc.memory.Stack):
+        assert memory.biases == any(m.bias for m in memory.maps(4, 4))
+        if memory.chain is not None:
+            h = x @ weights[0].mT
+            for W in weights[1:]:
+                h = activation(memory.chain)(h) @ W.mT
+            expected = x + h if memory.residual else h
+            torch.testing.assert_close(found, expected, atol=EXACT, rtol=EXACT)
+    moved = memory.function(4, 4)(weights, x, x + 1.0, params)
+    if isinstance(memory, rc.memory.Stack):
+        shift = torch.full_like(found, float(memory.residual))
+        torch.testing.assert_close(moved - found, shift, atol=EXACT, rtol=EXACT)
+
+
+@pytest.mark.parametrize("algorithm", of("algorithm"))
+def test_declared_recursions_of_algorithms_are_true(
+    algorithm: rc.algorithm.Algorithm,
+) -> None:
+    """`momentum_of` is the linear recursion that `update` takes."""
+    of, g, write = algorithm.momentum_of, normal(1, 1, 3, 4, seed=1), normal(1, 1, 3, 4, seed=2)
+    if of is None or algorithm.condenses or algorithm.solves:
+        return
+    assert algorithm.linear
+    old = {name: normal(1, 1, 3, 4, seed=3) for name in algorithm.slots}
+    lr, theta = torch.full((1, 1, 1, 1), 0.7).double(), torch.full((1, 1, 1, 1), 0.6).double()
+    new, step = algorithm.update(
+        old,
+        rc.algorithm.Step(
+            gradient=g, write=write, lr=lr, momentum=theta, count=torch.ones_like(lr)
+        ),
+    )
+    if of == "none":
+        assert new == {}
+        torch.testing.assert_close(step, -lr * g, atol=EXACT, rtol=EXACT)
+        return
+    S = theta * old["momentum"] - lr * (g if of == "gradient" else write)
+    torch.testing.assert_close(new["momentum"], S, atol=EXACT, rtol=EXACT)
+    expected = S if of == "gradient" else S - lr * (g - write)
+    torch.testing.assert_close(step, expected, atol=EXACT, rtol=EXACT)
 
 
 # -- features ----------------------------------------------------------------------------------

@@ -133,8 +133,9 @@ def _check_read(recipe: rc.Recipe, x: generate.Inputs, y: torch.Tensor, state: r
     read, retention = recipe.memory.read, recipe.retention
     delayed = recipe.at_border or recipe.algorithm.every == "batch"
     # A ridge is refreshed after the last token of its span has read.
-    if getattr(recipe.algorithm, "form", "") == "refreshed":
-        delayed |= x.T % getattr(recipe.algorithm, "every", 1) == 0
+    inverse = recipe.algorithm.inverse
+    if inverse is not None and inverse.ridge == "refreshed":
+        delayed |= x.T % inverse.every == 0
     if read.when == "before" or read.bonus != 0.0 or delayed:
         return  # what the last token read is not what stands after it
     names = {gate.name for gate in retention.gates() if "decay" not in gate.name}
@@ -262,8 +263,8 @@ def test_every_member_is_drawn() -> None:
             part = waiting.pop()
             seen.add(type(part).__name__)
             waiting.extend(part.parts())
-    library = {n for n, c in all_members().items() if c.__module__.startswith("recollect.")}
-    assert library - seen == set()
+    drawn = {name for name, cls in all_members().items() if generate.drawn(cls)}
+    assert drawn - seen == set()
 
 
 def test_draws_are_reproducible() -> None:

@@ -83,7 +83,7 @@ def _gates(recipe: Recipe, shape: Shape, *, grad: bool) -> dict[str, Tensor]:
     sizes, n = recipe.axes(shape.K, shape.V), recipe.associations
     found: dict[str, Tensor] = {}
     for gate in recipe.gates():
-        several = n > 1 and (gate.travels or gate.name in ("lr", "log_lr"))
+        several = recipe.per_association(gate)
         axes = [*([n] if several else []), *(sizes[axis] for axis in gate.axes)]
         u = torch.rand(shape.B, shape.T, shape.H, *axes, generator=generator)
         if gate.name.startswith("log_decay"):

@@ -6,9 +6,9 @@ added to the decayed memory, and keeps what it needs (momentum, moments) in name
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ __all__ = [
     "Analytic",
     "GradientDescent",
     "Implicit",
+    "Inverse",
     "LeastSquares",
     "Momentum",
     "Muon",
@@ -66,8 +67,48 @@ class Step:
     count: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class Inverse:
+    """What stands for (G_t + ρ_t I)⁻¹ in W_t = W_0 + E_t (G_t + ρ_t I)⁻¹, with λ the ridge.
+
+    Attributes:
+        kind: ``"exact"``; ``"identity"`` I; ``"diagonal"`` (diag(G) + λ)^(−p); ``"spectral"``
+            (G + λI)^(−p); ``"conjugate_gradient"``: so many steps from 0 on each query.
+        ridge: what ρ_t of an exact inverse does: ``"constant"``, ``"decaying"``, ``"refreshed"``.
+        every: tokens of a span of a refreshed ridge. power: p. steps: of conjugate gradients.
+    """
+
+    kind: str = "exact"
+    ridge: str = "constant"
+    every: int = 1
+    power: float = 1.0
+    steps: int = 1
+
+    @property
+    def recurs(self) -> bool:
+        """Whether the inverse itself has a recursion over tokens."""
+        return self.kind == "exact" and self.ridge != "constant"
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The statistics: the initial memory, what is needed of G, the inverse and ρ/λ."""
+        gram = () if self.kind == "identity" else ("gram",)
+        return (*gram, "origin", *(("inverse", "kept") if self.recurs else ()))
+
+    def slot_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of one of `slots` beside weights ``[out, in]``."""
+        out, inp = shape
+        if name in ("origin", "kept"):
+            return (out, inp) if name == "origin" else ()
+        return (inp,) if self.kind == "diagonal" else (inp, inp)
+
+
 class Algorithm(Member):
     """How the memory moves.
+
+    Its numbers have fixed names, whatever their fields are called: the rate η is ``"lr"`` (per
+    head, or ``axes=("V",)`` per value channel; 1 where none is declared), θ of `Step.momentum` is
+    ``"momentum"``, λ of a solver ``"ridge"``. What no engine would read is refused.
 
     Attributes:
         batch: b, tokens whose gradients are taken at the same W°.
@@ -76,9 +117,12 @@ class Algorithm(Member):
         linear: whether the step is linear in the gradients.
         solves: whether it reaches the minimum in closed form.
         full_batch: whether it can use all of the past at once.
-        condenses: whether statistics of fixed size (its slots) stand for all of the past.
+        inverse: how statistics of fixed size (its slots) stand for all of the past, if they do.
         splits: whether it needs the error's affine parts apart.
         every: ``"batch"`` when the memory moves only at the inner batch's border.
+        reduce: ``"mean"``: steps are averaged over the open inner batch.
+        ridge: λ of ½λ‖W‖² where it is a constant of the problem, else 0.
+        newton_steps: Newton–Schulz iterations of one step.
     """
 
     choice = "algorithm"
@@ -86,15 +130,36 @@ class Algorithm(Member):
     batch: int = 1
     steps: int = 1
     slots: tuple[str, ...] = ()
-    linear: bool = True
     solves: bool = False
     full_batch: bool = False
-    condenses: bool = False
+    inverse: Inverse | None = None
     splits: bool = False
     every: str = "token"
     reduce: str = "sum"
     curvature: bool = False
     """Whether it uses, or approximates, more than the first order of several associations."""
+    ridge: float | str = 0.0
+    newton_steps: int = 0
+
+    @property
+    def linear(self) -> bool:
+        """Whether the step is linear in the gradients; unless said, where `momentum_of` is."""
+        return self.momentum_of is not None
+
+    @property
+    def condenses(self) -> bool:
+        """Whether statistics of fixed size (its slots) stand for all of the past."""
+        return self.inverse is not None
+
+    @property
+    def per_value(self) -> bool:
+        """Whether η differs between value channels."""
+        return self._rate_axes == ("V",)
+
+    @property
+    def _rate_axes(self) -> tuple[str, ...]:
+        numbers = self.numbers
+        return numbers.get("lr", numbers.get("log_lr", ()))
 
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
         """η_t given κ(k, k) and the error's slope a; only key-dependent rates override this."""
@@ -132,7 +197,15 @@ class Algorithm(Member):
 
     def slot_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of one slot beside weights of that shape."""
-        return shape
+        return shape if self.inverse is None else self.inverse.slot_shape(name, shape)
+
+    def rate_text(self, x: str, slope: float) -> str:
+        """η_t as text, a function of the lifted key ``x`` and the error's slope, where `keyed`."""
+        return f"{type(self).__name__.lower()}({x})"
+
+    def wide(self, recipe: Recipe) -> tuple[str, ...]:
+        """Slots that are float64 whatever the inputs are, because what follows needs the digits."""
+        return ()
 
     def penalty(self, recipe: Recipe) -> str:
         """What it adds to the objective, as text; nothing for most."""
@@ -145,14 +218,14 @@ class Algorithm(Member):
     @property
     def eta(self) -> str | None:
         """Field of the rate η, when it has one."""
-        return "lr" if any(field.name == "lr" for field in self._fields()) else None
+        return self.field_of("lr")
 
     def pace(self, at: str = "t") -> float | str:
         """η as a factor of an equation: a number, a letter, or a diagonal for rates per channel."""
         if self.eta is None:
             return 1.0
         eta = self.symbol(self.eta, at)
-        if isinstance(eta, str) and getattr(self, "per", "head") == "value":
+        if isinstance(eta, str) and self.per_value:
             return f"Diag({eta})"
         return eta
 
@@ -166,18 +239,128 @@ class Algorithm(Member):
         own = f"{type(self).__name__.lower()}(g_{at})"
         return (f"g_{at} = {written(gradient.compact)}",), (Term((own,)),)
 
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        yield from self._undeclared(recipe)
+        yield from self._unread()
+        if self._rate_axes and not recipe.memory.channelled:
+            yield (
+                f"{self.title} has a rate per value channel, which are those of a linear map, and "
+                f"{recipe.memory.title} does not have them: use one rate per head"
+            )
+        if self.reduce == "mean" and (recipe.retention.decay or recipe.retention.linked):
+            yield (
+                f"{self.title}(reduce='mean') averages steps from W°, which "
+                f"{recipe.retention.title} would forget: use retention.Keep() or reduce='sum'"
+            )
+        if self.steps > 1 and recipe.context.horizon not in (1, None):
+            yield (
+                f"{self.title}(steps={self.steps}) takes several associations per token, which "
+                f"{recipe.context.title} cannot count: use context.Online()"
+            )
+        if self.steps > 1 and self.batch > 1:
+            yield (
+                f"{self.title}(batch={self.batch}, steps={self.steps}): the sub-steps of a token "
+                "are sequential, so they need batch=1"
+            )
+        if self.keyed:
+            yield from self._key_rules(recipe)
 
-_PER = {"head": (), "value": ("V",)}
+    def _undeclared(self, recipe: Recipe) -> Iterator[str]:
+        """What engines would have to assume of an algorithm that does not say it."""
+        me, of, slots = self.title, self.momentum_of, self.slots
+        own = type(self).update is not Algorithm.update
+        if self.solves and not (self.condenses or recipe.nonparametric or recipe.from_gram):
+            yield (
+                f"{me} says that it solves, and not from which statistics: state its inverse, as "
+                "algorithm.LeastSquares does, or descend"
+            )
+        if self.inverse is not None and (
+            slots != self.inverse.slots or self.numbers.get("ridge") not in ((), ("in",))
+        ):
+            yield (
+                f"{me} states an inverse, which needs slots={self.inverse.slots} and the number "
+                "'ridge', per head or with axes=('in',)"
+            )
+        if of in ("gradient", "value") and (
+            slots != ("momentum",) or "momentum" not in self.numbers
+        ):
+            yield (
+                f"{me} says momentum_of={of!r}, whose state is slots=('momentum',) and whose rate "
+                "is the number 'momentum': declare both, or leave momentum_of out"
+            )
+        if self.accumulates is not None and slots != ("momentum",):
+            yield f"{me} says accumulates={self.accumulates!r}, which needs slots=('momentum',)"
+        if slots and not own and not self.condenses:
+            yield f"{me} keeps {', '.join(slots)} and never moves it: override update"
+        if self.every == "batch" and self.accumulates is None:
+            yield (
+                f"{me} moves once per inner batch, and not by what it accumulates: state "
+                "accumulates and settle"
+            )
+        if self.reduce == "mean" and (own or "offset" not in self.numbers):
+            yield (
+                f"{me}(reduce='mean') averages plain steps −η g, with the number 'offset': leave "
+                "update as it is and declare offset, or use reduce='sum'"
+            )
+        plain = of == "none" or self.condenses or self.solves
+        if recipe.context.horizon is None and self.full_batch and not plain:
+            yield (
+                f"{me} says full_batch, and a full pass takes plain steps −η g, not those of its "
+                "own update: leave update as it is, or use context.Online()"
+            )
+
+    def _unread(self) -> Iterator[str]:
+        """Numbers that nobody would read, or not in that shape."""
+        me, numbers = self.title, self.numbers
+        read = {"lr", "log_lr", "offset", "ridge"}
+        if type(self).update is not Algorithm.update:
+            read |= {"momentum"}
+        for name in sorted(numbers.keys() - read):
+            yield (
+                f"{me} declares the number {name!r}, which no step is handed: declare a constant "
+                "as a plain field, or name the quantity 'lr' or 'momentum'"
+            )
+        per_value = () if self.keyed else ("V",)
+        if self._rate_axes not in ((), per_value):
+            yield (
+                f"{me} has a rate with axes {self._rate_axes}: a rate is one per head, or, where "
+                "it does not depend on the key, per value channel with axes=('V',)"
+            )
+        if numbers.get("momentum"):
+            yield f"{me} has a momentum with axes {numbers['momentum']}: it is one per head"
+
+    def _key_rules(self, recipe: Recipe) -> Iterator[str]:
+        """A rate that depends on κ(k, k) solves for one association."""
+        affine = recipe.bias.affine
+        if affine is None or affine[0] <= 0:
+            yield (
+                f"{self.title} takes the size of its step from an error that grows with the "
+                f"prediction, and {recipe.bias.title} has no such slope: use bias.L2()"
+            )
+        if not recipe.memory.linear or recipe.memory.diagonal:
+            yield f"{self.title} needs memory.Matrix, not {recipe.memory.title}"
+        if recipe.context.horizon != 1 or recipe.context.gates():
+            yield f"{self.title} solves for one association: use context.Online()"
 
 
-def _rate(default: float | str = "token", init: float = 0.5, letter: str = "η") -> float | str:
+def _per(algorithm: GradientDescent | Momentum) -> tuple[str, ...]:
+    return ("V",) if algorithm.per == "value" else ()
+
+
+def _rate(
+    default: float | str = "token",
+    init: float = 0.5,
+    letter: str = "η",
+    axes: Callable[[Any], tuple[str, ...]] = lambda _: (),
+) -> float | str:
     """The field every descending algorithm shares: η ≥ 0."""
     return quantity(
         default,
         name="lr",
         at_least=0,
         init=init,
-        axes=lambda a: _PER[getattr(a, "per", "head")],
+        axes=axes,
         kinds=("token", "static", "log_token"),
         letter=letter,
     )
@@ -188,11 +371,6 @@ class _Descent(Algorithm):
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        if getattr(self, "per", "head") == "value" and not recipe.memory.channelled:
-            yield (
-                f"{self.title}(per='value') needs value channels of a linear map, which "
-                f"{recipe.memory.title} does not have: use per='head'"
-            )
         if self.splits and (recipe.bias.affine is None or not recipe.memory.linear):
             yield (
                 f"{self.title}(of='value') keeps momentum on the write only, which needs an error "
@@ -220,7 +398,7 @@ class GradientDescent(_Descent):
 
     batch: int = integer(1, at_least=1, size=True)
     steps: int = integer(1, at_least=1)
-    lr: float | str = _rate()
+    lr: float | str = _rate(axes=_per)
     per: str = option("head", "value")
     reduce: str = option("sum", "mean")
     offset: float | str = quantity(0.0, axes=("b",), kinds=("static",), init=0.0, letter="o")
@@ -240,20 +418,10 @@ class GradientDescent(_Descent):
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
-        if self.reduce == "mean" and (recipe.retention.decay or recipe.retention.linked):
-            yield (
-                f"algorithm.GradientDescent(reduce='mean') averages steps from W°, which "
-                f"{recipe.retention.title} would forget: use retention.Keep() or reduce='sum'"
-            )
         if recipe.context.horizon is None and (self.batch > 1 or self.reduce == "mean"):
             yield (
                 "algorithm.GradientDescent under context.Prefix is a full pass from the origin at "
                 "every token: use batch=1 and reduce='sum'"
-            )
-        if self.steps > 1 and recipe.context.horizon not in (1, None):
-            yield (
-                f"algorithm.GradientDescent(steps={self.steps}) takes several associations per "
-                f"token, which {recipe.context.title} cannot count: use context.Online()"
             )
 
 
@@ -268,7 +436,7 @@ class Momentum(_Descent):
     """
 
     batch: int = integer(1, at_least=1, size=True)
-    lr: float | str = _rate()
+    lr: float | str = _rate(axes=_per)
     momentum: float | str = quantity("token", at_least=0, below=1, init=0.9, letter="θ")
     of: str = option("gradient", "value")
     per: str = option("head", "value")
@@ -340,7 +508,7 @@ class Muon(_Descent):
     batch: int = integer(1, at_least=1, size=True)
     lr: float | str = _rate(init=0.05)
     momentum: float | str = quantity("token", at_least=0, below=1, init=0.9, letter="θ")
-    newton_steps: int = integer(5)
+    newton_steps: int = integer(5)  # type: ignore[assignment]
     scale: str = option("outer", "inner")
     every: str = option("token", "batch")
 
@@ -401,23 +569,6 @@ class _Keyed(_Descent):
     def pace(self, at: str = "t") -> float | str:
         return f"η_{at}"
 
-    def size(self, x: str, slope: float) -> str:
-        """η_t as a function of the lifted key ``x`` and the error's slope."""
-        raise NotImplementedError
-
-    def requires(self, recipe: Recipe) -> Iterator[str]:
-        yield from super().requires(recipe)
-        affine = recipe.bias.affine
-        if affine is None or affine[0] <= 0:
-            yield (
-                f"{self.title} takes the size of its step from an error that grows with the "
-                f"prediction, and {recipe.bias.title} has no such slope: use bias.L2()"
-            )
-        if not recipe.memory.linear or recipe.memory.diagonal:
-            yield f"{self.title} needs memory.Matrix, not {recipe.memory.title}"
-        if recipe.context.horizon != 1 or recipe.context.gates():
-            yield f"{self.title} solves for one association: use context.Online()"
-
 
 @member
 class Implicit(_Keyed):
@@ -434,7 +585,7 @@ class Implicit(_Keyed):
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
         return lr / (1 + lr * slope * kappa)
 
-    def size(self, x: str, slope: float) -> str:
+    def rate_text(self, x: str, slope: float) -> str:
         delta = self.symbol("lr")
         return f"{figure(delta)}/({written((Term(()), Term((f'‖{x}‖²',)).times(delta, slope)))})"
 
@@ -455,7 +606,7 @@ class Normalized(_Keyed):
         zero = kappa == 0
         return torch.where(zero, 0.0, lr / torch.where(zero, 1.0, slope * kappa))
 
-    def size(self, x: str, slope: float) -> str:
+    def rate_text(self, x: str, slope: float) -> str:
         mu = self.symbol("lr")
         below = Term((f"‖{x}‖²",)).times(slope)
         return f"{figure(mu)}/{below if slope == 1 else grouped(str(below))}"
@@ -472,7 +623,7 @@ class Analytic(Algorithm):
             λ > 0 of a kernel regression, ½λ‖W‖².
     """
 
-    ridge: float = number(0.0, at_least=0)
+    ridge: float = number(0.0, at_least=0)  # type: ignore[assignment]
 
     solves = True
     full_batch = True
@@ -502,8 +653,6 @@ class Analytic(Algorithm):
 
 class _Elementwise(_Descent):
     """Optimizers of `torch.optim` that act entry by entry."""
-
-    linear = False
 
 
 @member

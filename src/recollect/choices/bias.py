@@ -40,6 +40,8 @@ Values = Mapping[str, Tensor]
 class Probe(Member):
     """Erase and write apart: A ← αA − (A w) bᵀ + η v kᵀ, with w a key of its own.
 
+    Its gates belong to the association: with several per token, each erases by its own.
+
     Args:
         at: ``"key"``: w = φ(k). ``"token"``: w comes from the gate ``"probe" [B, T, H, K]``.
         write: where the erasure is written: b = rate · φ(k) (``"key"``), or rate ⊙ φ(w)
@@ -65,6 +67,7 @@ class Probe(Member):
         letter="a",
         at_least=0,
         init=0.5,
+        travels=True,
         axes=lambda p: ("F",) * (p.per == "key"),
     )
     per: str = option("head", "key")
@@ -81,7 +84,7 @@ class Probe(Member):
 
     def gates(self) -> tuple[Gate, ...]:
         axes = ("J", "K") if self.heads > 1 else ("K",)
-        own = Gate(name="probe", owner=self.title, axes=axes)
+        own = Gate(name="probe", owner=self.title, axes=axes, travels=True)
         return (*((own,) if self.at == "token" else ()), *super().gates())
 
     def params(self) -> tuple[Param, ...]:
@@ -139,7 +142,7 @@ class Probe(Member):
                 f"bias.Probe(kernel={kernel.brief}) must be a kernel such as "
                 "features.Exponential(), not a finite map"
             )
-        elif self.normalize == "sum" and not getattr(kernel, "positive", False):
+        elif self.normalize == "sum" and not kernel.positive:
             yield (
                 "bias.Probe(normalize='sum') divides by likenesses that must be positive, and "
                 f"those of {kernel.title} are not: use normalize='none' or 'rms'"
@@ -194,6 +197,22 @@ class Bias(Member):
     def validate(self) -> None:
         if type(self).loss is Bias.loss and type(self).error is Bias.error:
             raise RecipeError(f"{self.title} must override loss or error")
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        inside = {name for part in self.parts() for name in part.numbers}
+        for name, axes in self.numbers.items():
+            if name not in inside and axes not in ((), ("V",)):
+                yield (
+                    f"{self.title} declares the number {name!r} with axes {axes}: a loss is handed "
+                    "one per association, or per value channel with axes=('V',)"
+                )
+        own = {param.name for param in self.params()} - self.static_quantities()
+        for name in sorted(own - {p.name for part in self.parts() for p in part.params()}):
+            yield (
+                f"{self.title} asks for the param {name!r}, and a loss is handed quantities only: "
+                "declare it with rc.quantity"
+            )
 
     @property
     def name(self) -> str:

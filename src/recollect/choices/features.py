@@ -48,10 +48,31 @@ __all__ = [
 class Features(Member):
     """What keys and queries become: φ with φ(q)·φ(k) = κ(q, k).
 
-    Override `phi` (and `dim` when the width changes) for a finite map, or extend `Kernel`.
+    Override `phi` (and `dim` when the width changes) for a finite map, or extend `Kernel`. Its
+    numbers are learned tensors: params, or quantities given as ``"static"``.
+
+    Attributes:
+        definite: whether every Gram matrix κ(K, K) is known to be positive semidefinite.
+        decimals: digits to which κ is rounded, if it is.
     """
 
     choice = "features"
+
+    definite: bool = False
+    decimals: int | None = None
+
+    @property
+    def positive(self) -> bool:
+        """Whether κ > 0 and its logarithm is stated."""
+        return False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._handed_params("phi")
+
+    def similarity(self, k: str, q: str) -> str:
+        """How κ(q, k) is written in an equation."""
+        return f"{self.lift(q)}·{self.lift(k)}"
 
     @property
     def finite(self) -> bool:
@@ -105,10 +126,8 @@ class Kernel(Features):
 
     Attributes:
         smooth: whether its gradient is its slope; otherwise it stands in for one (`Round`).
-        definite: whether every Gram matrix κ(K, K) is positive semidefinite, so that φ exists.
     """
 
-    definite: bool = False
     smooth: bool = True
 
     @property

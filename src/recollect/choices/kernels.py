@@ -166,7 +166,7 @@ class Round(Kernel):
         decimals: digits after the point that stay.
     """
 
-    decimals: int = integer(0)
+    decimals: int = integer(0)  # type: ignore[assignment]
 
     smooth = False
 

@@ -111,12 +111,35 @@ class Member:
         for part in self.parts():
             yield from part.requires(recipe)
 
+    def _handed_params(self, what: str) -> None:
+        """Refuse numbers that code which is handed learned tensors alone would miss."""
+        own: set[str] = set()
+        for name, _, value in self._quantities():
+            own |= {name, f"log_{name}"}
+            if value != "static":
+                raise RecipeError(
+                    f"{self.title} gives the number {name!r} as {value!r}, and {what} is handed "
+                    "params only: give it as 'static', or declare a constant as a plain field"
+                )
+        inside = {gate.name for part in self.parts() for gate in part.gates()}
+        for gate in self.gates():
+            if gate.name not in inside | own:
+                raise RecipeError(
+                    f"{self.title} asks for the gate {gate.name!r}, and {what} is handed params "
+                    "only: ask for a param"
+                )
+
     @classmethod
     @functools.cache
     def _fields(cls) -> tuple[dataclasses.Field[Any], ...]:
         if not dataclasses.is_dataclass(cls):
             raise RecipeError(f"{cls.__name__} is not a member yet: decorate it with @rc.member")
         return dataclasses.fields(cls)
+
+    @classmethod
+    def has_field(cls, name: str) -> bool:
+        """Whether it is made with a field of that name, so that it can be made with another."""
+        return any(field.name == name for field in cls._fields())
 
     def parts(self) -> Iterator[Member]:
         """Members held in this member's fields."""
@@ -173,6 +196,32 @@ class Member:
         for part in self.parts():
             own.update(part.constants())
         return own
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, tuple[str, ...]]:
+        """Axes after the head of every number, by the name engines know it by (decays as logs).
+
+        Gates with their axes, params that are quantities with theirs, constants with none. What a
+        member declares stands here, whatever its field is called; what it does not is not here.
+        """
+        logs, statics = self.logs(), self.static_quantities()
+        found: dict[str, tuple[str, ...]] = dict.fromkeys(self.constants(), ())
+        for param in self.params():
+            if param.name in statics:
+                found[f"log_{param.name}" if param.name in logs else param.name] = param.axes
+        return found | {gate.name: gate.axes for gate in self.gates()}
+
+    def varies(self, name: str, neutral: float) -> bool:
+        """Whether it declares that number, and as anything but the constant ``neutral``."""
+        return name in self.numbers and self.constants().get(name) != neutral
+
+    def field_of(self, name: str) -> str | None:
+        """The field of its own quantity of that name (``"decay"``, ``"lr"``), if it has one."""
+        for field in self._fields():
+            spec = field.metadata.get(RULE)
+            if isinstance(spec, Quantity) and (spec.name or field.name) == name:
+                return field.name
+        return None
 
     def static_quantities(self) -> frozenset[str]:
         """Names of the params that are numbers given as ``"static"``, one per head."""
@@ -280,6 +329,12 @@ def member(cls: M) -> M:
             "rc.features.Features, rc.context.Context, rc.retention.Retention or "
             "rc.algorithm.Algorithm"
         )
+    for base in cls.__mro__[1:]:
+        if _REGISTRY.get(base.__name__) is base:
+            raise RecipeError(
+                f"{cls.__name__} extends the member {base.__name__}, whose declarations speak of "
+                f"its own code and not of yours: extend what {base.__name__} extends instead"
+            )
     # A field may be stated without an annotation: `scale = rc.quantity("token")`.
     annotations = inspect.get_annotations(cls)
     for name, value in list(cls.__dict__.items()):

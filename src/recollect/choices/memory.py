@@ -6,8 +6,9 @@ A finite memory answers its weights' shapes and a `forward`. Memories made of li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,10 @@ from recollect.choices.member import (
     slot,
     text,
 )
+from recollect.choices.norms import NORM_EPS, layer_norm
+
+if TYPE_CHECKING:
+    from recollect.recipe import Recipe
 
 __all__ = [
     "MLP",
@@ -52,7 +57,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "identity": lambda x: x,
 }
-NORM_EPS = 1e-6
 
 
 @member
@@ -62,6 +66,8 @@ class Read(Member):
     Over finite features this is for memories that are linear in their weights. Over kernels,
     ``normalize="sum"`` divides what every map reads from the features by Σ_i κ(z_i, x) over the
     keys it holds: a softmax, in which each weighs 1 (decayed like the memory), whatever its rate.
+    What is written is not divided: such a map moves by δ φ(k)ᵀ, δ the gradient of what it gives,
+    as in attention. `docs/design/kernel-delta.md` says why that is not δ φ(k)ᵀ / Σ_i κ(z_i, k).
 
     Args:
         normalize: ``"none"``: y = W φ(q). ``"sum"``: divided by n·φ(q), n the dot-product memory of
@@ -87,11 +93,15 @@ class Read(Member):
 class Memory(Member):
     """The function M(W; x) that stores associations in its weights W.
 
+    Its numbers are learned tensors: params, or quantities given as ``"static"``.
+
     Attributes:
-        linear: whether M is linear in its weights.
+        linear: whether M(W; x) = W x with one matrix W ``[V, F]`` (w ⊙ x where ``diagonal``), and
+            nothing else.
         degree: degree of a local polynomial; ``None`` for a memory with weights.
         channelled: whether decays and rates per channel have a meaning.
         diagonal: whether there is one weight per channel instead of a matrix.
+        residual: whether the raw key or query is added to the prediction, which needs K = V.
     """
 
     choice = "memory"
@@ -100,7 +110,20 @@ class Memory(Member):
     degree: int | None = None
     channelled: bool = False
     diagonal: bool = False
+    residual: bool = False
     read: Read = Read()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._handed_params("forward")
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        if self.linear and self.shapes(2, 2) != (((2,),) if self.diagonal else ((2, 2),)):
+            yield (
+                f"{self.title} says linear, which is M(W; x) = W x with one matrix [V, F], and its "
+                "weights are of other shapes: leave linear out"
+            )
 
     def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of the weights (without ``[B, H]``) for F input features and V outputs."""
@@ -167,10 +190,14 @@ class Stack(Memory):
     def chain(self) -> str | None:
         """The activation between maps that follow one another, with nothing else around them.
 
-        Only a residual, stated in a field ``residual``, may be added. ``None`` for any other
-        program.
+        Only a residual, which ``residual`` states, may be added. ``None`` for any other program.
         """
         return None
+
+    @property
+    def biases(self) -> bool:
+        """Whether a map has a column for a constant 1."""
+        return any(one.bias for one in self.maps(1, 1))
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
         """The linear maps in order of application."""
@@ -262,8 +289,7 @@ def _normed(h: Tensor, norm: str | None, params: Mapping[str, Tensor]) -> Tensor
         return h
     weight = params["norm_weight"].to(h.dtype)[:, None, :]  # [H, 1, V]
     if norm == "layer":
-        h = functional.layer_norm(h, h.shape[-1:], eps=NORM_EPS)
-        return h * weight + params["norm_bias"].to(h.dtype)[:, None, :]
+        return layer_norm(h) * weight + params["norm_bias"].to(h.dtype)[:, None, :]
     return h * (h.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt() * weight
 
 
@@ -273,7 +299,6 @@ class _Perceptron(Stack):
     ``norm_weight`` and ``norm_bias`` are params (learned by the outer loop), not memory.
     """
 
-    residual: bool
     norm: str | None
 
     def params(self) -> tuple[Param, ...]:
@@ -286,8 +311,6 @@ class _Perceptron(Stack):
     def _finish(self, h: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         h = _normed(h, self.norm, params)
         return raw + h if self.residual else h
-
-    biases: bool
 
     def _wrap(self, network: str, raw: str) -> str:
         norm = {None: "{}", "layer": "LN({})", "rms": "RMS({})"}[self.norm].format(network)
@@ -317,9 +340,9 @@ class MLP(_Perceptron):
     depth: int = integer(2, at_least=1)
     expansion: int = integer(4, at_least=1, size=True)
     activation: str = option("gelu", *_ACTIVATIONS)
-    residual: bool = flag(True)
+    residual: bool = flag(True)  # type: ignore[assignment]
     norm: str | None = option(None, "layer", "rms", optional=True)
-    biases: bool = flag(False)
+    biases: bool = flag(False)  # type: ignore[assignment]
     read: Read = slot(Read(), "read")
 
     @property
@@ -362,9 +385,9 @@ class GatedMLP(_Perceptron):
 
     expansion: int = integer(4, at_least=1, size=True)
     activation: str = option("silu", *_ACTIVATIONS)
-    residual: bool = flag(True)
+    residual: bool = flag(True)  # type: ignore[assignment]
     norm: str | None = option(None, "layer", "rms", optional=True)
-    biases: bool = flag(False)
+    biases: bool = flag(False)  # type: ignore[assignment]
     read: Read = slot(Read(), "read")
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:

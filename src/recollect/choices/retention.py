@@ -27,6 +27,7 @@ from recollect.choices.member import (
     quantity,
     slot,
 )
+from recollect.choices.multiplier import multiplier, weighed
 from recollect.choices.terms import Term, Terms, figure, power, written
 
 if TYPE_CHECKING:
@@ -61,6 +62,15 @@ class Retention(Member):
     decay: Decay | None = None
     every: str = "token"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A slot admits any retention, whatever its annotation says.
+        held: Retention | None = self.decay
+        if held is not None and type(held) is not Decay:
+            raise RecipeError(
+                f"{self.title}(decay=...) must be retention.Decay(...), not {held.title}"
+            )
+
     def link(self, A: Tensor, gates: Values) -> Tensor:
         """W = link(A) of one map, ``[..., out, in]``; gates come as ``[..., 1, 1]``."""
         return A
@@ -86,6 +96,22 @@ class Retention(Member):
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
+        own = dict(self.numbers)
+        for name in self.decay.numbers if self.decay is not None else ():
+            own.pop(name, None)
+        acts = self.linked or not self.additive
+        for name, axes in own.items():
+            if name == "log_decay":
+                yield (
+                    f"{self.title} declares the number 'decay', which acts as a retention.Decay() "
+                    "that it holds in a field decay"
+                )
+            elif axes or not acts:
+                yield (
+                    f"{self.title} declares the number {name!r} with axes {axes}, and a link is "
+                    "handed numbers per head, where link or advance is overridden: drop the axes, "
+                    "or override one of them"
+                )
         if not self.additive and recipe.algorithm.batch != 1:
             yield (
                 f"{self.title} rebuilds A from W at every token, so it is sequential: set "
@@ -294,13 +320,6 @@ def _power(x: Tensor, exponent: float) -> Tensor:
 class _Linked(Retention):
     """What the members with a mirror map share: a decay and ``every``."""
 
-    def validate(self) -> None:
-        # The slot admits any retention, whatever its annotation says.
-        if self.decay is not None and type(self.decay) is not Decay:
-            raise RecipeError(
-                f"{self.title}(decay=...) must be retention.Decay(...), not {self.decay.title}"
-            )
-
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
         if recipe.memory.read != type(recipe.memory.read)():
@@ -312,12 +331,15 @@ class _Linked(Retention):
 
 
 def _constant_along(axis: str, decay: Decay | None, owner: str) -> Iterator[str]:
-    clash = {"in": ("key", "key_value", "entry"), "out": ("value", "key_value", "entry")}[axis]
-    if decay is not None and decay.per in clash:
+    alike = {"in": ("head", "value"), "out": ("head", "key"), "all": ("head",)}[axis]
+    if decay is not None and decay.per not in alike:
         yield (
             f"{owner}(axis={axis!r}) normalises along that axis, so α must be constant along it, "
             f"and Decay(per={decay.per!r}) is not: use per='head'"
         )
+
+
+_DIMS = {"in": (-1,), "out": (-2,), "all": (-2, -1)}
 
 
 @member
@@ -395,15 +417,18 @@ class Simplex(_Linked):
 
     Args:
         scale: c, the sum along ``axis``.
-        axis: ``"in"``: every row sums to c; ``"out"``: every column.
+        axis: ``"in"``: every row sums to c; ``"out"``: every column; ``"all"``: the whole matrix
+            of each map, Σ_jl W_jl = c (MIRAS 19–20).
     """
 
     scale: float = number(1.0, above=0)
-    axis: str = option("in", "out")
+    axis: str = option("in", "out", "all")
     decay: Decay | None = slot(None, "retention", optional=True)
     every: str = option("token", "batch")
 
     def link(self, A: Tensor, gates: Values) -> Tensor:
+        if self.axis == "all":
+            return self.scale * A.flatten(-2).softmax(-1).view_as(A)
         return self.scale * A.softmax(-1 if self.axis == "in" else -2)
 
     @property
@@ -418,7 +443,8 @@ class Simplex(_Linked):
         return f"{'' if self.scale == 1 else f'{figure(self.scale)}·'}softmax(A_t)"
 
     def notes(self) -> tuple[str, ...]:
-        return (f"softmax over {'rows' if self.axis == 'in' else 'columns'}", *super().notes())
+        over = {"in": "rows", "out": "columns", "all": "all entries of each matrix"}[self.axis]
+        return (f"softmax over {over}", *super().notes())
 
 
 def _soft_threshold(A: Tensor, tau: Tensor, smooth: bool) -> Tensor:
@@ -527,12 +553,6 @@ _DIVERGENCES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 }
 
 
-def _weighed(W: Tensor, g: Callable[[Tensor], Tensor], y: Tensor) -> Tensor:
-    """W ⊙ g(y), 0 where W is: beyond its domain g is infinite there."""
-    zero = W == 0
-    return torch.where(zero, 0.0, W * g(torch.where(zero, -1.0, y)))
-
-
 @member
 class FDivergence(_Linked):
     """W_t = W̄ ⊙ g(−ζ − η∇), ζ such that ‖W_t‖₁ = c (MIRAS 18), rebuilt from W.
@@ -543,25 +563,26 @@ class FDivergence(_Linked):
     Args:
         kind: ``"kl"`` f = τ ln τ, ``"reverse_kl"`` −ln τ, ``"hellinger"`` (√τ − 1)²,
             ``"chi_square"`` (τ − 1)² (reaches exact zeros).
-        scale: c. axis: ``"in"``: each row is a measure; ``"out"``: each column.
+        scale: c. axis: ``"in"``: each row is a measure; ``"out"``: each column; ``"all"``: the
+            whole matrix of each map, as in MIRAS 18.
     """
 
     kind: str = option("kl", *_DIVERGENCES)
     scale: float = number(1.0, above=0)
-    axis: str = option("in", "out")
+    axis: str = option("in", "out", "all")
     decay: Decay | None = slot(None, "retention", optional=True)
     every: str = option("token", "batch")
 
     @property
-    def _dim(self) -> int:
-        return -1 if self.axis == "in" else -2
+    def _dim(self) -> tuple[int, ...]:
+        return _DIMS[self.axis]
 
     def link(self, A: Tensor, gates: Values) -> Tensor:
         size = A.abs()
         total = size.sum(self._dim, keepdim=True)
         zero = total == 0
         # Zeros say nothing about where the measure sits: start uniform.
-        uniform = self.scale / A.shape[self._dim]
+        uniform = self.scale / math.prod(A.shape[dim] for dim in self._dim)
         return torch.where(zero, uniform, self.scale * size / torch.where(zero, 1.0, total))
 
     def advance(self, A: Tensor, step: Tensor, log_decay: Tensor | None, gates: Values) -> Tensor:
@@ -572,33 +593,8 @@ class FDivergence(_Linked):
             W = torch.where(zero, 0.0, torch.where(zero, 1.0, W).pow(alpha))
             W = self.scale * W / W.sum(self._dim, keepdim=True)
         g, one = _DIVERGENCES[self.kind]
-        return _weighed(W, g, step - self._multiplier(W, step, g, one))
-
-    def _multiplier(
-        self, W: Tensor, step: Tensor, g: Callable[[Tensor], Tensor], one: float
-    ) -> Tensor:
-        """ζ with Σ W g(step − ζ) = c by bisection, with the gradient of one Newton step.
-
-        The sum falls in ζ; at min(step) − y* every g ≥ 1 and at max(step) − y* every g ≤ 1, so
-        the root lies between (ΣW = c).
-        """
-        with torch.no_grad():
-            low = step.amin(self._dim, keepdim=True) - one
-            high = step.amax(self._dim, keepdim=True) - one
-            # Until neighbouring numbers are left: more halvings change nothing.
-            for _ in range(60 if step.dtype == torch.float64 else 32):
-                middle = 0.5 * (low + high)
-                above = _weighed(W, g, step - middle).sum(self._dim, keepdim=True) > self.scale
-                low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-        zeta = high.detach()
-        with torch.enable_grad():
-            point = zeta.clone().requires_grad_()
-            total = _weighed(W.detach(), g, step.detach() - point).sum()
-            (slope,) = torch.autograd.grad(total, point)
-        rest = _weighed(W, g, step - zeta).sum(self._dim, keepdim=True) / slope
-        # The gradient only: a tiny W may need a g that rounding cannot place, and a step of Newton
-        # from there would leave g's domain.
-        return zeta - (rest - rest.detach())
+        zeta = multiplier(W, step, g, one=one, scale=self.scale, dim=self._dim)
+        return weighed(W, g, step - zeta)
 
     @property
     def linked(self) -> bool:
@@ -628,10 +624,9 @@ class FDivergence(_Linked):
             "hellinger": "(1 − y)⁻²",
             "chi_square": "max(1 + y/2, 0)",
         }[self.kind]
-        over = "row" if self.axis == "in" else "column"
-        return (
-            f"g(y) = {g}, ζ_t such that each {over} of the result sums to {figure(self.scale)}",
-        )
+        over = {"in": "each row of the result", "out": "each column of the result"}
+        what = over.get(self.axis, "each matrix of the result")
+        return (f"g(y) = {g}, ζ_t such that {what} sums to {figure(self.scale)}",)
 
 
 @member

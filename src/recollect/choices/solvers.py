@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm import Algorithm
+from recollect.choices.algorithm import Algorithm, Inverse
 from recollect.choices.member import RecipeError, integer, member, number, option, quantity
 from recollect.choices.terms import figure
 
@@ -22,10 +22,12 @@ class _Condensed(Algorithm):
     """Rules that need of the past only Σ γ w k kᵀ and Σ γ w (v − W₀k) kᵀ."""
 
     full_batch = True
-    condenses = True
 
-    ridge: float | str
-    per: str
+    @property
+    def slots(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The statistics that its inverse needs."""
+        assert self.inverse is not None
+        return self.inverse.slots
 
     def requires(self, recipe: Recipe) -> Iterator[str]:
         yield from super().requires(recipe)
@@ -50,8 +52,8 @@ class _Condensed(Algorithm):
 
     def _statistics(self, recipe: Recipe) -> tuple[str, ...]:
         key, W = recipe.features.lift("k_t"), recipe.memory.letter
-        kept = "γ_t " if _forgets(recipe) else ""
-        weight = "w_t " if getattr(recipe.context, "weight", 1.0) != 1.0 else ""
+        kept = "γ_t " if recipe.context.forgets else ""
+        weight = "w_t " if recipe.context.weighs else ""
         return (
             f"E_t = {kept}E_(t−1) + {weight}(v_t − {W}_0 {key}) {key}ᵀ",
             f"G_t = {kept}G_(t−1) + {weight}{key} {key}ᵀ",
@@ -64,10 +66,6 @@ class _Condensed(Algorithm):
     def _times(self, rest: str) -> str:
         """λ as a factor of what follows."""
         return rest if self.ridge == 1.0 else f"{self._lambda} {rest}"
-
-
-def _forgets(recipe: Recipe) -> bool:
-    return getattr(recipe.context, "decay", 1.0) != 1.0
 
 
 def _ridge(init: float = 1.0) -> float | str:
@@ -104,7 +102,13 @@ class LeastSquares(_Condensed):
     A constant ridge is solved for by conjugate gradients; `recollect.watch_solves` sets and reports
     how far.
 
-    A ridge smaller than the state's dtype resolves (`smallest_ridge`) is kept at that.
+    Where the ridge fades, a decay below e^−87 (float32's smallest number) is one of 0: the memory
+    starts anew, from W_0 and ρ_t = λ. Statistics are float64; a ridge smaller than that resolves
+    (`smallest_ridge`) is kept there. Outputs are the minimum to 1e-4 or better, or the call is
+    refused, because F tokens of strong decay leave less of the oldest than float64 resolves.
+
+    Raises (by `recollect.recall`):
+        ValueError: such decays; on a GPU and under `torch.compile` nobody looks.
     """
 
     ridge: float | str = _ridge()
@@ -116,21 +120,18 @@ class LeastSquares(_Condensed):
     curvature = True
 
     @property
-    def slots(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The Gram matrix, the initial memory; where W recurs also (G + ρ)⁻¹ and ρ/λ."""
-        recurs = () if self.form == "constant" else ("inverse", "kept")
-        return ("gram", "origin", *recurs)
+    def inverse(self) -> Inverse:  # type: ignore[override]
+        return Inverse(ridge=self.form, every=self.every)
 
-    def slot_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        out, inp = shape
-        return {"origin": (out, inp), "kept": ()}.get(name, (inp, inp))
+    def wide(self, recipe: Recipe) -> tuple[str, ...]:
+        return ("gram", "inverse", "kept") if self._fades(recipe) else ()
 
     def penalty(self, recipe: Recipe) -> str:
         rest = "‖W − W_0‖²"
         return f"½ ρ_t {rest}" if self._fades(recipe) else f"½ {self._times(rest)}"
 
     def _fades(self, recipe: Recipe) -> bool:
-        return self.form != "constant" and _forgets(recipe)
+        return self.form != "constant" and recipe.context.forgets
 
     def solution(self, recipe: Recipe) -> tuple[str, ...]:
         W = recipe.memory.letter
@@ -140,7 +141,8 @@ class LeastSquares(_Condensed):
             return lines
         product = "Π_(i≤t) γ_i"
         if self.form == "refreshed":
-            product = f"Π γ_i over the open span of {self.every} tokens"
+            span = "one token" if self.every == 1 else f"{self.every} tokens"
+            product = f"Π γ_i over the open span of {span}"
         return (*lines, f"ρ_t = {self._times(product)}")
 
 
@@ -167,18 +169,12 @@ class Preconditioned(_Condensed):
     per: str = option("head", "key")
 
     @property
-    def slots(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The initial memory, and what B needs of the Gram matrix."""
-        return ("origin",) if self.kind == "identity" else ("gram", "origin")
+    def inverse(self) -> Inverse:  # type: ignore[override]
+        return Inverse(kind=self.kind, power=self.power, steps=self.steps)
 
     @property
     def curvature(self) -> bool:  # type: ignore[override]
         return self.kind != "identity" and self.power > 0
-
-    def slot_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if name == "origin":
-            return shape
-        return shape[-1:] if self.kind == "diagonal" else (shape[-1], shape[-1])
 
     def validate(self) -> None:
         if self.steps > 1 and self.kind != "conjugate_gradient":
@@ -202,7 +198,8 @@ class Preconditioned(_Condensed):
             "spectral": f"B_t = (G_t + {self._times('I')})^(−{p})",
         }.get(
             self.kind,
-            f"B_t q: {self.steps} conjugate-gradient step{'s' * (self.steps > 1)} on "
+            f"B_t q: {'one' if self.steps == 1 else self.steps} conjugate-gradient "
+            f"step{'s' * (self.steps > 1)} on "
             f"(G_t + {self._times('I')}) z = q from 0",
         )
         return (*lines, b)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +11,6 @@ from torch.nn import functional
 from recollect.choices.context import Context
 from recollect.choices.member import Gate, flag, integer, member, number, option
 from recollect.choices.sight import Scene, Weights
-
-if TYPE_CHECKING:
-    from recollect.recipe import Recipe
 
 __all__ = ["Bilinear", "Blocks"]
 
@@ -32,14 +27,6 @@ class _Restriction(Context):
     @property
     def factor(self) -> str:
         return "g_i^(t)"
-
-    def requires(self, recipe: Recipe) -> Iterator[str]:
-        yield from super().requires(recipe)
-        if recipe.context == self:
-            yield (
-                f"{self.title} weighs associations for a query that compares them: use "
-                f"context.Similar(within=({self.brief},))"
-            )
 
 
 @member
@@ -112,6 +99,10 @@ class Blocks(_Restriction):
     score: str = option("mean", "router")
     current: bool = flag(True)
     share: str = option("one", "softmax")
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        return self.size
 
     def gates(self) -> tuple[Gate, ...]:
         if self.score == "mean":

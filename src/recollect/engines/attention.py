@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from recollect.choices.context import Context
 from recollect.choices.features import Kernel
+from recollect.choices.gradients import once_through
 from recollect.choices.sight import Scene, Weights
 from recollect.engines.problem import Problem, state_dtype
 from recollect.engines.reach import Reach
@@ -100,7 +100,7 @@ def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tenso
         return v.new_zeros(B, T, H, G, v.shape[-1])
     exponent = kernel.exponent(K) if _is_mean(recipe) else None
     # Attention alone may run in half precision; sums of weights may not.
-    alone = all(type(part).over is Context.over for part in recipe.context.within)
+    alone = all(part.uniform for part in recipe.context.within)
     exact = exponent is None or exponent[1] != 0 or not alone
     dtype = state_dtype(q, problem.k, v) if exact else v.dtype
     scene, stored = look(problem, dtype, asked), values(problem, dtype)
@@ -197,11 +197,13 @@ def _sdpa(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
+    given = (q, k, v) if mask is None or not mask.requires_grad else (q, k, v, mask)
+    q, k, v, *bias = once_through("softmax attention by the platform (engine kernel)", *given)
     return functional.scaled_dot_product_attention(
         q,
         k,
         v,
-        attn_mask=mask,
+        attn_mask=bias[0] if bias else mask,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],

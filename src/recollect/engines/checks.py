@@ -215,8 +215,7 @@ def _short(values: list[int]) -> str:
 
 
 def _wanted(gate: Gate, recipe: Recipe, sizes: Mapping[str, int], lead: list[int]) -> list[int]:
-    several = recipe.associations > 1 and (gate.travels or gate.name in ("lr", "log_lr"))
-    extra = [recipe.associations] if several else []
+    extra = [recipe.associations] if recipe.per_association(gate) else []
     return [*lead, *extra, *(sizes[axis] for axis in gate.axes)]
 
 

@@ -6,6 +6,8 @@ Per head, with ρ the ridge and W_0 its centre::
     W_t = W_0 + E_t (D_t + ρ_t I)⁻¹
 
 What ρ_t is, and what stands in place of the inverse for approximate rules, the algorithm says.
+Where the ridge fades with the past, this is done in float64 and refused where that does not hold
+the digits (`recollect.engines.resolution`), and a decay of 0 starts anew: D = E = 0, ρ = λ.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm import smallest_ridge
+from recollect.choices.algorithm import Inverse, smallest_ridge
 from recollect.engines.problem import Problem
+from recollect.engines.resolution import RESET, Unresolved, check, looks, loss, refuse
 from recollect.engines.spectral import inverse_power
 from recollect.engines.state import State
 
@@ -101,12 +104,20 @@ def condensed(problem: Problem) -> tuple[Tensor, State]:
     V = problem.v.shape[-1]
     if T == 0:
         return problem.v.new_zeros(B, 0, H, G, V), problem.after()
-    form = getattr(problem.recipe.algorithm, "form", "constant")
-    every = getattr(problem.recipe.algorithm, "every", 1)
+    inverse = problem.recipe.algorithm.inverse
+    assert inverse is not None  # the recipe condenses
+    form, every = inverse.ridge, inverse.every
+    wide = bool(problem.recipe.algorithm.wide(problem.recipe))
     k, v, weight = association(problem)
     q = problem.phi(problem.q, "query", problem.positions())
-    now = _start(problem.state, ridge_of(problem.rates, k.shape[-1]))
-    decay = problem.rates["log_decay"].exp()
+    ridge, logs = ridge_of(problem.rates, k.shape[-1]), problem.rates["log_decay"]
+    state = problem.state
+    if wide:
+        k, v, weight, q, ridge, logs = (x.double() for x in (k, v, weight, q, ridge, logs))
+        state = state.map(lambda x: x.double() if x.is_floating_point() else x)
+    now = _start(state, ridge)
+    anew = logs < RESET if wide else torch.zeros_like(logs, dtype=torch.bool)
+    decay = torch.where(anew, 0.0, logs.exp())
     live = problem.live
     if live is None:
         live = torch.ones(B, T, dtype=torch.bool, device=k.device)
@@ -116,10 +127,13 @@ def condensed(problem: Problem) -> tuple[Tensor, State]:
         key, value = k[:, t], v[:, t]
         alpha, w = (x[:, t, :, None, None] for x in (decay, weight))
         kept = now.kept if form == "constant" else now.kept * decay[:, t]
+        kept = torch.where(anew[:, t], 1.0, kept)
         error = value - (now.origin @ key.unsqueeze(-1)).squeeze(-1)
         gram = alpha * now.gram + w * key.unsqueeze(-1) * key.unsqueeze(-2)
+        floor = torch.zeros_like(kept)
         if form != "constant":
             least = smallest_ridge(gram).squeeze(-1) / now.ridge.mean(-1)
+            floor = torch.where(least > kept, least, 0.0)
             kept = torch.maximum(kept, least)
         then = replace(
             now,
@@ -128,6 +142,8 @@ def condensed(problem: Problem) -> tuple[Tensor, State]:
             kept=kept,
         )
         now = _chosen(rows, then, now)
+        if wide:
+            _resolved(problem, now, floor, t)
         y = _read(problem, now, q[:, t])
         outputs.append(torch.where(rows[:, None, None, None], y, 0.0))
         if form == "refreshed":
@@ -135,6 +151,18 @@ def condensed(problem: Problem) -> tuple[Tensor, State]:
             now = replace(now, kept=torch.where(border[:, None], 1.0, now.kept))
     y = torch.stack(outputs, dim=1).to(problem.v.dtype)
     return y, _state(problem, now)
+
+
+def _resolved(problem: Problem, now: Statistics, floor: Tensor, t: int) -> None:
+    """Refuse a token that leaves no digits."""
+    if not looks(now.gram):
+        return
+    system = now.system.detach()
+    try:
+        check(loss(system, torch.linalg.inv_ex(system)[0], floor * now.ridge.mean(-1)))
+    except Unresolved as lost:
+        title = problem.recipe.algorithm.title
+        raise refuse(lost.worst, row=lost.row, token=t, head=lost.head, title=title) from None
 
 
 def _chosen(rows: Tensor, new: Statistics, old: Statistics) -> Statistics:
@@ -150,15 +178,16 @@ def _chosen(rows: Tensor, new: Statistics, old: Statistics) -> Statistics:
 
 def _read(problem: Problem, now: Statistics, q: Tensor) -> Tensor:
     """``[B, H, G, V]`` from lifted queries ``[B, H, G, F]``."""
-    algorithm = problem.recipe.algorithm
-    if algorithm.solves:
+    inverse = problem.recipe.algorithm.inverse
+    assert inverse is not None
+    if inverse.kind == "exact":
         return q @ now.solved().mT
-    return q @ now.origin.mT + dense(algorithm, now, q) @ now.residual.mT
+    return q @ now.origin.mT + dense(inverse, now, q) @ now.residual.mT
 
 
-def dense(algorithm: object, now: Statistics, q: Tensor) -> Tensor:
+def dense(inverse: Inverse, now: Statistics, q: Tensor) -> Tensor:
     """B_t q for approximate rules, with the Gram matrix at hand: ``[B, H, G, F]``."""
-    kind, power = getattr(algorithm, "kind", ""), getattr(algorithm, "power", 1.0)
+    kind, power = inverse.kind, inverse.power
     if kind == "identity":
         return q
     if kind == "diagonal":
@@ -168,7 +197,7 @@ def dense(algorithm: object, now: Statistics, q: Tensor) -> Tensor:
         return q @ inverse_power(system, power)
     z, r, p = torch.zeros_like(q), q, q
     size = r.square().sum(-1, keepdim=True)
-    for _ in range(getattr(algorithm, "steps", 1)):
+    for _ in range(inverse.steps):
         product = p @ system
         curve = (p * product).sum(-1, keepdim=True)
         positive = curve > 0
@@ -185,8 +214,8 @@ def _state(problem: Problem, now: Statistics) -> State:
     seen = (problem.end > 0)[:, None, None, None]
 
     def kept(name: str, x: Tensor) -> tuple[Tensor]:
-        rows = seen.view(-1, *(1,) * (x.dim() - 1))
-        return (torch.where(rows, x, problem.state.slots[name][0]),)
+        rows, old = seen.view(-1, *(1,) * (x.dim() - 1)), problem.state.slots[name][0]
+        return (torch.where(rows, x.to(old.dtype), old),)
 
     slots = {"origin": kept("origin", now.origin)}
     if "gram" in algorithm.slots:
@@ -199,9 +228,8 @@ def _state(problem: Problem, now: Statistics) -> State:
         weights = now.solved()
     else:
         weights = now.origin + now.residual
-    return problem.after(
-        weights=(torch.where(seen, weights, problem.state.weights[0]),), slots=slots
-    )
+    old = problem.state.weights[0]
+    return problem.after(weights=(torch.where(seen, weights.to(old.dtype), old),), slots=slots)
 
 
 def read_condensed(problem: Problem, q: Tensor, rates: Mapping[str, Tensor]) -> Tensor:
@@ -211,6 +239,6 @@ def read_condensed(problem: Problem, q: Tensor, rates: Mapping[str, Tensor]) -> 
     if "kept" in algorithm.slots or q.shape[1] == 0:
         return q @ A.mT
     now = _start(state, ridge_of(rates, q.shape[-1]))
-    if algorithm.solves:
+    if algorithm.inverse is not None and algorithm.inverse.kind == "exact":
         return q @ now.solved().unsqueeze(1).mT
     return torch.stack([_read(problem, now, q[:, t]) for t in range(q.shape[1])], dim=1)

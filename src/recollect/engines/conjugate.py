@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from recollect.choices.gradients import once
 from recollect.engines.chunked import chunked
 from recollect.engines.condensed import association, ridge_of
 from recollect.engines.problem import Problem
 from recollect.engines.spectral import inverse_power
 
 if TYPE_CHECKING:
-    from recollect.choices.algorithm import Algorithm
+    from recollect.choices.algorithm import Inverse
 
 __all__ = ["ConvergenceWarning", "Solves", "approximate", "how", "watch_solves"]
 
@@ -100,16 +101,15 @@ def watch_solves(
         _WATCHED.reset(token)
 
 
-def how(algorithm: Algorithm) -> str:
+def how(inverse: Inverse) -> str:
     """How it is run, in a few words."""
-    kind = getattr(algorithm, "kind", "")
-    if not kind:
+    if inverse.kind == "exact":
         return "conjugate gradients on gated linear attention"
     return {
         "identity": "masked attention",
         "diagonal": "masked attention with scaled queries",
         "spectral": "an eigendecomposition for every token",
-    }.get(kind, f"{algorithm.steps} conjugate-gradient steps on gated linear attention")
+    }.get(inverse.kind, f"{inverse.steps} conjugate-gradient steps on gated linear attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,20 +159,20 @@ class _Past:
 def approximate(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Outputs, the memory and the statistics after all tokens."""
     recipe, state = problem.recipe, problem.state
-    algorithm = recipe.algorithm
-    kind = getattr(algorithm, "kind", "")
+    inverse = recipe.algorithm.inverse
+    assert inverse is not None
+    kind = inverse.kind
     k, v, weight = association(problem)
     q = problem.phi(problem.q, "query", problem.positions())
     A = state.weights[0]
     fresh = (state.position == 0)[:, None, None, None]
     origin = torch.where(fresh, A, state.slots["origin"][0])
     ridge = ridge_of(problem.rates, k.shape[-1])
-    forgets = getattr(recipe.context, "decay", 1.0) != 1.0
     held = state.slots["gram"][0] if "gram" in state.slots else None
     past = _Past(
         k=k,
         weight=weight,
-        logs=problem.rates["log_decay"] if forgets else None,
+        logs=problem.rates["log_decay"] if recipe.context.forgets else None,
         gram=k.new_zeros(*ridge.shape, k.shape[-1]) if held is None or held.dim() < 4 else held,
         ridge=ridge,
         live=problem.live,
@@ -186,11 +186,11 @@ def approximate(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         ones = torch.ones_like(q[..., :1])
         unit = replace(past, k=torch.ones_like(k[..., :1]))
         diagonal, end = unit.read(ones, k.square(), held.unsqueeze(-1))
-        z = q / (diagonal + ridge[:, None, :, None]).pow(getattr(algorithm, "power", 1.0))
+        z = q / (diagonal + ridge[:, None, :, None]).pow(inverse.power)
         slots["gram"] = end.squeeze(-1)
     else:
         slots["gram"] = past.read(q[:, :, :, :1], k, past.gram)[1]
-        z = _solved(algorithm, kind, past, q)
+        z = _solved(inverse, past, q)
     # What the initial memory does not explain is what is learned.
     rest = v - torch.einsum("bhvf,bthf->bthv", origin, k)
     y, E = past.read(z, rest, A - origin)
@@ -200,12 +200,12 @@ def approximate(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return y, origin + E, slots
 
 
-def _solved(algorithm: Algorithm, kind: str, past: _Past, q: Tensor) -> Tensor:
+def _solved(inverse: Inverse, past: _Past, q: Tensor) -> Tensor:
     """B_t q_t for rules that need the whole Gram matrix."""
-    if kind == "spectral":
-        return _spectral(past, q, getattr(algorithm, "power", 1.0))
-    if kind == "conjugate_gradient":
-        return _steps(past.system, q, algorithm.steps)
+    if inverse.kind == "spectral":
+        return _spectral(past, q, inverse.power)
+    if inverse.kind == "conjugate_gradient":
+        return _steps(past.system, q, inverse.steps)
     eps = torch.finfo(q.dtype).eps
     watch = _WATCHED.get() or _Watch()
     tolerance = watch.tolerance or (1e-5 if eps > 1e-10 else 1e-12)
@@ -303,7 +303,7 @@ class _Solve(torch.autograd.Function):
         return z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("a constant ridge solved by conjugate gradients (engine least_squares)")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         z, *inputs = ctx.saved_tensors
         u = _solve(ctx.past.system, grads[0].contiguous(), *ctx.asked)

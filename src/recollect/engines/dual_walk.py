@@ -8,6 +8,9 @@ is one step of::
     g_t = Σ_i γ_i δ_i e_iᵀ,   S_t = θ_t S_(t−1) − η_t g_t,   A_t = α_t A_(t−1) + S_t
 
 on rows, and of the same on the other maps' weights. δ is taken by autograd.
+
+A normalised read divides what such a map gives by the mass of what it sees, and no step: W φ(x)
+is Σ_j κ(z_j, x) u_j / Σ_j m_j κ(z_j, x), and row i moves by δ_i, as in attention.
 """
 
 from __future__ import annotations
@@ -28,21 +31,24 @@ from recollect.engines.tokens import join, wants_gradient
 __all__ = ["DualWalk", "likeness"]
 
 Rows = list[Tensor]
+Mass = tuple[Tensor, Tensor]  # of keys in a normaliser, and which keys are there: [..., N] each
 
 
-def likeness(kernel: Kernel, x: Tensor, keys: Tensor, mass: Tensor | None) -> Tensor:
+def likeness(kernel: Kernel, x: Tensor, keys: Tensor, mass: Mass | None) -> Tensor:
     """κ(x, z_j) for ``x [..., M, K]`` and keys ``[..., N, K]``, ``[..., M, N]``.
 
     With the keys' mass ``[..., N]`` divided by Σ_j mass_j κ(x, z_j); 0 where nothing has mass.
+    A key whose mass has decayed to 0 still is there: a window or momentum goes on writing to its
+    row.
     """
     if mass is None:
         return kernel.kappa(x, keys)
-    held = (mass > 0).unsqueeze(-2)
+    weight, held = (part.unsqueeze(-2) for part in mass)
     logs = torch.where(held, kernel.log_kappa(x, keys), -torch.inf)
     top = logs.amax(-1, keepdim=True) if logs.shape[-1] else logs.sum(-1, keepdim=True)
     top = torch.where(top.isfinite(), top, 0.0).detach()
     found = torch.where(held, (logs - top).exp(), 0.0)
-    total = (found * mass.unsqueeze(-2)).sum(-1, keepdim=True)
+    total = (found * weight).sum(-1, keepdim=True)
     empty = total == 0
     return torch.where(empty, 0.0, found / torch.where(empty, 1.0, total))
 
@@ -55,6 +61,7 @@ class DualWalk:
     Attributes:
         U, D: A now: rows ``[B, H, N, out]`` of maps that read features, and the other maps.
         mass: what each key adds to a normaliser ``[B, H, N]``.
+        held: which keys have been written ``[B, 1, N]``.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -63,6 +70,7 @@ class DualWalk:
         assert isinstance(recipe.features, Kernel) and isinstance(recipe.memory, Stack)
         self.problem, self.recipe, self.kernel = problem, recipe, recipe.features
         self.memory, self.outer = recipe.memory, wants_gradient(problem)
+        self.divides = recipe.memory.read.normalize == "sum"
         self.tokens = tokens = join(problem)
         self.b, self.c = recipe.algorithm.batch, recipe.context.horizon or 1
         self.first = [m.first for m in recipe.memory.maps(0, problem.v.shape[-1])]
@@ -80,6 +88,7 @@ class DualWalk:
         self.SU = {name: [spread(u) for u in dual.slots[name]] for name in names}
         self.SD = {name: list(dense.get(name, ())) for name in names}
         self.mass = spread(torch.where(dual.mask[..., None], dual.mass, 0.0))
+        self.held = spread(dual.mask[..., None])
         self.count = state.position - state.position % self.b
         self.opened = state.position % self.b
         self._remember(torch.ones_like(self.count, dtype=torch.bool))
@@ -88,11 +97,11 @@ class DualWalk:
 
     def _remember(self, rows: Tensor) -> None:
         """Where ``rows [B]``: W° and the state are what stands now."""
-        now = (self.U, self.D, self.SU, self.SD, self.mass)
+        now = (self.U, self.D, self.SU, self.SD, self.mass, self.held)
         if not hasattr(self, "start"):
             self.start = now
             return
-        U, D, SU, SD, mass = self.start
+        U, D, SU, SD, mass, held = self.start
 
         def each(new: Sequence[Tensor], old: Sequence[Tensor]) -> Rows:
             return [_where(rows, a, b) for a, b in zip(new, old, strict=True)]
@@ -103,6 +112,7 @@ class DualWalk:
             {n: each(self.SU[n], SU[n]) for n in SU},
             {n: each(self.SD[n], SD[n]) for n in SD},
             _where(rows, now[4], mass),
+            _where(rows, now[5], held),
         )
 
     def _row_of(self, j: int) -> Tensor:
@@ -120,10 +130,9 @@ class DualWalk:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def measure(self, x: Tensor, raw: Tensor, U: Rows, D: Rows, mass: Tensor, taps: Rows) -> Tensor:
+    def measure(self, x: Tensor, U: Rows, D: Rows, mass: Mass, taps: Rows) -> Tensor:
         """M(x): ``[B, H, M, V]``; each tap is added to what one map reads from the features."""
-        divide = self.recipe.memory.read.normalize == "sum"
-        seen = likeness(self.kernel, x, self.keys, mass if divide else None)
+        seen = likeness(self.kernel, x, self.keys, mass if self.divides else None)
         rows, others, extra = iter(U), iter(D), iter(taps)
         weights = [next(rows) if first else next(others) for first in self.first]
 
@@ -132,17 +141,17 @@ class DualWalk:
                 return h @ weights[index] + next(extra)
             return h @ weights[index].transpose(-1, -2)
 
-        return self.memory.program(apply, seen, raw, self.problem.params)
+        return self.memory.program(apply, seen, x, self.problem.params)
 
     def read(self, q: Tensor) -> Tensor:
         """What queries ``[B, H, G, K]`` read now."""
         q = q.to(self.keys.dtype)
         taps = [u.new_zeros(()) for u in self.U]
-        return self.measure(q, q, self.U, self.D, self.mass, taps)
+        return self.measure(q, self.U, self.D, (self.mass, self.held), taps)
 
     # -- the recursion -------------------------------------------------------------------------
 
-    def _gradients(self, j: int, U: Rows, D: Rows, mass: Tensor) -> tuple[Rows, Rows]:
+    def _gradients(self, j: int, U: Rows, D: Rows, mass: Mass) -> tuple[Rows, Rows]:
         """g_t on rows and on the other maps, at W°."""
         low, tokens, bias = max(j - self.c + 1, 0), self.tokens, self.recipe.bias
         k, v = (x[:, low : j + 1].transpose(1, 2) for x in (tokens.k, tokens.v))
@@ -150,10 +159,7 @@ class DualWalk:
         if "window" in tokens.rates:
             weight = weight * tokens.rates["window"][:, j][..., : j + 1 - low].flip(-1)
         gates: dict[str, Tensor] = {}
-        for name in {g.name for g in bias.gates()} | bias.constants().keys():
-            x = tokens.rates[name][:, low : j + 1].transpose(1, 2)
-            gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
-        for name in bias.static_quantities():
+        for name in bias.numbers:
             x = tokens.rates[name][:, low : j + 1].transpose(1, 2)
             gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
         place = torch.stack([self._row_of(i) for i in range(low, j + 1)], dim=1)  # [B, m, N]
@@ -163,7 +169,7 @@ class DualWalk:
             ]
             m = j + 1 - low
             taps = [u.new_zeros(*u.shape[:2], m, u.shape[-1]).requires_grad_() for u in U]
-            prediction = self.measure(k, k, U, points, mass, taps)
+            prediction = self.measure(k, U, points, mass, taps)
             if bias.states_loss:
                 target, cotangent = (bias.loss(prediction, v, gates) * weight).sum(), None
             else:
@@ -176,10 +182,13 @@ class DualWalk:
                 create_graph=self.outer,
                 materialize_grads=True,
             )
+        if not self.outer:
+            # Where a map's output is the prediction, its δ is the error itself, with its history.
+            found = tuple(d.detach() for d in found)
         deltas = [torch.einsum("bmn,bhmo->bhno", place, d) for d in found[: len(U)]]
         return deltas, list(found[len(U) :])
 
-    def _erased(self, j: int, U: Rows, mass: Tensor) -> Tensor:
+    def _erased(self, j: int, U: Rows, mass: Mass) -> Tensor:
         """What the memory holds at the probe's keys, ``[B, H, V]``."""
         probe, tokens = self.recipe.bias.probe, self.tokens
         assert probe is not None
@@ -214,18 +223,23 @@ class DualWalk:
         decay, alpha = recipe.retention.decay, torch.ones_like(self.mass[..., :1, None])
         if decay is not None:
             alpha = rates["log_decay"][:, j].exp()[..., None, None]
-        U, D, held = list(self.start[0]), list(self.start[1]), self.start[4]
+        U, D, mass = list(self.start[0]), list(self.start[1]), self.start[4:]
+        probe = recipe.bias.probe
         if decay is not None and decay.when == "before":
-            U, D, held = [alpha * u for u in U], [alpha * d for d in D], alpha[..., 0] * held
-        if recipe.bias.probe is not None:
+            D = [alpha * d for d in D]
+            # A mean over rows is the same after all of them decay: α divides out, even where it
+            # is 0.
+            divides = self.divides if probe is None else probe.normalize == "sum"
+            U = U if divides else [alpha * u for u in U]
+        if probe is not None:
             assert recipe.bias.affine is not None
             a, b = recipe.bias.affine
-            erased = rates["erase"][:, j].unsqueeze(-1) * self._erased(j, U, held)
+            erased = rates["erase"][:, j].unsqueeze(-1) * self._erased(j, U, mass)
             step = b * rates["lr"][:, j].unsqueeze(-1) * self.tokens.v[:, j] - a * erased
             moves = [self._row_of(j)[:, None, :, None] * step.unsqueeze(2)]
             others: Rows = []
         else:
-            deltas, dense = self._gradients(j, U, D, held)
+            deltas, dense = self._gradients(j, U, D, mass)
             eta = self._rate(j)
             moves, others = [-eta * g for g in deltas], [-eta * g for g in dense]
         for name in self.SU:
@@ -234,10 +248,11 @@ class DualWalk:
             others = [theta * s + g for s, g in zip(self.SD[name], others, strict=True)]
             self.SU[name] = [_where(live, a, s) for a, s in zip(moves, self.SU[name], strict=True)]
             self.SD[name] = [_where(live, a, s) for a, s in zip(others, self.SD[name], strict=True)]
-        mass = alpha[..., 0] * self.mass + self._row_of(j)[:, None]
+        own = self._row_of(j)[:, None]  # [B, 1, N]
         self.U = [_where(live, alpha * u + g, u) for u, g in zip(self.U, moves, strict=True)]
         self.D = [_where(live, alpha * d + g, d) for d, g in zip(self.D, others, strict=True)]
-        self.mass = _where(live, mass, self.mass)
+        self.mass = _where(live, alpha[..., 0] * self.mass + own, self.mass)
+        self.held = _where(live, self.held | own.bool(), self.held)
         self.count = self.count + live
 
     def replay(self) -> None:
@@ -268,7 +283,7 @@ class DualWalk:
         problem, old = self.problem, self.problem.state.dual
         assert old is not None
         self._remember(self.count % self.b == 0)
-        U, D, SU, SD, mass = self.start
+        U, D, SU, SD, mass, _ = self.start
         # Rows of closed batches: those of the state, then of tokens before the last border.
         n0, held = self.n0, self.tokens.held
         closed = problem.end - problem.end % self.b

@@ -31,7 +31,7 @@ from recollect.engines.dual import Dual
 from recollect.engines.packing import join_states
 from recollect.engines.problem import Problem
 from recollect.engines.state import State
-from recollect.engines.tokens import join
+from recollect.engines.tokens import join, wants_gradient
 
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
@@ -132,12 +132,18 @@ class _Growing:
         """x ← a x (+ other).
 
         What has decayed to the end of the dtype's range is set to 0: products with subnormal
-        numbers take a processor ten times as long.
+        numbers take a processor ten times as long. Its gradient stays: a row may be 0 because
+        its token wrote 0.
         """
         x = a * self.rows
         x = x if other is None else x + other
         finfo = torch.finfo(x.dtype)
-        self._put(functional.hardshrink(x, finfo.tiny / finfo.eps))
+        kept = functional.hardshrink(x.detach(), finfo.tiny / finfo.eps)
+        if self.fixed:
+            self.whole[:, :, : self.count] = kept
+        else:
+            x.detach().copy_(kept)  # the values alone
+            self.whole = x
 
     def less(self, x: Tensor) -> None:
         """Subtract from the last rows."""
@@ -147,12 +153,6 @@ class _Growing:
         elif x.shape[2]:
             self.whole = torch.cat([self.upto(n), self.whole[:, :, n:] - x], dim=2)
 
-    def _put(self, x: Tensor) -> None:
-        if self.fixed:
-            self.whole[:, :, : self.count] = x
-        else:
-            self.whole = x
-
 
 class _Memory:
     """A and S at the start of an inner batch, and the keys up to the end of it.
@@ -161,12 +161,11 @@ class _Memory:
     """
 
     def __init__(
-        self, dual: Dual, slot: str | None, state: State, more: int, *, decays: bool
+        self, dual: Dual, slot: str | None, state: State, more: int, *, decays: bool, outer: bool
     ) -> None:
-        fixed = not torch.is_grad_enabled()
 
         def grow(x: Tensor) -> _Growing:
-            return _Growing(x.transpose(1, 2), more, fixed=fixed)
+            return _Growing(x.transpose(1, 2), more, fixed=not outer)
 
         self.n = dual.k.shape[1]  # keys at the start of the inner batch
         self.keys = grow(dual.k)
@@ -235,7 +234,8 @@ class _Deep:
         self.slot = next(iter(recipe.algorithm.slots), None)
         self.decays = recipe.retention.decay is not None
         more = len(self.tokens) - self.border
-        self.now = _Memory(state.dual, self.slot, state, more, decays=self.decays)
+        self.outer = wants_gradient(problem)
+        self.now = _Memory(state.dual, self.slot, state, more, decays=self.decays, outer=self.outer)
         self.k = self.tokens.k.transpose(1, 2)  # [B, H, n, K]
         self.v = self.tokens.v.transpose(1, 2)
 
@@ -360,12 +360,11 @@ class _Deep:
             first = first if self.normalize else [alpha * z for z in first]
             others = [alpha * d for d in others]
         gates: dict[str, Tensor] = {}
-        names = {g.name for g in bias.gates()} | bias.constants().keys() | bias.static_quantities()
+        names = bias.numbers
         for name in names:
             x = self._rate(name, batch.low, batch.stop)
             assert x is not None
             gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
-        outer = torch.is_grad_enabled()
         with torch.enable_grad():
             sizes = self.memory.maps(0, v.shape[-1])
             taps = [k.new_zeros(*k.shape[:2], m, x.out).requires_grad_() for x in sizes]
@@ -375,10 +374,11 @@ class _Deep:
             else:
                 target, cotangent = prediction, bias.error(prediction, v, gates)
             deltas = torch.autograd.grad(
-                target, taps, cotangent, create_graph=outer, materialize_grads=True
+                target, taps, cotangent, create_graph=self.outer, materialize_grads=True
             )
-        if not outer:
-            entered = [h.detach() for h in entered]
+        if not self.outer:
+            # Where a map's output is the prediction, its δ is the error itself, with its history.
+            entered, deltas = [h.detach() for h in entered], tuple(d.detach() for d in deltas)
         return entered, list(deltas)
 
     def _read(self, batch: _Batch, seen: _Seen, inputs: Maps, deltas: Maps) -> Tensor:

@@ -69,7 +69,7 @@ def per_value_systems(recipe: Recipe) -> bool:
     decay, affine = recipe.retention.decay, recipe.bias.affine
     assert affine is not None
     rows = decay is not None and decay.per in ("value", "key_value", "entry")
-    rates = getattr(recipe.algorithm, "per", "head") == "value"
+    rates = recipe.algorithm.per_value
     if decay is not None and decay.per == "entry" and not scans(recipe):
         return True
     if affine[0] != 0:

@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recollect.choices.features import Kernel
+from recollect.choices.gradients import once
 from recollect.choices.sight import Scene, Weights
 from recollect.engines.attention import piece_size, seen, slices, weights_over
 from recollect.engines.nearby import least, ridged
@@ -188,7 +188,7 @@ class _Recomputed(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @once("local regression (engine kernel)")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         problem, asked, solver = ctx.call
         kept, *given = ctx.saved_tensors
@@ -407,7 +407,7 @@ class _Inverse(torch.autograd.Function):
         return torch.zeros_like(residual)
 
     @staticmethod
-    @once_differentiable
+    @once("local regression (engine kernel)")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         p, q, f, mean = ctx.saved_tensors
         system = _System(shift=ctx.shift, ridge=ctx.ridge, p=p, q=q, f=f, mean=mean)

@@ -99,7 +99,7 @@ def _one_association(problem: Problem) -> Problem:
     n = problem.recipe.associations
     # Only gates come with an axis n; constants and params are the same for every association.
     gates = problem.recipe.gates()
-    travels = {g.name for g in gates if g.travels or g.name in ("lr", "log_lr")}
+    travels = {gate.name for gate in gates if problem.recipe.per_association(gate)}
     travels |= {"lr"} & {name.removeprefix("log_") for name in travels}
 
     def flat(x: Tensor) -> Tensor:  # [B, T, H, n, ...] -> [B, T n, H, ...]

@@ -26,6 +26,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from recollect.choices.gradients import again
+
 __all__ = ["Pieces", "Plan", "run"]
 
 
@@ -218,18 +220,13 @@ class _Pass(torch.autograd.Function):
         Z, *tokens = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            inputs = [Z, *tokens]
-            wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
-            found = iter(
-                torch.autograd.grad(
-                    _differentiable(plan, Z, tokens),
-                    wanted,
-                    (dy, dZ),
-                    create_graph=True,
-                    allow_unused=True,
-                )
+            found = again(
+                lambda given: _differentiable(plan, given[0], given[1:]),
+                [Z, *tokens],
+                needs,
+                (dy, dZ),
             )
-            return None, *(next(found) if need else None for need in needs)
+            return None, *found
         totals = [
             torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
             for x, need in zip(tokens, needs[1:], strict=True)

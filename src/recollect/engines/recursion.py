@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect.choices.gradients import once
 from recollect.engines.recursion_chunks import Kept, Layout, Spans, bmm, forward, plus
 
 __all__ = ["Spans", "recursion"]
@@ -92,7 +93,7 @@ class _Recursion(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("least squares over all of the past (engine least_squares)")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         *tensors, M, D, kept, P = ctx.saved_tensors
         found = _backward(ctx.layout, ctx.kept, tuple(tensors), (M, D, kept, P), grads)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm import smallest_ridge
+from recollect.engines.resolution import check, looks, loss, lost_within
 
 __all__ = ["Kept", "Layout", "Spans", "bmm", "forward", "plus"]
 
@@ -43,12 +44,16 @@ class Spans:
 
 @dataclass(frozen=True)
 class Border:
-    """What happened after a chunk: κ before, τ after, and which rows were set to it, ``[BH]``."""
+    """What happened after a chunk: κ before, τ after, and which rows were set to it, ``[BH]``.
+
+    ``floor`` is what κ was raised to because the dtype resolves no smaller ridge, else 0.
+    """
 
     chunk: int
     before: Tensor
     after: Tensor
     fixed: Tensor
+    floor: Tensor
 
 
 @dataclass
@@ -330,6 +335,11 @@ def _forgetting(
     A.diagonal(dim1=-2, dim2=-1).add_(group.reach)
     _floor(A, group.reach, group.least)
     half = _halves(A)
+    if looks(A):
+        floor = torch.stack([border.floor for border in found]) * ridge.mean(-1)
+        lost = torch.maximum(loss(systems, P, floor), lost_within(A, half))
+        C = layout.spans.chunk
+        check(lost.unflatten(1, (layout.B, layout.H)), end=(group.first + 1) * C, chunk=C)
     if group.factors is not None:
         group.factors = half
     X = bmm(half, KP)
@@ -368,13 +378,14 @@ def _borders(
     for index, (least, end) in enumerate(zip(floors.unbind(0), ends.unbind(0), strict=True)):
         kappa = kappa * end
         fixed, target = least > kappa, torch.maximum(kappa, least)
+        floor = torch.where(fixed, least, 0.0)
         span = spans.border(first + index)
         if span is not None:
             assert spans.ends is not None
             reached = spans.ends[span].repeat_interleave(layout.H)
             target = torch.where(reached, 1.0, target)
             fixed = fixed | reached
-        found.append(Border(first + index, kappa, target, fixed))
+        found.append(Border(first + index, kappa, target, fixed, floor))
         kappa = target
     return found
 

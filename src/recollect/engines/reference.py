@@ -16,9 +16,7 @@ inner batch is selected per row by ``torch.where``.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ from recollect.engines import dual_walk, nearby
 from recollect.engines.condensed import condensed, read_condensed
 from recollect.engines.problem import Problem
 from recollect.engines.state import State
-from recollect.engines.tokens import forward_of, join, tensors
+from recollect.engines.tokens import forward_of, join
 from recollect.engines.walk import Walk
 from recollect.engines.whole import full_batch, solve
 
@@ -36,9 +34,6 @@ __all__ = ["read", "run"]
 
 def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the final state."""
-    if _inferring(problem):
-        with _differentiable():
-            return run(_ordinary(problem))
     if problem.recipe.nonparametric:
         return nearby.local(problem)
     if problem.recipe.algorithm.condenses:
@@ -60,9 +55,6 @@ def read(problem: Problem, rates: Mapping[str, Tensor]) -> Tensor:
     ``rates`` are the numbers of the reading tokens ``[B, T, H, ...]``: a link with gates (a radius,
     a threshold) uses those of the token that reads through it.
     """
-    if _inferring(problem, *rates.values()):
-        with _differentiable():
-            return read(_ordinary(problem), {name: x.clone() for name, x in rates.items()})
     recipe = problem.recipe
     if recipe.nonparametric:
         return nearby.attend(problem, rates)
@@ -87,38 +79,3 @@ def read(problem: Problem, rates: Mapping[str, Tensor]) -> Tensor:
     B, _, H, G, _ = phi.shape
     empty = problem.v.new_zeros(B, 0, H, G, problem.v.shape[-1])
     return torch.stack(outputs, dim=1).to(problem.v.dtype) if outputs else empty
-
-
-# -- the inner gradient is also taken in torch.inference_mode -------------------------------------
-
-
-def _inferring(problem: Problem, *more: Tensor) -> bool:
-    return torch.is_inference_mode_enabled() or any(
-        x.is_inference() for x in (*tensors(problem), *more)
-    )
-
-
-@contextmanager
-def _differentiable() -> Generator[None]:
-    """Leave inference mode without asking for an outer gradient that the caller switched off."""
-    outer = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(outer):
-        yield
-
-
-def _ordinary(problem: Problem) -> Problem:
-    """The same numbers in tensors that are no inference tensors."""
-
-    def copy(x: Tensor) -> Tensor:
-        return x.clone() if x.is_inference() else x
-
-    return dataclasses.replace(
-        problem,
-        q=copy(problem.q),
-        k=copy(problem.k),
-        v=copy(problem.v),
-        rates={name: copy(x) for name, x in problem.rates.items()},
-        params={name: copy(x) for name, x in problem.params.items()},
-        state=problem.state.map(copy),
-        lengths=None if problem.lengths is None else copy(problem.lengths),
-    )

@@ -11,7 +11,6 @@ of T² entries never exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.features import Kernel
+from recollect.choices.gradients import again
 
 __all__ = ["Spec", "attend", "solve"]
 
@@ -224,9 +224,9 @@ class _Solve(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> Any:
         *inputs, u = ctx.saved_tensors
         spec: Spec = ctx.spec
-        (du,) = outer
+        (du,), needs = outer, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            return (None, *_again(lambda *a: _substitute(spec, *a), inputs, du))
+            return (None, *again(lambda a: [_substitute(spec, *a)], inputs, needs, outer))
         x, k, scale, write, past, logs, seen = inputs
         n, T = past.shape[1], write.shape[1]
         U = torch.cat([past, u], dim=1)
@@ -290,9 +290,9 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         inputs, spec = ctx.saved_tensors, cast(Spec, ctx.spec)
-        (dy,) = outer
+        (dy,), needs = outer, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            return (None, *_again(lambda *a: _products(spec, *a), inputs, dy))
+            return (None, *again(lambda a: [_products(spec, *a)], inputs, needs, outer))
         x, k, u, logs, seen = inputs
         T, G = x.shape[1] // spec.heads, spec.heads
         sums, du = _Sums(spec, (x, k, logs, seen)), torch.zeros_like(u)
@@ -336,14 +336,3 @@ class _Sums:
             if part is not None and total is not None:
                 total += next(shares)
         return got[len(wanted) :]
-
-
-def _again(
-    f: Callable[..., Tensor], inputs: Sequence[Tensor | None], above: Tensor
-) -> list[Tensor | None]:
-    """Gradients that can be differentiated once more, through ordinary operations."""
-    wanted = [a for a in inputs if a is not None and a.requires_grad]
-    found = iter(
-        torch.autograd.grad(f(*inputs), wanted, above, create_graph=True, allow_unused=True)
-    )
-    return [next(found) if a is not None and a.requires_grad else None for a in inputs]

@@ -26,6 +26,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from recollect.choices.gradients import again
+
 __all__ = ["GROUP", "scan"]
 
 GROUP = 1 << 18
@@ -267,17 +269,7 @@ class _Scan(torch.autograd.Function):
         given: tuple[Tensor, ...] = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            wanted = [x for x, need in zip(given, needs, strict=True) if need]
-            found = iter(
-                torch.autograd.grad(
-                    _differentiable(plan, given),
-                    wanted,
-                    (dy, dA),
-                    create_graph=True,
-                    allow_unused=True,
-                )
-            )
-            return None, *(next(found) if need else None for need in needs)
+            return None, *again(lambda x: _differentiable(plan, x), given, needs, (dy, dA))
         grads = [
             torch.zeros_like(x, memory_format=torch.contiguous_format) if need else None
             for x, need in zip(given[1:], needs[1:], strict=True)

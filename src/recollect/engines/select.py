@@ -36,6 +36,8 @@ class Engine:
         shows_nan: whether a NaN that goes in always comes out (no comparison swallows it), so that
             looking at the outputs is enough.
         compiles: whether one graph of `torch.compile` holds a call, whatever the numbers are.
+        inner_gradients: whether it may take inner gradients by autograd, which inference mode
+            forbids.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Engine:
     read: Callable[[Problem, Mapping[str, Tensor]], Tensor | None] | None = None
     shows_nan: bool = False
     compiles: bool = False
+    inner_gradients: bool = True
 
 
 ENGINES: tuple[Engine, ...] = (
@@ -54,6 +57,7 @@ ENGINES: tuple[Engine, ...] = (
         describes=linear.describes,
         run=linear.run,
         shows_nan=True,
+        inner_gradients=False,
     ),
     Engine(
         name="least_squares",
@@ -61,6 +65,7 @@ ENGINES: tuple[Engine, ...] = (
         describes=least_squares.describes,
         run=least_squares.run,
         shows_nan=True,
+        inner_gradients=False,
     ),
     Engine(
         name="kernel",

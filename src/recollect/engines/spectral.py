@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect.choices.gradients import once
+
 __all__ = ["inverse_power"]
 
 
@@ -49,7 +51,10 @@ class _InversePower(torch.autograd.Function):
         return (vectors * values.pow(-power).unsqueeze(-2)) @ vectors.mT
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once(
+        "algorithm.Preconditioned(kind='spectral')",
+        "use kind='conjugate_gradient', or power 1 or 0, which can be",
+    )
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         values, vectors = ctx.saved_tensors
         inner = vectors.mT @ grads[0] @ vectors

@@ -275,8 +275,10 @@ def initial_state(
         if normalized:
             # A normalised memory moves with its memory of ones, one more row.
             shape = (*shape[:-2], shape[-2] + 1, shape[-1])
-        return w.new_zeros(*w.shape[:2], *shape)
+        held = torch.float64 if name in wide else w.dtype
+        return w.new_zeros(*w.shape[:2], *shape, dtype=held)
 
+    wide = recipe.algorithm.wide(recipe)
     names = recipe.algorithm.slots if weights or not recipe.dual else ()
     slots = {name: tuple(blank(name, w) for w in weights) for name in names}
     F = recipe.features.dim(K) if recipe.features.finite else 0

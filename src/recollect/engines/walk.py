@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm import Step
+from recollect.choices.gradients import leaves_of
 from recollect.choices.memory import Stack
 from recollect.engines.problem import Problem, scaled
 from recollect.engines.state import State
@@ -121,15 +122,12 @@ class Walk:
             gamma = tokens.rates["window"][:, j]  # [B, H, c]
             weight = weight * gamma[..., : j + 1 - low].flip(-1)
         gates = {}
-        for gate in bias.gates():
-            x = tokens.rates[gate.name][:, low : j + 1].transpose(1, 2)
-            gates[gate.name] = x if gate.axes else x.unsqueeze(-1)
-        for name in (bias.constants().keys() | bias.static_quantities()) - gates.keys():
+        for name in bias.numbers:
             x = tokens.rates[name][:, low : j + 1].transpose(1, 2)
             gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
         outer = self.outer
         with torch.enable_grad():
-            points = [w if outer and w.requires_grad else w.detach().requires_grad_() for w in W]
+            points = leaves_of(W, outer=outer)
             prediction = self.forward(points, phi, raw, self.problem.params)
             if prediction_free:
                 assert bias.affine is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from recollect.choices.gradients import leaves_of
 from recollect.engines.problem import Problem
 from recollect.engines.state import State
 from recollect.engines.tokens import Tokens, Weights, as_matrix, forward_of, join, wants_gradient
@@ -49,9 +50,8 @@ def solve(problem: Problem, tokens: Tokens, j: int) -> Weights:
     later = logs.flip(1).cumsum(1).flip(1) - logs
     weight = tokens.rates["weight"][:, : j + 1] * later.exp() * tokens.valid[:, : j + 1, None]
     weight = weight.transpose(1, 2)  # [B, H, i]
-    names = {g.name: bool(g.axes) for g in bias.gates()}
     gates: dict[str, Tensor] = {}
-    for name in bias.constants().keys() | bias.static_quantities() | names.keys():
+    for name in bias.numbers:
         x = tokens.rates[name][:, : j + 1].transpose(1, 2)
         gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
     lr = tokens.rates["lr"][:, j]
@@ -59,7 +59,7 @@ def solve(problem: Problem, tokens: Tokens, j: int) -> Weights:
     outer = wants_gradient(problem)
     for _ in range(recipe.algorithm.steps):
         with torch.enable_grad():
-            points = [w if outer and w.requires_grad else w.detach().requires_grad_() for w in W]
+            points = leaves_of(W, outer=outer)
             prediction = forward(points, phi, raw, problem.params)
             if bias.states_loss:
                 target, cotangent = (bias.loss(prediction, v, gates) * weight).sum(), None

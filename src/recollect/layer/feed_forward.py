@@ -62,7 +62,7 @@ class FeedForward(nn.Module):
         self.d_model, self.heads, self.kv_heads = d_model, heads, heads
         self.head_dim = self.value_dim = d_model // heads
         self.recipe, self.options = recipe, options
-        size = max((getattr(part, "size", 1) for part in recipe.context.within), default=1)
+        size = max((part.block for part in recipe.context.within), default=1)
         self.pairs = -(-max(1, round(options.persistent * d_model)) // size) * size
         self.block = size
         K = self.head_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from recollect.engines.checks import check_mask
 from recollect.engines.packing import Rows, compact, scatter
 from recollect.engines.select import select
 from recollect.engines.state import State
+from recollect.engines.transforms import refuse_transforms
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.numbers import Number
 from recollect.layer.pairs import InitialPairs
@@ -288,7 +290,9 @@ class MemoryLayer(nn.Module):
 
         Raises:
             ValueError: shapes that do not fit.
+            RuntimeError: inside a transform of `torch.func`, or forward-mode derivatives.
         """
+        refuse_transforms(itertools.chain((x,), self.parameters()))
         self._check(x, attention_mask, cu_seqlens)
         self._check_state(x, state, cu_seqlens)
         if attention_mask is None:

@@ -214,8 +214,7 @@ class Number(nn.Module):
                 f"options of {declared.name!r}: {declared.owner} holds it for all tokens, so its "
                 "source is 'learned' or 'fixed'; give the member 'token' for one value per token"
             )
-        several = gate and (declared.travels or declared.name in ("lr", "log_lr"))
-        several = several and recipe.associations > 1
+        several = isinstance(declared, Gate) and recipe.per_association(declared)
         inner = [sizes[axis] for axis in declared.axes]
         self.shape = (heads, *([recipe.associations] if several else []), *inner)
         self.log = gate and declared.name.startswith("log_") and declared.range.high is not None

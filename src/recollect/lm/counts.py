@@ -102,7 +102,7 @@ def _numbers(
             continue
         own = options.gate(item.name)
         if isinstance(item, Gate):
-            made, several = "input", item.travels or item.name in ("lr", "log_lr")
+            made, several = "input", recipe.per_association(item)
         else:
             made, several = "learned" if item.learned else "fixed", False
         source = "learned" if rule == "rate" else own.source or made
@@ -133,7 +133,7 @@ def _paired(item: Gate | Param, recipe: Recipe, options: LayerOptions) -> bool:
 
 def _feed_forward(D: int, heads: int, recipe: Recipe, options: LayerOptions) -> dict[str, int]:
     heads = 1 if options.joined else heads
-    block = max((getattr(part, "size", 1) for part in recipe.context.within), default=1)
+    block = max((part.block for part in recipe.context.within), default=1)
     m = -(-max(1, round(options.persistent * D)) // block) * block
     keys = sum(
         m // (block if gate.name == "router" else 1) for gate in recipe.gates() if gate.travels

@@ -79,7 +79,7 @@ def _grows(recipe: Recipe) -> bool:
 
 
 def _solves(recipe: Recipe) -> bool:
-    alike = getattr(recipe.context, "decay", 1.0) == 1.0
+    alike = not recipe.context.forgets
     return recipe.algorithm.condenses and alike and recipe.features.lift("k") == "k"
 
 
@@ -91,6 +91,6 @@ def _settles(recipe: Recipe) -> bool:
 def _exchanges(recipe: Recipe) -> bool:
     """A delta rule whose similarity is a whole number."""
     features = recipe.features
-    rounds = not features.finite and getattr(features, "decimals", None) == 0
+    rounds = not features.finite and features.decimals == 0
     full = recipe.constants().get("lr") == 1.0
     return rounds and full and _affine(recipe) and not _grows(recipe)

@@ -16,8 +16,10 @@ __all__ = ["deep_transformer", "dot", "swdt"]
 
 _NOTE = (
     "the memory is x + LN(W_1 gelu(W_2 φ*(x))): W_2 is kept as one row per key, over learned "
-    "anchors, and what it gives is divided by the softmax's sum, as in practice, while the "
-    "equation is unnormalised (Read(normalize='none')). The hidden width is 2 V: its row is kept "
+    "anchors, and what it gives is divided by the softmax's sum, as attention is in eq. 24, while "
+    "the equation is unnormalised (Read(normalize='none')). No step is divided: a key's row moves "
+    "by the gradient of what W_2 gives, so that a linear memory is softmax attention; autograd "
+    "through the division would multiply by 1/Σκ. The hidden width is 2 V: its row is kept "
     "and read for every token, so width costs here what it costs in attention. Gradients are "
     "taken at the start of inner batches of 64 tokens; the layer is the common one, with queries "
     "and keys of length √K"

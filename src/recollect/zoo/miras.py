@@ -99,11 +99,11 @@ def yaad() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="MIRAS eq. 27, in inner batches as eq. 30",
-        note="left open: the softmax runs over the inputs of each unit (eq. 20 would share one sum "
-        "among all weights of a map, eq. 27 does not say), and c = 64, with which weights are near "
-        "1, so that inside an inner batch a step of W is to first order one of log W; eq. 27 drops "
-        "c. Inside an inner batch the memory is read off the "
-        "simplex, and its first token's memory is where gradients are taken (eq. 30). "
+        note="left open: the softmax runs over the inputs of each unit, as the paper allows "
+        "(eq. 20 shares one sum among all weights of a map, axis='all'; eq. 27 does not say), and "
+        "c = 64, with which weights are near 1, so that inside an inner batch a step of W is to "
+        "first order one of log W; eq. 27 drops c. Inside an inner batch the memory is read off "
+        "the simplex, and its first token's memory is where gradients are taken (eq. 30). "
         f"{_CHUNKS}{COMMON}",
     ),
 )

@@ -93,10 +93,11 @@ def sigmoid_bregman() -> tuple[Recipe, LayerOptions]:
     references=(MIRAS("eq. 18"),),
     fidelity=Fidelity(
         kind="exact",
-        source="MIRAS eq. 18 with f = (√x − 1)², each row a measure",
-        note="left open: f, and whether a row or the whole matrix is the measure; ζ is found by "
-        "bisection. The decay flattens the measure, W_(t−1)^α, as MIRAS's KL gate does; c = 8; "
-        "steps stay below 1 (below 4, outer gradients of 10⁴ ended a training). "
+        source="MIRAS eq. 18 with f = (√x − 1)², normalised per slice: each row a measure",
+        note="left open: f; eq. 18 has one sum over the whole matrix (axis='all'), and the paper "
+        "allows one per slice, whose mass c does not grow with the width; "
+        "ζ is found by bisection. The decay flattens the measure, W_(t−1)^α, as MIRAS's KL gate "
+        "does; c = 8; steps stay below 1 (below 4, outer gradients of 10⁴ ended a training). "
         f"The rule is sequential: one token after the other. {_OPEN}{COMMON}",
     ),
 )

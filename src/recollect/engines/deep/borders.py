@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect.choices.gradients import again
 from recollect.engines.deep.border_back import backward
 from recollect.engines.deep.border_walk import Commits, Keys, Made, Path, Room, forward, plain
 from recollect.engines.deep.reads import Asked, Seen, plain_read, pull_read, read
@@ -159,18 +160,10 @@ def _again(
     grads: Sequence[Tensor],
 ) -> list[Tensor | None]:
     """The gradient as something to differentiate again."""
-    keys, asked, memory = _named(path, flat)
-    made = plain(path, keys, memory, commits)
-    outputs = [plain_read(path, made.M, made.h, made.delta, asked), *made.ends]
-    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
-    wanted = [x for x, need in zip(flat, needs, strict=True) if need]
-    found = iter(
-        torch.autograd.grad(
-            [y for y, _ in pairs],
-            wanted,
-            [g for _, g in pairs],
-            create_graph=True,
-            allow_unused=True,
-        )
-    )
-    return [next(found) if need else None for need in needs]
+
+    def outputs(given: Sequence[Any]) -> Tensors:
+        keys, asked, memory = _named(path, given)
+        made = plain(path, keys, memory, commits)
+        return [plain_read(path, made.M, made.h, made.delta, asked), *made.ends]
+
+    return again(outputs, flat, needs, grads)

@@ -31,7 +31,7 @@ __all__ = ["batch_flops", "orthogonal"]
 
 def orthogonal(recipe: Recipe, maps: Sequence[LinearMap]) -> int:
     """Newton–Schulz once on every map: per step 4 s²l + 2 s³ for sides s ≤ l."""
-    steps, total = getattr(recipe.algorithm, "newton_steps", 0), 0
+    steps, total = recipe.algorithm.newton_steps, 0
     for one in maps:
         small, large = sorted((one.out, one.inp))
         total += steps * (4 * small * small * large + 2 * small**3)

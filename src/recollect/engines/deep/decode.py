@@ -38,7 +38,7 @@ def decodes(method: Method) -> bool:
     recipe, rule = method.recipe, method.rule
     decay = recipe.retention.decay
     plain = decay is None or (decay.per == "head" and decay.when == "after")
-    plain &= getattr(recipe.algorithm, "per", "head") == "head"
+    plain &= not recipe.algorithm.per_value
     linked = recipe.retention.linked or rule.splits or rule.pairs
     # Batches of one token have nothing to keep.
     return method.way == "table" and plain and not linked and recipe.algorithm.batch > 1

@@ -104,8 +104,7 @@ def describes(recipe: Recipe) -> str:
 def rule_of(recipe: Recipe) -> Rule:
     """What of a recipe decides its coefficients."""
     algorithm, decay = recipe.algorithm, recipe.retention.decay
-    per_value = getattr(algorithm, "per", "head") == "value"
-    channels = per_value or (decay is not None and decay.per != "head")
+    channels = algorithm.per_value or (decay is not None and decay.per != "head")
     window = (recipe.context.horizon or 1) > 1
     return Rule(
         slot=algorithm.accumulates or ("" if algorithm.momentum_of in ("none", None) else "steps"),
@@ -139,13 +138,12 @@ def chain_of(recipe: Recipe) -> Chain | None:
     decay = retention.decay
     plain = way(recipe) == "table" and not (rule.splits or rule.pairs or retention.linked)
     plain &= decay is None or (decay.per == "head" and decay.when == "after")
-    plain &= getattr(recipe.algorithm, "per", "head") == "head"
+    plain &= not recipe.algorithm.per_value
     if not plain or not isinstance(memory, Stack):
         return None
     if memory.chain is None or not slope_of(memory.chain):
         return None
-    residual = getattr(memory, "residual", False)
-    return Chain(activation=memory.chain, residual=residual, bias=recipe.bias)
+    return Chain(activation=memory.chain, residual=memory.residual, bias=recipe.bias)
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:

@@ -123,7 +123,7 @@ def lay_out(problem: Problem) -> Grid:
     keys = _Place(first=tuple(f - (c - 1) for f in join_first), columns=c - 1 + columns)
     asked = _Place(first=tuple(-o for o in opened), columns=columns)
     bias = recipe.bias
-    travels = {g.name for g in bias.gates()} | bias.constants().keys() | bias.static_quantities()
+    travels = bias.numbers.keys()
     rates = dict(tokens.rates)
     if recipe.algorithm.keyed and "lr" in rates:
         assert bias.affine is not None

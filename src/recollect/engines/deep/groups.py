@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect.choices.gradients import again
+
 __all__ = ["Part", "Plan", "run"]
 
 Tensors = list[Tensor]
@@ -111,13 +113,12 @@ class _Groups(torch.autograd.Function):
         flat = list(ctx.saved_tensors)
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            y, after, _ = _forward(plan, flat, outer=True)
-            wanted = [x for x, need in zip(flat, needs, strict=True) if need]
-            found = torch.autograd.grad(
-                [y, *after], wanted, grads, create_graph=True, allow_unused=True
-            )
-            rest = iter(found)
-            return None, *(next(rest) if need else None for need in needs)
+
+            def outputs(given: Tensors) -> Tensors:
+                y, after, _ = _forward(plan, given, outer=True)
+                return [y, *after]
+
+            return None, *again(outputs, flat, needs, grads)
         return None, *_backward(plan, flat, ctx.kept, needs, grads)
 
 

@@ -1,0 +1,151 @@
+"""Hand-written backward passes: what becomes of gradients that are to be differentiated again.
+
+A backward pass is asked for a gradient of its gradient under ``create_graph=True``, or not at all.
+It then does one of two things: it writes the same gradient in operations that autograd records
+(`again`), or its gradient carries a sentence that is raised when somebody differentiates it
+(`once`). Torch's own ``once_differentiable`` does not raise where the gradients from above are
+constants, as those of a sum are; then the second derivative would be silently incomplete.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recollect.choices.member import RecipeError
+
+__all__ = ["again", "leaves_of", "once", "once_through", "places"]
+
+Backward = Callable[..., Any]
+
+
+def places(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """The same tensors, each at a place of its own in the graph.
+
+    Tensors may depend on each other: keys on a memory, values on keys. A gradient with respect to
+    one of them would then count the ways that lead through another; at places of their own, none
+    does.
+    """
+    return [x.view_as(x) if x is not None and x.requires_grad else x for x in tensors]
+
+
+def leaves_of(weights: Sequence[Tensor], *, outer: bool) -> list[Tensor]:
+    """Weights to take an inner gradient at: part of the outer graph where that is asked for."""
+    return [
+        w.view_as(w) if outer and w.requires_grad else w.detach().requires_grad_() for w in weights
+    ]
+
+
+def again(
+    function: Callable[[list[Any]], Sequence[Tensor]],
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    above: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """Gradients of ``function`` at ``inputs`` that can be differentiated any number of times.
+
+    Args:
+        function: from tensors like the inputs to the outputs, in operations autograd knows.
+        needs: which inputs want a gradient; the others get ``None``.
+        above: gradients of the outputs.
+    """
+    given = places(inputs)
+    pairs = [
+        (y, g) for y, g in zip(function(given), above, strict=True) if y.requires_grad
+    ]  # fmt: skip
+    wanted = [x for x, need in zip(given, needs, strict=True) if need]
+    if not pairs or not wanted:
+        return [None] * len(given)
+    found = iter(
+        torch.autograd.grad(
+            [y for y, _ in pairs],
+            wanted,
+            [g for _, g in pairs],
+            create_graph=True,
+            allow_unused=True,
+        )
+    )
+    return [next(found) if need else None for need in needs]
+
+
+class _Refusing(torch.autograd.Function):
+    """Numbers as they are, whose derivative is a sentence."""
+
+    @staticmethod
+    def forward(ctx: Any, sentence: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.sentence = sentence
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[None, ...]:
+        raise RecipeError(ctx.sentence)
+
+
+def _refusing(sentence: str, found: Any, connected: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """Gradients that raise the sentence when they are differentiated."""
+    gradients = found if isinstance(found, tuple) else (found,)
+    real = [g for g in gradients if isinstance(g, Tensor)]
+    graph = [x for x in connected if isinstance(x, Tensor) and x.requires_grad]
+    if not real or not graph:
+        return gradients
+    refusing = iter(_Refusing.apply(sentence, len(real), *real, *graph))  # type: ignore[no-untyped-call]
+    return tuple(next(refusing) if isinstance(g, Tensor) else g for g in gradients)
+
+
+REFERENCE = "use method='reference', which can be differentiated any number of times"
+
+
+def _sentence(what: str, instead: str) -> str:
+    return f"{what} can be differentiated once, not its gradient again: {instead}"
+
+
+def once(what: str, instead: str = REFERENCE) -> Callable[[Backward], Backward]:
+    """A backward pass whose gradient is a number and no function.
+
+    Args:
+        what: the subject of the sentence that is raised when it is differentiated.
+        instead: what to do instead.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        @functools.wraps(backward)
+        def wrapped(ctx: Any, *above: Tensor) -> Any:
+            with torch.no_grad():
+                found = backward(ctx, *above)
+            if not torch.is_grad_enabled():
+                return found
+            return _refusing(_sentence(what, instead), found, (*above, *ctx.saved_tensors))
+
+        return wrapped
+
+    return decorate
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.what = what
+        ctx.save_for_backward(*tensors)
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return (None, *above)
+        sentence = _sentence(ctx.what, REFERENCE)
+        return (None, *_refusing(sentence, above, (*above, *ctx.saved_tensors)))
+
+
+def once_through(what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same tensors on their way into an operation of torch's that has one derivative.
+
+    Args:
+        what: the subject of the sentence that is raised when its gradient is differentiated.
+    """
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return tensors
+    return _Through.apply(what, *tensors)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,281 @@
+"""Members as a user's own package would have them: other field names, other shapes, fewer numbers.
+
+Every suite that draws from the registry draws these too, so that what an engine assumes and a
+member did not declare fails there. Each differs from the library's in what nobody may rely on: what
+a field is called, which axes a number has, which numbers there are at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+import recollect as rc
+from recollect.choices.fields import flag, integer, number, slot
+from recollect.choices.memory import Apply, Forward, LinearMap
+from recollect.choices.sight import Scene, Weights
+
+Values = Mapping[str, Tensor]
+
+
+# -- algorithms --------------------------------------------------------------------------------
+
+
+@rc.member
+class ChannelRates(rc.algorithm.Algorithm):
+    """Plain descent with a rate per value channel, under a field that is not called lr."""
+
+    batch: int = integer(1, at_least=1)
+    speeds: float | str = rc.quantity("token", name="lr", at_least=0, init=0.5, axes=("V",))
+
+
+@rc.member
+class FullPass(rc.algorithm.Algorithm):
+    """Plain descent at rate 1 that may see all of the past, with no number of its own."""
+
+    full_batch = True
+
+
+@rc.member
+class LookAhead(rc.algorithm.Algorithm):
+    """Nesterov's momentum: S = θS − ηg, A += θS − ηg, its state under a name of its own."""
+
+    batch: int = integer(1, at_least=1)
+    pace: float | str = rc.quantity("token", name="lr", at_least=0, init=0.3)
+    inertia: float | str = rc.quantity(0.5, name="momentum", at_least=0, below=1, init=0.5)
+
+    slots = ("velocity",)
+
+    def update(self, slots: Values, step: rc.algorithm.Step) -> tuple[dict[str, Tensor], Tensor]:
+        push = -step.lr * step.gradient
+        S = step.momentum * slots["velocity"] + push
+        return {"velocity": S}, step.momentum * S + push
+
+
+# -- contexts ----------------------------------------------------------------------------------
+
+
+@rc.member
+class Fading(rc.context.Context):
+    """All of the past, weighed by γ^(t−i) w_i, under field names of its own."""
+
+    forgetting: float | str = rc.quantity(
+        0.9, name="decay", above=0, at_most=1, init=0.95, log=True
+    )
+    trust: float | str = rc.quantity(1.0, name="weight", at_least=0, init=1.0, travels=True)
+
+    restricts = True
+
+    @property
+    def horizon(self) -> None:
+        return None
+
+
+@rc.member
+class Everything(rc.context.Context):
+    """All of the past alike: no number at all."""
+
+    @property
+    def horizon(self) -> None:
+        return None
+
+
+@rc.member
+class Latest(rc.context.Context):
+    """The last few associations alike, under a field that is not called size."""
+
+    reach: int = integer(2, at_least=1)
+
+    @property
+    def horizon(self) -> int:
+        return self.reach
+
+
+@rc.member
+class Aging(rc.context.Context):
+    """Inside another context: an association of age a weighs 1/(1 + a/τ)."""
+
+    patience: float = number(2.0, above=0)
+
+    restricts = True
+
+    @property
+    def horizon(self) -> None:
+        return None
+
+    def over(self, scene: Scene) -> Weights:
+        def log(queries: slice, keys: slice) -> Tensor:
+            age = scene.where[:, queries, None] - scene.position[:, None, keys]
+            age = age.clamp_min(0).to(scene.q.dtype)
+            return -(age / self.patience).log1p()[:, None, None]  # [B, 1, 1, C, m]
+
+        return Weights(log=log)
+
+
+# -- retention ---------------------------------------------------------------------------------
+
+
+@rc.member
+class Damped(rc.retention.Retention):
+    """W = A/(1 + ‖A‖_F/c), with a decay that stands in a field of another name."""
+
+    ceiling: float | str = rc.quantity(2.0, above=0, init=2.0)
+    forget: rc.retention.Decay | None = slot(None, "retention", optional=True)
+
+    @property
+    def decay(self) -> rc.retention.Decay | None:  # type: ignore[override]
+        return self.forget
+
+    def link(self, A: Tensor, gates: Values) -> Tensor:
+        size = (A.square().sum((-2, -1), keepdim=True) + 1e-12).sqrt()
+        return A / (1 + size / gates["ceiling"])
+
+
+@rc.member
+class Squeezed(rc.retention.Retention):
+    """A_t = c tanh((A_(t−1) + step)/c), rebuilt at every token."""
+
+    limit: float | str = rc.quantity(1.5, above=0, init=1.5)
+
+    def advance(self, A: Tensor, step: Tensor, log_decay: Tensor | None, gates: Values) -> Tensor:
+        return gates["limit"] * torch.tanh((A + step) / gates["limit"])
+
+
+# -- memories ----------------------------------------------------------------------------------
+
+
+@rc.member
+class Plane(rc.memory.Stack):
+    """M(x) = W x, and says so: one map that a library's matrix would be."""
+
+    linear = True
+    read: rc.memory.Read = slot(rc.memory.Read(), "read")
+
+    @property
+    def chain(self) -> str:
+        return "identity"
+
+    def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
+        return (LinearMap(name="P", out=V, inp=F, first=True, last=True),)
+
+    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+        return apply(0, x)
+
+
+@rc.member
+class Skipping(rc.memory.Stack):
+    """M(x) = W1 tanh(W2 x), and the raw key where ``skip``: a residual under another name."""
+
+    skip: bool = flag(False)
+
+    @property
+    def residual(self) -> bool:  # type: ignore[override]
+        return self.skip
+
+    @property
+    def chain(self) -> str:
+        return "tanh"
+
+    def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
+        return (
+            LinearMap(name="W2", out=3, inp=F, first=True, last=False),
+            LinearMap(name="W1", out=V, inp=3, first=False, last=True),
+        )
+
+    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+        h = apply(1, torch.tanh(apply(0, x)))
+        return raw + h if self.skip else h
+
+
+@rc.member
+class Waves(rc.memory.Memory):
+    """M(x) = W1 (s ⊙ sin(W2 x)): no stack of maps, bound to its sizes, with a param of its own."""
+
+    gain: float | str = rc.quantity("static", kinds=("static",), init=1.0)
+
+    def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
+        return ((3, F), (V, 3))
+
+    def function(self, F: int, V: int) -> Forward:
+        def forward(weights: Sequence[Tensor], x: Tensor, raw: Tensor, params: Values) -> Tensor:
+            inner, outer = weights
+            gain = params["gain"].to(x.dtype)[:, None, None]  # [H, 1, 1]
+            return (gain * torch.sin(x @ inner.mT)) @ outer.mT
+
+        return forward
+
+
+# -- biases ------------------------------------------------------------------------------------
+
+
+@rc.member
+class Emphasis(rc.bias.Bias):
+    """½ Σ s_j e_j² with a gate s per value channel: affine for nobody."""
+
+    strength: float | str = rc.quantity("token", at_least=0, init=1.0, axes=("V",))
+
+    def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        return 0.5 * (gates["strength"] * (prediction - value).square()).sum(-1)
+
+
+@rc.member
+class Tempered(rc.bias.Bias):
+    """s² Σ log cosh(e/s), its scale declared as a logarithm."""
+
+    scale: float | str = rc.quantity(1.0, above=0, init=1.0, log=True)
+
+    def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        s, e = gates["log_scale"].exp(), (prediction - value).abs()
+        x = e / s
+        return (s.square() * (x + torch.log1p((-2 * x).exp()) - 0.6931471805599453)).sum(-1)
+
+    def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        s = gates["log_scale"].exp()
+        return s * torch.tanh((prediction - value) / s)
+
+
+@rc.member
+class Eager(rc.bias.Bias):
+    """‖p‖² − 1.5⟨p, v⟩: affine with factors that are not 1."""
+
+    affine = (2.0, 1.5)
+
+    def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        return (prediction.square() - 1.5 * prediction * value).sum(-1)
+
+    def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        return 2 * prediction - 1.5 * value
+
+
+# -- features ----------------------------------------------------------------------------------
+
+
+@rc.member
+class TwoSided(rc.features.Features):
+    """φ(x) = s [relu(x), relu(−x)], with s learned per head."""
+
+    stretch: float | str = rc.quantity("static", kinds=("static",), above=0, init=1.0)
+
+    def dim(self, K: int) -> int:
+        return 2 * K
+
+    def phi(self, x: Tensor, params: Values, side: str, position: Tensor) -> Tensor:
+        scale = params["stretch"].to(x.dtype)[:, None, None]  # [H, 1, 1]
+        return scale * torch.cat([x.relu(), (-x).relu()], dim=-1)
+
+
+@rc.member
+class Cauchy(rc.features.Kernel):
+    """κ(q, k) = 1/(1 + ‖q − k‖²): definite, and without a logarithm."""
+
+    definite = True
+
+    @property
+    def nonnegative(self) -> bool:
+        return True
+
+    def kappa(self, q: Tensor, k: Tensor) -> Tensor:
+        lengths = q.square().sum(-1).unsqueeze(-1) + k.square().sum(-1).unsqueeze(-2)
+        return 1 / (1 + lengths - 2 * q @ k.transpose(-1, -2))

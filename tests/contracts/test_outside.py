@@ -1,0 +1,526 @@
+"""What a member of somebody's own package declares is read, and nothing else is assumed.
+
+`tests.contracts.outside` has the members; the suites that draw from the registry hold them to the
+reference in every combination. Here stand single faults, each named after what was wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.contracts import generate
+from tests.contracts.outside import (
+    ChannelRates,
+    Damped,
+    Everything,
+    Fading,
+    FullPass,
+    Latest,
+    LookAhead,
+    Plane,
+    Skipping,
+    Tempered,
+    Values,
+)
+from torch import Tensor
+
+import recollect as rc
+from recollect.engines.select import select
+
+EXACT = 1e-10  # float64, another grouping of the same sums
+Solver = rc.algorithm.LeastSquares
+
+
+def same(recipe: rc.Recipe, engine: str, *, T: int = 9) -> None:
+    """The engine runs a recipe, and agrees with the reference in outputs, state and gradients."""
+    assert select(recipe).engine.name == engine
+    x = generate.inputs(recipe, T=T)
+    y, state, slopes = generate.gradients(recipe, x, method=engine)
+    expected, kept, twins = generate.gradients(recipe, x, method="reference")
+    assert generate.error(y, expected) < EXACT
+    assert generate.worst(generate.parts(state), generate.parts(kept))[0] < EXACT
+    assert generate.worst(slopes, twins)[0] < 1e-9
+
+
+# -- wrong numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["token", "static", 0.3])
+def test_a_rate_per_value_channel_is_one_whatever_else_the_algorithm_lacks(
+    kind: float | str,
+) -> None:
+    """Engine linear asked for a field ``per``, and was 1.70 off where there is none."""
+    recipe = rc.Recipe(algorithm=ChannelRates(speeds=kind))
+    same(recipe, "linear")
+    x = generate.inputs(recipe, B=1, T=6, H=1)
+    y, _ = generate.run(recipe, x)
+    assert x.init is not None
+    W, outputs = x.init[0][0], []
+    for t in range(6):  # by hand
+        k, v = x.k[0, t, 0], x.v[0, t, 0]
+        eta = kind if isinstance(kind, float) else x.params["lr"][0] if kind == "static" else None
+        eta = x.gates["lr"][0, t, 0] if eta is None else eta
+        W = W - torch.outer(eta * (W @ k - v), k)
+        outputs.append(W @ x.q[0, t, 0])
+    torch.testing.assert_close(y[0, :, 0], torch.stack(outputs), atol=1e-11, rtol=1e-11)
+
+
+def test_a_rate_per_value_channel_in_every_engine_that_takes_it() -> None:
+    same(rc.Recipe(memory=rc.memory.MLP(), algorithm=ChannelRates(batch=3)), "deep")
+    same(rc.Recipe(bias=rc.bias.Huber(), algorithm=ChannelRates()), "deep")
+    with pytest.raises(rc.RecipeError, match="a step must be a multiple of the gradient"):
+        rc.Recipe(features=rc.features.Exponential(), algorithm=ChannelRates())
+
+
+@pytest.mark.parametrize("form", ["refreshed", "decaying", "constant"])
+@pytest.mark.parametrize("algorithm", ["exact", "diagonal", "spectral", "conjugate_gradient"])
+def test_a_decay_is_one_whatever_its_field_is_called(form: str, algorithm: str) -> None:
+    """Engine least_squares asked for a field ``decay``, and was 0.40 off under other names."""
+    if algorithm == "exact":
+        solver: rc.algorithm.Algorithm = Solver(form=form, every=4)
+    else:
+        solver = rc.algorithm.Preconditioned(kind=algorithm)
+    for context, twin in (
+        (Fading(), rc.context.Prefix(decay=0.9)),
+        (Fading(forgetting="token"), rc.context.Prefix(decay="token")),
+        (Fading(forgetting=1.0, trust="token"), rc.context.Prefix(weight="token")),
+    ):
+        recipe = rc.Recipe(context=context, algorithm=solver)
+        same(recipe, "least_squares")
+        x = generate.inputs(recipe, T=9)
+        y, expected = (generate.run(r, x)[0] for r in (recipe, recipe.but(context=twin)))
+        assert torch.equal(y, expected)
+        assert rc.cost(recipe).forward == rc.cost(recipe.but(context=twin)).forward
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": Solver()},
+        {"algorithm": rc.algorithm.Preconditioned(kind="diagonal")},
+        {"algorithm": rc.algorithm.GradientDescent(steps=2)},
+        {"algorithm": FullPass()},
+        {"algorithm": rc.algorithm.Analytic(ridge=1.0), "features": rc.features.Exponential()},
+    ],
+)
+def test_a_context_without_numbers_weighs_all_of_the_past_alike(
+    changes: dict[str, rc.choices.member.Member],
+) -> None:
+    """It was accepted, explained, and ended in a KeyError 'weight' or 'log_decay'."""
+    recipe = rc.Recipe(context=Everything(), **changes)  # type: ignore[arg-type]
+    x = generate.inputs(recipe, T=7)
+    y, _ = generate.run(recipe, x)
+    expected, _ = generate.run(recipe.but(context=rc.context.Prefix()), x)
+    assert torch.equal(y, expected)
+    assert "Σ_(i≤t)" in str(rc.explain(recipe))
+
+
+def test_a_horizon_is_one_whatever_its_field_is_called() -> None:
+    recipe = rc.Recipe(context=Latest(reach=3))
+    same(recipe, "linear")
+    x = generate.inputs(recipe, T=7)
+    window = recipe.but(context=rc.context.Window(size=3, gated=False))
+    assert torch.equal(generate.run(recipe, x)[0], generate.run(window, x)[0])
+    assert str(rc.explain(recipe)).splitlines()[1:3] == str(rc.explain(window)).splitlines()[1:3]
+
+
+def test_a_residual_is_one_whatever_its_field_is_called() -> None:
+    """A chain asks whether the raw key is added, which the memory answers from its own field."""
+    recipe = rc.Recipe(memory=Skipping(skip=True), algorithm=rc.algorithm.Momentum(batch=3))
+    same(recipe, "deep")
+    with pytest.raises(rc.RecipeError, match="needs K = V"):
+        recipe.axes(4, 3)
+
+
+def test_a_number_that_is_a_logarithm_reaches_its_loss_as_one() -> None:
+    """A bias's param declared with log=True ended in a KeyError."""
+    for scale in ("static", "token", 0.7):
+        for memory in (rc.memory.Matrix(), rc.memory.MLP(residual=False)):
+            same(rc.Recipe(bias=Tempered(scale=scale), memory=memory), "deep")
+        whole = rc.Recipe(
+            bias=Tempered(scale=scale),
+            context=rc.context.Prefix(),
+            algorithm=rc.algorithm.GradientDescent(steps=2),
+        )
+        assert torch.isfinite(generate.run(whole, generate.inputs(whole))[0]).all()
+
+
+def test_an_algorithm_without_a_rate_takes_steps_at_rate_one_with_a_probe() -> None:
+    """Its engines asked for the number 'lr' and ended in a KeyError."""
+
+    recipe = rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()), algorithm=FullPass())
+    same(recipe, "linear")
+    one = recipe.but(algorithm=rc.algorithm.GradientDescent(lr=1.0))
+    x = generate.inputs(recipe)
+    assert torch.equal(generate.run(recipe, x)[0], generate.run(one, x)[0])
+    same(recipe.but(features=rc.features.Exponential()), "kernel")
+
+
+def test_a_decay_that_stands_in_another_field_survives_the_canonical_form() -> None:
+    """`canonical` replaced a field ``decay`` that was not there."""
+    decay = rc.retention.Decay(rate=0.8, per="key")
+    recipe = rc.Recipe(retention=Damped(forget=decay))
+    simple = recipe.canonical()
+    x = generate.inputs(recipe)
+    torch.testing.assert_close(generate.run(simple, x)[0], generate.run(recipe, x)[0])
+    same(recipe, "deep")
+
+
+def test_a_matrix_of_a_users_own_runs_where_the_librarys_does() -> None:
+    recipe = rc.Recipe(memory=Plane(), retention=rc.retention.Decay())
+    same(recipe, "linear")
+    x = generate.inputs(recipe)
+    twin = recipe.but(memory=rc.memory.Matrix())
+    assert torch.equal(generate.run(recipe, x)[0], generate.run(twin, x)[0])
+
+
+def test_a_blocks_length_is_no_windows_length() -> None:
+    """Keys of a feed-forward network were rounded up to a multiple of any field ``size``."""
+    assert rc.context.Blocks(size=4, top=1).block == 4
+    assert rc.context.Window(size=4, gated=False).block == 1
+    assert Latest(reach=4).block == 1
+
+
+# -- what nobody would read is refused ---------------------------------------------------------
+
+
+def _algorithm(**body: object) -> rc.algorithm.Algorithm:
+    return rc.member(type("Undeclared", (rc.algorithm.Algorithm,), {"__doc__": "x", **body}))()
+
+
+def _context(**body: object) -> rc.context.Context:
+    return rc.member(type("Undeclared", (rc.context.Context,), {"__doc__": "x", **body}))()
+
+
+def _retention(**body: object) -> rc.retention.Retention:
+    return rc.member(type("Undeclared", (rc.retention.Retention,), {"__doc__": "x", **body}))()
+
+
+def _bias(**body: object) -> rc.bias.Bias:
+    def loss(self: object, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+        return (prediction - value).square().sum(-1)
+
+    made = type("Undeclared", (rc.bias.Bias,), {"__doc__": "x", "loss": loss, **body})
+    return rc.member(made)()
+
+
+def _memory(**body: object) -> rc.memory.Memory:
+    return rc.member(type("Undeclared", (rc.memory.Memory,), {"__doc__": "x", **body}))()
+
+
+def _features(**body: object) -> rc.features.Features:
+    return rc.member(type("Undeclared", (rc.features.Features,), {"__doc__": "x", **body}))()
+
+
+def _update(self: object, slots: Values, step: rc.algorithm.Step) -> tuple[Values, Tensor]:
+    return {name: x + step.gradient for name, x in slots.items()}, -step.lr * step.gradient
+
+
+_ALL_PAST = property(lambda self: None)
+_SOME = property(lambda self: 3)
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "a rate per key channel": (
+        lambda: rc.Recipe(algorithm=_algorithm(lr=rc.quantity("token", axes=("F",)))),
+        "a rate is one per head",
+    ),
+    "a rate per value channel of a memory that has none": (
+        lambda: rc.Recipe(
+            memory=rc.memory.Module(factory=generate.FACTORY), algorithm=ChannelRates()
+        ),
+        "has a rate per value channel",
+    ),
+    "a number that no step is handed": (
+        lambda: rc.Recipe(algorithm=_algorithm(beta=rc.quantity("token"))),
+        "the number 'beta', which no step is handed",
+    ),
+    "a momentum that a plain step does not take": (
+        lambda: rc.Recipe(algorithm=_algorithm(momentum=rc.quantity("token"))),
+        "the number 'momentum', which no step is handed",
+    ),
+    "a momentum per value channel": (
+        lambda: rc.Recipe(
+            algorithm=_algorithm(momentum=rc.quantity("token", axes=("V",)), update=_update)
+        ),
+        "a momentum with axes",
+    ),
+    "a linear recursion without its state": (
+        lambda: rc.Recipe(algorithm=_algorithm(momentum_of="gradient", update=_update)),
+        "says momentum_of='gradient'",
+    ),
+    "slots that nobody moves": (
+        lambda: rc.Recipe(algorithm=_algorithm(slots=("mean",))),
+        "never moves it",
+    ),
+    "a solver without statistics": (
+        lambda: rc.Recipe(algorithm=_algorithm(solves=True)),
+        "state its inverse",
+    ),
+    "an inverse without its slots": (
+        lambda: rc.Recipe(
+            context=Everything(),
+            algorithm=_algorithm(inverse=rc.algorithm.Inverse(), full_batch=True),
+        ),
+        "which needs slots=",
+    ),
+    "a full pass by an update of its own": (
+        lambda: rc.Recipe(
+            context=Everything(), algorithm=_algorithm(full_batch=True, update=_update)
+        ),
+        "a full pass takes plain steps",
+    ),
+    "a mean over an update of its own": (
+        lambda: rc.Recipe(algorithm=_algorithm(reduce="mean", update=_update)),
+        "averages plain steps",
+    ),
+    "one step a batch of what is not said to accumulate": (
+        lambda: rc.Recipe(algorithm=_algorithm(every="batch", batch=2)),
+        "not by what it accumulates",
+    ),
+    "several associations of a token in an inner batch": (
+        lambda: rc.Recipe(algorithm=_algorithm(steps=2, batch=2)),
+        "they need batch=1",
+    ),
+    "a rate by the key where no error sees the prediction": (
+        lambda: rc.Recipe(
+            bias=rc.bias.DotProduct(), algorithm=_algorithm(rate=lambda self, lr, kappa, a: lr)
+        ),
+        "has no such slope",
+    ),
+    "a decay that is no logarithm": (
+        lambda: rc.Recipe(
+            context=_context(horizon=_ALL_PAST, decay=rc.quantity(0.9)), algorithm=Solver()
+        ),
+        "the number 'decay' with axes",
+    ),
+    "a decay inside a horizon": (
+        lambda: rc.Recipe(context=_context(horizon=_SOME, decay=rc.quantity(0.9, log=True))),
+        "the number 'log_decay' with axes",
+    ),
+    "weights in over() that no solver of statistics asks for": (
+        lambda: rc.Recipe(
+            context=_context(horizon=_ALL_PAST, over=lambda self, scene: None), algorithm=Solver()
+        ),
+        r"states weights in over\(\)",
+    ),
+    "a decay that a retention declares itself": (
+        lambda: rc.Recipe(
+            retention=_retention(decay_=rc.quantity("token", name="decay", log=True))
+        ),
+        r"a retention\.Decay\(\) that it holds",
+    ),
+    "a link's number per channel": (
+        lambda: rc.Recipe(
+            retention=_retention(
+                c=rc.quantity("token", axes=("V",)), link=lambda self, A, gates: A * gates["c"]
+            )
+        ),
+        "handed numbers per head",
+    ),
+    "a retention's number that neither link nor advance is there to read": (
+        lambda: rc.Recipe(retention=_retention(c=rc.quantity("token"))),
+        "the number 'c'",
+    ),
+    "a decay that is no decay": (
+        lambda: _retention(decay=rc.retention.Ball()),
+        r"must be retention\.Decay",
+    ),
+    "a loss's number per key channel": (
+        lambda: rc.Recipe(bias=_bias(s=rc.quantity("token", axes=("F",)))),
+        "per value channel with axes",
+    ),
+    "a loss's number under a name that engines read elsewhere": (
+        lambda: rc.Recipe(bias=_bias(s=rc.quantity("token", name="lr")), algorithm=FullPass()),
+        "the number 'lr' is read from the algorithm",
+    ),
+    "a loss's weight where the context's would be read": (
+        lambda: rc.Recipe(
+            bias=_bias(weight=rc.quantity("token")), context=Everything(), algorithm=FullPass()
+        ),
+        "the number 'weight' is read from the context",
+    ),
+    "a memory's gate": (
+        lambda: _memory(tau=rc.quantity("token")),
+        "forward is handed params only",
+    ),
+    "features' constant": (
+        lambda: _features(tau=rc.quantity(1.0)),
+        "phi is handed params only",
+    ),
+    "a linear memory of other weights than a matrix": (
+        lambda: rc.Recipe(memory=_memory(linear=True, shapes=lambda self, F, V: ((V, 2), (2, F)))),
+        "leave linear out",
+    ),
+    "a member that extends another": (
+        lambda: rc.member(type("Undeclared", (rc.memory.Matrix,), {"__doc__": "x"})),
+        "extends the member Matrix",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_engine_would_read_is_refused_when_it_is_made(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, sentence = REFUSED[name]
+    registry = dict(rc.choices.member._REGISTRY)
+    monkeypatch.setattr(rc.choices.member, "_REGISTRY", registry)  # these classes do not stay
+    with pytest.raises(rc.RecipeError, match=sentence) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loss_may_call_its_number_weight_where_nobody_else_would_read_it() -> None:
+    """A name is taken only where an engine reads it."""
+
+    @rc.member
+    class Weighed(rc.bias.Bias):
+        """½ s ‖e‖²."""
+
+        weight: float | str = rc.quantity("token", at_least=0)
+
+        def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+            return 0.5 * (gates["weight"] * (prediction - value).square()).sum(-1)
+
+    recipe = rc.Recipe(bias=Weighed(), algorithm=LookAhead())
+    same(recipe, "deep")
+
+
+# -- a probe's numbers travel ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", ["key", "probe"])
+@pytest.mark.parametrize("per", ["head", "key"])
+def test_each_association_of_a_token_is_probed_at_its_own_key(write: str, per: str) -> None:
+    """All sub-steps of a token shared one ``probe`` and one ``erase``."""
+    probe = rc.bias.Probe(write=write, per=per)
+    recipe = rc.Recipe(
+        bias=rc.bias.L2(probe=probe),
+        retention=rc.retention.Decay(),
+        algorithm=rc.algorithm.GradientDescent(steps=3),
+    )
+    assert all(gate.travels for gate in probe.gates())
+    same(recipe, "linear")
+    x = generate.inputs(recipe, B=1, T=5, H=1)
+    assert x.gates["probe"].shape == (1, 5, 1, 3, 4)
+    assert x.gates["erase"].shape == ((1, 5, 1, 3, 4) if per == "key" else (1, 5, 1, 3))
+    leaves = x.leaves()
+    y, _ = generate.run(recipe, leaves)
+    assert leaves.init is not None
+    W, outputs = leaves.init[0][0], []
+    for t in range(5):  # by hand
+        alpha = leaves.gates["log_decay"][0, t, 0].exp()
+        for j in range(3):
+            k, v = leaves.k[0, t, 0, j], leaves.v[0, t, 0, j]
+            w, a = leaves.gates["probe"][0, t, 0, j], leaves.gates["erase"][0, t, 0, j]
+            into = a * (w if write == "probe" else k)
+            kept = alpha * W if j == 0 else W  # what is erased is measured before the decay
+            new = leaves.gates["lr"][0, t, 0, j] * torch.outer(v, k)
+            W = kept - torch.outer(W @ w, into) + new
+        outputs.append(W @ leaves.q[0, t, 0])
+    expected = torch.stack(outputs)
+    torch.testing.assert_close(y[0, :, 0], expected, atol=1e-11, rtol=1e-11)
+    named = [leaves.gates["probe"], leaves.gates["erase"], leaves.k]
+    for a, b in zip(
+        torch.autograd.grad(y.square().sum(), named, retain_graph=True),
+        torch.autograd.grad(expected.square().sum(), named),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
+
+
+def test_each_association_of_a_token_is_probed_in_a_kernels_memory_and_in_a_layer() -> None:
+    recipe = rc.Recipe(
+        features=rc.features.Exponential(),
+        bias=rc.bias.L2(probe=rc.bias.Probe(heads=2)),
+        algorithm=rc.algorithm.GradientDescent(steps=2),
+    )
+    same(recipe, "kernel")
+    layer = rc.MemoryLayer(16, 2, recipe)
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+    y, _ = layer(x)
+    first, state = layer(x[:, :4])
+    rest, _ = layer(x[:, 4:], state)
+    torch.testing.assert_close(torch.cat([first, rest], 1), y, atol=1e-5, rtol=1e-4)  # float32
+
+
+# -- one measure over the whole matrix ---------------------------------------------------------
+
+
+def _measures(recipe: rc.Recipe, step: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """Held to a loop over tokens that moves log W or W itself, with its gradients."""
+    x = generate.inputs(recipe, B=1, T=6, H=1, K=4, V=3)
+    for method in ("reference", "deep"):
+        leaves = x.leaves()
+        y, _ = generate.run(recipe, leaves, method=method)
+        assert leaves.init is not None
+        W, outputs = leaves.init[0][0], []
+        W = W.exp() if recipe.retention.additive else W.abs()  # A is log W, or W itself
+        W = 1.5 * W / W.sum()
+        for t in range(6):
+            k, v = leaves.k[0, t, 0], leaves.v[0, t, 0]
+            g = leaves.gates["lr"][0, t, 0] * torch.outer(W @ k - v, k)
+            W = step(W, g, leaves.gates["log_decay"][0, t, 0].exp())
+            torch.testing.assert_close(W.sum(), torch.tensor(1.5).double(), atol=1e-9, rtol=0)
+            outputs.append(W @ leaves.q[0, t, 0])
+        expected = torch.stack(outputs)
+        torch.testing.assert_close(y[0, :, 0], expected, atol=1e-9, rtol=1e-9)
+        named = [leaves.k, leaves.v, leaves.init[0], *leaves.gates.values()]
+        for a, b in zip(
+            torch.autograd.grad(y.square().sum(), named, retain_graph=True),
+            torch.autograd.grad(expected.square().sum(), named),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-7)
+
+
+def _multiplied(W: Tensor, g: Tensor, alpha: Tensor) -> Tensor:
+    moved = W**alpha * (-g).exp()  # MIRAS 21, with one sum over all entries
+    return 1.5 * moved / moved.sum()
+
+
+def _reverse_kl(W: Tensor, g: Tensor, alpha: Tensor) -> Tensor:
+    """MIRAS 18 with f = −ln τ: 1/W_t = (1/W̄) (ζ + g), ζ by Newton's steps from above the pole."""
+    W = W**alpha
+    W = 1.5 * W / W.sum()
+    zeta = (-g).max() + W.max().detach()
+    for _ in range(60):
+        rest = (W / (zeta + g)).sum() - 1.5
+        slope = -(W / (zeta + g).square()).sum()
+        zeta = torch.maximum(zeta - rest / slope, ((-g).max() + zeta) / 2)
+    return W / (zeta + g)
+
+
+def test_a_simplex_may_hold_the_whole_matrix() -> None:
+    """Only rows or columns could be measures, where MIRAS 19–20 sum over all entries."""
+    retention = rc.retention.Simplex(scale=1.5, axis="all", decay=rc.retention.Decay())
+    _measures(rc.Recipe(retention=retention), _multiplied)
+
+
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl"])
+def test_an_f_divergence_may_measure_the_whole_matrix(kind: str) -> None:
+    """Only rows or columns could be measures, where MIRAS 18 has one multiplier."""
+    decay = rc.retention.Decay()
+    retention = rc.retention.FDivergence(kind=kind, scale=1.5, axis="all", decay=decay)
+    _measures(rc.Recipe(retention=retention), _multiplied if kind == "kl" else _reverse_kl)
+
+
+@pytest.mark.parametrize("made", [rc.retention.Simplex, rc.retention.FDivergence])
+def test_a_measure_over_the_whole_matrix_stands_like_the_others(
+    made: type[rc.retention.Retention],
+) -> None:
+    whole = made(axis="all", scale=2.0)  # type: ignore[call-arg]
+    recipe = rc.Recipe(retention=whole)
+    assert rc.Recipe.from_json(recipe.to_json()) == recipe
+    assert "matri" in str(rc.explain(recipe))
+    assert any("link" in reason for reason in select(recipe).refused["linear"])
+    A = torch.randn(2, 2, 3, 4, generator=torch.Generator().manual_seed(0)).double()
+    for B in (A, torch.zeros_like(A)):
+        total = whole.link(B, {}).sum((-2, -1))
+        torch.testing.assert_close(total, torch.full_like(total, 2.0), atol=1e-12, rtol=0)
+    for per in ("key", "value", "key_value", "entry"):
+        with pytest.raises(rc.RecipeError, match="α must be constant along it"):
+            rc.Recipe(retention=made(axis="all", decay=rc.retention.Decay(per=per)))  # type: ignore[call-arg]
+    same(rc.Recipe(memory=rc.memory.MLP(residual=False), retention=made(axis="all")), "deep")
