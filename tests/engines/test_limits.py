@@ -115,12 +115,7 @@ def logs(recipe: rc.Recipe) -> Iterator[str]:
     yield from (f"gate {gate.name}" for gate in recipe.gates() if gate.name.startswith("log_"))
 
 
-def ill_posed(recipe: rc.Recipe) -> bool:
-    """Whether a past that is forgotten takes the ridge along, or a weight that underflows."""
-    return recipe.algorithm.condenses or recipe.dual
-
-
-FORGETS = [name for name, r in PRESETS.items() if list(logs(r)) and not ill_posed(r)]
+FORGETS = [name for name, r in PRESETS.items() if list(logs(r))]
 
 
 @pytest.mark.parametrize("name", FORGETS)
@@ -146,7 +141,7 @@ def may_be_zero(recipe: rc.Recipe) -> Iterator[str]:
             yield f"gate {gate.name}"
 
 
-@pytest.mark.parametrize("name", [name for name, r in PRESETS.items() if not r.dual])
+@pytest.mark.parametrize("name", PRESETS)
 def test_exact_zeros_in_every_number(name: str) -> None:
     recipe = PRESETS[name]
     x = inputs(recipe)

@@ -284,5 +284,23 @@ def test_a_ridge_lost_in_rounding_returned_noise() -> None:
     k, v = normal(1, 6, 1, 3, seed=14).float(), normal(1, 6, 1, V, seed=15).float()
     for method in ("reference", "kernel"):
         recipe = local(2, 1e-30) if method == "reference" else local(3, 1e-30)
-        with pytest.raises(ValueError, match=r"a ridge of 1e-30 is lost in torch\.float32"):
+        with pytest.raises(ValueError, match=r"a ridge of 1e-30 is lost in torch\.float64"):
             rc.recall(recipe, 0 * k, k, v, method=method)
+
+
+@METHODS
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("length", [1.0, 30.0, 1000.0])
+def test_float32_lost_its_digits_at_long_queries(length: float, degree: int, method: str) -> None:
+    """Monomials of k − q are as large as the query squared: float32 held none of the ridge."""
+    recipe, low = local(degree, 1e-2), [x.float() for x in (length * Q, KEY, X)]
+    expected, _ = rc.recall(recipe, *(x.double() for x in low), method="reference")
+    try:
+        y, _ = rc.recall(recipe, *low, method=method)
+    except ValueError as error:  # conjugate gradients, whose slopes are differences
+        sentence = str(error)
+    else:
+        assert float((y - expected).norm() / expected.norm()) < 1e-4
+        return
+    assert method != "reference"
+    assert "normalise q and k" in sentence

@@ -40,8 +40,8 @@ from recollect.choices.features import Kernel
 from recollect.choices.gradients import once
 from recollect.choices.sight import Scene, Weights
 from recollect.engines.attention import piece_size, seen, slices, weights_over
-from recollect.engines.nearby import least, ridged
-from recollect.engines.problem import Problem, state_dtype
+from recollect.engines.nearby import digits, least, ridged
+from recollect.engines.problem import Problem
 from recollect.engines.scene import look, values
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _plan(
     Args:
         kept: x of an earlier pass, which is not solved for again.
     """
-    recipe, dtype = problem.recipe, state_dtype(problem.q, problem.k, problem.v)
+    recipe, dtype = problem.recipe, digits(problem)
     kernel, degree = recipe.context.kernel, recipe.memory.degree
     assert kernel is not None
     assert degree is not None
@@ -175,7 +175,7 @@ class _Recomputed(torch.autograd.Function):
         *given: Tensor,
     ) -> Tensor:
         B, T, H, G, _ = problem.q.shape
-        dtype = state_dtype(problem.q, problem.k, problem.v)
+        dtype = digits(problem)
         y = problem.q.new_zeros(B, H, G, T, problem.v.shape[-1], dtype=dtype)
         problem, asked = _with_tensors(problem, asked, given)
         found, kept = _plan(problem, asked, solver, None)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from recollect.choices.sight import Weights
 from recollect.engines.problem import Problem, state_dtype
+from recollect.engines.resolution import looks
 from recollect.engines.scene import look, values
 from recollect.engines.state import State
 
-__all__ = ["attend", "least", "local", "regress", "regression", "ridged"]
+__all__ = ["attend", "digits", "least", "local", "regress", "regression", "ridged"]
 
 
 def local(problem: Problem) -> tuple[Tensor, State]:
@@ -29,7 +30,7 @@ def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tenso
     Args:
         asked: numbers of queries that only read.
     """
-    recipe, dtype = problem.recipe, state_dtype(problem.q, problem.k, problem.v)
+    recipe, dtype = problem.recipe, digits(problem)
     scene, v = look(problem, dtype, asked), values(problem, dtype).transpose(1, 2)  # [B, H, n, V]
     found = (part.over(scene) for part in recipe.context.within)
     parts = [part for part in found if part is not None]
@@ -76,6 +77,23 @@ def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tenso
     return (recipe.bias.optimum * y).to(problem.v.dtype)
 
 
+def digits(problem: Problem) -> torch.dtype:
+    """The dtype that holds the monomials of k − q of degree ≤ p, beside the ridge.
+
+    A covariance of monomials as large as r = (1 + |k| + |q|)^p is rounded by ε r². Where float32
+    would lose a thousandth of the ridge, the fit is made in float64; without a ridge it always is,
+    because rounding alone then says which directions the keys do not span.
+    """
+    dtype, degree = state_dtype(problem.q, problem.k, problem.v), problem.recipe.memory.degree
+    if not degree or dtype == torch.float64 or not looks(problem.q):
+        return dtype
+    held = [] if problem.state.buffer is None else [problem.state.buffer.k]
+    longest = [x.detach().norm(dim=-1).max() for x in (problem.q, problem.k, *held) if x.numel()]
+    size = (1.0 + float(sum(longest))) ** (2 * degree)
+    kept = torch.finfo(dtype).eps * size < 1e-3 * min(problem.recipe.ridge, 1.0)
+    return dtype if kept else torch.float64
+
+
 def _log_total(parts: list[Weights], query: slice, past: slice) -> Tensor | float:
     """log of the product of the positive weights, ``[B, H, 1 or G, m]``."""
     total: Tensor | float = 0.0
@@ -116,8 +134,7 @@ def ridged(covariance: Tensor, ridge: float, right: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and bool(lost.any()):
         raise ValueError(
             f"local regression: a ridge of {ridge:g} is lost in {covariance.dtype} beside keys so "
-            "far from their query: normalise q and k, take a larger ridge in algorithm.Analytic, "
-            "or use float64"
+            "far from their query: normalise q and k, or take a larger ridge in algorithm.Analytic"
         )
     return torch.cholesky_solve(right, factor)
 
