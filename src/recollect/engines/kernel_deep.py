@@ -28,9 +28,8 @@ from recollect.choices.features import Kernel
 from recollect.choices.memory import Stack
 from recollect.engines.coefficients import Coefficients, coefficients
 from recollect.engines.dual import Dual
-from recollect.engines.packing import join_states
 from recollect.engines.problem import Problem
-from recollect.engines.state import State
+from recollect.engines.state import State, join_states
 from recollect.engines.tokens import join, wants_gradient
 
 if TYPE_CHECKING:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from recollect.engines.state import Buffer, State
+from recollect.engines.state import State, join_states
 from recollect.typing import Gates
 
-__all__ = ["Rows", "compact", "join_states", "pack_rows", "scatter"]
+__all__ = ["Rows", "compact", "pack_rows", "scatter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,25 +108,3 @@ def pack_rows(
     out = torch.zeros_like(y).index_copy(0, torch.cat(places), y).unsqueeze(0)
     back = torch.tensor(order, device=k.device).argsort()
     return out, join_states(states).select(back)
-
-
-def join_states(states: list[State]) -> State:
-    """Stack rows; growing buffers are padded on the left to one length."""
-    width = max((s.buffer.k.shape[1] for s in states if s.buffer is not None), default=0)
-    held = max((s.dual.k.shape[1] for s in states if s.dual is not None), default=0)
-    # What an engine may spare the next one has as many sizes as there are states.
-    padded = [replace(_widen(state, width, held), cache={}) for state in states]
-    columns = zip(*(state.tensors() for state in padded), strict=True)
-    joined = iter([torch.cat(column) for column in columns])
-    return padded[0].map(lambda _: next(joined))
-
-
-def _widen(state: State, width: int, held: int) -> State:
-    def pad(x: Tensor, size: int) -> Tensor:
-        return torch.cat([x.new_zeros(x.shape[0], size - x.shape[1], *x.shape[2:]), x], dim=1)
-
-    buffer: Buffer | None = None
-    if state.buffer is not None:
-        buffer = state.buffer.map(lambda x: pad(x, width))
-    dual = None if state.dual is None else state.dual.map(lambda x: pad(x, held))
-    return replace(state, buffer=buffer, dual=dual)

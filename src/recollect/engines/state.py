@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,7 @@ from recollect.typing import Init, Weights
 if TYPE_CHECKING:
     from recollect.recipe import Recipe
 
-__all__ = ["Buffer", "State", "initial_state", "roll"]
+__all__ = ["Buffer", "State", "initial_state", "join_states", "roll"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,3 +402,25 @@ def _ended(
         rates={n: pick(x, None if old is None else old.rates[n]) for n, x in rates.items()},
         mask=mask,
     )
+
+
+def join_states(states: list[State]) -> State:
+    """Stack rows; growing buffers are padded on the left to one length."""
+    width = max((s.buffer.k.shape[1] for s in states if s.buffer is not None), default=0)
+    held = max((s.dual.k.shape[1] for s in states if s.dual is not None), default=0)
+    # What an engine may spare the next one has as many sizes as there are states.
+    padded = [replace(_widen(state, width, held), cache={}) for state in states]
+    columns = zip(*(state.tensors() for state in padded), strict=True)
+    joined = iter([torch.cat(column) for column in columns])
+    return padded[0].map(lambda _: next(joined))
+
+
+def _widen(state: State, width: int, held: int) -> State:
+    def pad(x: Tensor, size: int) -> Tensor:
+        return torch.cat([x.new_zeros(x.shape[0], size - x.shape[1], *x.shape[2:]), x], dim=1)
+
+    buffer: Buffer | None = None
+    if state.buffer is not None:
+        buffer = state.buffer.map(lambda x: pad(x, width))
+    dual = None if state.dual is None else state.dual.map(lambda x: pad(x, held))
+    return replace(state, buffer=buffer, dual=dual)
