@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 import recollect as rc
-from recollect.lm.tokenizers import byte_tokenizer
+from recollect.lm.data.tokenizers import byte_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model", help="folder of a saved model; an untrained one when left out")

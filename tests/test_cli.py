@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import recollect as rc
-from recollect import cli
+from recollect.cli import app as cli
 from recollect.experiments import EXPERIMENTS, PLANNED
 
 pytest.importorskip("typer")
@@ -179,7 +179,7 @@ WITHOUT_TRANSFORMERS = """
 import json, sys
 sys.modules["transformers"] = None
 from typer.testing import CliRunner
-from recollect import cli
+from recollect.cli import app as cli
 for line in sys.stdin:
     found = CliRunner().invoke(cli.build(), json.loads(line))
     print(json.dumps([found.exit_code, found.stdout, found.stderr]))

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import recollect as rc
 from recollect.cost import _ENGINES, cost, readable
-from recollect.engines.chunked import chunk_length
+from recollect.engines.linear.chunked import chunk_length
 from recollect.engines.select import ENGINES
 
 CHUNK = chunk_length(solves=True)

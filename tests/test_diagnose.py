@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect as rc
-from recollect.options import GateOptions, LayerOptions
+from recollect.layer.options import GateOptions, LayerOptions
 
 D, HEADS, B, T = 16, 2, 2, 24
 # Curves are kept in float32.

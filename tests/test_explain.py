@@ -14,12 +14,12 @@ from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
-from recollect.choices.terms import Term, figure, grouped, power, written
+from recollect.choices.equation_terms import Term, figure, grouped, power, written
 from recollect.engines.select import ENGINES, Engine
-from recollect.recipe import CHOICES
+from recollect.recipe.recipe import CHOICES
 
 explain = rc.explain
-module = importlib.import_module("recollect.explain")
+module = importlib.import_module("recollect.explain.explain")
 
 R, algorithm, bias, context = rc.Recipe, rc.algorithm, rc.bias, rc.context
 features, memory, retention = rc.features, rc.memory, rc.retention

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import recollect as rc
-from recollect.choices import draws
 from recollect.choices.member import Param
 from recollect.lm import RecollectConfig, RecollectForCausalLM
+from recollect.recipe import initial_params as draws
 
 features = rc.features
 EXACT = {"atol": 1e-12, "rtol": 1e-12}

@@ -17,7 +17,7 @@ from torch.nn import functional
 import recollect as rc
 from recollect import GateOptions, LayerOptions, LayerState, MemoryLayer
 from recollect.layer.convolution import ShortConvolution
-from recollect.options import Tie
+from recollect.layer.options import Tie
 
 D, HEADS, T = 16, 2, 13
 TOL = {"atol": 1e-10, "rtol": 1e-10}
@@ -296,7 +296,7 @@ def test_tied_numbers_follow(rule: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     torch.manual_seed(0)
     layer = MemoryLayer(D, HEADS, *TIED[rule]).double()
-    monkeypatch.setattr("recollect.layer.module.recall", spy)
+    monkeypatch.setattr("recollect.layer.memory_layer.recall", spy)
     x = tokens()
     y, _ = layer(x)
     if rule == "complement":

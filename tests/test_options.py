@@ -9,7 +9,7 @@ import pytest
 
 import recollect as rc
 from recollect import GateOptions, LayerOptions
-from recollect.options import Tie
+from recollect.layer.options import Tie
 
 
 def test_options_survive_json() -> None:

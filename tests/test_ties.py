@@ -9,7 +9,7 @@ import torch
 
 import recollect as rc
 from recollect import GateOptions, LayerOptions, MemoryLayer
-from recollect.options import Tie
+from recollect.layer.options import Tie
 
 Decay, GD = rc.retention.Decay, rc.algorithm.GradientDescent
 DOT = rc.bias.DotProduct()

@@ -15,17 +15,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from recollect.choices import algorithm, bias, context, features, memory, retention
-from recollect.choices.draws import initial_params
 from recollect.choices.member import RecipeError, member, quantity
 from recollect.cost import Cost, cost
-from recollect.diagnose import Diagnosis, Fault, diagnose
-from recollect.engines.conjugate import ConvergenceWarning, Solves, watch_solves
-from recollect.engines.state import State
-from recollect.explain import Explanation, explain
+from recollect.engines.least_squares.conjugate_gradient import (
+    ConvergenceWarning,
+    Solves,
+    watch_solves,
+)
+from recollect.explain.diagnose import Diagnosis, Fault, diagnose
+from recollect.explain.explain import Explanation, explain
 from recollect.layer import LayerState, MemoryLayer
-from recollect.options import GateOptions, LayerOptions, Tie
-from recollect.recall import read, recall
-from recollect.recipe import Recipe
+from recollect.layer.options import GateOptions, LayerOptions, Tie
+from recollect.recall.recall import read, recall
+from recollect.recipe.initial_params import initial_params
+from recollect.recipe.recipe import Recipe
+from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect import experiments, lm, tasks, theory, zoo

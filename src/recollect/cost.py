@@ -19,7 +19,7 @@ The other recipes of that engine solve for the state's coefficients first: R³ +
 the last with momentum), 4 RFV + 2 RF² to write, and 2 F²V (2 (2F)²V with momentum) for the affine
 map from chunk to chunk. Where a decay per channel meets momentum, tokens run one by one.
 
-Engine ``kernel``: see `recollect.cost_kernel`, and `recollect.cost_dual` for memories over a
+Engine ``kernel``: see `cost_kernel`, and `engines.common.kernel_rows_cost` for memories over a
 kernel's features.
 
 Engine ``deep``: see `recollect.engines.deep.count`.
@@ -36,17 +36,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from recollect.choices.member import RecipeError
-from recollect.choices.memory import Stack
-from recollect.cost_dual import dual_flops, row_bytes
+from recollect.choices.memory.maps import Stack
 from recollect.cost_kernel import gram_flops, local_flops
 from recollect.engines import deep
-from recollect.engines.chunked import chunk_length
-from recollect.engines.linear import per_value_systems, scans
-from recollect.engines.scan import GROUP
+from recollect.engines.common.kernel_rows_cost import dual_flops, row_bytes
+from recollect.engines.linear.chunked import chunk_length
+from recollect.engines.linear.engine import per_value_systems, scans
+from recollect.engines.linear.scan import GROUP
 from recollect.engines.select import ENGINES, select
 
 if TYPE_CHECKING:
-    from recollect.recipe import Recipe
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["Cost", "cost", "readable"]
 
@@ -392,7 +392,7 @@ def _plain(F: int, V: int, R: int, J: int, *, sees: bool, **_: object) -> dict[s
 def _flow(
     F: int, V: int, R: int, J: int, *, sees: bool, probe: bool, moving: bool, of: str | None
 ) -> dict[str, int]:
-    """`recollect.engines.flow.solve`: known rows, unknown rows, or both."""
+    """`recollect.engines.linear.chunk_general.solve`: known rows, unknown rows, or both."""
     both = sees and (probe or (moving and of == "value"))
     known = both or not sees
     gram = inverse = solve = 0
@@ -415,7 +415,7 @@ def _flow(
 
 
 def _least_squares(recipe: Recipe, s: _Sizes) -> _Count:
-    """`recollect.engines.recursion` and `recollect.engines.conjugate`; F³/3 for a factor."""
+    """`recursion_backward` and `conjugate_gradient`; F³/3 for a factor."""
     algorithm, F, V, H, T, G = recipe.algorithm, s.F, s.V, s.H, s.T, s.G
     read, write = 2 * G * F * V, 2 * F * V
     inverse = algorithm.inverse

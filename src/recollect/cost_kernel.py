@@ -1,7 +1,7 @@
 """What memories that keep associations cost; see `recollect.cost`, whose conventions these are.
 
-Per pair of query and key that is compared (`recollect.engines.attention.pairs`), with D the larger
-of K and V where the platform's attention runs, which wants them equal:
+Per pair of query and key that is compared (`engines.kernel.attention.pairs`), with D the larger of
+K and V where the platform's attention runs, which wants them equal:
 
 ==================  ==============================================================================
 softmax             4 D: the logits and the mean. The whole past is T(T + 1)/2 pairs; a window c
@@ -19,10 +19,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Protocol
 
-from recollect.engines import attention, local_regression
+from recollect.engines.kernel import attention, local_regression
 
 if TYPE_CHECKING:
-    from recollect.recipe import Recipe
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["STEPS", "gram_flops", "local_flops"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import recollect as rc
-from recollect.bench import least_squares as bench
+from recollect.bench.suites import least_squares as bench
 
 SIZES = (1, 40, 2, 8, 8)
 

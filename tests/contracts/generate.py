@@ -19,10 +19,10 @@ from tests.contracts import outside
 from torch import Tensor, nn
 
 import recollect as rc
-from recollect.choices import draws
 from recollect.choices.member import Gate, Member, Param, Range, all_members, domain
-from recollect.engines.state import State
-from recollect.recipe import CHOICES
+from recollect.recipe import initial_params as draws
+from recollect.recipe.recipe import CHOICES
+from recollect.state.state import State
 
 FACTORY = "contracts.two_layers"
 

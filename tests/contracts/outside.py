@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import recollect as rc
+from recollect.choices.context.weights import Scene, Weights
 from recollect.choices.fields import flag, integer, number, slot
-from recollect.choices.memory import Apply, Forward, LinearMap
-from recollect.choices.sight import Scene, Weights
+from recollect.choices.memory.maps import Apply, Forward, LinearMap
 
 Values = Mapping[str, Tensor]
 

@@ -18,11 +18,11 @@ from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
-from recollect.choices.features import Kernel
+from recollect.choices.features.finite import Kernel
 from recollect.choices.member import Member, decode, domain, registered
-from recollect.choices.memory import activation
-from recollect.recipe import CHOICES
-from recollect.rewrites import REWRITES
+from recollect.choices.memory.maps import activation
+from recollect.recipe.recipe import CHOICES
+from recollect.recipe.rewrites import REWRITES
 
 EXACT = 1e-12  # the same formula, rounded differently
 KINDS = (*CHOICES, "read", "probe")

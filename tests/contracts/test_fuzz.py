@@ -15,7 +15,7 @@ from tests.contracts import generate
 import recollect as rc
 from recollect.choices.member import all_members
 from recollect.engines.select import select
-from recollect.recipe import CHOICES
+from recollect.recipe.recipe import CHOICES
 
 CI, ALL = 50, 1000
 

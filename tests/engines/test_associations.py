@@ -12,9 +12,10 @@ from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
-from recollect.choices.local import LocalPolynomial
-from recollect.engines import attention, kernel_regression, local_regression
-from recollect.engines.local_regression import _Shift, conjugate_gradients
+from recollect.choices.memory.local import LocalPolynomial
+from recollect.engines.kernel import attention, local_regression
+from recollect.engines.kernel import regression as kernel_regression
+from recollect.engines.kernel.local_regression import _Shift, conjugate_gradients
 
 EXACT = 1e-9  # the contract's: float64, another order of sums, a solve
 C, F = rc.context, rc.features

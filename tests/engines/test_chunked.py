@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recollect.engines.chunked import chunked
-from recollect.engines.recurrent import recurrent
+from recollect.engines.linear.chunked import chunked
+from recollect.engines.linear.recurrent import recurrent
 
 Numbers = dict[str, Any]
 LENGTHS = (1, 2, 15, 16, 17) * 3 + (63, 64, 65)
@@ -504,7 +504,7 @@ def test_gradients_of_gradients() -> None:
 def test_groups_of_chunks(
     decay: str, affine: tuple[float, float], G: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recollect.engines.plain.GROUP", 32)
+    monkeypatch.setattr("recollect.engines.linear.chunk_simple.GROUP", 32)
     agree(numbers(T=37, H=2, B=2, G=G, decay=decay, affine=affine), lambda n: run(n, 4))
 
 

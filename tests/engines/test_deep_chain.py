@@ -14,8 +14,8 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.engines import deep
-from recollect.engines.deep import borders
-from recollect.engines.deep.curves import CURVES
+from recollect.engines.deep.chain import autograd as borders
+from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.engine import chain_of
 
 memory, bias, retention = rc.memory, rc.bias, rc.retention

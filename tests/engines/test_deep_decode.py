@@ -13,7 +13,7 @@ from torch import Tensor
 import recollect as rc
 from recollect import algorithm, bias, context, features, memory, retention
 from recollect.engines.deep import decode
-from recollect.engines.state import State
+from recollect.state.state import State
 
 EXACT = 1e-10
 

@@ -12,7 +12,8 @@ from tests.contracts.test_engines import agree, same
 from tests.engines.test_dual import EXPLICIT
 
 import recollect as rc
-from recollect.engines import kernel_deep, kernel_delta
+from recollect.engines.kernel import deep as kernel_deep
+from recollect.engines.kernel import delta_rule as kernel_delta
 from recollect.engines.select import select
 
 F, Read = rc.features, rc.memory.Read

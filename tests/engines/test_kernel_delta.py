@@ -11,7 +11,7 @@ from tests.contracts.test_engines import agree, same
 from torch.nn import functional
 
 import recollect as rc
-from recollect.engines import kernel_delta
+from recollect.engines.kernel import delta_rule as kernel_delta
 from recollect.engines.select import select
 
 F, Read, Matrix = rc.features, rc.memory.Read, rc.memory.Matrix

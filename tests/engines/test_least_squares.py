@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import recollect as rc
-from recollect.engines.spectral import inverse_power
+from recollect.engines.common.linalg import inverse_power
 
 Prefix, LeastSquares = rc.context.Prefix, rc.algorithm.LeastSquares
 Preconditioned, GD = rc.algorithm.Preconditioned, rc.algorithm.GradientDescent

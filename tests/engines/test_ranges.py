@@ -13,10 +13,10 @@ from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
-from recollect.engines.lowering import lower
-from recollect.engines.problem import Problem, resolve
+from recollect.engines.common.problem import Problem, resolve
 from recollect.engines.select import select
-from recollect.engines.state import initial_state
+from recollect.recall.lowering import lower
+from recollect.state.state import initial_state
 
 LIMIT = 1e-4
 LENGTHS = pytest.mark.parametrize("T", [300, pytest.param(8192, marks=pytest.mark.slow)])

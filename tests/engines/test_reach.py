@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import recollect as rc
-from recollect.engines.reach import Reach
+from recollect.engines.kernel.decay_cutoff import Reach
 
 FOX = rc.zoo.get("fox").recipe
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import recollect as rc
-from recollect.engines import least_squares, recursion_chunks
+from recollect.engines import least_squares
+from recollect.engines.least_squares import recursion_forward as recursion_chunks
 
 DECAYS = (0.3, 0.37, 0.45, 0.5, 0.61, 0.7, 0.78, 0.85, 0.9, 0.97, 1.0)
 SIZES = (4, 8, 32)

@@ -21,11 +21,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from recollect.experiments import Schedule, Sizes, compare, save_comparison
-from recollect.experiments.compare_jobs import Job, run_jobs
-from recollect.experiments.compare_tasks import MQAR_BEYOND, MQAR_PAIRS
-from recollect.experiments.comparison import DEFAULTS, ModelRun, Nobody
+from recollect.experiments.comparison.jobs import Job, run_jobs
+from recollect.experiments.comparison.results import DEFAULTS, ModelRun, Nobody
+from recollect.experiments.comparison.tasks import MQAR_BEYOND, MQAR_PAIRS
+from recollect.experiments.comparison.training import History
 from recollect.experiments.monitor import Monitor
-from recollect.experiments.training import History
 
 SMALL = {
     "text": Sizes(width=16, depth=1, heads=2, length=32, schedule=Schedule(steps=4, batch=2)),
@@ -240,8 +240,8 @@ def test_refusals(models: list[str], tasks: list[str], says: str, text: str) -> 
 
 def test_keys_of_another_size(text: str) -> None:
     """A memory of V × key_dim numbers; a preset that says its own size keeps it."""
-    from recollect.experiments.compare_models import _sized
-    from recollect.options import LayerOptions
+    from recollect.experiments.comparison.compare import _sized
+    from recollect.layer.options import LayerOptions
 
     small = SMALL["text"].but(key_dim=3)
     assert _sized(LayerOptions(), small).key_dim == 3

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from recollect.experiments.fitting import LOST, Budget, accuracy, fit
-from recollect.experiments.models import TaskModel
+from recollect.experiments.framework.fitting import LOST, Budget, accuracy, fit
+from recollect.experiments.framework.task_models import TaskModel
 from recollect.tasks.mqar import IGNORE
 
 SIZES = 4

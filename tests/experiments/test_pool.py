@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from recollect.experiments.pool import Link, Lost, in_processes
+from recollect.experiments.framework.processes import Link, Lost, in_processes
 
 
 class Fatal:

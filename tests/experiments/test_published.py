@@ -7,7 +7,7 @@ import math
 import pytest
 
 from recollect import experiments
-from recollect.experiments.published import _parse, published, published_names
+from recollect.experiments.framework.published import _parse, published, published_names
 
 SMALL, MIDDLE, LARGE = "340M / 15B tokens", "760M / 30B tokens", "1.3B / 100B tokens"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import importlib
 import json
 import math
 from collections.abc import Callable
@@ -20,7 +21,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner, Result
 
-from recollect.cli import build
+from recollect.cli.app import build
 from recollect.experiments import (
     EXPERIMENTS,
     PLANNED,
@@ -30,11 +31,11 @@ from recollect.experiments import (
     Run,
     reproduce,
 )
+from recollect.experiments.framework.experiment import SCALES, Work, judged
+from recollect.experiments.framework.price import plan
+from recollect.experiments.framework.processes import Lost
+from recollect.experiments.framework.records import Missing, Record, plain
 from recollect.experiments.gallery import save_gallery, save_gallery_markdown
-from recollect.experiments.plan import plan
-from recollect.experiments.pool import Lost
-from recollect.experiments.protocol import SCALES, Work, judged
-from recollect.experiments.records import Missing, Record, plain
 from recollect.report import FigureFiles, Series, line_figure
 
 ROWS = (
@@ -229,7 +230,8 @@ def test_a_cell_whose_process_died_is_told_after_the_others(
         for part in parts[1:]:
             yield part, work(part)
 
-    monkeypatch.setattr("recollect.experiments.runner.in_processes", first_dies)
+    runner = importlib.import_module("recollect.experiments.reproduce")
+    monkeypatch.setattr(runner, "in_processes", first_dies)
     with pytest.raises(ValueError, match=r"process was killed; 1 of \d+ cells .* again"):
         reproduce("ttr-fig2", scale="smoke", out=tmp_path, jobs=2)
     told = json.loads((tmp_path / "ttr-fig2" / "results.json").read_text())

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from recollect.experiments import EXPERIMENTS, Results
-from recollect.experiments.atlas_learning import MAPPINGS
-from recollect.experiments.ttr_recall import named
+from recollect.experiments.papers.atlas.learnability import MAPPINGS
+from recollect.experiments.papers.ttr.recall import named
 
 Rows = list[tuple[dict[str, Any], dict[str, Any]]]
 

@@ -13,9 +13,9 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from recollect.cli import build
+from recollect.cli.app import build
 from recollect.lm import RecollectConfig, RecollectForCausalLM
-from recollect.lm.tokenizers import byte_tokenizer
+from recollect.lm.data.tokenizers import byte_tokenizer
 
 TOKENS = ["--tokens", "6"]
 

@@ -10,7 +10,7 @@ import recollect as rc
 
 pytest.importorskip("transformers")
 
-from recollect.lm.groups import decayed_names
+from recollect.lm.training.weight_decay import decayed_names
 
 SIZES = {
     "vocab_size": 24,

@@ -12,8 +12,8 @@ import recollect as rc
 pytest.importorskip("transformers")
 
 from recollect.lm import RecollectConfig, RecollectForCausalLM, parameter_count
-from recollect.lm.counts import count_parameters
-from recollect.lm.paper_sizes import PAPER_SIZES, paper_config
+from recollect.lm.model.counts import count_parameters
+from recollect.lm.model.paper_sizes import PAPER_SIZES, paper_config
 
 # Width 80: low-rank gates stay low-rank and the sizes of heads are even.
 SMALL: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from recollect.lm.plan import TrainPlan, load_plan
+from recollect.lm.training.plan import TrainPlan, load_plan
 
 LEAST: dict[str, dict[str, Any]] = {"data": {"train": "a.txt"}, "optimizer": {"steps": 2}}
 

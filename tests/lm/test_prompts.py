@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.lm.families import every_family, model, padded, text
 
 from recollect.lm import CheckpointError, Prompt, RecollectForCausalLM
-from recollect.lm.checkpoint import read_tensors
+from recollect.lm.model.checkpoint import read_tensors
 from recollect.lm.prompt import _digest, _metadata, fingerprint
 
 HOW = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}

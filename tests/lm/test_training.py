@@ -29,13 +29,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recollect.lm import CheckpointError
-from recollect.lm.atomic import last_checkpoint
-from recollect.lm.plan import TrainPlan
-from recollect.lm.prepare import rows_of
-from recollect.lm.resume import fingerprint
-from recollect.lm.sources import BadLines
-from recollect.lm.tokenizers import byte_tokenizer, train_bpe
-from recollect.lm.training import Progress, RecollectTrainer, _Keeper, train
+from recollect.lm.data.sources import BadLines
+from recollect.lm.data.tokenizers import byte_tokenizer, train_bpe
+from recollect.lm.training.atomic_checkpoints import last_checkpoint
+from recollect.lm.training.plan import TrainPlan
+from recollect.lm.training.prepare import rows_of
+from recollect.lm.training.resume import fingerprint
+from recollect.lm.training.train import Progress, RecollectTrainer, _Keeper, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
 
@@ -410,9 +410,9 @@ def test_held_out_rows_are_not_trained_on_and_weighted_by_tokens(
     text: Path, tmp_path: Path
 ) -> None:
     """The measurement against a plain sum over rows, one at a time."""
-    from recollect.lm.data import collate, read_rows
-    from recollect.lm.sources import Source
-    from recollect.lm.tokenizers import byte_tokenizer
+    from recollect.lm.data.rows import collate, read_rows
+    from recollect.lm.data.sources import Source
+    from recollect.lm.data.tokenizers import byte_tokenizer
 
     run = plan(text, tmp_path, data={"heldout_share": 0.2}, optimizer={"steps": 1})
     result = train(run)
@@ -544,7 +544,7 @@ def test_speed_counts_the_time_that_steps_wait_for_rows(
 ) -> None:
     keeper = _Keeper(plan(text, tmp_path), 1, 1.0, 1.0)
     clock = 0.0
-    monkeypatch.setattr("recollect.lm.training.time.perf_counter", lambda: clock)
+    monkeypatch.setattr("time.perf_counter", lambda: clock)
     state = SimpleNamespace(global_step=1)
 
     def step(begins: float, ends: float) -> float:

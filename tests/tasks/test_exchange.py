@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import recollect as rc
-from recollect.compress import rewrite
+from recollect.recall.compress import rewrite
 from recollect.tasks.exchange import Exchange, exchange, spread_keys, welch
 
 SIZES = [(64, 36), (256, 128)]

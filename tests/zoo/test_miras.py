@@ -264,8 +264,8 @@ def test_memora_stays_on_the_simplex(every: str, batch: int, dtype: torch.dtype)
 
 def _readable(recipe: rc.Recipe, state: rc.State, params: dict[str, Tensor]) -> list[Tensor]:
     """The weights that are read now: by the reference's own walk over the open inner batch."""
-    from recollect.engines.problem import Problem
-    from recollect.engines.walk import Walk
+    from recollect.engines.common.problem import Problem
+    from recollect.engines.reference.token_loop import Walk
 
     empty = torch.zeros(B, 0, H, D, dtype=state.weights[0].dtype)
     rates = {} if state.buffer is None else {n: x[:, :0] for n, x in state.buffer.rates.items()}

@@ -98,7 +98,7 @@ class Param:
     ``init`` is the value of every entry, or a tuple of values along the last axis.
 
     Attributes:
-        draw: the law of entries that are drawn instead, see `recollect.choices.draws.start`.
+        draw: the law of entries that are drawn instead: `recollect.recipe.initial_params.start`.
         learned: whether a layer trains it unless its options say otherwise.
     """
 

@@ -41,7 +41,7 @@ from recollect.choices.fields import (
 )
 
 if TYPE_CHECKING:
-    from recollect.recipe import Recipe
+    from recollect.recipe.recipe import Recipe
 
 __all__ = [
     "Domain",

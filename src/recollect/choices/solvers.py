@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm import Algorithm, Inverse
+from recollect.choices.algorithm.descent import Algorithm, Inverse
+from recollect.choices.equation_terms import figure
 from recollect.choices.member import RecipeError, integer, member, number, option, quantity
-from recollect.choices.terms import figure
 
 if TYPE_CHECKING:
-    from recollect.recipe import Recipe
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["LeastSquares", "Preconditioned", "smallest_ridge"]
 

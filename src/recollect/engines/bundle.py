@@ -11,7 +11,7 @@ from recollect.choices.member import RecipeError
 from recollect.typing import Init
 
 if TYPE_CHECKING:
-    from recollect.recipe import Recipe
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["bundled"]
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from recollect.choices.member import RecipeError
 from recollect.engines import deep, kernel, least_squares, linear, reference
-from recollect.engines.problem import Problem
-from recollect.engines.state import State
+from recollect.engines.common.problem import Problem
+from recollect.state.state import State
 
 if TYPE_CHECKING:
-    from recollect.recipe import Recipe
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["ENGINES", "Engine", "Selection", "select"]
 

@@ -14,18 +14,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from recollect.experiments.protocol import Claim, Experiment, Verdict
-from recollect.experiments.published import Published, published, published_names
-from recollect.experiments.records import Record, Results
+from recollect.experiments.framework.experiment import Claim, Experiment, Verdict
+from recollect.experiments.framework.published import Published, published, published_names
+from recollect.experiments.framework.records import Record, Results
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
-from recollect.experiments.runner import Run, reproduce
+from recollect.experiments.reproduce import Run, reproduce
 
 if TYPE_CHECKING:
-    from recollect.experiments.compare_models import compare
-    from recollect.experiments.compare_report import save_comparison
-    from recollect.experiments.comparison import Comparison, ModelRun, Sizes, Watcher
-    from recollect.experiments.rows import add_rows, write_rows_table
-    from recollect.experiments.training import Schedule
+    from recollect.experiments.comparison.compare import compare
+    from recollect.experiments.comparison.report import save_comparison
+    from recollect.experiments.comparison.results import Comparison, ModelRun, Sizes, Watcher
+    from recollect.experiments.comparison.table import add_rows, write_rows_table
+    from recollect.experiments.comparison.training import Schedule
 
 __all__ = [
     "EXPERIMENTS",
@@ -53,15 +53,15 @@ __all__ = [
 
 # Loaded on first use: they train language models.
 _TRAINING = {
-    "compare": "compare_models",
-    "save_comparison": "compare_report",
-    "Comparison": "comparison",
-    "ModelRun": "comparison",
-    "Sizes": "comparison",
-    "Watcher": "comparison",
-    "add_rows": "rows",
-    "write_rows_table": "rows",
-    "Schedule": "training",
+    "compare": "comparison.compare",
+    "save_comparison": "comparison.report",
+    "Comparison": "comparison.results",
+    "ModelRun": "comparison.results",
+    "Sizes": "comparison.results",
+    "Watcher": "comparison.results",
+    "add_rows": "comparison.table",
+    "write_rows_table": "comparison.table",
+    "Schedule": "comparison.training",
 }
 
 

@@ -19,8 +19,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from recollect.experiments.comparison import ModelRun
-from recollect.experiments.training import History
+from recollect.experiments.comparison.results import ModelRun
+from recollect.experiments.comparison.training import History
 
 __all__ = ["Monitor"]
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from recollect.experiments import (
-    am_curriculum,
-    am_graphs,
-    am_icl,
-    am_snr,
-    am_swaps,
-    am_untrained,
-    atlas_capacity,
-    atlas_learning,
-    atlas_mad,
-    atlas_recall,
-    ttr,
-    ttr_recall,
-    word_problems,
-)
-from recollect.experiments.protocol import Experiment, Planned
+from recollect.experiments.framework.experiment import Experiment, Planned
+from recollect.experiments.papers import word_problems
+from recollect.experiments.papers.am import curriculum as am_curriculum
+from recollect.experiments.papers.am import graphs as am_graphs
+from recollect.experiments.papers.am import in_context as am_icl
+from recollect.experiments.papers.am import snr as am_snr
+from recollect.experiments.papers.am import state_exchange as am_untrained
+from recollect.experiments.papers.am import swaps as am_swaps
+from recollect.experiments.papers.atlas import capacity as atlas_capacity
+from recollect.experiments.papers.atlas import learnability as atlas_learning
+from recollect.experiments.papers.atlas import mad as atlas_mad
+from recollect.experiments.papers.atlas import recall as atlas_recall
+from recollect.experiments.papers.ttr import recall as ttr_recall
+from recollect.experiments.papers.ttr import regression as ttr
 
 __all__ = ["EXPERIMENTS", "PLANNED"]
 

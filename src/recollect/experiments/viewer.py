@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from recollect.experiments.protocol import Experiment, Planned
-from recollect.experiments.records import Record
-from recollect.experiments.runner import Run
+from recollect.experiments.framework.experiment import Experiment, Planned
+from recollect.experiments.framework.records import Record
+from recollect.experiments.reproduce import Run
 
 __all__ = ["Bar", "listing", "show_run"]
 

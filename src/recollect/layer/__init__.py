@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recollect.layer.feed_forward import FeedForward, layer_of
-from recollect.layer.module import InitialMemory, MemoryLayer
+from recollect.layer.memory_layer import InitialMemory, MemoryLayer
 from recollect.layer.state import LayerState
 
 __all__ = ["FeedForward", "InitialMemory", "LayerState", "MemoryLayer", "layer_of"]

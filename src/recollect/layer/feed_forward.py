@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from recollect.choices.member import RecipeError
-from recollect.engines.checks import check_mask
 from recollect.engines.select import select
-from recollect.engines.state import State
-from recollect.layer.module import MemoryLayer
+from recollect.layer.memory_layer import MemoryLayer
+from recollect.layer.options import LayerOptions
 from recollect.layer.state import LayerState
-from recollect.options import LayerOptions
-from recollect.recall import read
-from recollect.recipe import Recipe
+from recollect.recall.checks import check_mask
+from recollect.recall.recall import read
+from recollect.recipe.recipe import Recipe
+from recollect.state.state import State
 
 __all__ = ["FeedForward", "layer_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from recollect.recipe import Recipe
+from recollect.recipe.recipe import Recipe
 
 __all__ = ["InitialPairs"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.engines.state import State
+from recollect.state.state import State
 from recollect.typing import Init
 
 __all__ = ["LayerState"]
@@ -19,7 +19,7 @@ class LayerState:
     """The state of a `MemoryLayer`; rows are independent sequences.
 
     Attributes:
-        memory: the recipe's state, see `recollect.engines.state.State`.
+        memory: the recipe's state, see `recollect.state.state.State`.
         conv: last inputs of the short convolution ``[B, width − 1, D]``, q, k and v beside each
             other; ``None`` without one.
         phase: cumulated angle of a complex decay ``[B, H, D/2]`` in float64, or ``None``.

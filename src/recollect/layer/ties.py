@@ -1,4 +1,4 @@
-"""Ties: numbers, keys and probes of a layer that follow others, as `recollect.options.Tie` says."""
+"""Ties: numbers, keys and probes of a layer that follow others, as `options.Tie` says."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from recollect.choices.features import Identity
+from recollect.choices.features.finite import Identity
 from recollect.choices.member import Gate, Param, RecipeError
-from recollect.layer.numbers import Number
-from recollect.options import LayerOptions, Tie
-from recollect.recipe import Recipe
+from recollect.layer.gates import Number
+from recollect.layer.options import LayerOptions, Tie
+from recollect.recipe.recipe import Recipe
 
 __all__ = ["OWNED", "Ties", "check_ties", "scaled"]
 

@@ -17,18 +17,18 @@ except ImportError as error:
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from recollect.lm.cache import RecollectCache
-from recollect.lm.checkpoint import CheckpointError
-from recollect.lm.config import RecollectConfig
-from recollect.lm.counts import count_parameters
-from recollect.lm.groups import parameter_groups
-from recollect.lm.model import RecollectForCausalLM, RecollectModel
-from recollect.lm.paper_sizes import PAPER_SIZES, PaperSize, paper_config
-from recollect.lm.plan import TrainPlan, load_plan
+from recollect.lm.model.cache import RecollectCache
+from recollect.lm.model.checkpoint import CheckpointError
+from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.counts import count_parameters
+from recollect.lm.model.model import RecollectForCausalLM, RecollectModel
+from recollect.lm.model.paper_sizes import PAPER_SIZES, PaperSize, paper_config
 from recollect.lm.prompt import Prompt
 from recollect.lm.sizes import match_parameters, parameter_count
 from recollect.lm.swap import replace_attention
-from recollect.lm.training import Progress, Trained, train
+from recollect.lm.training.plan import TrainPlan, load_plan
+from recollect.lm.training.train import Progress, Trained, train
+from recollect.lm.training.weight_decay import parameter_groups
 
 __all__ = [
     "PAPER_SIZES",

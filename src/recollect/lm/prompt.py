@@ -19,12 +19,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from recollect.layer import LayerState
-from recollect.lm.cache import RecollectCache
-from recollect.lm.checkpoint import CheckpointError, read_tensors
+from recollect.lm.model.cache import RecollectCache
+from recollect.lm.model.checkpoint import CheckpointError, read_tensors
 from recollect.report.files import write_atomic
 
 if TYPE_CHECKING:
-    from recollect.lm.model import RecollectForCausalLM
+    from recollect.lm.model.model import RecollectForCausalLM
 
 __all__ = ["Prompt", "fingerprint"]
 

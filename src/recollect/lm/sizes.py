@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from recollect.lm.config import RecollectConfig
-from recollect.lm.model import RecollectForCausalLM
+from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.model import RecollectForCausalLM
 
 __all__ = ["match_parameters", "parameter_count"]
 

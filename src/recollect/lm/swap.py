@@ -20,9 +20,9 @@ from transformers.pytorch_utils import Conv1D
 
 from recollect.choices.member import RecipeError
 from recollect.layer import MemoryLayer
-from recollect.lm.cache import StateLayer
-from recollect.lm.config import Named, resolved
-from recollect.lm.masks import Columns, columns
+from recollect.lm.model.cache import StateLayer
+from recollect.lm.model.config import Named, resolved
+from recollect.lm.model.masks import Columns, columns
 
 __all__ = ["Swap", "SwappedAttention", "SwappedLayer", "replace_attention"]
 

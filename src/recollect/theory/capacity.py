@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.draws import initial_params
-from recollect.recipe import Recipe, RecipeError
+from recollect.recipe.initial_params import initial_params
+from recollect.recipe.recipe import Recipe, RecipeError
 from recollect.theory.given import lifted, write
 
 __all__ = [

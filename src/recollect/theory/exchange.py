@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.recall import read, recall
-from recollect.recipe import Recipe
+from recollect.recall.recall import read, recall
+from recollect.recipe.recipe import Recipe
 from recollect.tasks.exchange import Exchange
 
 __all__ = ["Margin", "exchange_margin", "wrong_answers"]

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recollect.choices.draws import initial_params
-from recollect.recall import read, recall
-from recollect.recipe import Recipe, RecipeError
+from recollect.recall.recall import read, recall
+from recollect.recipe.initial_params import initial_params
+from recollect.recipe.recipe import Recipe, RecipeError
 from recollect.typing import Gates, Params
 
 __all__ = ["constant_gates", "lifted", "write"]

@@ -15,9 +15,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from recollect.engines.state import State
-from recollect.recall import recall
-from recollect.recipe import Recipe, RecipeError
+from recollect.recall.recall import recall
+from recollect.recipe.recipe import Recipe, RecipeError
+from recollect.state.state import State
 from recollect.typing import Gates, Params
 
 __all__ = ["GeneralForm", "general_form"]

@@ -28,7 +28,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from recollect.recipe import Recipe, RecipeError
+from recollect.recipe.recipe import Recipe, RecipeError
 from recollect.theory.given import lifted, write
 
 __all__ = [

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from recollect.choices.algorithm import GradientDescent, Muon
-from recollect.choices.bias import DotProduct
-from recollect.choices.context import Window
-from recollect.choices.features import Polynomial
-from recollect.choices.memory import MLP, GatedMLP, Memory
-from recollect.choices.retention import Decay
-from recollect.options import GateOptions, LayerOptions
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import GradientDescent, Muon
+from recollect.choices.bias.losses import DotProduct
+from recollect.choices.context.windows import Window
+from recollect.choices.features.finite import Polynomial
+from recollect.choices.memory.maps import MLP, GatedMLP, Memory
+from recollect.choices.retention.links import Decay
+from recollect.layer.options import GateOptions, LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
 from recollect.zoo.sources import ATLAS, COMMON, HALF, SLOW
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recollect.choices.algorithm import Analytic, GradientDescent
-from recollect.choices.bias import DotProduct
-from recollect.choices.context import Bilinear, Blocks, Prefix, Similar, Window
-from recollect.choices.features import Exponential
-from recollect.choices.memory import LocalConstant, Matrix
-from recollect.options import GateOptions, LayerOptions
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import Analytic, GradientDescent
+from recollect.choices.bias.losses import DotProduct
+from recollect.choices.context.windows import Bilinear, Blocks, Prefix, Similar, Window
+from recollect.choices.features.finite import Exponential
+from recollect.choices.memory.maps import LocalConstant, Matrix
+from recollect.layer.options import GateOptions, LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
 from recollect.zoo.sources import AM, TTR
 

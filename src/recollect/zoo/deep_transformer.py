@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from recollect.choices.algorithm import GradientDescent
-from recollect.choices.bias import DotProduct
-from recollect.choices.context import Window
-from recollect.choices.features import Exponential
-from recollect.choices.memory import MLP, Read
-from recollect.choices.retention import Decay
-from recollect.options import GateOptions, LayerOptions
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import GradientDescent
+from recollect.choices.bias.losses import DotProduct
+from recollect.choices.context.windows import Window
+from recollect.choices.features.finite import Exponential
+from recollect.choices.memory.maps import MLP, Read
+from recollect.choices.retention.links import Decay
+from recollect.layer.options import GateOptions, LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
 
 __all__ = ["deep_transformer", "dot", "swdt"]

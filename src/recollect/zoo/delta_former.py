@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from recollect.choices.bias import L2, Probe
-from recollect.choices.features import Exponential
-from recollect.choices.memory import Matrix, Read
-from recollect.options import GateOptions, LayerOptions
-from recollect.recipe import Recipe
+from recollect.choices.bias.losses import L2, Probe
+from recollect.choices.features.finite import Exponential
+from recollect.choices.memory.maps import Matrix, Read
+from recollect.layer.options import GateOptions, LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
 from recollect.zoo.sources import AM
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from recollect.choices.algorithm import GradientDescent, Momentum
-from recollect.choices.retention import Decay
-from recollect.options import GateOptions, LayerOptions
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import GradientDescent, Momentum
+from recollect.choices.retention.links import Decay
+from recollect.layer.options import GateOptions, LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
 from recollect.zoo.sources import AM, COMMON, MIRAS, TTR
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from recollect.choices.algorithm import GradientDescent
-from recollect.choices.bias import DotProduct
-from recollect.choices.features import (
+from recollect.choices.algorithm.descent import GradientDescent
+from recollect.choices.bias.losses import DotProduct
+from recollect.choices.features.finite import (
     Cosine,
     Dpfp,
     Features,
@@ -16,9 +16,9 @@ from recollect.choices.features import (
     RandomFourier,
     Taylor,
 )
-from recollect.choices.memory import Matrix, Read
-from recollect.options import LayerOptions
-from recollect.recipe import Recipe
+from recollect.choices.memory.maps import Matrix, Read
+from recollect.layer.options import LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
 from recollect.zoo.sources import COMMON, TTR
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recollect.choices.algorithm import Analytic
-from recollect.choices.bias import DotProduct
-from recollect.choices.context import Bilinear, Blocks, Similar
-from recollect.choices.features import Exponential, Kernel, ReluKernel, SwishKernel
-from recollect.choices.memory import LocalConstant
-from recollect.options import LayerOptions
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import Analytic
+from recollect.choices.bias.losses import DotProduct
+from recollect.choices.context.windows import Bilinear, Blocks, Similar
+from recollect.choices.features.finite import Exponential, Kernel, ReluKernel, SwishKernel
+from recollect.choices.memory.maps import LocalConstant
+from recollect.layer.options import LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.attention import BARE
 from recollect.zoo.preset import Fidelity, Reference, preset
 from recollect.zoo.sources import AM

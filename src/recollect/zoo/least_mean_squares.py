@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from recollect.choices.algorithm import GradientDescent, Implicit, Normalized
-from recollect.choices.bias import DotProduct
-from recollect.choices.retention import Decay
-from recollect.options import GateOptions, LayerOptions, Tie
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import GradientDescent, Implicit, Normalized
+from recollect.choices.bias.losses import DotProduct
+from recollect.choices.retention.links import Decay
+from recollect.layer.options import GateOptions, LayerOptions, Tie
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
 from recollect.zoo.sources import COMMON, TTR
 

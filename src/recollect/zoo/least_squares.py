@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from recollect.choices.algorithm import LeastSquares
-from recollect.choices.context import Prefix
-from recollect.options import LayerOptions
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import LeastSquares
+from recollect.choices.context.windows import Prefix
+from recollect.layer.options import LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
 from recollect.zoo.sources import COMMON, TTR
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recollect.choices.algorithm import Analytic
-from recollect.choices.context import Prefix, Similar
-from recollect.choices.features import Gaussian
-from recollect.choices.memory import LocalPolynomial, Matrix
-from recollect.options import LayerOptions
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import Analytic
+from recollect.choices.context.windows import Prefix, Similar
+from recollect.choices.features.finite import Gaussian
+from recollect.choices.memory.maps import LocalPolynomial, Matrix
+from recollect.layer.options import LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.attention import BARE
 from recollect.zoo.preset import Fidelity, Reference, preset
 from recollect.zoo.sources import TTR

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from recollect.choices.algorithm import GradientDescent
-from recollect.choices.bias import Huber, Lp
-from recollect.choices.memory import MLP
-from recollect.choices.retention import Decay, Lq, Simplex
-from recollect.options import GateOptions, LayerOptions
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import GradientDescent
+from recollect.choices.bias.losses import Huber, Lp
+from recollect.choices.memory.maps import MLP
+from recollect.choices.retention.links import Decay, Lq, Simplex
+from recollect.layer.options import GateOptions, LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
 from recollect.zoo.sources import COMMON, MIRAS, SLOW
 

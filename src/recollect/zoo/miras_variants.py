@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from recollect.choices.algorithm import GradientDescent
-from recollect.choices.bias import Lp, ValueRobust
-from recollect.choices.retention import Bregman, Decay, ElasticNet, FDivergence
-from recollect.options import GateOptions, LayerOptions
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import GradientDescent
+from recollect.choices.bias.losses import Lp, ValueRobust
+from recollect.choices.retention.links import Bregman, Decay, ElasticNet, FDivergence
+from recollect.layer.options import GateOptions, LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
 from recollect.zoo.sources import COMMON, MIRAS
 

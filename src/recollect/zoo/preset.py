@@ -9,8 +9,8 @@ from typing import Any
 
 from recollect.choices.member import RecipeError
 from recollect.layer import FeedForward, MemoryLayer, layer_of
-from recollect.options import LayerOptions
-from recollect.recipe import Recipe
+from recollect.layer.options import LayerOptions
+from recollect.recipe.recipe import Recipe
 
 __all__ = ["Fidelity", "Preset", "Reference", "get", "names", "preset"]
 

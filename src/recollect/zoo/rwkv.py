@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from recollect.choices.algorithm import GradientDescent
-from recollect.choices.bias import L2, DotProduct, Probe
-from recollect.choices.memory import Matrix, Read
-from recollect.choices.retention import Decay
-from recollect.options import GateOptions, LayerOptions, Tie
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import GradientDescent
+from recollect.choices.bias.losses import L2, DotProduct, Probe
+from recollect.choices.memory.maps import Matrix, Read
+from recollect.choices.retention.links import Decay
+from recollect.layer.options import GateOptions, LayerOptions, Tie
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
 from recollect.zoo.sources import ATLAS, MIRAS, TTR
 

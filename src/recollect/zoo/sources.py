@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from recollect.options import GateOptions
+from recollect.layer.options import GateOptions
 from recollect.zoo.preset import Reference
 
 __all__ = ["AM", "ATLAS", "COMMON", "HALF", "MIRAS", "SLOW", "TITANS", "TTR", "TTT"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recollect.choices.algorithm import GradientDescent
-from recollect.choices.bias import DotProduct
-from recollect.choices.memory import Vector
-from recollect.choices.retention import Decay
-from recollect.options import GateOptions, LayerOptions, Tie
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import GradientDescent
+from recollect.choices.bias.losses import DotProduct
+from recollect.choices.memory.maps import Vector
+from recollect.choices.retention.links import Decay
+from recollect.layer.options import GateOptions, LayerOptions, Tie
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
 from recollect.zoo.sources import MIRAS, TTR
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from recollect.choices.algorithm import GradientDescent, Momentum
-from recollect.choices.memory import MLP
-from recollect.choices.retention import Decay
-from recollect.options import GateOptions, LayerOptions
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import GradientDescent, Momentum
+from recollect.choices.memory.maps import MLP
+from recollect.choices.retention.links import Decay
+from recollect.layer.options import GateOptions, LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
 from recollect.zoo.sources import ATLAS, COMMON, HALF, MIRAS, SLOW, TITANS
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from recollect.choices.algorithm import GradientDescent
-from recollect.choices.memory import MLP
-from recollect.options import GateOptions, LayerOptions
-from recollect.recipe import Recipe
+from recollect.choices.algorithm.descent import GradientDescent
+from recollect.choices.memory.maps import MLP
+from recollect.layer.options import GateOptions, LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
 from recollect.zoo.sources import MIRAS, TTT
 

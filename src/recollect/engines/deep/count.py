@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from recollect.choices.memory import LinearMap
+from recollect.choices.memory.maps import LinearMap
 from recollect.engines.deep.engine import chain_of, rule_of, way
 
 if TYPE_CHECKING:
-    from recollect.recipe import Recipe
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["batch_flops", "orthogonal"]
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.engines.deep.maps import Factors, Points, Read, factors, read
-from recollect.engines.deep.rates import Table, tables
-from recollect.engines.deep.steps import Layout, Memory, Method
-from recollect.recipe import Recipe
+from recollect.engines.deep.general import Layout, Memory, Method
+from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
+from recollect.engines.deep.step_coefficients import Table, tables
+from recollect.recipe.recipe import Recipe
 
 __all__ = ["Stepped", "decodes", "step"]
 

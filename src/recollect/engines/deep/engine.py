@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.memory import Read, Stack
-from recollect.engines.deep.chain import Chain, slope_of
+from recollect.choices.memory.maps import Read, Stack
+from recollect.engines.common.problem import Problem
+from recollect.engines.deep.alignment import Grid, lay_out
+from recollect.engines.deep.chain.engine import Chain, slope_of
 from recollect.engines.deep.decode import decodes, step
-from recollect.engines.deep.grid import Grid, lay_out
-from recollect.engines.deep.groups import Part
-from recollect.engines.deep.groups import run as run_groups
-from recollect.engines.deep.rates import Rule
-from recollect.engines.deep.steps import Layout, Memory, Method, walk
-from recollect.engines.problem import Problem
-from recollect.engines.state import State
+from recollect.engines.deep.general import Layout, Memory, Method, walk
+from recollect.engines.deep.recompute import Part
+from recollect.engines.deep.recompute import run as run_groups
+from recollect.engines.deep.step_coefficients import Rule
+from recollect.state.state import State
 
 if TYPE_CHECKING:
-    from recollect.recipe import Recipe
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["chain_of", "describes", "refuses", "rule_of", "run", "way"]
 
@@ -80,7 +80,7 @@ def _separates(recipe: Recipe) -> bool:
 
 
 def way(recipe: Recipe) -> str:
-    """``"table"``, ``"border"`` or ``"tokens"``, as `recollect.engines.deep.steps` has them."""
+    """``"table"``, ``"border"`` or ``"tokens"``, as `recollect.engines.deep.general` has them."""
     if recipe.algorithm.every == "batch":
         return "border"
     linked, b = recipe.retention.linked, recipe.algorithm.batch

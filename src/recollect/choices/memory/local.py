@@ -1,0 +1,91 @@
+"""Local memories: they keep associations, and fit a polynomial around every query."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from recollect.choices.features.finite import monomials
+from recollect.choices.member import integer, member
+from recollect.choices.memory.maps import Memory
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["LocalConstant", "LocalPolynomial"]
+
+
+class _Local(Memory):
+    """What local regressors share: they keep associations and are solved for every query."""
+
+    letter = "w"
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        if not recipe.algorithm.solves:
+            yield (
+                f"{self.title} keeps associations, not weights, so there is nothing for "
+                f"{recipe.algorithm.title} to descend on: use algorithm.Analytic()"
+            )
+
+
+@member
+class LocalConstant(_Local):
+    """A weighted mean of the values near the query (TTR 50): softmax attention's memory.
+
+    No weights: it keeps the associations themselves. With L2 it is normalised (softmax), with
+    DotProduct a plain sum.
+    """
+
+    degree = 0
+
+    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
+        return W or self.letter
+
+
+@member
+class LocalPolynomial(_Local):
+    """A polynomial of degree p in k − q, fitted around every query q and read there (TTR 48–49).
+
+    min Σ_i γ_i ½‖m(k_i) − v_i‖² + ½λ Σ_i γ_i ‖slopes‖², m(k) = Σ_j M_j (k − q)^j;  y = M_0. The
+    ridge λ of `algorithm.Analytic` counts in units of the total weight, so that a factor common to
+    all weights changes nothing (as in a softmax; TTR 51 drops one), and it spares the constant: the
+    first output is the first value. Slopes of degree j are measured by Σ M_j², every monomial as
+    often as it occurs, which no rotation of the keys changes.
+
+    D = C(K + p, p) coefficients; a query costs O(n D) per step of conjugate gradients, or O(n D²)
+    by a dense solve. Only L2-like errors have this closed form.
+
+    Args:
+        degree: p ≥ 1: 1 is local linear (TTR 52–54), 2 local quadratic.
+    """
+
+    shown = ("degree",)
+
+    degree: int = integer(1, at_least=1)  # type: ignore[assignment]
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        affine = recipe.bias.affine
+        if affine is None or affine[0] <= 0:
+            yield (
+                f"{self.title} fits values, and {recipe.bias.title} has no error that vanishes at "
+                "a fit: use bias.L2()"
+            )
+
+    def basis(self, difference: Tensor) -> Tensor:
+        """Monomials of k − q of degree 0 to p: ``[..., K]`` to ``[..., D]``, the constant first."""
+        one = torch.ones((), dtype=difference.dtype, device=difference.device)
+        return monomials(difference, [one] * (self.degree + 1))
+
+    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
+        d = f"({x} − q_t)"
+        terms = [self.letter, f"M1 {d}", *(f"M{j} {d}^{j}" for j in range(2, self.degree + 1))]
+        return " + ".join(terms)
+
+    def notes(self) -> tuple[str, ...]:
+        slopes = ", ".join(f"M{j}" for j in range(1, self.degree + 1))
+        return (f"{slopes}: fitted for each query, which reads w",)

@@ -1,0 +1,1 @@
+"""What all engines share: the problem, its coefficients, products and solves."""

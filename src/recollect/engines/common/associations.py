@@ -1,0 +1,71 @@
+"""The associations that queries see: a buffer's and the new ones in one run of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from recollect.choices.context.weights import Scene
+from recollect.engines.common.problem import Problem
+
+__all__ = ["look", "values"]
+
+
+def look(problem: Problem, dtype: torch.dtype, asked: Mapping[str, Tensor] | None = None) -> Scene:
+    """The scene of a problem, in ``dtype``.
+
+    Old associations stand right-aligned and new ones left-aligned, so that distance in slots is
+    distance in tokens.
+
+    Args:
+        asked: numbers of queries that only read what stands there; ``None`` when each query comes
+            with an association of its own.
+    """
+    buffer, q = problem.state.buffer, problem.q.to(dtype)
+    k, rates = problem.k.to(dtype), dict(problem.rates)
+    B, T = k.shape[:2]
+    device = k.device
+    valid = problem.live
+    if valid is None:
+        valid = torch.ones(B, T, dtype=torch.bool, device=device)
+    held = 0
+    if buffer is not None:
+        held = buffer.k.shape[1]
+        k = torch.cat([buffer.k.to(dtype), k], dim=1)
+        rates = {name: torch.cat([buffer.rates[name].to(x), x], 1) for name, x in rates.items()}
+        valid = torch.cat([buffer.mask, valid], dim=1)
+    n, start = held + T, problem.state.position[:, None]
+    position = start + torch.arange(n, device=device) - held
+    if asked is None:
+        slots = torch.arange(held, n, device=device)
+        return Scene(
+            q=q,
+            k=k,
+            rates=rates,
+            asked=problem.rates,
+            valid=valid,
+            position=position,
+            where=position[:, held:],
+            slots=slots,
+            first=held,
+        )
+    count = q.shape[1]
+    return Scene(
+        q=q,
+        k=k,
+        rates=rates,
+        asked=asked,
+        valid=valid,
+        position=position,
+        where=(start - 1).expand(-1, count),
+        slots=torch.full((count,), max(n - 1, 0), device=device),
+        first=n,
+    )
+
+
+def values(problem: Problem, dtype: torch.dtype) -> Tensor:
+    """The values in the same run, ``[B, n, H, V]``."""
+    v, buffer = problem.v.to(dtype), problem.state.buffer
+    return v if buffer is None else torch.cat([buffer.v.to(dtype), v], dim=1)

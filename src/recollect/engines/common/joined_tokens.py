@@ -1,0 +1,116 @@
+"""What the reference takes from a problem: its tokens joined to the buffer's, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.choices.memory.maps import Forward
+from recollect.engines.common.problem import Problem, state_dtype
+
+__all__ = [
+    "Tokens",
+    "Weights",
+    "as_matrix",
+    "fills",
+    "forward_of",
+    "join",
+    "tensors",
+    "wants_gradient",
+]
+
+Weights = list[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Buffered and new tokens in one run; the first ``held`` are the buffer's.
+
+    ``phi`` are the lifted keys, or the keys themselves where features are infinitely many.
+    """
+
+    k: Tensor
+    phi: Tensor
+    v: Tensor
+    rates: Mapping[str, Tensor]
+    valid: Tensor
+    held: int
+
+    def __len__(self) -> int:
+        return self.k.shape[1]
+
+
+def join(problem: Problem) -> Tokens:
+    """The open buffer's tokens, then the new ones."""
+    buffer = problem.state.buffer
+    dtype = state_dtype(problem.q, problem.k, problem.v)
+    k, v, rates = problem.k.to(dtype), problem.v.to(dtype), dict(problem.rates)
+    B, T = k.shape[:2]
+    valid = torch.ones(B, T, dtype=torch.bool, device=k.device)
+    if problem.live is not None:
+        valid = problem.live
+    held = 0
+    if buffer is not None:
+        held = buffer.k.shape[1]
+        k = torch.cat([buffer.k.to(dtype), k], dim=1)
+        v = torch.cat([buffer.v.to(dtype), v], dim=1)
+        rates = {
+            name: torch.cat([buffer.rates[name].to(dtype), x], dim=1) for name, x in rates.items()
+        }
+        valid = torch.cat([buffer.mask, valid], dim=1)
+        # Empty slots weigh nothing, but a loss must be finite there: 0 may lie outside a range.
+        harmless = fills(problem)
+        rates = {
+            name: torch.where(valid.view(*valid.shape, *(1,) * (x.dim() - 2)), x, harmless[name])
+            for name, x in rates.items()
+        }
+    steps = torch.arange(held + T, device=k.device) - held
+    position = (problem.state.position[:, None] + steps).clamp_min(0)
+    finite = problem.recipe.features.finite
+    phi = problem.phi(k.unsqueeze(3), "key", position).squeeze(3) if finite else k
+    return Tokens(k=k, phi=phi, v=v, rates=rates, valid=valid, held=held)
+
+
+def fills(problem: Problem) -> dict[str, float]:
+    """A harmless value of every number, for slots that hold nothing."""
+    recipe = problem.recipe
+    found = dict.fromkeys(problem.rates, 0.0) | recipe.constants()
+    found |= {param.name: param.init for param in recipe.params() if isinstance(param.init, float)}
+    return found | {gate.name: gate.init for gate in recipe.gates()}
+
+
+def forward_of(problem: Problem) -> Forward:
+    """The memory's forward at the problem's sizes."""
+    recipe = problem.recipe
+    F = recipe.features.dim(problem.k.shape[-1])
+    return recipe.memory.function(F, problem.v.shape[-1])
+
+
+def as_matrix(w: Tensor) -> Tensor:
+    """Weights ``[B, H, *shape]`` as ``[B, H, out, in]``: vectors are one row, tensors flattened."""
+    if w.dim() == 4:
+        return w
+    if w.dim() < 4:
+        return w.unsqueeze(2) if w.dim() == 3 else w[..., None, None]
+    return w.flatten(3)
+
+
+# -- the outer gradient, only where asked ---------------------------------------------------------
+
+
+def tensors(problem: Problem) -> Iterator[Tensor]:
+    """Every tensor of the problem."""
+    yield from (problem.q, problem.k, problem.v)
+    yield from problem.rates.values()
+    yield from problem.params.values()
+    yield from problem.state.tensors()
+    if problem.lengths is not None:
+        yield problem.lengths
+
+
+def wants_gradient(problem: Problem) -> bool:
+    """Whether anybody can ask for an outer gradient; otherwise no graph is kept."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors(problem))

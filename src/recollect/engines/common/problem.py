@@ -1,0 +1,140 @@
+"""What an engine is handed: one recipe, checked tensors, every number resolved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from recollect.state.state import State, roll
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["Problem", "resolve", "scaled", "state_dtype"]
+
+
+def state_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 when any input is float64, else float32: states never live in half precision."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One call of an engine.
+
+    Attributes:
+        q: queries by the memory they read, ``[B, T, H, G, K]``.
+        k, v: ``[B, T, H, K]``, ``[B, T, H, V]``.
+        rates: every number of the recipe by engine-side name (decays as logs), ``[B, T, H, ...]``.
+        params: learned tensors ``[H, ...]``.
+        lengths: real tokens per row ``[B]`` (the rest is padding on the right), or ``None``.
+        state: where to start.
+        chunk_size: an execution detail, or ``None`` for the engine's own.
+        steps_per_token: associations that stand as tokens of their own, so that features see the
+            token's position.
+        continues: whether anything will go on from the state after this call; where not, an engine
+            may leave out what only that needs.
+    """
+
+    recipe: Recipe
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rates: Mapping[str, Tensor]
+    params: Mapping[str, Tensor]
+    state: State
+    lengths: Tensor | None = None
+    chunk_size: int | None = None
+    steps_per_token: int = 1
+    continues: bool = True
+
+    @cached_property
+    def live(self) -> Tensor | None:
+        """``[B, T]``: which tokens are real, or ``None`` when all are."""
+        if self.lengths is None:
+            return None
+        steps = torch.arange(self.k.shape[1], device=self.k.device)
+        return steps < self.lengths[:, None]
+
+    @cached_property
+    def end(self) -> Tensor:
+        """Position of each row after this call, ``[B]``."""
+        seen = self.k.shape[1] if self.lengths is None else self.lengths
+        return self.state.position + seen
+
+    def phi(self, x: Tensor, side: str, position: Tensor) -> Tensor:
+        """Lift ``x [B, T, H, N, K]`` in the state's dtype."""
+        x = x.to(state_dtype(self.q, self.k, self.v))
+        return self.recipe.features.phi(x, self.params, side, position // self.steps_per_token)
+
+    def after(self, **changes: Any) -> State:
+        """The state after this call: position and buffer moved on, and what the engine changed."""
+        buffer = roll(
+            self.recipe,
+            self.state.buffer,
+            k=self.k,
+            v=self.v,
+            rates=self.rates,
+            lengths=self.lengths,
+            position=self.end,
+        )
+        changes = {"cache": {}, **changes}
+        return dataclasses.replace(self.state, position=self.end, buffer=buffer, **changes)
+
+    def positions(self) -> Tensor:
+        """Index of each token (or association) in its document, ``[B, T]``, from 0."""
+        steps = torch.arange(self.k.shape[1], device=self.k.device)
+        return self.state.position[:, None] + steps
+
+
+def resolve(
+    recipe: Recipe,
+    gates: Mapping[str, Tensor],
+    params: Mapping[str, Tensor],
+    *,
+    B: int,
+    T: int,
+    H: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Every number a recipe needs as ``[B, T, H, ...]``, whether constant, param or gate."""
+    rates = {
+        name: torch.full((1, 1, 1), value, dtype=dtype, device=device).expand(B, T, H)
+        for name, value in recipe.constants().items()
+    }
+    logs = recipe.logs()
+    named = _static_quantities(recipe)
+    for name, value in params.items():
+        if name in named:
+            x = value.to(dtype).log() if name in logs else value.to(dtype)
+            rates[f"log_{name}" if name in logs else name] = x.expand(B, T, *x.shape)
+    for name, value in gates.items():
+        rates[name] = value.to(dtype)
+    if "log_lr" in rates:
+        rates["lr"] = rates["log_lr"].exp()
+    decay, scale = rates.get("log_decay"), rates.get("decay_scale")
+    if decay is not None and scale is not None and decay.dim() == scale.dim():
+        # A factored decay per channel is one number; per entry, its factors stay apart.
+        rates["log_decay"] = scaled(decay, scale)
+    return rates
+
+
+def scaled(log_decay: Tensor, scale: Tensor) -> Tensor:
+    """log α = ℓ a of a factored decay, whose factors are ℓ ≤ 0 and a ≥ 0.
+
+    At ℓ = −inf everything is forgotten, unless a = 0: α = e^(ℓ a) = 0 and ∂α/∂a = ℓ α = 0. From
+    −inf itself autograd would make a NaN of the latter.
+    """
+    return log_decay.clamp_min(-1e30) * scale
+
+
+def _static_quantities(recipe: Recipe) -> frozenset[str]:
+    """Params that are numbers of the recurrence rather than tensors of a feature map or norm."""
+    return frozenset().union(*(part.static_quantities() for part in recipe.members()))

@@ -1,0 +1,291 @@
+"""From border to border through the keys of a chain: forward, and as autograd can follow it.
+
+`borders` has the equations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.choices.bias.losses import Bias
+from recollect.engines.deep.chain.activations import Curve
+
+__all__ = ["Commits", "Inner", "Keys", "Made", "Path", "Room", "forward", "plain"]
+
+Tensors = list[Tensor]
+Commits = Sequence[bool | Tensor]
+"""Per batch, whether its end is kept: for all rows, for none, or a mask ``[P, 1, 1]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """What stays the same from batch to batch.
+
+    Attributes:
+        curve: the activation. residual: whether the raw key is added to the prediction.
+        bias: the loss. gates: names of its numbers.
+        tall: per map, whether it is kept as ``[in, out]``.
+        keep: whether the backward pass will come.
+    """
+
+    curve: Curve
+    residual: bool
+    bias: Bias
+    gates: tuple[str, ...]
+    tall: tuple[bool, ...]
+    keep: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """Associations of all inner batches, ``[N, P, R, ·]``, and their coefficients.
+
+    Attributes:
+        k, v, gates: keys' features, values, the bias's numbers. raw: keys, for the residual.
+        T: ``[N, P, J, J]``, or ``None`` where A stays as it is. c: ``[N, P, R, J]``.
+    """
+
+    k: Tensor
+    v: Tensor
+    raw: Tensor
+    T: Tensor | None
+    c: Tensor
+    gates: Mapping[str, Tensor]
+
+    def cut(self, start: int, stop: int) -> Keys:
+        """Some of the batches."""
+        here = slice(start, stop)
+        return Keys(
+            k=self.k[here],
+            v=self.v[here],
+            raw=self.raw[here],
+            T=None if self.T is None else self.T[here],
+            c=self.c[here],
+            gates={name: x[here] for name, x in self.gates.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """Stacks for the backward pass: z, σ′(z), u and Q of every batch, predictions where asked."""
+
+    z: Tensors
+    slope: Tensors
+    u: Tensors
+    Q: Tensors
+    prediction: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """M at every batch's start, and after the last; inputs h and gradients δ of every map."""
+
+    M: Tensors
+    ends: Tensors
+    delta: Tensors
+    h: Tensors
+    inner: Inner | None
+
+
+LARGE = 2**14
+"""Entries of z from which an activation's own operations, which use all cores, beat shared work."""
+
+
+class Room:
+    """Memory that one span of batches leaves to the next; without it every span would take new.
+
+    A block that the system has just given is several times slower to write than to compute.
+    """
+
+    def __init__(self, *, reused: bool) -> None:
+        self.reused = reused
+        self.held: dict[tuple[object, ...], Tensor] = {}
+        self.turn = 0
+
+    def begin(self) -> None:
+        """A span begins; what the last one ended with is still to be read."""
+        self.turn = 1 - self.turn
+
+    def take(self, like: Tensor, *name: object, shape: Sequence[int]) -> Tensor:
+        """Unset memory, the same for the same name and shape where it may be."""
+        if not self.reused:
+            return like.new_empty(shape)
+        key = (*name, tuple(shape))
+        if key not in self.held:
+            self.held[key] = like.new_empty(shape)
+        return self.held[key]
+
+
+def _rows(x: Tensor, N: int) -> Sequence[Tensor]:
+    """Batch by batch; a stack of one is written over and over."""
+    return x.unbind(0) if x.shape[0] == N else (x[0],) * N
+
+
+def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, room: Room) -> Made:
+    """All batches in order, without a graph."""
+    k, c, T = keys.k, keys.c, keys.T
+    N, P, R, _ = k.shape
+    L, J = len(start), start[0].shape[1]
+    kept = N if path.keep else 1
+    room.begin()
+
+    def new(name: str, index: int, *shape: int) -> Tensor:
+        return room.take(k, name, index, shape=shape)
+
+    outs = [w.shape[-1] if up else w.shape[-2] for w, up in zip(start, path.tall, strict=True)]
+    ends = [new(f"end {room.turn}", i, *w.shape) for i, w in enumerate(start)]
+    if N == 1:
+        stacks = [w.unsqueeze(0) for w in start]
+    else:
+        stacks = [new("M", i, N, *w.shape) for i, w in enumerate(start)]
+        for stack, w in zip(stacks, start, strict=True):
+            stack[0].copy_(w)
+    hs = [k, *(new("h", i, N, P, R, width) for i, width in enumerate(outs[:-1]))]
+    deltas = [new("delta", i, N, P, R, width) for i, width in enumerate(outs)]
+    # Without a backward pass z of all maps is needed within a batch, and nothing after it.
+    zs, slopes, us = (
+        [new(name, i, kept, P, R, width) for i, width in enumerate(outs[:-1])]
+        for name in ("z", "slope", "u")
+    )
+    store, pull_to = path.curve.store, path.curve.pull_to
+    large = not path.keep and P * R * max(outs) > LARGE
+    quick = (store, pull_to) if large and store is not None and pull_to is not None else None
+    # The keys' own coefficients are one product; those of later maps are made on the way.
+    Qs = [new("Q", i, kept, P, R, J, w.shape[-2]) for i, w in enumerate(start)]
+    if path.tall[0]:
+        Qs[0] = k.unsqueeze(-2) * c.unsqueeze(-1)
+    affine = path.bias.affine
+    prediction = None
+    last = deltas[-1]
+    base: Sequence[Tensor] = ()
+    if affine is None:
+        prediction = new("prediction", 0, kept, P, R, outs[-1])
+    else:
+        constant = keys.v * -affine[1]
+        if path.residual:
+            constant = torch.add(constant, keys.raw, alpha=affine[0])
+        if affine[0] == 0:
+            last.copy_(constant)
+        base = constant.unbind(0)
+    h_, delta_ = ([x.unbind(0) for x in xs] for xs in (hs, deltas))
+    z_, slope_, u_, Q_ = ([_rows(x, N) for x in xs] for xs in (zs, slopes, us, Qs))
+    Qleft = [_rows(q.flatten(3).mT, N) for q in Qs]
+    ups = [
+        stack[:, :, 0] if up else stack[:, :, 0].mT
+        for stack, up in zip(stacks, path.tall, strict=True)
+    ]
+    A_, back_ = [a.unbind(0) for a in ups], [a.mT.unbind(0) for a in ups]
+    sides = [(h, d) if up else (d, h) for h, d, up in zip(hs, deltas, path.tall, strict=True)]
+    narrow_ = [narrow.unsqueeze(3).unbind(0) for narrow, _ in sides]
+    wide_ = [wide.unbind(0) for _, wide in sides]
+    whole = [
+        [*stack.flatten(2, 3).unbind(0), end.flatten(1, 2)]
+        for stack, end in zip(stacks, ends, strict=True)
+    ]
+    flat = [
+        [*stack.flatten(3).unbind(0), end.flatten(2)]
+        for stack, end in zip(stacks, ends, strict=True)
+    ]
+    weight, move = c.unsqueeze(-1).unbind(0), None if T is None else T.unbind(0)
+    for n, commit in enumerate(commits):
+        h = h_[0][n]
+        for i in range(L - 1):
+            torch.bmm(h, A_[i][n], out=z_[i][n])
+            h = h_[i + 1][n]
+            if quick is None:
+                path.curve.rise(z_[i][n], h, slope_[i][n])
+            else:
+                quick[0](z_[i][n], h)
+        delta = delta_[-1][n]
+        if affine is None:
+            assert prediction is not None
+            point = prediction[n if path.keep else 0]
+            torch.bmm(h, A_[-1][n], out=point)
+            if path.residual:
+                point += keys.raw[n]
+            gates = {name: x[n] for name, x in keys.gates.items()}
+            delta.copy_(path.bias.error(point, keys.v[n], gates))
+        elif affine[0] != 0:
+            torch.baddbmm(base[n], h, A_[-1][n], alpha=affine[0], out=delta)
+        for i in range(L - 1, 0, -1):
+            u = torch.bmm(delta, back_[i][n], out=u_[i - 1][n])
+            delta = delta_[i - 1][n]
+            if quick is None:
+                torch.mul(u, slope_[i - 1][n], out=delta)
+            else:
+                quick[1](u, z_[i - 1][n], delta)
+        for i in range(L):
+            after = whole[i][n + 1]
+            if commit is False:
+                after.copy_(whole[i][n])
+                continue
+            if i or not path.tall[0]:
+                torch.mul(narrow_[i][n], weight[n], out=Q_[i][n])
+            if move is None:
+                torch.baddbmm(whole[i][n], Qleft[i][n], wide_[i][n], out=after)
+            else:
+                _mix(move[n], flat[i][n], flat[i][n + 1])
+                after.baddbmm_(Qleft[i][n], wide_[i][n])
+            if commit is not True:
+                after.copy_(torch.where(commit, after, whole[i][n]))
+    inner = None
+    if path.keep:
+        inner = Inner(z=zs, slope=slopes, u=us, Q=Qs, prediction=prediction)
+    return Made(
+        M=stacks,
+        ends=ends,
+        delta=deltas,
+        h=hs,
+        inner=inner,
+    )
+
+
+def _mix(T: Tensor, old: Tensor, out: Tensor) -> None:
+    """T M for ``M [P, J, entries]``."""
+    if T.shape[-1] == 1:
+        torch.mul(old, T, out=out)
+    else:
+        torch.bmm(T, old, out=out)
+
+
+def plain(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits) -> Made:
+    """The same by operations that autograd follows, for second derivatives."""
+    L = len(start)
+    M = list(start)
+    Ms: list[Tensors] = [[] for _ in range(L)]
+    all_h: list[Tensors] = [[] for _ in range(L)]
+    all_delta: list[Tensors] = [[] for _ in range(L)]
+    for n, commit in enumerate(commits):
+        A = [w[:, 0] if up else w[:, 0].mT for w, up in zip(M, path.tall, strict=True)]
+        h, z = [keys.k[n]], [torch.bmm(keys.k[n], A[0])]
+        for a in A[1:]:
+            h.append(path.curve.value(z[-1]))
+            z.append(torch.bmm(h[-1], a))
+        point = z[-1] + keys.raw[n] if path.residual else z[-1]
+        gates = {name: x[n] for name, x in keys.gates.items()}
+        delta = [path.bias.error(point, keys.v[n], gates)]
+        for i in range(L - 1, 0, -1):
+            delta.append(path.curve.pull(torch.bmm(delta[-1], A[i].mT), z[i - 1]))
+        delta.reverse()
+        for stacks, xs in ((Ms, M), (all_h, h), (all_delta, delta)):
+            for stack, x in zip(stacks, xs, strict=True):
+                stack.append(x)
+        if commit is False:
+            continue
+        moved: Tensors = []
+        for i, w in enumerate(M):
+            narrow, wide = (h[i], delta[i]) if path.tall[i] else (delta[i], h[i])
+            Q = (narrow.unsqueeze(2) * keys.c[n].unsqueeze(-1)).flatten(2)
+            old = w if keys.T is None else torch.bmm(keys.T[n], w.flatten(2)).view_as(w)
+            new = old + torch.bmm(Q.mT, wide).view_as(w)
+            moved.append(new if commit is True else torch.where(commit.unsqueeze(-1), new, w))
+        M = moved
+
+    def gathered(xs: list[Tensors]) -> Tensors:
+        return [torch.stack(x) for x in xs]
+
+    return Made(M=gathered(Ms), ends=M, delta=gathered(all_delta), h=gathered(all_h), inner=None)

@@ -1,0 +1,186 @@
+"""Queries of a chain, each at its own weights, for several inner batches at once.
+
+    z_l = a A° x_(l−1) + m S° x_(l−1) + (C ⊙ (x_(l−1) h_(l−1)ᵀ)) δ_l,    x_l = σ(z_l)
+
+Once the weights at every border and h and δ at the keys are known, no read waits for another.
+Numbers per token scale the narrower side of a map, as in `borders`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.engines.deep.chain.forward import Made, Path
+
+__all__ = ["Asked", "ReadBack", "Seen", "plain_read", "pull_read", "read"]
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Queries' features ``[N, P, rows, F]`` and their coefficients.
+
+    Attributes:
+        C: ``[N, P, rows, R]``. scale: a and m, ``[N, P, rows, J]``, or ``None`` for ones.
+    """
+
+    q: Tensor
+    C: Tensor
+    scale: Tensor | None
+
+    def cut(self, start: int, stop: int) -> Asked:
+        """Some of the batches."""
+        here = slice(start, stop)
+        scale = None if self.scale is None else self.scale[here]
+        return Asked(q=self.q[here], C=self.C[here], scale=scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What the backward pass needs of one map's reads.
+
+    Attributes:
+        x: its inputs ``[N P, rows, in]``. slope: σ′ there, ``None`` for the first map.
+        scores: x hᵀ ``[N P, rows, R]``.
+        scaled: x times a and m ``[N P, rows, J in]`` where inputs are narrower; else what A and S
+            gave, ``[N P, rows, J, out]``; ``None`` without coefficients.
+    """
+
+    x: Tensor
+    slope: Tensor | None
+    scores: Tensor
+    scaled: Tensor | None
+
+
+def read(path: Path, made: Made, asked: Asked) -> tuple[Tensor, list[Seen]]:
+    """Outputs ``[N, P, rows, V]`` without a graph, and what was seen if that will be needed."""
+    C = asked.C.flatten(0, 1)
+    scale = None if asked.scale is None else asked.scale.flatten(0, 1).unsqueeze(-1)
+    x, slope, seen = asked.q.flatten(0, 1), None, []
+    for i, up in enumerate(path.tall):
+        M, h, delta = (part[i].flatten(0, 1) for part in (made.M, made.h, made.delta))
+        J, stack = M.shape[1], M.flatten(1, 2)
+        scaled = None
+        if scale is None:
+            z = torch.bmm(x, stack if up else stack.mT)
+        elif up:
+            scaled = (x.unsqueeze(2) * scale).flatten(2)
+            z = torch.bmm(scaled, stack)
+        else:
+            scaled = torch.bmm(x, stack.mT).unflatten(2, (J, -1))
+            first, *rest = (scaled * scale if path.keep else scaled.mul_(scale)).unbind(2)
+            z = first + rest[0] if rest else first
+        scores = torch.bmm(x, h.mT)
+        z.baddbmm_(scores * C if path.keep else scores.mul_(C), delta)
+        if path.keep:
+            seen.append(Seen(x=x, slope=slope, scores=scores, scaled=scaled))
+        if i + 1 == len(path.tall):
+            return z.unflatten(0, asked.q.shape[:2]), seen
+        if path.keep:
+            x, slope = torch.empty_like(z), torch.empty_like(z)
+            path.curve.rise(z, x, slope)
+        else:
+            x = path.curve.value(z)
+    raise AssertionError("a chain has a map")
+
+
+def plain_read(
+    path: Path, M: Sequence[Tensor], h: Sequence[Tensor], delta: Sequence[Tensor], asked: Asked
+) -> Tensor:
+    """The same by operations that autograd follows."""
+    C = asked.C.flatten(0, 1)
+    scale = None if asked.scale is None else asked.scale.flatten(0, 1)[..., None, None]
+    z = asked.q.flatten(0, 1)
+    for i, up in enumerate(path.tall):
+        x = path.curve.value(z) if i else z
+        maps = M[i].flatten(0, 1) if up else M[i].flatten(0, 1).mT  # [N P, J, in, out]
+        # One row per query, so that each has coefficients of its own.
+        each = x.unsqueeze(1) @ maps
+        each = each if scale is None else each * scale.squeeze(-1).transpose(1, 2)
+        mask = torch.bmm(x, h[i].flatten(0, 1).mT) * C
+        z = each.sum(1) + torch.bmm(mask, delta[i].flatten(0, 1))
+    return z.unflatten(0, asked.q.shape[:2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadBack:
+    """Gradients through reads.
+
+    Attributes:
+        q, C, scale: as in `Asked`.
+        h, delta: of the keys' factors, ``[N, P, R, ·]`` per map.
+        left, right: factors of M̄ ``[J narrow, wide]`` per map, ``[N, P, rows, ·]``.
+    """
+
+    q: Tensor
+    C: Tensor
+    scale: Tensor | None
+    h: Tensors
+    delta: Tensors
+    left: Tensors
+    right: Tensors
+
+
+def pull_read(path: Path, made: Made, asked: Asked, seen: Sequence[Seen], up: Tensor) -> ReadBack:
+    """From the outputs' gradient ``[N, P, rows, V]``."""
+    C = asked.C.flatten(0, 1)
+    scale = None if asked.scale is None else asked.scale.flatten(0, 1).unsqueeze(-1)
+    lead = asked.q.shape[:2]
+    to_C, to_scale = torch.zeros_like(C), None if scale is None else torch.zeros_like(scale)
+    hs, deltas, left, right = [], [], [], []
+    z = up.flatten(0, 1)
+    for i in reversed(range(len(path.tall))):
+        one = seen[i]
+        M, h, delta = (part[i].flatten(0, 1) for part in (made.M, made.h, made.delta))
+        J, stack = M.shape[1], M.flatten(1, 2)
+        deltas.append(torch.bmm((one.scores * C).mT, z))
+        mask = torch.bmm(z, delta.mT)
+        to_C.addcmul_(mask, one.scores)
+        mask.mul_(C)
+        hs.append(torch.bmm(mask.mT, one.x))
+        if path.tall[i]:
+            parts = torch.bmm(z, stack.mT)
+            left.append(one.x if one.scaled is None else one.scaled)
+            right.append(z)
+            if scale is None or to_scale is None:
+                x = parts
+            else:
+                parts = parts.unflatten(2, (J, -1))
+                to_scale += parts @ one.x.unsqueeze(-1)
+                x = _total(parts.mul_(scale))
+        else:
+            if one.scaled is None or scale is None or to_scale is None:
+                spread = z
+            else:
+                to_scale += one.scaled @ z.unsqueeze(-1)
+                spread = (z.unsqueeze(2) * scale).flatten(2)
+            x = torch.bmm(spread, stack)
+            left.append(spread)
+            right.append(one.x)
+        x = x.baddbmm_(mask, h)
+        z = x if one.slope is None else x.mul_(one.slope)
+    for found in (hs, deltas, left, right):
+        found.reverse()
+    hs, deltas, left, right = (
+        [x.unflatten(0, lead) for x in found] for found in (hs, deltas, left, right)
+    )
+    return ReadBack(
+        q=z.unflatten(0, lead),
+        C=to_C.unflatten(0, lead),
+        scale=None if to_scale is None else to_scale.squeeze(-1).unflatten(0, lead),
+        h=hs,
+        delta=deltas,
+        left=left,
+        right=right,
+    )
+
+
+def _total(parts: Tensor) -> Tensor:
+    """Σ over axis 2, of one or two."""
+    first, *rest = parts.unbind(2)
+    return first + rest[0] if rest else first.contiguous()

@@ -1,0 +1,543 @@
+"""One inner batch after another: gradients at W°, reads of its tokens, the memory at its end.
+
+Three ways, by what the recipe needs:
+
+* *table*: A is linear in the gradients, so coefficients say everything (`rates`);
+* *border*: tokens read W°, and one step is taken at the batch's end (Muon over whole batches);
+* *tokens*: A_t of every token is built, because a link, an elementwise optimizer or a decay per
+  channel under momentum stands between the gradients and what is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.choices.memory.maps import LinearMap, Stack
+from recollect.engines.deep.chain.engine import Chain, run_chain
+from recollect.engines.deep.gradient_factors import (
+    Factors,
+    Points,
+    Read,
+    factors,
+    plus_product,
+    read,
+    read_at,
+    scaled,
+)
+from recollect.engines.deep.step_coefficients import Rule, Table, per_map, tables, window_rows
+from recollect.engines.deep.token_weights import TokenStep, advance
+from recollect.recipe.recipe import Recipe
+
+__all__ = ["Layout", "Memory", "Method", "walk"]
+
+Weights = list[Tensor]
+
+
+@dataclass(kw_only=True)
+class Memory:
+    """A and the slots, ``[P, out, in]`` per map."""
+
+    A: Weights
+    slots: dict[str, Weights]
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.A, *(w for slot in self.slots.values() for w in slot)]
+
+    def like(self, tensors: Sequence[Tensor]) -> Memory:
+        """The same structure around other tensors."""
+        maps = len(self.A)
+        parts = [list(tensors[i : i + maps]) for i in range(0, len(tensors), maps)]
+        return Memory(A=parts[0], slots=dict(zip(self.slots, parts[1:], strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How a recipe runs: ``way`` is ``"table"``, ``"border"`` or ``"tokens"``.
+
+    Attributes:
+        settled: what is read at a token is the link of its own A.
+        split: the first token of a batch is a segment of its own (MIRAS 30).
+        chain: the memory as a chain of maps, where everything else is plain enough for `chain`.
+    """
+
+    recipe: Recipe
+    memory: Stack
+    maps: tuple[LinearMap, ...]
+    way: str
+    rule: Rule
+    settled: bool
+    split: bool
+    chain: Chain | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The tokens of consecutive inner batches, ready for the passes.
+
+    Attributes:
+        keys: by name, ``[N, B, H, b + c − 1, ·]``; the bias's numbers keep a trailing axis, and
+            raw keys are left out where they are the features.
+        steps: numbers of the step by name, ``[N, P, b, ...]``.
+        gamma: ``[N, P, b, c]``.
+        x: queries' features ``[N, B, H, b G, ·]``; raw: the queries, ``None`` where the same.
+        count: number of the token in its document from 1, ``[N, B, b]``.
+        commits: per batch whether its end is kept: for all rows, for none, or a mask ``[P, 1, 1]``.
+        params: the memory's own.
+    """
+
+    b: int
+    c: int
+    G: int
+    keys: Mapping[str, Tensor]
+    steps: Mapping[str, Tensor]
+    gamma: Tensor
+    x: Tensor
+    raw: Tensor | None
+    count: Tensor
+    commits: Sequence[bool | Tensor]
+    params: Mapping[str, Tensor]
+    outer: bool
+
+    def scalars(self, n: int, t: int) -> dict[str, Tensor]:
+        """Numbers of the step that a link may use, ``[B, H, 1, 1]``."""
+        B, H = self.x.shape[1:3]
+        return {name: x[n, :, t].view(B, H, 1, 1) for name, x in self.steps.items() if x.dim() == 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Columns:
+    """A map's coefficients batch by batch: what reads take (G rows per token), and the border.
+
+    Attributes:
+        a, m, C: ``[P, n G, 1 or R]``.
+        a_end, m_end, s: ``[P, 1, 1]``. C_end, D: ``[P, R, 1]``.
+        inner, outer, scale: as in `Table`, ``[P, ...]``.
+    """
+
+    a: Sequence[Tensor | None]
+    m: Sequence[Tensor | None]
+    C: Sequence[Tensor]
+    a_end: Sequence[Tensor | None]
+    m_end: Sequence[Tensor | None]
+    C_end: Sequence[Tensor]
+    s: Sequence[Tensor | None]
+    D: Sequence[Tensor | None]
+    inner: Sequence[Tensor | None]
+    outer: Sequence[Tensor | None]
+    scale: Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Segment:
+    """Tokens ``start`` to ``stop`` of every batch, whose gradients are taken at the same W."""
+
+    start: int
+    stop: int
+    points: Sequence[Points]
+    queries: Sequence[tuple[Tensor, Tensor]]
+    columns: Sequence[_Columns]
+
+
+def walk(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
+    """Outputs ``[N, B, H, b G, V]`` and the memory after the last committed batch."""
+    if method.chain is not None:
+        return _walk_chain(method, method.chain, layout, memory)
+    return _Walk(method, layout).run(memory)
+
+
+def _walk_chain(
+    method: Method, chain: Chain, layout: Layout, memory: Memory
+) -> tuple[Tensor, Memory]:
+    table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
+    y, A, S = run_chain(
+        chain,
+        table,
+        layout.keys,
+        (layout.x, layout.raw),
+        layout.commits,
+        (memory.A, memory.slots.get("momentum")),
+        outer=layout.outer,
+    )
+    y = y.unflatten(1, layout.x.shape[1:3])
+    return y, Memory(A=A, slots={} if S is None else {"momentum": S})
+
+
+class _Walk:
+    def __init__(self, method: Method, layout: Layout) -> None:
+        self.method, self.layout = method, layout
+        self.recipe = method.recipe
+        self.retention, self.algorithm = self.recipe.retention, self.recipe.algorithm
+        self.N, self.B, self.H = layout.x.shape[:3]
+        b = layout.b
+        borders = [(0, 1), (1, b)] if method.split and b > 1 else [(0, b)]
+        self.segments = [self._segment(start, stop) for start, stop in borders]
+
+    def _segment(self, start: int, stop: int) -> _Segment:
+        layout, G = self.layout, self.layout.G
+        # One call makes the views of all batches; their gradients meet in one stack.
+        keys = {
+            name: x[:, :, :, start : stop + layout.c - 1].unbind(0)
+            for name, x in layout.keys.items()
+        }
+        names = [name for name in keys if name not in ("raw", "phi", "v")]
+        raw = keys.get("raw", keys["phi"])
+        points = [
+            Points(
+                phi=keys["phi"][n],
+                raw=raw[n],
+                v=keys["v"][n],
+                gates={name: keys[name][n] for name in names},
+            )
+            for n in range(self.N)
+        ]
+        x = layout.x[:, :, :, start * G : stop * G].unbind(0)
+        asked = x
+        if layout.raw is not None:
+            asked = layout.raw[:, :, :, start * G : stop * G].unbind(0)
+        return _Segment(
+            start=start,
+            stop=stop,
+            points=points,
+            queries=list(zip(x, asked, strict=True)),
+            columns=[] if self.method.way == "tokens" else self._columns(start, stop),
+        )
+
+    def _columns(self, start: int, stop: int) -> list[_Columns]:
+        layout, G, none = self.layout, self.layout.G, (None,) * self.N
+        numbers = {name: x[:, :, start:stop] for name, x in layout.steps.items()}
+        gamma = layout.gamma[:, :, start:stop]
+        found = tables(self.method.rule, self.method.maps, numbers, gamma, start=start)
+        memo: dict[int, _Columns] = {}
+
+        def each(x: Tensor | None) -> Sequence[Tensor | None]:
+            return none if x is None else x.unbind(0)
+
+        def rows(x: Tensor | None) -> Tensor | None:
+            return x if x is None or G == 1 else x.repeat_interleave(G, dim=2)
+
+        def shared(table: Table) -> _Columns:
+            a, m, s, D = (
+                None if x is None else x.unsqueeze(-1) for x in (table.a, table.m, table.s, table.D)
+            )
+            C = rows(table.C)
+            assert C is not None
+            return _Columns(
+                a=each(rows(a)),
+                m=each(rows(m)),
+                C=C.unbind(0),
+                a_end=each(None if a is None else a[:, :, -1:]),
+                m_end=each(None if m is None else m[:, :, -1:]),
+                C_end=table.C[:, :, -1].unsqueeze(-1).unbind(0),
+                s=each(None if s is None else s.unsqueeze(-1)),
+                D=each(D),
+                inner=none,
+                outer=none,
+                scale=none,
+            )
+
+        columns: list[_Columns] = []
+        for table in found:
+            if id(table.C) not in memo:
+                memo[id(table.C)] = shared(table)
+            own = {"inner": table.inner, "outer": table.outer, "scale": table.scale}
+            given = {name: x.unbind(0) for name, x in own.items() if x is not None}
+            one = memo[id(table.C)]
+            columns.append(dataclasses.replace(one, **given) if given else one)
+        return columns
+
+    # -- the recursion ------------------------------------------------------------------------
+
+    def run(self, memory: Memory) -> tuple[Tensor, Memory]:
+        outputs: list[Tensor] = []
+        if not self.layout.outer:
+            # From here on the memory is the walk's own, to be moved in place.
+            memory = memory.like([w.clone() for w in memory.tensors()])
+        for n, commit in enumerate(self.layout.commits):
+            y, after = self._batch(n, memory, commit)
+            outputs.append(y)
+            if commit is True:
+                memory = after
+            elif commit is not False:
+                pairs = zip(after.tensors(), memory.tensors(), strict=True)
+                memory = memory.like([torch.where(commit, new, old) for new, old in pairs])
+        return torch.stack(outputs), memory
+
+    def _batch(self, n: int, memory: Memory, commit: bool | Tensor) -> tuple[Tensor, Memory]:
+        W = self._link(memory.A, n, 0)
+        outputs: list[Tensor] = []
+        own = commit is True and not self.layout.outer
+        for index, segment in enumerate(self.segments):
+            # A first token that settles does so too where it is all there is of its batch.
+            settles = self.method.split and index == 0
+            last = index == len(self.segments) - 1 and not settles
+            advance = self._tokens if self.method.way == "tokens" else self._tabled
+            if last:
+                moves = commit is not False
+                y, memory = advance(n, segment, W, memory, moves=moves, own=own)
+            else:
+                _, memory = advance(n, segment, W, memory, moves=True, reads=False, own=own)
+                W = self._link(memory.A, n, 0)
+                y = self._read_all(n, segment, W)
+            outputs.append(y)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2), memory
+
+    def _link(self, A: Weights, n: int, t: int) -> Weights:
+        if not self.retention.linked:
+            return A
+        gates = self.layout.scalars(n, t)
+        return [self.retention.link(self._rows(a), gates).flatten(0, 1) for a in A]
+
+    def _rows(self, w: Tensor) -> Tensor:
+        return w.unflatten(0, (self.B, self.H))
+
+    def _factors(
+        self, n: int, segment: _Segment, W: Weights, *, free: bool = False
+    ) -> list[Factors]:
+        layout, decay = self.layout, self.retention.decay
+        if decay is not None and decay.when == "before":
+            W = [w * d.exp() for w, d in zip(W, self._log_decays(n, segment.start), strict=True)]
+        return factors(
+            self.method.memory,
+            W,
+            segment.points[n],
+            layout.params,
+            self.recipe.bias,
+            outer=layout.outer,
+            free=free,
+        )
+
+    def _log_decays(self, n: int, t: int) -> Weights:
+        """The log decay of one token for every map, as a factor ``[P, out, in]``."""
+        return _matrices(self.method, self.layout.steps, n, t)
+
+    def _read_all(self, n: int, segment: _Segment, W: Weights, each: int = 1) -> Tensor:
+        x, raw = segment.queries[n]
+        return read_at(self.method.memory, W, x, raw, self.layout.params, each)
+
+    # -- coefficients -------------------------------------------------------------------------
+
+    def _tabled(
+        self,
+        n: int,
+        segment: _Segment,
+        W: Weights,
+        memory: Memory,
+        *,
+        moves: bool,
+        own: bool,
+        reads: bool = True,
+    ) -> tuple[Tensor, Memory]:
+        layout, method = self.layout, self.method
+        if method.way == "border" and not moves:
+            # Nobody reads what an open batch has gathered.
+            return self._read_all(n, segment, W), memory
+        found = self._factors(n, segment, W)
+        if method.rule.splits:
+            writes = self._factors(n, segment, W, free=True)
+            found = [
+                Factors(w.h, w.delta).join(Factors(f.h, f.delta - w.delta))
+                for w, f in zip(writes, found, strict=True)
+            ]
+        tokens = segment.stop - segment.start
+        rows: list[Factors] = []
+        for one, columns in zip(found, segment.columns, strict=True):
+            h, delta, scale = one.h, one.delta, columns.scale[n]
+            if method.rule.pairs:
+                h, delta = (_paired(x, tokens, layout.c) for x in (h, delta))
+            if method.rule.pairs or scale is not None:
+                one = Factors(h, delta if scale is None else delta * scale)
+            rows.append(one)
+        y = layout.x[n, :, :, :0]
+        if method.way == "border":
+            y = self._read_all(n, segment, W)
+        elif reads and not method.settled:
+            y = self._read_by_table(n, segment, rows, W, memory)
+        if not (moves or method.settled):
+            return y, memory
+        # Everything that reads the old memory is done: it may now be moved in place.
+        after = self._end(n, segment, rows, memory, own=own)
+        if reads and method.settled:
+            y = self._read_all(n, segment, self._link(after.A, n, segment.start))
+        return y, after
+
+    def _read_by_table(
+        self, n: int, segment: _Segment, rows: Sequence[Factors], W: Weights, memory: Memory
+    ) -> Tensor:
+        """The queries of a segment, each at its own weights, none of which is built."""
+        moments = memory.slots.get("momentum")
+        reads = [
+            Read(
+                W=W[i],
+                S=None if moments is None else moments[i],
+                factors=one,
+                a=columns.a[n],
+                m=columns.m[n],
+                C=_repeated(columns.C[n], one, -1),
+                inner=columns.inner[n],
+                outer=columns.outer[n],
+                tokens=segment.stop - segment.start,
+                own=not self.layout.outer,
+            )
+            for i, (one, columns) in enumerate(zip(rows, segment.columns, strict=True))
+        ]
+        x, raw = segment.queries[n]
+        return read(self.method.memory, reads, x, raw, self.layout.params)
+
+    def _end(
+        self,
+        n: int,
+        segment: _Segment,
+        rows: Sequence[Factors],
+        memory: Memory,
+        *,
+        own: bool,
+    ) -> Memory:
+        """A and S after the segment's last token; in place where the memory is ``own``."""
+        moments = memory.slots.get("momentum")
+        A: Weights = []
+        S: Weights = []
+        for i, (one, columns) in enumerate(zip(rows, segment.columns, strict=True)):
+            if self.method.way != "border":
+                moment = None if moments is None else moments[i]
+                A.append(_moved(columns, n, one, memory.A[i], moment, own=own))
+            if moments is not None:
+                s, D = columns.s[n], columns.D[n]
+                assert s is not None and D is not None
+                h, delta = _weighed(one, _repeated(D, one, 1))
+                kept = scaled(moments[i], s, own=own)
+                S.append(plus_product(kept, delta.mT, h, own=own))
+        slots = {} if moments is None else {"momentum": S}
+        if self.method.way == "border":
+            A = self._settle(n, memory.A, slots)
+        return Memory(A=A, slots=slots)
+
+    def _settle(self, n: int, A: Weights, slots: Mapping[str, Weights]) -> Weights:
+        """The one step of a whole inner batch: Σ log decays, the mean rate, the last S."""
+        layout, last = self.layout, self.layout.b - 1
+        steps = {
+            name: x[n : n + 1].mean(2, keepdim=True) if name == "lr" else x[n : n + 1].sum(2, True)
+            for name, x in layout.steps.items()
+            if name == "lr" or name.startswith("log_decay")
+        }
+        decays = _matrices(self.method, steps, 0, 0)
+        rates = per_map(steps["lr"], "value", self.method.maps)
+        gates = layout.scalars(n, last)
+        moved: Weights = []
+        for i, a in enumerate(A):
+            rate = rates[i].matrix(0, 0)
+            step = self.algorithm.settle(
+                {name: self._rows(slot[i]) for name, slot in slots.items()}, self._rows(rate)
+            )
+            log_decay = None if self.retention.decay is None else self._rows(decays[i])
+            moved.append(
+                self.retention.advance(self._rows(a), step, log_decay, gates).flatten(0, 1)
+            )
+        return moved
+
+    # -- token by token -------------------------------------------------------------------------
+
+    def _tokens(
+        self,
+        n: int,
+        segment: _Segment,
+        W: Weights,
+        memory: Memory,
+        *,
+        moves: bool,
+        own: bool,
+        reads: bool = True,
+    ) -> tuple[Tensor, Memory]:
+        tokens, splits = range(segment.start, segment.stop), self.method.rule.splits
+        built = advance(
+            TokenStep(
+                recipe=self.recipe,
+                found=self._factors(n, segment, W),
+                writes=self._factors(n, segment, W, free=True) if splits else None,
+                gamma=self.layout.gamma[n, :, segment.start : segment.stop],
+                c=self.layout.c,
+                numbers=[self._numbers(n, t) for t in tokens],
+                gates=[self.layout.scalars(n, t) for t in tokens],
+                count=self.layout.count[n, :, segment.start : segment.stop],
+                shape=(self.B, self.H),
+            ),
+            W,
+            memory.A,
+            memory.slots,
+        )
+        after = Memory(A=built.A, slots=built.slots)
+        if not reads:
+            return self.layout.x[n, :, :, :0], after
+        return self._read_all(n, segment, built.readable, len(tokens)), after
+
+    def _numbers(self, n: int, t: int) -> dict[str, list[Tensor]]:
+        """lr, momentum and log decay of one token for every map, ``[P, out or 1, in or 1]``."""
+        steps, maps = self.layout.steps, self.method.maps
+        found: dict[str, list[Tensor]] = {}
+        for name in ("lr", "momentum"):
+            if name in steps:
+                x = steps[name][n : n + 1, :, t : t + 1]
+                found[name] = [own.matrix(0, 0) for own in per_map(x, "value", maps)]
+        if self.retention.decay is not None:
+            found["log_decay"] = self._log_decays(n, t)
+        return found
+
+
+def _matrices(method: Method, steps: Mapping[str, Tensor], n: int, t: int) -> Weights:
+    """Log decays of one token as factors ``[P, out or 1, in or 1]`` of every map."""
+    if "log_decay" not in steps:
+        return []
+    here = slice(n, n + 1), slice(None), slice(t, t + 1)
+    owns = per_map(steps["log_decay"][here], method.rule.side, method.maps)
+    if "log_decay_value" in steps:
+        rows = per_map(steps["log_decay_value"][here], "value", method.maps)
+        owns = [a.add(b) for a, b in zip(owns, rows, strict=True)]
+    return [own.matrix(0, 0) for own in owns]
+
+
+def _moved(
+    columns: _Columns, n: int, one: Factors, A: Tensor, S: Tensor | None, *, own: bool
+) -> Tensor:
+    """a_n A° + m_n S° + Σ C[n, i] δ_i h_iᵀ of one map."""
+    a, m = columns.a_end[n], columns.m_end[n]
+    h, delta = _weighed(one, _repeated(columns.C_end[n], one, 1))
+    inner, outer = columns.inner[n], columns.outer[n]
+    moved = A if a is None else scaled(A, a, own=own)
+    if inner is not None:
+        moved, h = _absorbed(moved, h, inner, -1)
+    if outer is not None:
+        moved, delta = _absorbed(moved, delta, outer, -2)
+    if m is not None and S is not None:
+        moved = moved.addcmul_(S, m) if own else torch.addcmul(moved, S, m)
+    return plus_product(moved, delta.mT, h, own=own)
+
+
+def _weighed(one: Factors, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """h and δ with every association's coefficient in the narrower of the two."""
+    h, delta = one.h, one.delta
+    return (h * weight, delta) if h.shape[-1] <= delta.shape[-1] else (h, delta * weight)
+
+
+def _repeated(C: Tensor, one: Factors, dim: int) -> Tensor:
+    """Coefficients of R associations for a map that its program applies more than once."""
+    times = one.h.shape[1] // C.shape[dim]
+    return C if times == 1 else torch.cat([C] * times, dim=dim)
+
+
+def _paired(x: Tensor, n: int, c: int) -> Tensor:
+    """Associations as pairs with their steps, stream by stream."""
+    parts = [window_rows(part, n, c) for part in x.split(n + c - 1, dim=1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _absorbed(old: Tensor, rows: Tensor, total: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """A° and rows ``[P, R, ·]`` decayed to the last token, over channels ``dim`` of A."""
+    end = total[:, -1:]
+    kept = end.exp().to(old.dtype)
+    rest = (end - total).exp().to(old.dtype)
+    rest = rest.repeat_interleave(rows.shape[1] // total.shape[1], dim=1)
+    return old * (kept if dim == -1 else kept.mT), rows * rest

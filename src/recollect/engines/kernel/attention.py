@@ -1,0 +1,454 @@
+"""Local constant memories: a mean of the values near the query, or a plain sum.
+
+A mean under a kernel whose logarithm is a·q·k + b(‖q‖² + ‖k‖²) is softmax attention and goes
+through the platform's `scaled_dot_product_attention`:
+
+* the whole past: one causal call;
+* a window of c: queries in chunks, each with the keys of its own and the chunks before it, T·c
+  pairs in one batched call;
+* weights of other contexts, a cache, padding: queries in pieces, each with the keys up to it, the
+  logarithms of the weights added to the logits.
+
+A weight that is a factor of the query times one of the association (a decay) enters the softmax
+through the association alone: its logarithm is one more key channel, counted from the first query
+of the piece so that it stays small. Where a piece decays so far that float32 would lose digits, the
+value is a mask without a gradient, made from differences in float64, and the channel is zero and
+carries the gradient.
+
+Where decays are all the weights, keys that have decayed to nothing are left out (`reach`).
+
+What is no softmax (a plain sum, a kernel that is no exponential) is two products per piece. Pieces
+are recomputed in the backward pass, so that memory stays O(T).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from recollect.choices.context.weights import Scene, Weights
+from recollect.choices.features.finite import Kernel
+from recollect.choices.gradients import once_through
+from recollect.engines.common.associations import look, values
+from recollect.engines.common.problem import Problem, state_dtype
+from recollect.engines.kernel.decay_cutoff import Reach
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = [
+    "PIECE",
+    "attend",
+    "describes",
+    "pairs",
+    "piece_size",
+    "piecewise",
+    "refuses",
+    "seen",
+    "slices",
+    "weights_over",
+]
+
+PIECE = 256  # queries at a time, where the past is long
+ENTRIES = 2**25  # numbers of one piece of logits
+GENTLE = 4e-6  # error of a logit that a channel may make
+FAR = -1e4  # of a logit: its exponential is 0
+
+
+def refuses(recipe: Recipe) -> list[str]:
+    """Why this is no local constant memory."""
+    if recipe.memory.degree != 0:
+        return [f"{recipe.memory.title} is no mean of values"]
+    return []
+
+
+def describes(recipe: Recipe) -> str:
+    """How a local constant memory runs."""
+    if not _is_mean(recipe):
+        return "masked products piece by piece, KV cache"
+    kernel = recipe.context.kernel
+    if kernel is None or kernel.exponent(1) is None:
+        return "softmax over the stated kernel piece by piece, KV cache"
+    names = [part.title.removeprefix("context.") for part in recipe.context.within]
+    how = "scaled dot-product attention"
+    if recipe.context.horizon is not None and len(names) == 1:
+        return f"{how} over chunks of the window, KV cache of {recipe.context.horizon}"
+    if names:
+        how += f" with the logarithms of {' and '.join(names)} as its bias"
+    return f"{how}, KV cache"
+
+
+def _is_mean(recipe: Recipe) -> bool:
+    affine = recipe.bias.affine
+    return affine is not None and affine[0] != 0
+
+
+def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Outputs ``[B, T, H, G, V]``; with ``asked``, of queries that only read."""
+    recipe, q, v = problem.recipe, problem.q, problem.v
+    kernel, horizon = recipe.context.kernel, recipe.context.horizon
+    assert kernel is not None
+    B, T, H, G, K = q.shape
+    buffer = problem.state.buffer
+    n = problem.k.shape[1] + (0 if buffer is None else buffer.k.shape[1])
+    if T == 0 or B == 0 or n == 0:
+        return v.new_zeros(B, T, H, G, v.shape[-1])
+    exponent = kernel.exponent(K) if _is_mean(recipe) else None
+    # Attention alone may run in half precision; sums of weights may not.
+    alone = all(part.uniform for part in recipe.context.within)
+    exact = exponent is None or exponent[1] != 0 or not alone
+    dtype = state_dtype(q, problem.k, v) if exact else v.dtype
+    scene, stored = look(problem, dtype, asked), values(problem, dtype)
+    weights = weights_over(scene, recipe)
+    if exponent is None:
+        y = _products(scene, stored, weights, kernel, horizon, mean=_is_mean(recipe))
+    else:
+        y = _softmax(problem, scene, stored, weights, exponent, horizon)
+    if problem.live is not None and asked is None:
+        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    return (y if (size := recipe.bias.optimum) == 1.0 else size * y).to(v.dtype)
+
+
+def weights_over(scene: Scene, recipe: Recipe) -> list[Weights]:
+    """The weights of everything that restricts the context, where they are not all 1."""
+    found = (part.over(scene) for part in recipe.context.within)
+    return [weights for weights in found if weights is not None]
+
+
+# -- softmax ---------------------------------------------------------------------------------------
+
+
+def _softmax(
+    problem: Problem,
+    scene: Scene,
+    stored: Tensor,
+    weights: list[Weights],
+    exponent: tuple[float, float],
+    horizon: int | None,
+) -> Tensor:
+    G, V = scene.q.shape[3], stored.shape[-1]
+    q = scene.q.flatten(2, 3).transpose(1, 2)  # [B, H G, T, K]
+    k, v = scene.k.transpose(1, 2), stored.transpose(1, 2)  # [B, H, n, ·]
+    scale, by_length = exponent
+    T, n = q.shape[2], k.shape[2]
+    reading, old = scene.first >= n, problem.state.buffer
+    extra: list[Tensor] = []
+    if by_length != 0:
+        extra.append(by_length * scene.k.square().sum(-1))
+    separable = [x.of_key for x in weights if x.of_key is not None and not x.hides]
+    decay = torch.stack(separable).sum(0) if separable else None
+    reach = None
+    if decay is not None and len(separable) == len(weights) and not reading:
+        reach = Reach.of(decay, q, k, scale=scale, by_length=by_length)
+    moving = decay is not None and _is_gentle(scene, decay, k.dtype)
+    if moving:
+        weights = [x for x in weights if x.of_key is None or x.hides]
+    channels = [x.of_key for x in weights if x.of_key is not None and x.of_key.requires_grad]
+    if channels:
+        total = torch.stack([x.nan_to_num(0.0, 0.0, 0.0) for x in channels]).sum(0)
+        extra.append((total - total.detach()).to(k.dtype))
+    if extra or moving:
+        channel = torch.stack(extra).sum(0) if extra else torch.zeros_like(scene.k[..., 0])
+        q = torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1)
+        k = torch.cat([k, channel.transpose(1, 2).unsqueeze(-1)], dim=-1)
+    # The platform's fast kernels want keys and values of one size.
+    q, k, v = (_widened(x, max(q.shape[-1], V)) for x in (q, k, v))
+    if moving:
+        assert decay is not None
+        place = scene.q.shape[-1]
+        y = _pieces(problem, scene, (q, k, v), weights, scale, horizon, reach, (decay, place))
+    elif old is None and not weights and not reading and (horizon is None or horizon >= T):
+        # Padding stands on the right, after every real query.
+        y = _sdpa(q, k, v, scale=scale, is_causal=True)
+    elif horizon is not None and not weights and not reading and T > 1:
+        y = _banded(q, k, v, scene.valid, scene.first, horizon, scale)
+    else:
+        y = _pieces(problem, scene, (q, k, v), weights, scale, horizon, reach)
+    return y[..., :V].transpose(1, 2).unflatten(2, (-1, G))
+
+
+def _widened(x: Tensor, size: int) -> Tensor:
+    return functional.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
+
+
+def _is_gentle(scene: Scene, of_key: Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``of_key`` moves so little within each piece that a channel keeps its digits."""
+    if torch.compiler.is_compiling():
+        return False
+    T, n = scene.q.shape[1], scene.k.shape[1]
+    if scene.first >= n:
+        return True  # from the last slot, all others only lie below
+    x = of_key.detach()[:, scene.first : scene.first + T]
+    moved = [(piece - piece[:, :1]).abs().amax() for piece in x.split(PIECE, dim=1)]
+    return float(torch.stack(moved).max()) * torch.finfo(dtype).eps < GENTLE
+
+
+def _sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    given = (q, k, v) if mask is None or not mask.requires_grad else (q, k, v, mask)
+    q, k, v, *bias = once_through("softmax attention by the platform (engine kernel)", *given)
+    return functional.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=bias[0] if bias else mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _banded(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, first: int, c: int, scale: float
+) -> Tensor:
+    """The last c associations: chunks of C queries with the keys of m chunks before, T·(m + 1)C."""
+    B, T = q.shape[0], q.shape[2]
+    n = k.shape[2]
+    C, m, N = chunking(c, T)
+    left, right = m * C - first, N * C - T
+    cut = max(-left, 0)
+
+    def chunks(x: Tensor) -> Tensor:  # [B, H, n, D] -> [B N, H, (m + 1) C, D]
+        x = functional.pad(x[:, :, cut:], (0, 0, max(left, 0), right))
+        x = x.unflatten(2, (N + m, C))
+        x = torch.cat([x[:, :, j : j + N] for j in range(m + 1)], dim=3)
+        return x.transpose(1, 2).flatten(0, 1)
+
+    device = q.device
+    row = m * C + torch.arange(C, device=device)[:, None]
+    column = torch.arange((m + 1) * C, device=device)
+    own = column == row
+    band = (column <= row) & (column > row - c)
+    real = chunks(valid[:, None, :n, None].to(torch.int8))[..., 0].bool()  # [B N, 1, (m + 1) C]
+    # A query without an association of its own is padding and sees itself: no softmax is empty.
+    mask = (band & real.unsqueeze(2)) | own
+    queries = functional.pad(q, (0, 0, 0, right)).unflatten(2, (N, C)).transpose(1, 2)
+    y = _sdpa(queries.flatten(0, 1), chunks(k), chunks(v), scale=scale, mask=mask)
+    return y.unflatten(0, (B, N)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+
+
+def chunking(c: int, T: int) -> tuple[int, int, int]:
+    """(C, m, N): N chunks of C queries see a window of c in their own and m chunks before."""
+    C = min(max(32, -(-c // 2)), 256, T)
+    return C, -(-(c - 1) // C), -(-T // C)
+
+
+def pairs(T: int, horizon: int | None, *, banded: bool, size: int) -> int:
+    """Pairs of query and key that T tokens without a past are compared in.
+
+    Args:
+        banded: chunks of a window; else pieces of ``size`` queries with every key up to their last.
+    """
+    if banded and horizon is not None and horizon < T:
+        C, m, N = chunking(horizon, T)
+        return N * C * (m + 1) * C
+    total = 0
+    for start in range(0, T, size):
+        stop = min(start + size, T)
+        low = 0 if horizon is None else max(start + 1 - horizon, 0)
+        total += (stop - start) * (stop - low)
+    return total
+
+
+def piece_size(rows: int, n: int, size: int) -> int:
+    """Queries of a piece: ``size``, or fewer where ``rows`` of n keys would fill the memory."""
+    return max(1, min(size, ENTRIES // max(1, rows * n)))
+
+
+def _pieces(
+    problem: Problem,
+    scene: Scene,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    weights: list[Weights],
+    scale: float,
+    horizon: int | None,
+    reach: Reach | None,
+    moving: tuple[Tensor, int] | None = None,
+) -> Tensor:
+    """Queries in pieces, each with the keys up to its last: the weights are the logits' bias.
+
+    Args:
+        reach: how far decays leave anything to see.
+        moving: a bias of the key alone ``[B, n, H]``, and the channel that it is added to.
+    """
+    q, k, v = qkv
+    G, reading = q.shape[1] // k.shape[1], scene.first >= k.shape[2]
+    gapped = problem.state.buffer is not None or problem.lengths is not None
+    # Padding may see nothing, not even itself.
+    may_be_empty = reading or gapped or any(x.hides for x in weights)
+    # Gradients of these are carried by a key channel, or there are none.
+    quiet = [x for x in weights if x.hard or x.of_key is not None]
+    loud = [x for x in weights if not (x.hard or x.of_key is not None)]
+
+    size = piece_size(q.shape[0] * q.shape[1], k.shape[2], PIECE)
+    lows: dict[int, int] = {}
+    if reach is not None:
+        lows = reach.lows(scene.slots, list(slices(scene, horizon, size)))
+
+    def piece(queries: slice, keys: slice) -> Tensor:
+        keys = slice(lows.get(queries.start, keys.start), keys.stop)
+        mask = seen(scene, queries, keys, horizon, gapped=gapped)  # [B, C, m] or None
+        if mask is not None:
+            mask = mask[:, None]
+        with torch.no_grad():
+            bias = [x.log(queries, keys) for x in quiet if x.log is not None]
+        bias += [x.log(queries, keys) for x in loud if x.log is not None]
+        empty = None
+        if bias:
+            total = (
+                bias[0] if len(bias) == 1 else torch.stack(torch.broadcast_tensors(*bias)).sum(0)
+            )
+            if total.shape[1] != 1 and G > 1:
+                total = total.expand(-1, -1, G, -1, -1)
+            total = total.flatten(1, 2)  # [B, H G, C, m]
+            if mask is not None:
+                total = total.masked_fill(~mask, -torch.inf)
+            if reach is not None:
+                total = total.masked_fill(total < -reach.furthest, -torch.inf)
+            if may_be_empty:
+                empty = (total == -torch.inf).all(-1, keepdim=True)
+                total = total.masked_fill(empty, 0.0)
+            mask = total
+        elif may_be_empty and mask is not None:
+            empty = ~mask.any(-1, keepdim=True)
+            mask = mask | empty
+        seen_keys = k[:, :, keys]
+        if moving is not None:
+            of_key, place = moving
+            start = of_key[:, scene.slots[queries.start]].unsqueeze(1)
+            bias_of_key = of_key[:, keys] - start
+            if reach is not None:
+                bias_of_key = bias_of_key.masked_fill(reach.beyond(scene.slots[queries], keys), FAR)
+            bias_of_key = bias_of_key.clamp_min(FAR).to(k.dtype).transpose(1, 2)
+            parts = seen_keys.split([place, 1, k.shape[-1] - place - 1], dim=-1)
+            seen_keys = torch.cat([parts[0], parts[1] + bias_of_key.unsqueeze(-1), parts[2]], -1)
+        y = _sdpa(q[:, :, queries], seen_keys, v[:, :, keys], scale=scale, mask=mask)
+        return y if empty is None else y.masked_fill(empty, 0.0)
+
+    again = any(x.log is not None for x in loud)
+    return torch.cat(list(piecewise(scene, piece, horizon, recompute=again)), dim=2)
+
+
+# -- what pieces share -----------------------------------------------------------------------------
+
+
+def piecewise(
+    scene: Scene,
+    piece: Callable[[slice, slice], Tensor],
+    horizon: int | None,
+    *,
+    recompute: bool,
+    size: int = PIECE,
+) -> Iterator[Tensor]:
+    """``piece(queries, keys)`` for all queries in order, with the keys that any of them sees.
+
+    Args:
+        recompute: keep nothing of a piece for the backward pass.
+        size: queries at a time; fewer where the past is very long.
+    """
+    B, _, H, G, _ = scene.q.shape
+    size = piece_size(B * H * G, scene.k.shape[1], size)
+    for queries, keys in slices(scene, horizon, size):
+        if recompute and torch.is_grad_enabled():
+            found = checkpoint(piece, queries, keys, use_reentrant=False)
+        else:
+            found = piece(queries, keys)
+        assert isinstance(found, Tensor)
+        yield found
+
+
+def slices(scene: Scene, horizon: int | None, size: int) -> Iterator[tuple[slice, slice]]:
+    """Pieces of ``size`` queries in order, each with the keys that any of them sees."""
+    T, n = scene.q.shape[1], scene.k.shape[1]
+    for start in range(0, T, size):
+        stop, low = min(start + size, T), 0
+        if horizon is not None:
+            low = max((scene.first + start + 1 if scene.first < n else n) - horizon, 0)
+        yield slice(start, stop), slice(low, min(scene.first + stop, n))
+
+
+def seen(
+    scene: Scene, queries: slice, keys: slice, horizon: int | None, *, gapped: bool = True
+) -> Tensor | None:
+    """``[B or 1, C, m]``: which associations each query sees; ``None`` when it is all of them.
+
+    A padded query sees itself, so that no softmax is empty.
+
+    Args:
+        gapped: whether slots may hold nothing.
+    """
+    n, device = scene.k.shape[1], scene.k.device
+    key = torch.arange(keys.start, keys.stop, device=device)
+    valid = scene.valid[:, None, keys]
+    if scene.first >= n:
+        return valid.expand(-1, queries.stop - queries.start, -1) if gapped else None
+    query = scene.slots[queries, None]
+    mask = (key <= query)[None]
+    if horizon is not None:
+        mask = mask & (key > query - horizon)
+    return (mask & valid) | (key == query) if gapped else mask
+
+
+# -- sums that are no softmax ----------------------------------------------------------------------
+
+
+def _products(
+    scene: Scene,
+    stored: Tensor,
+    weights: list[Weights],
+    kernel: Kernel,
+    horizon: int | None,
+    *,
+    mean: bool,
+) -> Tensor:
+    """Σ γ κ v, divided by Σ γ κ for a mean."""
+    q, k = scene.q.permute(0, 2, 3, 1, 4), scene.k.transpose(1, 2).unsqueeze(2)
+    v = stored.transpose(1, 2).unsqueeze(2)  # [B, H, 1, n, V]
+    logs = mean and kernel.positive
+
+    def piece(queries: slice, keys: slice) -> Tensor:
+        hidden = ~seen_or_all(scene, queries, keys, horizon)[:, None, None]
+        bias: Tensor | float = sum(
+            (x.log(queries, keys) for x in weights if x.log is not None), start=0.0
+        )
+        if logs:
+            score = (kernel.log_kappa(q[..., queries, :], k[..., keys, :]) + bias).masked_fill(
+                hidden, -torch.inf
+            )
+            peak = score.detach().amax(-1, keepdim=True)
+            score = (score - peak.clamp_min(torch.finfo(peak.dtype).min)).exp()
+        else:
+            score = kernel.kappa(q[..., queries, :], k[..., keys, :])
+            if isinstance(bias, Tensor):
+                score = score * bias.exp()
+            for x in weights:
+                if x.value is not None:
+                    score = score * x.value(queries, keys)
+            score = score.masked_fill(hidden, 0.0)
+        y = score @ v[..., keys, :]
+        if not mean:
+            return y
+        size = score.sum(-1, keepdim=True)
+        return torch.where(size == 0, 0.0, y / torch.where(size == 0, 1.0, size))
+
+    found = list(piecewise(scene, piece, horizon, recompute=True))
+    return torch.cat(found, dim=3).permute(0, 3, 1, 2, 4)
+
+
+def seen_or_all(scene: Scene, queries: slice, keys: slice, horizon: int | None) -> Tensor:
+    """`seen`, with an empty past where a padded query would see itself: for sums."""
+    mask = seen(scene, queries, keys, horizon)
+    assert mask is not None
+    return mask & scene.valid[:, None, keys]

@@ -1,0 +1,487 @@
+"""Deep memories over a kernel's features: attention behind which a perceptron learns.
+
+Maps that read features are rows by key (`dual`), later maps are ordinary weights. Inside an inner
+batch every gradient is taken at its start, W°, so the batch is linear in the gradients and the
+coefficient matrix C = P^α P^θ diag(η) Γ of ``coefficients`` is all there is between them::
+
+    keys      z_i = Σ_j κ(k_i, z_j) u°_j, the other maps forward, then δ_i of every map by taps
+    queries   z_t = Σ_j κ(q_t, z_j)(a_t u°_j + m_t s°_j) − Σ_i C_ti κ(q_t, k_i) δ_i
+              x ↦ a_t W° x + m_t S° x − (C ⊙ (x hᵀ)) δ        for every other map, h its key inputs
+    border    u_j ← a_b u°_j + m_b s°_j, and row i of the window less C_bi δ_i;  W, S likewise
+
+Cost per token and head, M = out of the maps that read features, n keys: 2 n (K + M) for a key,
+the same for a query, and a few times M V for the rest. The derivation is in
+``docs/design/kernel-delta.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recollect.choices.features.finite import Kernel
+from recollect.choices.memory.maps import Stack
+from recollect.engines.common.coefficients import Coefficients, coefficients
+from recollect.engines.common.joined_tokens import join, wants_gradient
+from recollect.engines.common.problem import Problem
+from recollect.state.kernel_rows import Dual
+from recollect.state.state import State, join_states
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["describes", "refuses", "run"]
+
+Maps = list[Tensor]
+
+
+def refuses(recipe: Recipe) -> list[str]:
+    """Why a recipe is no batch of rank-one updates of rows."""
+    if not recipe.dual:
+        return ["the memory keeps no row per key"]
+    found: list[str] = []
+    if recipe.bias.probe is not None:
+        found.append("a probe measures at every token, not at the start of an inner batch")
+    if recipe.algorithm.keyed:
+        found.append(f"the rate of {recipe.algorithm.title} depends on the key")
+    return found
+
+
+def describes(recipe: Recipe) -> str:
+    """How the recipe is run."""
+    return f"attention over rows of gradients, inner batches of {recipe.algorithm.batch}"
+
+
+def run(problem: Problem) -> tuple[Tensor, State]:
+    """Outputs ``[B, T, H, G, V]`` and the state after the last token."""
+    position, lengths = problem.state.position, problem.lengths
+    B, T, H, G, _ = problem.q.shape
+    V = problem.v.shape[-1]
+    dual = problem.state.dual
+    assert dual is not None
+    even = lengths is None and (B < 2 or bool((position == position[0]).all()))
+    if B and even and bool(dual.mask.all()):
+        return _Deep(problem).through()
+    outputs: list[Tensor] = []
+    states: list[State] = []
+    for row in range(B):  # rows that stand elsewhere in their inner batches, one by one
+        y, state = _Deep(_alone(problem, row)).through()
+        missing = T - y.shape[1]
+        outputs.append(torch.cat([y, y.new_zeros(1, missing, H, G, V)], dim=1))
+        states.append(state)
+    if not B:
+        return problem.v.new_zeros(0, T, H, G, V), problem.after()
+    return torch.cat(outputs), join_states(states)
+
+
+def _alone(problem: Problem, row: int) -> Problem:
+    """One row, without its padding and without empty slots."""
+    T = problem.k.shape[1] if problem.lengths is None else int(problem.lengths[row])
+
+    def cut(x: Tensor) -> Tensor:
+        return x[row : row + 1, :T]
+
+    state = problem.state.select(torch.tensor([row], device=problem.k.device))
+    assert state.dual is not None
+    mask = state.dual.mask[0]
+    dual = state.dual.map(lambda x: x[:, mask])
+    return dataclasses.replace(
+        problem,
+        q=cut(problem.q),
+        k=cut(problem.k),
+        v=cut(problem.v),
+        rates={name: cut(x) for name, x in problem.rates.items()},
+        lengths=None,
+        state=dataclasses.replace(state, dual=dual),
+    )
+
+
+class _Growing:
+    """Rows ``[B, H, n, D]`` to which batches are added, in place where nobody differentiates."""
+
+    def __init__(self, x: Tensor, more: int, *, fixed: bool) -> None:
+        self.count, self.fixed, self.whole = x.shape[2], fixed, x
+        if fixed:
+            self.whole = x.new_empty(*x.shape[:2], x.shape[2] + more, x.shape[3])
+            self.whole[:, :, : self.count] = x
+
+    def upto(self, n: int) -> Tensor:
+        """The first n rows."""
+        return self.whole[:, :, :n]
+
+    @property
+    def rows(self) -> Tensor:
+        """Those that are there."""
+        return self.upto(self.count)
+
+    def add(self, x: Tensor) -> None:
+        """More rows."""
+        if self.fixed:
+            self.whole[:, :, self.count : self.count + x.shape[2]] = x
+        else:
+            self.whole = torch.cat([self.rows, x], dim=2)
+        self.count += x.shape[2]
+
+    def scale(self, a: Tensor, other: Tensor | None = None) -> None:
+        """x ← a x (+ other).
+
+        What has decayed to the end of the dtype's range is set to 0: products with subnormal
+        numbers take a processor ten times as long. Its gradient stays: a row may be 0 because
+        its token wrote 0.
+        """
+        x = a * self.rows
+        x = x if other is None else x + other
+        finfo = torch.finfo(x.dtype)
+        kept = functional.hardshrink(x.detach(), finfo.tiny / finfo.eps)
+        if self.fixed:
+            self.whole[:, :, : self.count] = kept
+        else:
+            x.detach().copy_(kept)  # the values alone
+            self.whole = x
+
+    def less(self, x: Tensor) -> None:
+        """Subtract from the last rows."""
+        n = self.count - x.shape[2]
+        if self.fixed:
+            self.whole[:, :, n : self.count] -= x
+        elif x.shape[2]:
+            self.whole = torch.cat([self.upto(n), self.whole[:, :, n:] - x], dim=2)
+
+
+class _Memory:
+    """A and S at the start of an inner batch, and the keys up to the end of it.
+
+    ``U`` and ``SU`` are rows of maps that read features, ``D`` and ``SD`` the other maps.
+    """
+
+    def __init__(
+        self, dual: Dual, slot: str | None, state: State, more: int, *, decays: bool, outer: bool
+    ) -> None:
+
+        def grow(x: Tensor) -> _Growing:
+            return _Growing(x.transpose(1, 2), more, fixed=not outer)
+
+        self.n = dual.k.shape[1]  # keys at the start of the inner batch
+        self.keys = grow(dual.k)
+        self.mass = grow(dual.mass.unsqueeze(-1)) if decays else None
+        self.U = [grow(u) for u in dual.rows]
+        self.D: Maps = list(state.weights)
+        self.SU = [] if slot is None else [grow(u) for u in dual.slots[slot]]
+        self.SD: Maps = [] if slot is None else list(state.slots.get(slot, ()))
+
+    def take(self, keys: Tensor) -> None:
+        """The keys of the inner batch that begins."""
+        self.keys.add(keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What keys (m of them) and queries of a batch see of the rows at its start.
+
+    Attributes:
+        past: Σ_j κ u°_j for each map that reads features; slow: the same of S.
+        total: Σ_j κ over the rows' mass, ``[..., 1]``; ``None`` where nothing is to be divided.
+        near: κ of the queries and the keys of the window and the batch, ``[B, H, t·G, m]``.
+    """
+
+    past: Maps
+    slow: Maps
+    total: Tensor | None
+    near: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """One inner batch.
+
+    Attributes:
+        low, start, stop: of joined tokens: the window's first, the batch's own.
+        C: of gradient i in A_t, ``[B, H, n, m]``. CS: of gradient i in S at the end ``[B, H, m]``.
+        c: the coefficients without rates and windows.
+    """
+
+    low: int
+    start: int
+    stop: int
+    C: Tensor
+    CS: Tensor | None
+    c: Coefficients
+
+
+class _Deep:
+    """One problem whose rows all stand at the same place."""
+
+    def __init__(self, problem: Problem) -> None:
+        recipe, state = problem.recipe, problem.state
+        assert state.dual is not None
+        assert isinstance(recipe.features, Kernel) and isinstance(recipe.memory, Stack)
+        self.problem, self.recipe = problem, recipe
+        self.kernel, self.memory = recipe.features, recipe.memory
+        self.normalize = recipe.memory.read.normalize == "sum"
+        self.tokens = join(problem)
+        self.first = [m.first for m in recipe.memory.maps(0, problem.v.shape[-1])]
+        self.b, self.c = recipe.algorithm.batch, recipe.context.horizon or 1
+        position = int(state.position[0])
+        self.opened = position % self.b
+        self.closed = position - self.opened
+        self.border = self.tokens.held - self.opened
+        self.slot = next(iter(recipe.algorithm.slots), None)
+        self.decays = recipe.retention.decay is not None
+        more = len(self.tokens) - self.border
+        self.outer = wants_gradient(problem)
+        self.now = _Memory(state.dual, self.slot, state, more, decays=self.decays, outer=self.outer)
+        self.k = self.tokens.k.transpose(1, 2)  # [B, H, n, K]
+        self.v = self.tokens.v.transpose(1, 2)
+
+    def through(self) -> tuple[Tensor, State]:
+        """Every inner batch in turn; the last may stay open."""
+        problem, tokens = self.problem, self.tokens
+        B, T, H, G, _ = problem.q.shape
+        outputs: list[Tensor] = []
+        for start in range(self.border, len(tokens), self.b):
+            batch = self._batch(start, min(start + self.b, len(tokens)))
+            self.now.take(self.k[:, :, batch.start : batch.stop])
+            seen = self._look(batch)
+            inputs, deltas = self._gradients(batch, seen)
+            if batch.stop > tokens.held:
+                outputs.append(self._read(batch, seen, inputs, deltas))
+            if batch.stop - batch.start == self.b:
+                self._move(batch, inputs, deltas)
+        if not outputs:
+            return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), self._state()
+        return torch.cat(outputs, dim=1).to(problem.v.dtype), self._state()
+
+    # -- one inner batch -----------------------------------------------------------------------
+
+    def _rate(self, name: str, start: int, stop: int) -> Tensor | None:
+        """A number per token ``[B, H, n, ...]``."""
+        x = self.tokens.rates.get(name)
+        return None if x is None else x[:, start:stop].transpose(1, 2)
+
+    def _batch(self, start: int, stop: int) -> _Batch:
+        before = self.closed + start - self.border  # associations of this document so far
+        low = start - min(self.c - 1, before)
+        decays = self.recipe.retention.decay is not None
+        log_decay = self._rate("log_decay", start, stop) if decays else None
+        eta = self._rate("lr", start, stop)
+        assert eta is not None
+        c = coefficients(log_decay, self._rate("momentum", start, stop), None, eta)
+        n, m = stop - start, stop - low
+        # Γ: entry d of token t's window weighs association t − d.
+        gap = torch.arange(n, device=eta.device)[:, None] + (start - low)
+        gap = gap - torch.arange(m, device=eta.device)
+        inside = (gap >= 0) & (gap < self.c)
+        gamma = self._rate("window", start, stop)
+        if gamma is None:
+            window = inside.to(eta.dtype).expand(*eta.shape[:2], n, m)
+        else:
+            index = gap.clamp(0, self.c - 1).expand(*eta.shape[:2], n, m)
+            window = torch.where(inside, gamma.gather(-1, index), 0.0)
+        steps = eta.unsqueeze(-1) * window
+        CS = None if c.theta is None else (c.theta[..., -1:, :] @ steps).squeeze(-2)
+        return _Batch(low=low, start=start, stop=stop, C=c.E @ steps, CS=CS, c=c)
+
+    def _queries(self, batch: _Batch) -> tuple[Tensor, int]:
+        """The batch's new queries ``[B, H, t·G, K]``, and how many of its tokens are old."""
+        held = self.tokens.held
+        skip = max(held - batch.start, 0)
+        q = self.problem.q[:, batch.start + skip - held : max(batch.stop - held, 0)]
+        return q.transpose(1, 2).to(self.k.dtype).flatten(2, 3), skip
+
+    def _look(self, batch: _Batch) -> _Seen:
+        """One product with all keys, and one with all rows, for keys and queries of the batch."""
+        now, kernel = self.now, self.kernel
+        q, skip = self._queries(batch)
+        k = self.k[:, :, batch.low : batch.stop]
+        x = torch.cat([k, q], dim=2)
+        keys, n, m = now.keys.rows, now.n, k.shape[2]
+        own, G = batch.stop - batch.start, self.problem.q.shape[3]
+        total = None
+        if not self.normalize:
+            found = kernel.kappa(x, keys)
+        else:
+            exponent = kernel.exponent(x.shape[-1])
+            if exponent is not None and exponent[1] == 0.0:
+                found = (exponent[0] * x) @ keys.mT
+            else:
+                found = kernel.log_kappa(x, keys)
+            # Keys see what was there at the batch's start, queries also what came since.
+            found[:, :, :m, n:].fill_(-torch.inf)
+            ahead = torch.ones(own, own, dtype=torch.bool, device=x.device).triu(1)[skip:]
+            found[:, :, m:, n:].masked_fill_(ahead.repeat_interleave(G, dim=0), -torch.inf)
+            if now.mass is None:  # every key weighs one: a softmax, done with here
+                if n == 0:
+                    found[:, :, :m].fill_(0.0)  # no past: nothing of it is read
+                found = torch.softmax(found, dim=-1)
+            else:
+                top = found.detach().amax(-1, keepdim=True)
+                top = torch.where(top.isfinite(), top, 0.0)
+                found = (found - top).exp() if found.requires_grad else found.sub_(top).exp_()
+                total = found[..., :n] @ now.mass.upto(n)
+        past = found[..., :n]
+        return _Seen(
+            past=[past @ u.upto(n) for u in now.U],
+            slow=[past @ u.upto(n) for u in now.SU],
+            total=total,
+            near=found[:, :, m:, found.shape[-1] - m :],
+        )
+
+    def _program(self, first: Maps, others: Maps, raw: Tensor, taps: Maps) -> tuple[Tensor, Maps]:
+        """M(x) from what the first maps give, and what entered the other maps."""
+        given, rest, extra = iter(first), iter(others), iter(taps)
+        entered: Maps = []
+        plan = [next(given) if first else next(rest) for first in self.first]
+
+        def apply(index: int, h: Tensor) -> Tensor:
+            if self.first[index]:
+                return plan[index] + next(extra)
+            entered.append(h)
+            return h @ plan[index].mT + next(extra)
+
+        return self.memory.program(apply, raw, raw, self.problem.params), entered
+
+    def _gradients(self, batch: _Batch, seen: _Seen) -> tuple[Maps, Maps]:
+        """Inputs of the other maps, and δ of every map, of the window's associations at W°."""
+        bias = self.recipe.bias
+        k, v = self.k[:, :, batch.low : batch.stop], self.v[:, :, batch.low : batch.stop]
+        m = batch.stop - batch.low
+        first, others = [z[:, :, :m] for z in seen.past], self.now.D
+        decay = self.recipe.retention.decay
+        if seen.total is not None:
+            first = [_divide(z, seen.total[:, :, :m]) for z in first]
+        if decay is not None and decay.when == "before":  # one token: at α_t W_(t−1)
+            alpha = batch.c.alpha[..., :1, None]
+            first = first if self.normalize else [alpha * z for z in first]
+            others = [alpha * d for d in others]
+        gates: dict[str, Tensor] = {}
+        names = bias.numbers
+        for name in names:
+            x = self._rate(name, batch.low, batch.stop)
+            assert x is not None
+            gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
+        with torch.enable_grad():
+            sizes = self.memory.maps(0, v.shape[-1])
+            taps = [k.new_zeros(*k.shape[:2], m, x.out).requires_grad_() for x in sizes]
+            prediction, entered = self._program(first, others, k, taps)
+            if bias.states_loss:
+                target, cotangent = bias.loss(prediction, v, gates).sum(), None
+            else:
+                target, cotangent = prediction, bias.error(prediction, v, gates)
+            deltas = torch.autograd.grad(
+                target, taps, cotangent, create_graph=self.outer, materialize_grads=True
+            )
+        if not self.outer:
+            # Where a map's output is the prediction, its δ is the error itself, with its history.
+            entered, deltas = [h.detach() for h in entered], tuple(d.detach() for d in deltas)
+        return entered, list(deltas)
+
+    def _read(self, batch: _Batch, seen: _Seen, inputs: Maps, deltas: Maps) -> Tensor:
+        """Outputs of the batch's new tokens, ``[B, t, H, G, V]``."""
+        now, c = self.now, batch.c
+        x, skip = self._queries(batch)
+        G, m = self.problem.q.shape[3], batch.stop - batch.low
+
+        def spread(a: Tensor) -> Tensor:  # per token [B, H, n, ...] to per query
+            return a[:, :, skip:].repeat_interleave(G, dim=2)
+
+        C, a = spread(batch.C), spread(c.a).unsqueeze(-1)
+        slow = None if c.m is None else spread(c.m).unsqueeze(-1)
+        total = None
+        if seen.total is not None:
+            P = c.P.expand(*batch.C.shape[:2], *c.P.shape[-2:])
+            own = seen.near[..., m - P.shape[-1] :]
+            total = a * seen.total[:, :, m:] + (own * spread(P)).sum(-1, keepdim=True)
+        scores = C * seen.near
+        plan: list[Tensor | int] = []
+        kinds = iter(range(len(now.U))), iter(range(len(now.D)))
+        for first, delta in zip(self.first, deltas, strict=True):
+            index = next(kinds[0] if first else kinds[1])
+            if not first:
+                plan.append(index)
+                continue
+            z = a * seen.past[index][:, :, m:] - scores @ delta
+            if slow is not None:
+                z = z + slow * seen.slow[index][:, :, m:]
+            plan.append(z if total is None else _divide(z, total))
+
+        def apply(index: int, h: Tensor) -> Tensor:
+            found = plan[index]
+            if isinstance(found, Tensor):
+                return found
+            z = a * (h @ now.D[found].mT) - (C * (h @ inputs[found].mT)) @ deltas[index]
+            return z if slow is None else z + slow * (h @ now.SD[found].mT)
+
+        y = self.memory.program(apply, x, x, self.problem.params)
+        return y.unflatten(2, (-1, G)).transpose(1, 2)
+
+    def _move(self, batch: _Batch, inputs: Maps, deltas: Maps) -> None:
+        """A, S and mass at the border."""
+        now, c = self.now, batch.c
+        a, last = c.a[..., -1:, None], batch.C[..., -1, :, None]  # [B, H, 1, 1], [B, H, m, 1]
+        back = batch.start - batch.low
+        kinds = iter(range(len(now.U))), iter(range(len(now.D)))
+        for first, delta in zip(self.first, deltas, strict=True):
+            index = next(kinds[0] if first else kinds[1])
+            step = last * delta
+            if c.m is None:
+                if first:
+                    if self.decays:
+                        now.U[index].scale(a)
+                    _write(now.U[index], step, back)
+                else:
+                    kept = a * now.D[index] if self.decays else now.D[index]
+                    now.D[index] = kept - step.mT @ inputs[index]
+                continue
+            assert c.theta_end is not None and batch.CS is not None
+            m, theta = c.m[..., -1:, None], c.theta_end[..., None, None]
+            push = batch.CS.unsqueeze(-1) * delta
+            if first:
+                now.U[index].scale(a, m * now.SU[index].rows)
+                now.SU[index].scale(theta)
+                _write(now.U[index], step, back)
+                _write(now.SU[index], push, back)
+            else:
+                S, h = now.SD[index], inputs[index]
+                now.D[index] = a * now.D[index] + m * S - step.mT @ h
+                now.SD[index] = theta * S - push.mT @ h
+        if now.mass is not None:
+            now.mass.scale(a)
+            now.mass.add(c.P[..., -1, :].unsqueeze(-1).expand(*a.shape[:2], -1, 1))
+        now.n = now.keys.count
+
+    def _state(self) -> State:
+        now, B = self.now, self.problem.q.shape[0]
+        n = now.n
+
+        def lower(x: _Growing) -> Tensor:
+            return x.upto(n).transpose(1, 2)
+
+        slots = {} if self.slot is None else {self.slot: tuple(map(lower, now.SU))}
+        keys = lower(now.keys)
+        dual = Dual(
+            k=keys,
+            rows=tuple(map(lower, now.U)),
+            mass=keys.new_ones(keys.shape[:3]) if now.mass is None else lower(now.mass)[..., 0],
+            mask=torch.ones(B, n, dtype=torch.bool, device=keys.device),
+            slots=slots,
+        )
+        dense = {self.slot: tuple(now.SD)} if self.slot is not None and now.D else {}
+        return self.problem.after(weights=tuple(now.D), slots=dense, dual=dual)
+
+
+def _divide(x: Tensor, total: Tensor) -> Tensor:
+    """x / total, 0 where there is nothing."""
+    empty = total == 0
+    return torch.where(empty, 0.0, x / torch.where(empty, 1.0, total))
+
+
+def _write(rows: _Growing, step: Tensor, back: int) -> None:
+    """Rows less the steps: ``back`` of them stand already, the others are new."""
+    if back:
+        rows.less(step[:, :, :back])
+    rows.add(-step[:, :, back:])

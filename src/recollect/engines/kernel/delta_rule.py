@@ -1,0 +1,228 @@
+"""The kernel delta rule: a matrix over a kernel's features, as one triangular system.
+
+In dual form W_t = Σ_(i≤t) (a_t/a_i) u_i φ(k_i)ᵀ, a = cumprod(α), and an error a·p − b·v of the
+prediction p = W_(t−1) φ(k_t) is written into row t (AM 38–42)::
+
+    u_t = b η_t v_t − a η_t Σ_(i<t) (a_(t−1)/a_i) κ₁(w_t, k_i) u_i
+    y_t = Σ_(i≤t) (a_t/a_i) κ₂(q_t, k_i) u_i
+
+with κ₁ = κ₂, w = k, unless a probe says otherwise (its rate then takes the place of a η in the
+sum). That is (I + B) U = C with a strictly lower triangular B, solved by blocks of tokens, then
+one product with κ₂. The state is the KU cache. The derivation is in
+``docs/design/kernel-delta.md``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recollect.choices.features.finite import Kernel
+from recollect.engines.common.problem import Problem, state_dtype
+from recollect.engines.kernel.blockwise import Spec, attend, solve
+from recollect.state.kernel_rows import Dual, join_rows
+from recollect.state.state import State
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["describes", "refuses", "run"]
+
+BLOCK = 64
+"""Tokens of a block: rows of a block times all keys are a few megabytes."""
+
+
+def refuses(recipe: Recipe) -> list[str]:
+    """Why a recipe is no triangular system over keys."""
+    if not recipe.dual:
+        return ["the memory keeps no row per key"]
+    found: list[str] = []
+    if not recipe.memory.linear:
+        found.append(f"{recipe.memory.title} is not linear in its weights")
+    affine, probe, algorithm = recipe.bias.affine, recipe.bias.probe, recipe.algorithm
+    if affine is None:
+        found.append(f"the error of {recipe.bias.title} is not affine in the prediction")
+    if recipe.context.horizon != 1:
+        found.append(f"{recipe.context.title} writes to a row more than once")
+    if algorithm.momentum_of != "none":
+        found.append(f"the momentum of {algorithm.title} goes on writing to every row")
+    if algorithm.batch > 1:
+        found.append("gradients of an inner batch are taken at its start, not at every token")
+    if probe is not None and probe.normalize == "rms":
+        found.append("an RMS norm of what is erased is not linear in the rows")
+    return found
+
+
+def describes(recipe: Recipe) -> str:
+    """How the recipe is run."""
+    affine = recipe.bias.affine
+    sees = recipe.bias.probe is not None or (affine is not None and affine[0] != 0)
+    system = "block substitution over the keys, " if sees else ""
+    return f"{system}{'softmax ' if _normalized(recipe) else ''}attention over rows, KU cache"
+
+
+def _normalized(recipe: Recipe) -> bool:
+    return recipe.memory.read.normalize == "sum"
+
+
+def _fold(x: Tensor) -> Tensor:
+    """``[B, T, H, ...]`` to ``[B·H, T, ...]``."""
+    return x.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _mass(dual: Dual) -> Tensor:
+    """Log mass of the state's keys ``[B·H, n]``; −inf where there is none."""
+    held = dual.mask[..., None] & (dual.mass > 0)
+    return _fold(torch.where(held, torch.where(held, dual.mass, 1.0).log(), -torch.inf))
+
+
+class _Call:
+    """One problem with memories folded into one axis."""
+
+    def __init__(self, problem: Problem) -> None:
+        recipe, state = problem.recipe, problem.state
+        assert state.dual is not None and isinstance(recipe.features, Kernel)
+        self.problem, self.recipe, self.kernel, self.dual = (
+            problem, recipe, recipe.features, state.dual,
+        )  # fmt: skip
+        self.dtype = state_dtype(problem.q, problem.k, problem.v)
+        self.B, self.T, self.H, self.K = problem.k.shape
+        self.n = self.dual.k.shape[1]
+        self.keys = _fold(torch.cat([self.dual.k, problem.k.to(self.dtype)], dim=1))
+        self.block = problem.chunk_size or BLOCK
+        self.total = self._decays()
+
+    def _decays(self) -> Tensor | None:
+        """Cumulated log decay after every token ``[B·H, T]``, or ``None``."""
+        if self.recipe.retention.decay is None:
+            return None
+        logs = self.problem.rates["log_decay"].clamp_min(-1000.0)
+        if self.problem.live is not None:
+            logs = torch.where(self.problem.live[..., None], logs, 0.0)
+        return _fold(logs.double()).cumsum(1)
+
+    def logs(self, normalize: bool) -> Tensor | None:
+        """Log mass of the keys ``[N, n + T]`` at time 0, where anything but 1 weighs them.
+
+        Without a normaliser the state's rows carry their own decay, and only new keys count.
+        """
+        N, dtype = self.keys.shape[0], self.dtype
+        before = _mass(self.dual) if normalize else self.keys.new_zeros(N, self.n)
+        if self.total is not None:
+            return torch.cat([before.double(), -self.total], dim=1)
+        plain = not normalize or self.n == 0 or bool((before == 0).all())
+        return None if plain else torch.cat([before, before.new_zeros(N, self.T)], dim=1).to(dtype)
+
+    def past(self, normalize: bool) -> Tensor:
+        """The state's rows ``[N, n, V]``: as they are, or those that their mass weighs."""
+        rows, mass = self.dual.rows[0], self.dual.mass
+        if normalize and self.recipe.retention.decay is not None:
+            empty = mass <= 0
+            rows = rows / torch.where(empty, 1.0, mass).unsqueeze(-1)
+        return _fold(rows)
+
+    def seen(self, *, strict: bool) -> Tensor | None:
+        """Log decay of what a token sees ``[N, T]``: that before its own, or with it."""
+        decay = self.recipe.retention.decay
+        if self.total is None or decay is None:
+            return None
+        if not strict or decay.when == "before":
+            return self.total
+        return torch.cat([torch.zeros_like(self.total[:, :1]), self.total[:, :-1]], dim=1)
+
+    def rows(self) -> Tensor:
+        """u of the new tokens ``[N, T, V]``."""
+        problem, recipe, rates = self.problem, self.recipe, self.problem.rates
+        affine, probe, algorithm = recipe.bias.affine, recipe.bias.probe, recipe.algorithm
+        assert affine is not None
+        a, b = affine
+        lr = rates["lr"]
+        k = problem.k.to(self.dtype)
+        if algorithm.keyed:
+            x = k.unsqueeze(-2)
+            lr = algorithm.rate(lr, self.kernel.kappa(x, x)[..., 0, 0], a)
+        if "window" in rates:  # one association weighed by γ is a step of η γ
+            lr = lr * rates["window"][..., 0]
+        write = _fold(b * lr.unsqueeze(-1) * problem.v.to(self.dtype))
+        if probe is None and a == 0:
+            return write
+        scale, kernel, x, normalize = a * lr, self.kernel, k, _normalized(recipe)
+        heads = 1
+        if probe is not None:
+            scale, heads = a * rates["erase"], probe.heads
+            kernel = kernel if probe.kernel is None else probe.kernel
+            normalize = probe.normalize == "sum"
+            x = rates["probe"].to(self.dtype) if probe.at == "token" else k
+        scale = _fold(scale.unsqueeze(-1))  # [N, T, 1]
+        if heads > 1:
+            mix = problem.params["mix"].to(self.dtype)
+            scale = scale * mix.repeat(self.B, 1)[:, None]
+            x = x.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+        else:
+            x = _fold(x)
+        spec = Spec(kernel=kernel, normalize=normalize, strict=True, heads=heads, block=self.block)
+        logs, seen = self.logs(normalize), self.seen(strict=True)
+        return solve(spec, x, self.keys, scale, write, self.past(normalize), logs, seen)
+
+    def outputs(self, u: Tensor) -> Tensor:
+        """y ``[B, T, H, G, V]`` from the new tokens' rows ``[N, T, V]``."""
+        q = self.problem.q.to(self.dtype)
+        G = q.shape[3]
+        normalize, exponent = _normalized(self.recipe), self.kernel.exponent(self.K)
+        u = torch.cat([self.past(normalize), u], dim=1) if self.n else u
+        if normalize and exponent is not None and exponent[1] == 0 and self._plain():
+            y = functional.scaled_dot_product_attention(
+                q.flatten(2, 3).transpose(1, 2),
+                self.keys.unflatten(0, (self.B, self.H)),
+                u.unflatten(0, (self.B, self.H)),
+                is_causal=True,
+                scale=exponent[0],
+                enable_gqa=G > 1,
+            )
+            return y.transpose(1, 2).unflatten(2, (self.H, G))
+        x = q.transpose(1, 2).flatten(0, 1).flatten(1, 2)  # [N, T·G, K]
+        spec = Spec(
+            kernel=self.kernel, normalize=normalize, strict=False, heads=G, block=self.block
+        )
+        y = attend(spec, x, self.keys, u, self.logs(normalize), self.seen(strict=False))
+        y = y.unflatten(0, (self.B, self.H)).unflatten(2, (self.T, G))
+        return y.transpose(1, 2)
+
+    def _plain(self) -> bool:
+        return self.total is None and self.n == 0
+
+    def state(self, u: Tensor) -> State:
+        """Old and new rows, decayed to the end."""
+        problem, old = self.problem, self.dual
+        rows = u.unflatten(0, (self.B, self.H)).transpose(1, 2)
+        mass = torch.ones_like(rows[..., 0])
+        if self.total is not None:
+            total = self.total.unflatten(0, (self.B, self.H)).transpose(1, 2)  # [B, T, H]
+            end = total[:, -1:]
+            fade, all_of = (end - total).exp().to(self.dtype), end.exp().to(self.dtype)
+            rows, mass = rows * fade.unsqueeze(-1), mass * fade
+            old = Dual(
+                k=old.k,
+                rows=(old.rows[0] * all_of.unsqueeze(-1),),
+                mass=old.mass * all_of,
+                mask=old.mask,
+            )
+        mask = torch.ones(self.B, self.T, dtype=torch.bool, device=rows.device)
+        new = Dual(k=problem.k.to(self.dtype), rows=(rows,), mass=mass, mask=mask)
+        return problem.after(dual=join_rows(old, new, problem.lengths))
+
+
+def run(problem: Problem) -> tuple[Tensor, State]:
+    """Outputs ``[B, T, H, G, V]`` and the KU cache after the last token."""
+    B, T, H, G, _ = problem.q.shape
+    if T == 0 or B == 0:
+        return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), problem.after()
+    call = _Call(problem)
+    u = call.rows()
+    y = call.outputs(u)
+    if problem.live is not None:
+        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    return y.to(problem.v.dtype), call.state(u)

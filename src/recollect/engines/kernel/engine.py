@@ -1,0 +1,118 @@
+"""Engine ``kernel``: memories that keep associations, in one of several forms.
+
+Each form says which recipes it is not for, and how it runs the others; the first that fits runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from recollect.engines.common.problem import Problem
+from recollect.engines.kernel import attention, local_regression
+from recollect.engines.kernel import deep as kernel_deep
+from recollect.engines.kernel import delta_rule as kernel_delta
+from recollect.engines.kernel import regression as kernel_regression
+from recollect.state.state import State
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["FORMS", "Form", "describes", "read", "refuses", "run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A way to run memories that keep associations.
+
+    Attributes:
+        refuses, describes: as of an engine.
+        run: outputs and the state after the last token.
+        read: outputs of queries that only read, given the numbers that they ask with; ``None``
+            leaves it to the reference.
+    """
+
+    refuses: Callable[[Recipe], list[str]]
+    describes: Callable[[Recipe], str]
+    run: Callable[[Problem], tuple[Tensor, State]]
+    read: Callable[[Problem, Mapping[str, Tensor]], Tensor] | None = None
+
+
+def _keeping(attend: Callable[[Problem], Tensor]) -> Callable[[Problem], tuple[Tensor, State]]:
+    """`run` of a form whose state is the associations themselves."""
+
+    def run(problem: Problem) -> tuple[Tensor, State]:
+        return attend(problem), problem.after()
+
+    return run
+
+
+FORMS: tuple[Form, ...] = (
+    Form(
+        refuses=attention.refuses,
+        describes=attention.describes,
+        run=_keeping(attention.attend),
+        read=attention.attend,
+    ),
+    Form(
+        refuses=local_regression.refuses,
+        describes=local_regression.describes,
+        run=_keeping(local_regression.attend),
+        read=local_regression.attend,
+    ),
+    Form(
+        refuses=kernel_regression.refuses,
+        describes=kernel_regression.describes,
+        run=kernel_regression.run,
+        read=kernel_regression.read,
+    ),
+    Form(
+        refuses=kernel_delta.refuses,
+        describes=kernel_delta.describes,
+        run=kernel_delta.run,
+    ),
+    Form(
+        refuses=kernel_deep.refuses,
+        describes=kernel_deep.describes,
+        run=kernel_deep.run,
+    ),
+)
+
+
+def refuses(recipe: Recipe) -> list[str]:
+    """Why no form runs a recipe: none if one does."""
+    found: list[str] = []
+    for form in FORMS:
+        reasons = form.refuses(recipe)
+        if not reasons:
+            return []
+        found += reasons
+    if recipe.dual:
+        return (kernel_delta if recipe.memory.linear else kernel_deep).refuses(recipe)
+    if not recipe.nonparametric and recipe.features.finite:
+        return [f"{recipe.memory.title} keeps weights, not associations"]
+    return found
+
+
+def form_of(recipe: Recipe) -> Form:
+    """The form that runs a recipe which is not refused."""
+    return next(form for form in FORMS if not form.refuses(recipe))
+
+
+def describes(recipe: Recipe) -> str:
+    """How the kernel engine runs a recipe."""
+    return form_of(recipe).describes(recipe)
+
+
+def run(problem: Problem) -> tuple[Tensor, State]:
+    """Outputs ``[B, T, H, G, V]`` and the state after the last token."""
+    return form_of(problem.recipe).run(problem)
+
+
+def read(problem: Problem, asked: Mapping[str, Tensor]) -> Tensor | None:
+    """Outputs of queries that only read; ``None`` where the reference has to."""
+    form = form_of(problem.recipe)
+    return None if form.read is None else form.read(problem, asked)

@@ -1,0 +1,164 @@
+"""Least squares over a kernel's features at every token, from one Cholesky factor (TTR 43).
+
+With s_i = √w_i, the factor L Lᵀ = S κ(K, K) S + λ I of all tokens holds those of all prefixes as
+its leading blocks. With Z = L⁻¹ S V,
+
+    y_t = Σ_(i≤t) (L⁻¹ S κ(K, q_t))_i Z_i,
+
+because the first t rows of a triangular solve see the first t rows alone. O(T³) in all, where a
+solve per prefix takes O(T⁴). Queries come in pieces, each with the rows up to its last; what a
+piece holds is recomputed in the backward pass, and the factor is what is kept, T² numbers per head.
+
+A decay would change the weight of the ridge from token to token, and no factor would serve two
+prefixes: such recipes run in the reference. The factor and Z stand in the state's cache, so that a
+decoded token adds one row, O(T² + T V); without them they are made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from recollect.choices.context.weights import Scene
+from recollect.choices.features.finite import Kernel
+from recollect.engines.common.associations import look, values
+from recollect.engines.common.problem import Problem, state_dtype
+from recollect.engines.kernel.attention import piecewise, seen_or_all
+from recollect.state.state import State
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["describes", "read", "refuses", "run"]
+
+FACTOR, SOLVED = "factor", "solved"
+
+
+def refuses(recipe: Recipe) -> list[str]:
+    """Why no one factor serves all prefixes."""
+    if not recipe.from_gram:
+        return [f"{recipe.memory.title} with {recipe.algorithm.title} is no kernel regression"]
+    if not recipe.context.still:
+        return [f"{recipe.context.brief} changes the weights of the past from token to token"]
+    return []
+
+
+def describes(recipe: Recipe) -> str:
+    """How it runs."""
+    return "one Cholesky factor for every prefix, KV cache"
+
+
+def run(problem: Problem) -> tuple[Tensor, State]:
+    """Outputs ``[B, T, H, G, V]`` and the state, with the factor in its cache."""
+    scene, v, factor, solved = _solve(problem, None)
+    y = _outputs(problem, scene, factor, solved)
+    # Padding moves when the associations are kept, and the factor's rows would not.
+    keep = problem.lengths is None
+    after = problem.after(cache={FACTOR: factor, SOLVED: solved} if keep else {})
+    return y.to(v.dtype).to(problem.v.dtype), after
+
+
+def read(problem: Problem, asked: Mapping[str, Tensor]) -> Tensor:
+    """Outputs of queries that only read."""
+    scene, _, factor, solved = _solve(problem, asked)
+    return _outputs(problem, scene, factor, solved).to(problem.v.dtype)
+
+
+def _solve(
+    problem: Problem, asked: Mapping[str, Tensor] | None
+) -> tuple[Scene, Tensor, Tensor, Tensor]:
+    """The scene, its values, L ``[B, H, n, n]`` and Z ``[B, H, n, V]``."""
+    recipe, dtype = problem.recipe, state_dtype(problem.q, problem.k, problem.v)
+    scene, v = look(problem, dtype, asked), values(problem, dtype)
+    kernel = recipe.features
+    assert isinstance(kernel, Kernel)
+    scale = _scales(recipe, scene)  # [B, H, n]
+    k, right = scene.k.transpose(1, 2), scale.unsqueeze(-1) * v.transpose(1, 2)
+    cache, n = problem.state.cache, k.shape[2]
+    held = cache[FACTOR].shape[2] if FACTOR in cache else 0
+    if held == 0 or held != n - problem.k.shape[1]:
+        factor = _factor(_gram(recipe, kernel, k, k, scale, scale), recipe)
+        return scene, v, factor, torch.linalg.solve_triangular(factor, right, upper=False)
+    old, done = cache[FACTOR].to(dtype), cache[SOLVED].to(dtype)
+    if held == n:
+        return scene, v, old, done
+    # [[L, 0], [X, C]] with X Lᵀ = A₂₁ and C Cᵀ = A₂₂ − X Xᵀ.
+    a, b = slice(0, held), slice(held, n)
+    across = _gram(recipe, kernel, k[:, :, a], k[:, :, b], scale[:, :, a], scale[:, :, b], ridge=0)
+    X = torch.linalg.solve_triangular(old, across, upper=False).mT
+    own = _gram(recipe, kernel, k[:, :, b], k[:, :, b], scale[:, :, b], scale[:, :, b])
+    corner = _factor(own - X @ X.mT, recipe)
+    fresh = torch.linalg.solve_triangular(corner, right[:, :, b] - X @ done, upper=False)
+    above = torch.cat([old, torch.zeros_like(X.mT)], dim=-1)
+    factor = torch.cat([above, torch.cat([X, corner], dim=-1)], dim=-2)
+    return scene, v, factor, torch.cat([done, fresh], dim=-2)
+
+
+def _scales(recipe: Recipe, scene: Scene) -> Tensor:
+    """√w ``[B, H, n]``; 0 where a slot holds nothing."""
+    weights = recipe.context.over(scene)
+    real = scene.valid[:, None].to(scene.q.dtype)
+    if weights is None or weights.of_key is None:
+        return real.expand(-1, scene.k.shape[2], -1)
+    return real * (0.5 * weights.of_key.transpose(1, 2)).exp().to(real)
+
+
+def _gram(
+    recipe: Recipe,
+    kernel: Kernel,
+    k: Tensor,
+    other: Tensor,
+    scale: Tensor,
+    others: Tensor,
+    ridge: float | None = None,
+) -> Tensor:
+    """S κ S, and the ridge on the diagonal of what meets itself."""
+    gram = scale.unsqueeze(-1) * kernel.kappa(k, other) * others.unsqueeze(-2)
+    ridge = recipe.ridge if ridge is None else ridge
+    if ridge == 0:
+        return gram
+    return gram + ridge * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+
+
+def _factor(A: Tensor, recipe: Recipe) -> Tensor:
+    """The Cholesky factor.
+
+    Raises:
+        ValueError: A is not positive definite in this precision.
+    """
+    factor, info = torch.linalg.cholesky_ex(A)
+    if torch.compiler.is_compiling() or A.device.type != "cpu" or not bool(info.any()):
+        return factor
+    if bool(A.isfinite().all()):
+        raise ValueError(
+            f"kernel regression: the Gram matrix with a ridge of {recipe.ridge:g} is not positive "
+            f"definite in {A.dtype}: use a larger ridge in algorithm.Analytic, or float64"
+        )
+    return torch.full_like(A, torch.nan)  # what went in comes out, and is traced
+
+
+def _outputs(problem: Problem, scene: Scene, factor: Tensor, solved: Tensor) -> Tensor:
+    recipe, kernel = problem.recipe, problem.recipe.features
+    B, T, H, G, _ = problem.q.shape
+    n, V = solved.shape[2:]
+    if T == 0 or B == 0 or n == 0:
+        return solved.new_zeros(B, T, H, G, V)
+    k, scale = scene.k.transpose(1, 2), _scales(recipe, scene)
+
+    def piece(queries: slice, keys: slice) -> Tensor:
+        q = scene.q[:, queries].permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, H, C G, K]
+        like = scale[:, :, keys, None] * kernel.kappa(k[:, :, keys], q)  # [B, H, m, C G]
+        like = torch.linalg.solve_triangular(factor[:, :, keys, keys], like, upper=False)
+        # One solve for the piece's last query serves all: each reads its own rows of it.
+        mask = seen_or_all(scene, queries, keys, None)  # [B, C, m]
+        mask = mask.mT[:, None, :, :, None].expand(-1, -1, -1, -1, G).flatten(3, 4)
+        y = like.masked_fill(~mask, 0.0).mT @ solved[:, :, keys]
+        return y.unflatten(2, (-1, G))
+
+    y = torch.cat(list(piecewise(scene, piece, None, recompute=True)), dim=2).transpose(1, 2)
+    if problem.live is not None and scene.first < n:
+        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    return recipe.bias.optimum * y

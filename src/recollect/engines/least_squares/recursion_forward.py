@@ -1,0 +1,403 @@
+"""The forward half of `recursion_backward`: chunks, how they are cut and solved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.choices.algorithm.descent import smallest_ridge
+from recollect.engines.common.resolution import check, looks, loss, lost_within
+
+__all__ = ["Kept", "Layout", "Spans", "bmm", "forward", "plus"]
+
+GROUP = 4096
+"""Rows (tokens · heads · batch) of a group on a CPU: what is made of them stays in the cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spans:
+    """How aligned tokens are cut.
+
+    Attributes:
+        chunk: C, tokens of a chunk; the number of tokens is a multiple of it.
+        every: chunks of a span, at whose end the ridge is refreshed; 0 for never.
+        ends: ``[spans, B]``, which rows reach the end of a span.
+        forgets: whether there is any decay; without, there is nothing to refresh.
+        continues: whether the Gram matrix after all tokens will be looked at.
+    """
+
+    chunk: int
+    every: int
+    ends: Tensor | None
+    forgets: bool
+    continues: bool = True
+
+    def border(self, chunk: int) -> int | None:
+        """Index of the span that ends with this chunk."""
+        if self.every == 0 or (chunk + 1) % self.every:
+            return None
+        return chunk // self.every
+
+
+@dataclass(frozen=True)
+class Border:
+    """What happened after a chunk: κ before, τ after, and which rows were set to it, ``[BH]``.
+
+    ``floor`` is what κ was raised to because the dtype resolves no smaller ridge, else 0.
+    """
+
+    chunk: int
+    before: Tensor
+    after: Tensor
+    fixed: Tensor
+    floor: Tensor
+
+
+@dataclass
+class Kept:
+    """What the backward pass needs of the forward pass, by groups of chunks."""
+
+    states: list[Tensor]  # [n, BH, F, F + V]: P and M at chunk starts
+    solved: list[Tensor]  # [n, BH, C, F + V]: −X and R
+    factors: list[Tensor]  # [n, BH, C, C]
+    borders: list[Border]
+
+
+# -- laying out ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Tokens ``[B, S, H, ...]`` as chunks ``[n, B·H, C, ...]``."""
+
+    B: int
+    H: int
+    G: int
+    spans: Spans
+    groups: Sequence[tuple[int, int]]
+
+    @classmethod
+    def of(cls, q: Tensor, spans: Spans) -> Layout:
+        B, S, H, G, _ = q.shape
+        C = spans.chunk
+        # Elsewhere than on a CPU, launches cost more than memory: one group.
+        rows = GROUP if q.device.type == "cpu" else B * S * H
+        size = max(1, rows // max(1, B * H * C)) * C
+        groups = [(start, min(start + size, S)) for start in range(0, S, size)]
+        return cls(B=B, H=H, G=G, spans=spans, groups=groups)
+
+    def split(self, x: Tensor) -> Tensor:
+        x = x.unflatten(1, (-1, self.spans.chunk))  # [B, n, C, H, ...]
+        return x.permute(1, 0, 3, 2, *range(4, x.dim())).flatten(1, 2)
+
+    def join(self, x: Tensor) -> Tensor:
+        """``[n, B·H, C, ...] -> [B, n C, H, ...]``."""
+        x = x.unflatten(1, (self.B, self.H))
+        return x.permute(1, 0, 3, 2, *range(4, x.dim())).flatten(1, 2)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """``[B, t, H, G, ...] -> [n, B·H, C·G, ...]``."""
+        return self.split(x).flatten(2, 3)
+
+    def unqueries(self, x: Tensor) -> Tensor:
+        return self.join(x.unflatten(2, (self.spans.chunk, self.G)))
+
+    def causal(self, scores: Tensor) -> Tensor:
+        """Zero where the written token is later than the reading one, ``[..., C·G, C]``."""
+        if self.G == 1:
+            return scores.tril_()
+        C = self.spans.chunk
+        mask = scores.new_ones(C, C).tril().repeat_interleave(self.G, dim=0)
+        return scores.mul_(mask)
+
+    def cumulated(self, log_decay: Tensor) -> Tensor:
+        """Sums of log decays inside chunks ``[n, B·H, C]``, of which differences are wanted."""
+        # exp(−1000) is 0 already, and −inf − (−inf) would be NaN.
+        return self.split(log_decay).double().clamp_min(-1000.0).cumsum(-1)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)
+
+
+def bmm(x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+    """Matrix products alpha x y over both leading axes."""
+    none = x.new_empty(()).expand(x.shape[0] * x.shape[1], x.shape[-2], y.shape[-1])
+    product = torch.baddbmm(none, x.flatten(0, 1), y.flatten(0, 1), beta=0, alpha=alpha)
+    return product.unflatten(0, x.shape[:2])
+
+
+def plus(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+    """z + alpha x y over both leading axes, in z."""
+    z.flatten(0, 1).baddbmm_(x.flatten(0, 1), y.flatten(0, 1), alpha=alpha)
+    return z
+
+
+def _half(S: Tensor, out: Tensor) -> Tensor:
+    """L⁻¹ of positive definite ``S = L Lᵀ [N, F, F]``, written into zeros.
+
+    By blocks: for many small matrices at once, products are several times faster than LAPACK.
+    """
+    F = S.shape[-1]
+    if F <= 16:
+        L = torch.linalg.cholesky_ex(S)[0]
+        eye = torch.eye(F, dtype=S.dtype, device=S.device)
+        return out.copy_(torch.linalg.solve_triangular(L, eye.expand_as(S), upper=False))
+    m = F // 2
+    above = _half(S[:, :m, :m], out[:, :m, :m])
+    across = torch.bmm(S[:, m:, :m], above.mT)
+    rest = torch.baddbmm(S[:, m:, m:], across, across.mT, alpha=-1)
+    below = _half(rest, out[:, m:, m:])
+    out[:, m:, :m] = torch.bmm(below, torch.bmm(across, above)).neg_()
+    return out
+
+
+def _halves(S: Tensor) -> Tensor:
+    """`_half` of matrices with any leading axes."""
+    flat = S.flatten(0, -3)
+    return _half(flat, torch.zeros_like(flat)).view(S.shape)
+
+
+def _inverse(system: Tensor) -> Tensor:
+    """The inverse of positive definite matrices."""
+    half = _halves(system).flatten(0, -3)
+    return torch.bmm(half.mT, half).view(system.shape)
+
+
+# -- forward -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Group:
+    """Some chunks on their way: what they are made of, and what comes out.
+
+    Attributes:
+        keys: ``[n, BH, C, F]``. logs: sums of log decays ``[n, BH, C]`` where there are any, and
+            their ``reach``, a.
+        solved: ``[n, BH, C, F + V]``: 0 and the values; then −K P and V − K M; then −X and R.
+        states: ``[n + 1, BH, F, F + V]``: P and M before each chunk and after the last.
+        factors: L, ``[n, BH, C, C]``, or L⁻¹ where there is decay; where they are kept.
+    """
+
+    first: int
+    keys: Tensor
+    logs: Tensor
+    reach: Tensor
+    solved: Tensor
+    states: Tensor
+    factors: Tensor | None
+
+    @property
+    def least(self) -> float:
+        """Noise, in parts of K P Kᵀ, below which the dtype would not keep A positive."""
+        return 2 * self.keys.shape[2] * torch.finfo(self.keys.dtype).eps
+
+
+def forward(
+    layout: Layout,
+    inverse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    ridge: Tensor,
+    M: Tensor,
+    D: Tensor,
+    kept: Tensor,
+    origin: Tensor,
+    *,
+    keep: bool,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Kept]:
+    """Outputs and end state as `recursion_backward.recursion`, and what backward needs."""
+    spans, C = layout.spans, layout.spans.chunk
+    F, V = k.shape[-1], v.shape[-1]
+    ridge, origin = layout.heads(ridge), layout.heads(origin)
+    Z = torch.cat([layout.heads(inverse), layout.heads(M)], dim=-1)  # [BH, F, F + V]
+    D, kappa = layout.heads(D), layout.heads(kept)
+    y = v.new_empty(*q.shape[:-1], V)
+    saved = Kept(states=[], solved=[], factors=[], borders=[])
+    nothing = v.new_zeros(())
+    for start, stop in layout.groups:
+        keys = layout.split(k[:, start:stop])
+        n, BH = keys.shape[:2]
+        logs = layout.cumulated(log_decay[:, start:stop]) if spans.forgets else nothing
+        group = _Group(
+            first=start // C,
+            keys=keys.contiguous() if spans.forgets else keys,
+            logs=logs,
+            reach=logs.exp().to(v.dtype),
+            solved=keys.new_empty(n, BH, C, F + V),
+            states=keys.new_empty(n + 1, BH, F, F + V),
+            factors=keys.new_empty(n, BH, C, C) if keep else None,
+        )
+        group.solved[..., :F] = 0
+        group.solved[..., F:] = layout.split(v[:, start:stop])
+        group.states[0] = Z
+        if not spans.forgets:
+            _kept(group)
+        else:
+            D, kappa = _forgetting(layout, group, D, kappa, ridge, origin, saved.borders)
+        Z = group.states[-1]
+        # Rounding leaves P a little unsymmetric, and the recursion would feed on that.
+        Z[..., :F] = (Z[..., :F] + Z[..., :F].mT) / 2
+        queries = layout.queries(q[:, start:stop]).contiguous()
+        scores = layout.causal(bmm(queries, group.solved[..., :F].mT, alpha=-1))
+        out = bmm(queries, group.states[:-1, ..., F:])
+        y[:, start:stop] = layout.unqueries(plus(out, scores, group.solved[..., F:]))
+        if group.factors is not None:
+            saved.states.append(group.states[:-1])
+            saved.solved.append(group.solved)
+            saved.factors.append(group.factors)
+    if spans.continues and not spans.forgets:
+        flat = k.transpose(1, 2).flatten(0, 1)
+        D = torch.baddbmm(D, flat.mT, flat)
+    P, M = Z.split([F, V], dim=-1)
+    M, D, kappa, P = (
+        x.unflatten(0, (layout.B, layout.H)) for x in (M.clone(), D, kappa, P.clone())
+    )
+    return (y, M, D, kappa, P), saved
+
+
+def _kept(group: _Group) -> None:
+    """Chunks without decay: the recursion alone."""
+    n, BH, C, F = group.keys.shape
+    noise = torch.eye(C, dtype=group.keys.dtype, device=group.keys.device).expand(BH, C, C)
+    # P only shrinks, so what its start and the longest key allow, all chunks do.
+    largest = (
+        group.keys.square().sum(-1).max()
+        * group.states[0, ..., :F].diagonal(dim1=-2, dim2=-1).max()
+    )
+    safe = group.keys.device.type == "cpu" and bool(group.least * largest < 1)
+    Z = group.states[0].clone()
+    for i, (key, solved, after) in enumerate(
+        zip(group.keys.unbind(0), group.solved.unbind(0), group.states[1:], strict=True)
+    ):
+        solved.baddbmm_(key, Z, alpha=-1)
+        A = torch.baddbmm(noise, solved[..., :F], key.mT, alpha=-1)
+        if not safe:
+            _floor(A, noise.diagonal(dim1=-2, dim2=-1), group.least)
+        _solve_chunk(group, i, A)
+        Z.baddbmm_(solved[..., :F].mT, solved, alpha=-1)
+        if group.factors is None and i < n - 1:
+            after[..., F:] = Z[..., F:]  # reading needs M alone
+        else:
+            after.copy_(Z)
+
+
+def _floor(A: Tensor, noise: Tensor, least: float) -> None:
+    """Raise the noise on A's diagonal to what the dtype resolves beside the rest, in place."""
+    diagonal = A.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_((least * (diagonal - noise) - noise).clamp_min_(0))
+    # A key of zeros after decays that underflow has no noise at all.
+    diagonal.clamp_min_(torch.finfo(A.dtype).tiny ** 0.5)
+
+
+def _solve_chunk(group: _Group, i: int, A: Tensor) -> None:
+    """L, then −X and R in place of −K P and V − K M."""
+    L = torch.linalg.cholesky_ex(A)[0]
+    right = group.solved[i].mT
+    torch.linalg.solve_triangular(L.mT, right, upper=True, left=False, out=right)
+    if group.factors is not None:
+        group.factors[i] = L
+
+
+def _forgetting(
+    layout: Layout,
+    group: _Group,
+    D: Tensor,
+    kappa: Tensor,
+    ridge: Tensor,
+    origin: Tensor,
+    borders: list[Border],
+) -> tuple[Tensor, Tensor]:
+    """Chunks with decay: every P comes from its Gram matrix, so only M is sequential.
+
+    P − XᵀX would lose what strong decay leaves of it. A chunk takes M to T M + U with
+    T = I − XᵀL⁻¹K and U = XᵀL⁻¹V, which all chunks find at once; then R = L⁻¹(V − K M).
+    """
+    F = group.keys.shape[-1]
+    ends = group.reach[..., -1]
+    systems = _grams(group.keys, group.logs)
+    for gram, end in zip(systems.unbind(0), ends.unbind(0), strict=True):
+        D = gram.addcmul_(D, end[:, None, None])
+    D = D.clone()
+    found = _borders(layout, group.first, systems, ends, kappa, ridge)
+    borders += found
+    kappa = found[-1].after
+    after = torch.stack([border.after for border in found])
+    systems.diagonal(dim1=-2, dim2=-1).add_(after.unsqueeze(-1) * ridge)
+    P = _inverse(systems)
+    group.states[1:, ..., :F] = P
+    KP = bmm(group.keys, group.states[:-1, ..., :F])
+    A = bmm(KP, group.keys.mT)
+    A.diagonal(dim1=-2, dim2=-1).add_(group.reach)
+    _floor(A, group.reach, group.least)
+    half = _halves(A)
+    if looks(A):
+        floor = torch.stack([border.floor for border in found]) * ridge.mean(-1)
+        lost = torch.maximum(loss(systems, P, floor), lost_within(A, half))
+        C = layout.spans.chunk
+        check(lost.unflatten(1, (layout.B, layout.H)), end=(group.first + 1) * C, chunk=C)
+    if group.factors is not None:
+        group.factors = half
+    X = bmm(half, KP)
+    group.solved[..., :F] = group.keys
+    whitened = bmm(half, group.solved)  # L⁻¹K and L⁻¹V
+    step = bmm(X.mT, whitened)
+    step[..., :F].neg_().diagonal(dim1=-2, dim2=-1).add_(1)
+    _raise(step, P, found, ridge, origin)
+    states = group.states[..., F:]
+    for before, then, (T, U) in zip(
+        states[:-1].unbind(0),
+        states[1:].unbind(0),
+        (x.split([F, x.shape[-1] - F], dim=-1) for x in step.unbind(0)),
+        strict=True,
+    ):
+        torch.baddbmm(U, T, before, out=then)
+    torch.neg(X, out=group.solved[..., :F])
+    rest = whitened[..., F:].contiguous()
+    group.solved[..., F:] = plus(rest, whitened[..., :F], states[:-1], alpha=-1)
+    return D, kappa
+
+
+def _grams(keys: Tensor, logs: Tensor) -> Tensor:
+    """What each chunk adds to the Gram matrix, decayed to its end, ``[n, BH, F, F]``."""
+    decayed = keys * (logs[..., -1:] - logs).exp().to(keys.dtype).unsqueeze(-1)
+    return bmm(decayed.mT, keys)
+
+
+def _borders(
+    layout: Layout, first: int, grams: Tensor, ends: Tensor, kappa: Tensor, ridge: Tensor
+) -> list[Border]:
+    """What happens to ρ after each chunk, from the Gram matrices there."""
+    spans = layout.spans
+    floors = smallest_ridge(grams).squeeze(-1) / ridge.mean(-1)  # [n, BH]
+    found: list[Border] = []
+    for index, (least, end) in enumerate(zip(floors.unbind(0), ends.unbind(0), strict=True)):
+        kappa = kappa * end
+        fixed, target = least > kappa, torch.maximum(kappa, least)
+        floor = torch.where(fixed, least, 0.0)
+        span = spans.border(first + index)
+        if span is not None:
+            assert spans.ends is not None
+            reached = spans.ends[span].repeat_interleave(layout.H)
+            target = torch.where(reached, 1.0, target)
+            fixed = fixed | reached
+        found.append(Border(first + index, kappa, target, fixed, floor))
+        kappa = target
+    return found
+
+
+def _raise(step: Tensor, P: Tensor, borders: list[Border], ridge: Tensor, origin: Tensor) -> None:
+    """T and U after ρ is raised from κλ to τλ, in place; P is the inverse with τ."""
+    fixed = torch.stack([border.fixed for border in borders])
+    if P.device.type == "cpu" and not bool(fixed.any()):
+        return
+    raised = torch.stack([border.after - border.before for border in borders])
+    by = torch.where(fixed, raised, 0.0)[..., None] * ridge  # [n, BH, F]
+    F = P.shape[-1]
+    moved = by.unsqueeze(-1) * step
+    moved[..., F:] -= by.unsqueeze(-1) * origin
+    plus(step, P, moved, alpha=-1)

@@ -1,0 +1,154 @@
+"""Chunks of a memory without momentum, window, probe or decay over values: the common case.
+
+Linear attention, RetNet, Mamba-2, GLA, DeltaNet, Gated DeltaNet, Longhorn and leaky LMS end here.
+What a group of chunks needs is written in ordinary differentiable operations; `passes` does the
+rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.engines.common.coefficients import cumulated, decay_matrix, shift
+from recollect.engines.common.decayed_products import absorbable, decayed_gram
+from recollect.engines.linear.chunk_recurrence import Pieces, Plan, run
+
+__all__ = ["plain"]
+
+GROUP = 4096
+"""Rows (tokens · heads · batch) of a group on a CPU, about 1 MB per intermediate of 64 channels."""
+
+
+def plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    lr: Tensor | None,
+    affine: tuple[float, float],
+    log_decay: Tensor | None,
+    before: bool,
+    A0: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """y and A as `chunked.chunked`, for inputs of the state's dtype and T ≥ 1."""
+    B, T, H, G, K = q.shape
+    V = v.shape[-1]
+    layout = _Layout(B=B, H=H, G=G, C=min(chunk, T), affine=affine, before=before)
+    C = layout.C
+    # Elsewhere than on a CPU, launches cost more than memory: one group.
+    rows = GROUP if q.device.type == "cpu" else B * H * T
+    size = C * max(1, rows // (B * H * C))
+    rates = {"lr": lr, "log_decay": log_decay}
+    given = [name for name, x in rates.items() if x is not None]
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Pieces:
+        return layout.prepare(q, k, v, **dict(zip(given, rest, strict=True)))
+
+    plan = Plan(
+        prepare=prepare,
+        groups=[(start, min(start + size, T)) for start in range(0, T, size)],
+        outputs=lambda: v.new_empty(B, T, H, G, V),
+        finish=layout.finish,
+        unfinish=layout.unfinish,
+    )
+    Z = v.new_zeros(B * H, K, V) if A0 is None else A0.to(v.dtype).mT.flatten(0, 1)
+    y, Z = run(plan, Z, q, k, v, *(x for x in rates.values() if x is not None))
+    return y, Z.unflatten(0, (B, H)).mT
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """Tokens ``[B, t, H, ...]`` as chunks ``[n, B·H, C, ...]``, the last padded with zeros."""
+
+    B: int
+    H: int
+    G: int
+    C: int
+    affine: tuple[float, float]
+    before: bool
+
+    def split(self, x: Tensor) -> Tensor:
+        missing = -x.shape[1] % self.C
+        if missing:
+            x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1)
+        x = x.unflatten(1, (x.shape[1] // self.C, self.C))  # [B, n, C, H, ...]
+        return x.permute(1, 0, 3, 2, *range(4, x.dim())).flatten(1, 2)
+
+    def finish(self, y: Tensor, tokens: int) -> Tensor:
+        """``[n, B·H, C·G, V] -> [B, t, H, G, V]``."""
+        y = y.unflatten(1, (self.B, self.H)).unflatten(3, (self.C, self.G))
+        return y.permute(1, 0, 3, 2, 4, 5).flatten(1, 2)[:, :tokens]
+
+    def unfinish(self, y: Tensor) -> Tensor:
+        """The way back."""
+        return self.split(y).flatten(2, 3).contiguous()
+
+    def prepare(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lr: Tensor | None = None,
+        log_decay: Tensor | None = None,
+    ) -> Pieces:
+        """The pieces of one group.
+
+        While chunks decay by less than e^−30, cumulated decays are absorbed on both sides of every
+        product; otherwise coefficients are differences whose exponents are never positive.
+        """
+        a, b = self.affine
+        # Products copy what is not contiguous, each time: copy once.
+        Q = self.split(q).flatten(2, 3).contiguous()  # [n, BH, C G, K]
+        k = self.split(k).contiguous()
+        c = self.split(v) if b == 1 else b * self.split(v)
+        c = c.contiguous() if a == 0 else c
+        X = None if a == 0 else (k if a == 1 else a * k)
+        eta = None if lr is None else self.split(lr).unsqueeze(-1)  # [n, BH, C, 1]
+        if log_decay is None:
+            D = k if eta is None else k * eta
+            system = None if X is None else X @ D.mT
+            return Pieces(system, self._causal(Q @ D.mT), X, Q, D, c, None)
+        logs = self.split(log_decay)
+        logs = logs if log_decay.dim() == 4 else logs.unsqueeze(-1)
+        total = cumulated(logs, 2)  # [n, BH, C, K or 1]
+        reach = total.exp().to(c.dtype)
+        end = reach[..., -1:, :]
+        seen = total if self.before else shift(total, 2, 0.0)
+        if X is None:
+            Xs = None
+        else:
+            Xs = X * (reach if self.before else seen.exp().to(c.dtype))
+        Qs = Q * self._queries(reach)
+        if absorbable(total):
+            back = (-total).exp().to(c.dtype)
+            D = k * (back if eta is None else eta * back)
+            system = None if Xs is None else Xs @ D.mT
+            return Pieces(system, self._causal(Qs @ D.mT), Xs, Qs, D * end, c, end.mT)
+        D = k if eta is None else k * eta
+        to_end = D * (total[..., -1:, :] - total).exp().to(c.dtype)
+        if log_decay.dim() == 4:
+            scores = decayed_gram(Q, total, D, total, strict=False)
+            system = None if X is None else decayed_gram(X, seen, D, total, strict=True)
+        else:
+            P = decay_matrix(total.squeeze(-1), c.dtype)
+            scores = (Q @ D.mT) * self._queries(P)
+            system = None
+            if X is not None:
+                earlier = shift(P, -2, 0.0)
+                earlier = earlier * logs.exp().to(c.dtype) if self.before else earlier
+                system = (X @ D.mT) * earlier
+        return Pieces(system, scores, Xs, Qs, to_end, c, end.mT)
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """Numbers per token spread over its G queries."""
+        return x if self.G == 1 else x.repeat_interleave(self.G, dim=-2)
+
+    def _causal(self, scores: Tensor) -> Tensor:
+        """Zero where the written token is later than the reading one."""
+        if self.G == 1:
+            return scores.tril_()  # a fresh product, which autograd does not keep
+        return scores * self._queries(scores.new_ones(self.C, self.C).tril())

@@ -1,0 +1,82 @@
+"""The reference engine: the definition, one token at a time.
+
+This file is the judge of every other engine. It follows `docs/design/meaning.md` literally, takes
+the inner gradient by autograd, imports nothing fast, and runs in any dtype. The letters are those
+of the equations::
+
+    g_t = Σ_m γ_(t,m) ∇_W ℓ(M(W°; φ(k_(t−m))), v_(t−m))
+    S_t, step_t = algorithm(S_(t−1), g_t)
+    A_t = retention.advance(A_(t−1), step_t)          α_t A_(t−1) + step_t unless rebuilt from W
+    W_t = link(A_t),    y_t = M(W_t; φ(q_t))
+
+Rows of a batch differ in position (padding, packing), so everything that depends on the place in
+the
+inner batch is selected per row by ``torch.where``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from recollect.engines.common.joined_tokens import forward_of, join
+from recollect.engines.common.problem import Problem
+from recollect.engines.reference import kernel_token_loop as dual_walk
+from recollect.engines.reference import local_regression as nearby
+from recollect.engines.reference.full_batch import full_batch, solve
+from recollect.engines.reference.least_squares import condensed, read_condensed
+from recollect.engines.reference.token_loop import Walk
+from recollect.state.state import State
+
+__all__ = ["read", "run"]
+
+
+def run(problem: Problem) -> tuple[Tensor, State]:
+    """Outputs ``[B, T, H, G, V]`` and the final state."""
+    if problem.recipe.nonparametric:
+        return nearby.local(problem)
+    if problem.recipe.algorithm.condenses:
+        return condensed(problem)
+    if problem.recipe.from_gram:
+        return nearby.regression(problem)
+    if problem.recipe.context.horizon is None:
+        return full_batch(problem)
+    if problem.recipe.dual:
+        return dual_walk.through(problem)
+    walk = Walk(problem)
+    y = walk.through(problem)
+    return y.to(problem.v.dtype), walk.state(problem)
+
+
+def read(problem: Problem, rates: Mapping[str, Tensor]) -> Tensor:
+    """Read ``problem.q`` from ``problem.state`` without writing; k and v have no tokens.
+
+    ``rates`` are the numbers of the reading tokens ``[B, T, H, ...]``: a link with gates (a radius,
+    a threshold) uses those of the token that reads through it.
+    """
+    recipe = problem.recipe
+    if recipe.nonparametric:
+        return nearby.attend(problem, rates)
+    if recipe.from_gram:
+        return nearby.regress(problem, rates)
+    if recipe.dual:
+        return dual_walk.read(problem)
+    T = problem.q.shape[1]
+    position = (problem.state.position - 1).clamp_min(0)[:, None].expand(-1, T)
+    phi = problem.phi(problem.q, "query", position)
+    if recipe.algorithm.condenses:
+        return read_condensed(problem, phi, rates).to(problem.v.dtype)
+    raw, forward = problem.q.to(phi.dtype), forward_of(problem)
+    if recipe.context.horizon is None:
+        tokens = join(problem)
+        W = [solve(problem, tokens, len(tokens) - 1)] * T
+    else:
+        walk = Walk(problem)
+        walk.through(problem)
+        W = [walk.readable_with(rates, t) for t in range(T)]
+    outputs = [forward(W[t], phi[:, t], raw[:, t], problem.params) for t in range(T)]
+    B, _, H, G, _ = phi.shape
+    empty = problem.v.new_zeros(B, 0, H, G, problem.v.shape[-1])
+    return torch.stack(outputs, dim=1).to(problem.v.dtype) if outputs else empty

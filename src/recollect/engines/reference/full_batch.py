@@ -1,0 +1,90 @@
+"""The reference on all of the past at once: full-batch descent."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recollect.choices.gradients import leaves_of
+from recollect.engines.common.joined_tokens import (
+    Tokens,
+    Weights,
+    as_matrix,
+    forward_of,
+    join,
+    wants_gradient,
+)
+from recollect.engines.common.problem import Problem
+from recollect.state.state import State
+
+__all__ = ["full_batch", "solve"]
+
+
+def full_batch(problem: Problem) -> tuple[Tensor, State]:
+    """Prefix with gradient descent: I full-batch steps from the origin at every t (TTR 20–23)."""
+    tokens = join(problem)
+    forward = forward_of(problem)
+    q_phi = problem.phi(problem.q, "query", problem.positions())
+    outputs = [
+        forward(
+            solve(problem, tokens, tokens.held + t),
+            q_phi[:, t],
+            problem.q[:, t].to(q_phi.dtype),
+            problem.params,
+        )
+        for t in range(problem.q.shape[1])
+    ]
+    B, T, H, G, _ = problem.q.shape
+    y = torch.stack(outputs, dim=1) if T else problem.v.new_zeros(B, 0, H, G, problem.v.shape[-1])
+    if problem.live is not None:
+        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    return y.to(problem.v.dtype), _keep_all(problem)
+
+
+def _keep_all(problem: Problem) -> State:
+    return problem.after()
+
+
+def solve(problem: Problem, tokens: Tokens, j: int) -> Weights:
+    """W after I steps on the first j + 1 joined tokens, rates of token j."""
+    W = list(problem.state.weights)
+    if j < 0:
+        return W
+    forward, bias, recipe = forward_of(problem), problem.recipe.bias, problem.recipe
+    raw, phi, v = (x[:, : j + 1].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
+    logs = tokens.rates["log_decay"][:, : j + 1]
+    # γ_i = w_i Π_{l=i+1..t} γ_l: the sum over later tokens only.
+    later = logs.flip(1).cumsum(1).flip(1) - logs
+    weight = tokens.rates["weight"][:, : j + 1] * later.exp() * tokens.valid[:, : j + 1, None]
+    weight = weight.transpose(1, 2)  # [B, H, i]
+    gates: dict[str, Tensor] = {}
+    for name in bias.numbers:
+        x = tokens.rates[name][:, : j + 1].transpose(1, 2)
+        gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
+    lr = tokens.rates["lr"][:, j]
+    rate = lr.unsqueeze(-1) if lr.dim() == 3 else lr[..., None, None]
+    outer = wants_gradient(problem)
+    for _ in range(recipe.algorithm.steps):
+        with torch.enable_grad():
+            points = leaves_of(W, outer=outer)
+            prediction = forward(points, phi, raw, problem.params)
+            if bias.states_loss:
+                target, cotangent = (bias.loss(prediction, v, gates) * weight).sum(), None
+            else:
+                error = bias.error(prediction, v, gates)
+                target, cotangent = prediction, error * weight.unsqueeze(-1)
+            gradients = torch.autograd.grad(
+                target, points, cotangent, create_graph=outer, materialize_grads=True
+            )
+        if lr.dim() == 3 and len(W) > 1:
+            means = [lr.mean(-1)[..., None, None]] * (len(W) - 1)
+            factors = [*means, rate]
+        else:
+            factors = [rate] * len(W)
+        W = [
+            (as_matrix(w) - f.view(*f.shape[:2], *f.shape[2:]) * as_matrix(g)).reshape(w.shape)
+            if w.dim() != 3 or lr.dim() != 3
+            else w - lr * g
+            for w, f, g in zip(W, factors, gradients, strict=True)
+        ]
+    return W

@@ -1,0 +1,244 @@
+"""The reference where statistics of fixed size stand for the past: one dense solve a token.
+
+Per head, with ρ the ridge and W_0 its centre::
+
+    D_t = γ_t D_(t−1) + w_t k_t k_tᵀ,   E_t = γ_t E_(t−1) + w_t (v_t − W_0 k_t) k_tᵀ
+    W_t = W_0 + E_t (D_t + ρ_t I)⁻¹
+
+What ρ_t is, and what stands in place of the inverse for approximate rules, the algorithm says.
+Where the ridge fades with the past, this is done in float64 and refused where that does not hold
+the digits (`recollect.engines.common.resolution`), and a decay of 0 starts anew: D = E = 0, ρ = λ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from recollect.choices.algorithm.descent import Inverse, smallest_ridge
+from recollect.engines.common.linalg import inverse_power
+from recollect.engines.common.problem import Problem
+from recollect.engines.common.resolution import RESET, Unresolved, check, looks, loss, refuse
+from recollect.state.state import State
+
+__all__ = ["Statistics", "association", "condensed", "dense", "read_condensed", "ridge_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What the past comes down to.
+
+    Attributes:
+        gram: D ``[B, H, F, F]``. residual: E ``[B, H, V, F]``.
+        kept: ρ_t by λ, ``[B, H]``. origin: W_0 ``[B, H, V, F]``. ridge: λ ``[B, H, F]``.
+    """
+
+    gram: Tensor
+    residual: Tensor
+    kept: Tensor
+    origin: Tensor
+    ridge: Tensor
+
+    @property
+    def rho(self) -> Tensor:
+        """ρ_t by channel, ``[B, H, F]``."""
+        return self.kept[..., None] * self.ridge
+
+    @property
+    def system(self) -> Tensor:
+        """D + ρ I."""
+        return self.gram + torch.diag_embed(self.rho)
+
+    def solved(self) -> Tensor:
+        """W."""
+        return self.origin + torch.linalg.solve(self.system, self.residual.mT).mT
+
+
+def association(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """φ(k), the value and the weight of each association of ½ w ‖W φ(k) − v‖²: ``[B, T, H, ·]``.
+
+    An error a·prediction − b·value is that problem with weight a·w and value (b/a)·v.
+    """
+    affine = problem.recipe.bias.affine
+    assert affine is not None and affine[0] > 0  # the algorithm asks for it
+    a, b = affine
+    phi = problem.phi(problem.k.unsqueeze(3), "key", problem.positions()).squeeze(3)
+    weight = problem.rates["weight"]
+    v = problem.v.to(phi.dtype)
+    return phi, v if a == b else v * (b / a), weight if a == 1 else weight * a
+
+
+def ridge_of(rates: Mapping[str, Tensor], features: int) -> Tensor:
+    """λ ``[B, H, F]``: it does not depend on the token."""
+    ridge = rates["ridge"][:, 0]
+    return ridge if ridge.dim() == 3 else ridge.unsqueeze(-1).expand(-1, -1, features)
+
+
+def _start(state: State, ridge: Tensor) -> Statistics:
+    """The statistics of a state. A row that has seen nothing holds its initial memory alone."""
+    A, slots = state.weights[0], {name: x[0] for name, x in state.slots.items()}
+    fresh = state.position == 0
+    origin = torch.where(fresh[:, None, None, None], A, slots["origin"])
+    gram = slots.get("gram", ridge)
+    gram = gram if gram.dim() == 4 else torch.diag_embed(gram)
+    start = Statistics(
+        gram=gram,
+        residual=A - origin,
+        kept=torch.ones_like(ridge[..., 0]),
+        origin=origin,
+        ridge=ridge,
+    )
+    if "kept" not in slots:
+        return start
+    # W is held in place of E.
+    start = replace(start, kept=torch.where(fresh[:, None], 1.0, slots["kept"]))
+    return replace(start, residual=start.residual @ start.system)
+
+
+def condensed(problem: Problem) -> tuple[Tensor, State]:
+    """Outputs ``[B, T, H, G, V]`` and the final state."""
+    B, T, H, G, _ = problem.q.shape
+    V = problem.v.shape[-1]
+    if T == 0:
+        return problem.v.new_zeros(B, 0, H, G, V), problem.after()
+    inverse = problem.recipe.algorithm.inverse
+    assert inverse is not None  # the recipe condenses
+    form, every = inverse.ridge, inverse.every
+    wide = bool(problem.recipe.algorithm.wide(problem.recipe))
+    k, v, weight = association(problem)
+    q = problem.phi(problem.q, "query", problem.positions())
+    ridge, logs = ridge_of(problem.rates, k.shape[-1]), problem.rates["log_decay"]
+    state = problem.state
+    if wide:
+        k, v, weight, q, ridge, logs = (x.double() for x in (k, v, weight, q, ridge, logs))
+        state = state.map(lambda x: x.double() if x.is_floating_point() else x)
+    now = _start(state, ridge)
+    anew = logs < RESET if wide else torch.zeros_like(logs, dtype=torch.bool)
+    decay = torch.where(anew, 0.0, logs.exp())
+    live = problem.live
+    if live is None:
+        live = torch.ones(B, T, dtype=torch.bool, device=k.device)
+    outputs: list[Tensor] = []
+    for t in range(T):
+        rows = live[:, t]
+        key, value = k[:, t], v[:, t]
+        alpha, w = (x[:, t, :, None, None] for x in (decay, weight))
+        kept = now.kept if form == "constant" else now.kept * decay[:, t]
+        kept = torch.where(anew[:, t], 1.0, kept)
+        error = value - (now.origin @ key.unsqueeze(-1)).squeeze(-1)
+        gram = alpha * now.gram + w * key.unsqueeze(-1) * key.unsqueeze(-2)
+        floor = torch.zeros_like(kept)
+        if form != "constant":
+            least = smallest_ridge(gram).squeeze(-1) / now.ridge.mean(-1)
+            floor = torch.where(least > kept, least, 0.0)
+            kept = torch.maximum(kept, least)
+        then = replace(
+            now,
+            gram=gram,
+            residual=alpha * now.residual + w * error.unsqueeze(-1) * key.unsqueeze(-2),
+            kept=kept,
+        )
+        now = _chosen(rows, then, now)
+        if wide:
+            _resolved(problem, now, floor, t)
+        y = _read(problem, now, q[:, t])
+        outputs.append(torch.where(rows[:, None, None, None], y, 0.0))
+        if form == "refreshed":
+            border = rows & ((problem.state.position + t + 1) % every == 0)
+            now = replace(now, kept=torch.where(border[:, None], 1.0, now.kept))
+    y = torch.stack(outputs, dim=1).to(problem.v.dtype)
+    return y, _state(problem, now)
+
+
+def _resolved(problem: Problem, now: Statistics, floor: Tensor, t: int) -> None:
+    """Refuse a token that leaves no digits."""
+    if not looks(now.gram):
+        return
+    system = now.system.detach()
+    try:
+        check(loss(system, torch.linalg.inv_ex(system)[0], floor * now.ridge.mean(-1)))
+    except Unresolved as lost:
+        title = problem.recipe.algorithm.title
+        raise refuse(lost.worst, row=lost.row, token=t, head=lost.head, title=title) from None
+
+
+def _chosen(rows: Tensor, new: Statistics, old: Statistics) -> Statistics:
+    """Rows ``[B]`` of the new statistics, others of the old."""
+    wide = rows[:, None, None, None]
+    return replace(
+        new,
+        gram=torch.where(wide, new.gram, old.gram),
+        residual=torch.where(wide, new.residual, old.residual),
+        kept=torch.where(rows[:, None], new.kept, old.kept),
+    )
+
+
+def _read(problem: Problem, now: Statistics, q: Tensor) -> Tensor:
+    """``[B, H, G, V]`` from lifted queries ``[B, H, G, F]``."""
+    inverse = problem.recipe.algorithm.inverse
+    assert inverse is not None
+    if inverse.kind == "exact":
+        return q @ now.solved().mT
+    return q @ now.origin.mT + dense(inverse, now, q) @ now.residual.mT
+
+
+def dense(inverse: Inverse, now: Statistics, q: Tensor) -> Tensor:
+    """B_t q for approximate rules, with the Gram matrix at hand: ``[B, H, G, F]``."""
+    kind, power = inverse.kind, inverse.power
+    if kind == "identity":
+        return q
+    if kind == "diagonal":
+        return q / (now.gram.diagonal(dim1=-2, dim2=-1) + now.ridge).pow(power).unsqueeze(-2)
+    system = now.gram + torch.diag_embed(now.ridge)
+    if kind == "spectral":
+        return q @ inverse_power(system, power)
+    z, r, p = torch.zeros_like(q), q, q
+    size = r.square().sum(-1, keepdim=True)
+    for _ in range(inverse.steps):
+        product = p @ system
+        curve = (p * product).sum(-1, keepdim=True)
+        positive = curve > 0
+        alpha = torch.where(positive, size / torch.where(positive, curve, 1.0), 0.0)
+        z, r = z + alpha * p, r - alpha * product
+        after = r.square().sum(-1, keepdim=True)
+        p = r + torch.where(size > 0, after / torch.where(size > 0, size, 1.0), 0.0) * p
+        size = after
+    return z
+
+
+def _state(problem: Problem, now: Statistics) -> State:
+    algorithm = problem.recipe.algorithm
+    seen = (problem.end > 0)[:, None, None, None]
+
+    def kept(name: str, x: Tensor) -> tuple[Tensor]:
+        rows, old = seen.view(-1, *(1,) * (x.dim() - 1)), problem.state.slots[name][0]
+        return (torch.where(rows, x.to(old.dtype), old),)
+
+    slots = {"origin": kept("origin", now.origin)}
+    if "gram" in algorithm.slots:
+        vector = problem.state.slots["gram"][0].dim() == 3
+        gram = now.gram.diagonal(dim1=-2, dim2=-1) if vector else now.gram
+        slots["gram"] = kept("gram", gram)
+    if "kept" in algorithm.slots:
+        slots["kept"] = kept("kept", now.kept)
+        slots["inverse"] = kept("inverse", torch.linalg.inv(now.system))
+        weights = now.solved()
+    else:
+        weights = now.origin + now.residual
+    old = problem.state.weights[0]
+    return problem.after(weights=(torch.where(seen, weights.to(old.dtype), old),), slots=slots)
+
+
+def read_condensed(problem: Problem, q: Tensor, rates: Mapping[str, Tensor]) -> Tensor:
+    """Outputs of lifted queries ``[B, T, H, G, F]`` from ``problem.state``, without writing."""
+    algorithm, state = problem.recipe.algorithm, problem.state
+    A = state.weights[0].unsqueeze(1)
+    if "kept" in algorithm.slots or q.shape[1] == 0:
+        return q @ A.mT
+    now = _start(state, ridge_of(rates, q.shape[-1]))
+    if algorithm.inverse is not None and algorithm.inverse.kind == "exact":
+        return q @ now.solved().unsqueeze(1).mT
+    return torch.stack([_read(problem, now, q[:, t]) for t in range(q.shape[1])], dim=1)

@@ -1,0 +1,181 @@
+"""The reference of memories that keep associations: explicit weights, and a dense solve per query.
+
+Literal and slow: every query gathers the weights γ_i of all it sees, and solves for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from recollect.choices.context.weights import Weights
+from recollect.engines.common.associations import look, values
+from recollect.engines.common.problem import Problem, state_dtype
+from recollect.engines.common.resolution import looks
+from recollect.state.state import State
+
+__all__ = ["attend", "digits", "least", "local", "regress", "regression", "ridged"]
+
+
+def local(problem: Problem) -> tuple[Tensor, State]:
+    """Outputs ``[B, T, H, G, V]`` and the state, which is the associations."""
+    return attend(problem), problem.after()
+
+
+def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tensor:
+    """The polynomial fitted around every query (a constant, a plain sum), read there.
+
+    Args:
+        asked: numbers of queries that only read.
+    """
+    recipe, dtype = problem.recipe, digits(problem)
+    scene, v = look(problem, dtype, asked), values(problem, dtype).transpose(1, 2)  # [B, H, n, V]
+    found = (part.over(scene) for part in recipe.context.within)
+    parts = [part for part in found if part is not None]
+    horizon, kernel, affine = recipe.context.horizon, recipe.context.kernel, recipe.bias.affine
+    assert kernel is not None and affine is not None
+    B, T, H, G, _ = problem.q.shape
+    n = scene.k.shape[1]
+    keys = scene.k.transpose(1, 2)
+    outputs: list[Tensor] = []
+    for t in range(T):
+        stop = min(scene.first + t + 1, n)
+        start = 0 if horizon is None else max(stop - horizon, 0)
+        one, past = slice(t, t + 1), slice(start, stop)
+        q, k = scene.q[:, t], keys[:, :, past]  # [B, H, G, K], [B, H, m, K]
+        real = scene.valid[:, None, None, past]
+        shift = _log_total(parts, one, past)
+        if affine[0] != 0 and kernel.positive:
+            # A factor common to all weights changes nothing.
+            log = kernel.log_kappa(q, k) + shift
+            log = torch.where(real, log, -torch.inf)
+            peak = log.detach().amax(-1, keepdim=True) if stop > start else 0.0
+            finite = torch.nan_to_num(torch.as_tensor(peak), neginf=0.0)
+            gamma = (log - finite).exp()
+        else:
+            gamma = kernel.kappa(q, k) * torch.as_tensor(shift, dtype=dtype).exp()
+            for part in parts:
+                if part.value is not None:
+                    gamma = gamma * part.value(one, past)[..., 0, :]
+            gamma = torch.where(real, gamma, 0.0)
+        here = v[:, :, past]
+        if affine[0] == 0:
+            outputs.append(gamma @ here)
+            continue
+        size = gamma.sum(-1, keepdim=True)
+        p = gamma / torch.where(size == 0, 1.0, size)
+        memory = recipe.memory
+        if memory.degree:
+            basis = memory.basis(k.unsqueeze(2) - q.unsqueeze(3))  # [B, H, G, m, D]
+            p = p * _coefficients(basis, p, recipe.ridge)
+        outputs.append(p @ here)
+    y = torch.stack(outputs, dim=1) if T else v.new_zeros(B, 0, H, G, v.shape[-1])
+    if asked is None and problem.live is not None:
+        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    return (recipe.bias.optimum * y).to(problem.v.dtype)
+
+
+def digits(problem: Problem) -> torch.dtype:
+    """The dtype that holds the monomials of k − q of degree ≤ p, beside the ridge.
+
+    A covariance of monomials as large as r = (1 + |k| + |q|)^p is rounded by ε r². Where float32
+    would lose a thousandth of the ridge, the fit is made in float64; without a ridge it always is,
+    because rounding alone then says which directions the keys do not span.
+    """
+    dtype, degree = state_dtype(problem.q, problem.k, problem.v), problem.recipe.memory.degree
+    if not degree or dtype == torch.float64 or not looks(problem.q):
+        return dtype
+    held = [] if problem.state.buffer is None else [problem.state.buffer.k]
+    longest = [x.detach().norm(dim=-1).max() for x in (problem.q, problem.k, *held) if x.numel()]
+    size = (1.0 + float(sum(longest))) ** (2 * degree)
+    kept = torch.finfo(dtype).eps * size < 1e-3 * min(problem.recipe.ridge, 1.0)
+    return dtype if kept else torch.float64
+
+
+def _log_total(parts: list[Weights], query: slice, past: slice) -> Tensor | float:
+    """log of the product of the positive weights, ``[B, H, 1 or G, m]``."""
+    total: Tensor | float = 0.0
+    for part in parts:
+        if part.log is not None:
+            total = total + part.log(query, past)[..., 0, :]
+    return total
+
+
+def _coefficients(X: Tensor, p: Tensor, ridge: float) -> Tensor:
+    """X z ``[..., m]`` with (Xᵀ P X + R) z = e₀ (TTR 52); R is λ on all but the constant.
+
+    With λ = 0 and fewer associations than coefficients: the slopes of least length.
+    """
+    # The constant, which no ridge meets, is eliminated first: the system would hold its 1 beside
+    # the squares of the largest monomials, and lose it where a query is long. What is left is
+    # positive definite, and without a ridge has the limit of λ → 0 as its least solution.
+    mean = (p.unsqueeze(-1) * X).sum(-2)[..., 1:]  # [..., D − 1]
+    centred = X[..., 1:] - mean.unsqueeze(-2)
+    covariance = centred.transpose(-1, -2) @ (p.unsqueeze(-1) * centred)
+    if ridge > 0:
+        slopes = ridged(covariance, ridge, mean.unsqueeze(-1))
+    else:
+        slopes = least(covariance) @ mean.unsqueeze(-1)
+    return 1 - (centred @ slopes).squeeze(-1)
+
+
+def ridged(covariance: Tensor, ridge: float, right: Tensor) -> Tensor:
+    """(C + λ)⁻¹ right for covariances ``[..., D, D]``.
+
+    Raises:
+        ValueError: the ridge is lost in the rounding of the covariance.
+    """
+    eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    factor, failed = torch.linalg.cholesky_ex(covariance + ridge * eye)
+    # A NaN that came in goes out, and is told of by name.
+    lost = (failed > 0) & right.isfinite().all(-1).all(-1)
+    if not torch.compiler.is_compiling() and bool(lost.any()):
+        raise ValueError(
+            f"local regression: a ridge of {ridge:g} is lost in {covariance.dtype} beside keys so "
+            "far from their query: normalise q and k, or take a larger ridge in algorithm.Analytic"
+        )
+    return torch.cholesky_solve(right, factor)
+
+
+def least(covariance: Tensor) -> Tensor:
+    """The pseudo-inverse of a covariance ``[..., D, D]``; directions of rounding count as none."""
+    eps, bad = torch.finfo(covariance.dtype).eps, ~covariance.isfinite().all(-1).all(-1)
+    bad = bad[..., None, None]
+    found = torch.linalg.pinv(
+        torch.where(bad, 0.0, covariance), hermitian=True, rtol=eps * 100 * covariance.shape[-1]
+    )
+    return torch.where(bad, torch.nan, found)
+
+
+def regression(problem: Problem) -> tuple[Tensor, State]:
+    """`regress`, and the state, which is the associations."""
+    return regress(problem), problem.after()
+
+
+def regress(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Least squares over a kernel's features, solved anew for every prefix (TTR 43).
+
+    y_t = κ(q_t, K) S (S κ(K, K) S + λ)⁻¹ S V with S² = diag(γ_i^(t)).
+    """
+    recipe, dtype = problem.recipe, state_dtype(problem.q, problem.k, problem.v)
+    scene, v = look(problem, dtype, asked), values(problem, dtype).transpose(1, 2)
+    weights, keys = recipe.context.over(scene), scene.k.transpose(1, 2)
+    B, T, H, G, _ = problem.q.shape
+    n = scene.k.shape[1]
+    outputs: list[Tensor] = []
+    for t in range(T):
+        past = slice(0, min(scene.first + t + 1, n))
+        k, real = keys[:, :, past], scene.valid[:, None, past].to(dtype)
+        S = real.expand(-1, H, -1)
+        if weights is not None and weights.log is not None:
+            S = S * (0.5 * weights.log(slice(t, t + 1), past)[:, :, 0, 0]).exp()
+        A = S.unsqueeze(-1) * recipe.features.kappa(k, k) * S.unsqueeze(-2)
+        A = A + recipe.ridge * torch.eye(A.shape[-1], dtype=dtype, device=A.device)
+        rows = S.unsqueeze(-1) * torch.linalg.solve(A, S.unsqueeze(-1) * v[:, :, past])
+        outputs.append(recipe.features.kappa(scene.q[:, t], k) @ rows)
+    y = torch.stack(outputs, dim=1) if T else v.new_zeros(B, 0, H, G, v.shape[-1])
+    if asked is None and problem.live is not None:
+        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    return (recipe.bias.optimum * y).to(problem.v.dtype)

@@ -1,0 +1,1 @@
+"""`compare`: models of one size trained on the same tokens, and their tables."""

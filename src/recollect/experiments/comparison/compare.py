@@ -1,0 +1,166 @@
+"""`compare`: train several recipes at equal parameters and tokens, and judge them side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from recollect.experiments.comparison.jobs import Job, run_jobs, training_environment
+from recollect.experiments.comparison.results import (
+    DEFAULTS,
+    Comparison,
+    ModelRun,
+    Nobody,
+    Sizes,
+    Watcher,
+)
+from recollect.experiments.comparison.tasks import MQAR_VOCAB, TASKS
+from recollect.layer.options import LayerOptions
+from recollect.lm import RecollectConfig, match_parameters, parameter_count
+from recollect.recipe.recipe import Recipe
+from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
+from recollect.zoo import Preset, get
+
+__all__ = ["Named", "compare", "named"]
+
+Named = str | Preset | tuple[str, Recipe] | tuple[str, Recipe, LayerOptions]
+"""A zoo name, a preset, or a recipe of one's own under a name, with its options or without."""
+
+
+def named(model: Named) -> tuple[str, Recipe, LayerOptions]:
+    """The model's name, recipe and options."""
+    if isinstance(model, tuple):
+        return (*model, LayerOptions()) if len(model) == 2 else model
+    preset = get(model) if isinstance(model, str) else model
+    return preset.name, preset.recipe, preset.options
+
+
+def compare(
+    models: Sequence[Named],
+    tasks: Sequence[str] = TASKS,
+    *,
+    text: str | None = None,
+    corpus: TextCorpus | None = None,
+    sizes: Mapping[str, Sizes] | None = None,
+    seed: int = 0,
+    method: str = "auto",
+    parameters: int | None = None,
+    jobs: int = 1,
+    watcher: Watcher | None = None,
+) -> Comparison:
+    """Train each model on each task at equal parameters and tokens.
+
+    Args:
+        models: zoo names, presets, or ``(name, recipe)`` or ``(name, recipe, options)`` of your
+            own.
+        tasks: out of `TASKS`.
+        text: path of a text of your own; the default is the documentation installed with Python.
+        corpus: a text already loaded, instead of ``text``.
+        sizes: per task, in place of `DEFAULTS`.
+        seed: of initial weights, examples and their order.
+        method: engine, as in `recall`.
+        parameters: that every model is brought to; the largest model's when omitted. Runs that give
+            the same number can be laid side by side.
+        jobs: processes, each with one thread when there are several. Small models are trained
+            faster so: two processes get more done than one with two threads. They begin by
+            importing the main module again, so a script calls this under ``if __name__ ==
+            "__main__":``, and members of one's own stand in a module that registers them.
+        watcher: told about progress.
+
+    Returns:
+        The comparison. A keyboard interrupt ends it early and is noted in it; nothing measured is
+        lost.
+
+    Raises:
+        ValueError: no models, a name twice, an unknown task, or no process to train them in.
+        RecipeError: an unknown zoo name.
+    """
+    chosen = [named(model) for model in models]
+    names = [name for name, _, _ in chosen]
+    if not chosen:
+        raise ValueError("compare needs at least one model")
+    if len(set(names)) < len(names):
+        raise ValueError(f"compare: a model is named twice in {', '.join(names)}")
+    for task in tasks:
+        if task not in TASKS:
+            raise ValueError(f"compare: unknown task {task!r}; there are {', '.join(TASKS)}")
+    if jobs < 1:
+        raise ValueError(f"compare: jobs must be at least 1, not {jobs}")
+    every = {task: (sizes or {}).get(task, DEFAULTS[task]) for task in dict.fromkeys(tasks)}
+    bigram = None
+    facts: dict[str, str] = {}
+    runs: dict[tuple[str, str], ModelRun] = {}
+    failures: list[tuple[str, str, str]] = []
+    wanted: list[Job] = []
+    environment = training_environment(len(every) * len(chosen), jobs)
+    interrupted = False
+    try:
+        if "text" in every:
+            corpus = corpus or load_text(text)
+            bigram = bigram_bits_per_byte(corpus)
+            facts = {"source": corpus.source, "sha256": corpus.sha256}
+        for task, size in every.items():
+            vocab = MQAR_VOCAB if corpus is None or task == "mqar" else corpus.vocab
+            configs = _equal_configs(chosen, vocab, size, method, parameters, conv=task == "mqar")
+            wanted += [
+                Job(task=task, model=name, config=config, size=size, seed=seed)
+                for name, config in zip(names, configs, strict=True)
+            ]
+        for job, outcome in run_jobs(wanted, corpus, jobs, watcher or Nobody()):
+            if isinstance(outcome, ModelRun):
+                if outcome.tokens:
+                    runs[job.task, job.model] = outcome
+            else:  # the others are worth having; the reason stands in the report
+                failures.append((job.task, job.model, outcome))
+    except KeyboardInterrupt:
+        interrupted = True
+    asked = [(job.task, job.model) for job in wanted]
+    return Comparison(
+        runs=tuple(runs[key] for key in asked if key in runs),
+        sizes=every,
+        seed=seed,
+        environment=environment,
+        bigram=bigram,
+        text=facts,
+        chance=2 / MQAR_VOCAB if "mqar" in every else None,
+        interrupted=interrupted,
+        processes=min(jobs, max(1, len(asked))),
+        failures=tuple(sorted(failures, key=lambda failure: asked.index(failure[:2]))),
+    )
+
+
+def _equal_configs(
+    chosen: Sequence[tuple[str, Recipe, LayerOptions]],
+    vocab: int,
+    size: Sizes,
+    method: str,
+    parameters: int | None,
+    *,
+    conv: bool,
+) -> list[RecollectConfig]:
+    configs = [
+        RecollectConfig.from_recipes(
+            {name: (recipe, _sized(_with_conv(options) if conv else options, size))},
+            vocab_size=vocab,
+            hidden_size=size.width,
+            num_hidden_layers=size.depth,
+            num_attention_heads=size.heads,
+            method=method,
+        )
+        for name, recipe, options in chosen
+    ]
+    # All are brought to the largest, so that no model loses what its recipe needs.
+    target = parameters or max(parameter_count(config) for config in configs)
+    return match_parameters(configs, target)
+
+
+def _with_conv(options: LayerOptions) -> LayerOptions:
+    """Recall is told to every model with a short convolution, as in the zoology benchmark."""
+    return options if options.conv else replace(options, conv=4)
+
+
+def _sized(options: LayerOptions, size: Sizes) -> LayerOptions:
+    """Keys of the asked size, where the preset has none of its own."""
+    if size.key_dim is None or options.key_dim is not None:
+        return options
+    return replace(options, key_dim=size.key_dim)

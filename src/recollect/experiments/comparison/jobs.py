@@ -1,0 +1,240 @@
+"""The runs of a comparison: one after another, or in processes of one thread each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.context import SpawnContext
+from multiprocessing.queues import SimpleQueue
+from typing import Any
+
+import torch
+
+from recollect.experiments.comparison.results import ModelRun, Sizes, Watcher
+from recollect.experiments.comparison.tasks import CompareTask, compare_task
+from recollect.experiments.comparison.training import History, train
+from recollect.experiments.framework.processes import GLANCE, Link, Lost, in_processes
+from recollect.lm import RecollectConfig, RecollectForCausalLM
+from recollect.report.environment import Environment, describe_environment
+from recollect.tasks.text import TextCorpus
+
+__all__ = ["Job", "Outcome", "run_jobs", "training_environment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One model to train on one task."""
+
+    task: str
+    model: str
+    config: RecollectConfig
+    size: Sizes
+    seed: int
+
+
+Outcome = ModelRun | str
+"""What was measured, or why the model could not be trained."""
+
+
+def run_jobs(
+    jobs: Sequence[Job], corpus: TextCorpus | None, processes: int, watcher: Watcher
+) -> Iterator[tuple[Job, Outcome]]:
+    """Train, and give what comes of each as it ends; a failure does not lose the others.
+
+    A keyboard interrupt stops the runs on their way, gives what they have measured so far (those
+    that had not begun have no tokens), and raises `KeyboardInterrupt` when all has been given.
+
+    Args:
+        corpus: of the task text.
+        processes: with more than one, each has one thread and takes jobs in their order.
+    """
+    several = _threads(len(jobs), processes) is not None
+    outcomes = (
+        _side_by_side(jobs, corpus, min(processes, len(jobs)), watcher)
+        if several
+        else _in_turn(jobs, corpus, watcher)
+    )
+    for job, outcome in outcomes:
+        if isinstance(outcome, str):
+            watcher.fail(job.task, job.model, outcome)
+        elif outcome.tokens:
+            watcher.end(outcome)
+        yield job, outcome
+
+
+def training_environment(jobs: int, processes: int) -> Environment:
+    """What so many jobs are trained in: every process has one thread where there are several."""
+    environment = describe_environment()
+    return replace(environment, threads=_threads(jobs, processes) or environment.threads)
+
+
+def _threads(jobs: int, processes: int) -> int | None:
+    """Of every process; ``None`` where this one does all, with the threads it has."""
+    return 1 if min(jobs, processes) > 1 else None
+
+
+def _in_turn(
+    jobs: Sequence[Job], corpus: TextCorpus | None, watcher: Watcher
+) -> Iterator[tuple[Job, Outcome]]:
+    tasks = _Tasks(corpus)
+    for job in jobs:
+        outcome = _tried(job, tasks, watcher)
+        yield job, outcome
+        if isinstance(outcome, ModelRun) and not outcome.finished:
+            raise KeyboardInterrupt
+
+
+class _Tasks:
+    """Tasks made ready once."""
+
+    def __init__(self, corpus: TextCorpus | None) -> None:
+        self.corpus = corpus
+        self.ready: dict[str, CompareTask] = {}
+
+    def of(self, job: Job) -> CompareTask:
+        if job.task not in self.ready:
+            self.ready[job.task] = compare_task(job.task, job.size, job.seed, self.corpus)
+        return self.ready[job.task]
+
+
+def _tried(job: Job, tasks: _Tasks, watcher: Watcher) -> Outcome:
+    try:
+        return _trained(job, tasks.of(job), watcher)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+def _trained(job: Job, task: CompareTask, watcher: Watcher) -> ModelRun:
+    """Train one model; what it has learned so far when somebody interrupts."""
+    began = time.process_time()
+    torch.manual_seed(job.seed)
+    model = RecollectForCausalLM(job.config)
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    state_bytes, grows = _state_bytes(model, job.size.length)
+    history = History()
+    by_pairs: dict[int, float] = {}
+    try:
+        watcher.begin(job.task, job.model, parameters, job.size.schedule.steps)
+        train(
+            model,
+            task.examples,
+            job.size.schedule,
+            evaluate=task.evaluate,
+            seed=job.seed,
+            history=history,
+            watch=lambda step, loss, seen: watcher.step(job.task, job.model, step, loss, seen),
+        )
+        model.eval()
+        with torch.no_grad():
+            value, by_pairs = task.final(model)
+    except KeyboardInterrupt:
+        history.finished = False
+        value = history.curve[-1][1] if history.curve else None
+    return ModelRun(
+        task=job.task,
+        model=job.model,
+        parameters=parameters,
+        state_bytes=state_bytes,
+        grows=grows,
+        value=value,
+        by_pairs=by_pairs,
+        curve=tuple(history.curve),
+        tokens=history.tokens,
+        tokens_per_second=history.tokens_per_second,
+        seconds=history.seconds,
+        cpu_seconds=time.process_time() - began,
+        finished=history.finished,
+    )
+
+
+def _state_bytes(model: RecollectForCausalLM, length: int) -> tuple[int, bool]:
+    """Bytes a decoder keeps per sequence after ``length`` tokens, and whether they grow."""
+    device = next(model.parameters()).device
+    model.eval()
+    with torch.no_grad():
+        sizes = [
+            model(
+                input_ids=torch.zeros(1, count, dtype=torch.long, device=device), use_cache=True
+            ).past_key_values.nbytes
+            for count in (length // 2, length)
+        ]
+    model.train()
+    return sizes[1], sizes[1] > sizes[0]
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+class _Teller:
+    """In a process of its own: tells what happens, and stops when it is asked to."""
+
+    def __init__(self, events: SimpleQueue[Any], stop: Any) -> None:
+        self.events, self.stop = events, stop
+        self.told = 0.0
+
+    def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
+        self.heed()
+        self.events.put(("begin", task, model, parameters, steps))
+
+    def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
+        self.heed()
+        now = time.monotonic()
+        if now - self.told > GLANCE:  # oftener nobody looks
+            self.told = now
+            # The latest alone: a pipe that nobody reads any more must not fill up.
+            latest = replace(history, losses=history.losses[-1:], curve=history.curve[-1:])
+            self.events.put(("step", task, model, step, loss, latest))
+
+    def end(self, run: ModelRun) -> None:
+        """The first process learns of it by the outcome."""
+
+    def fail(self, task: str, model: str, reason: str) -> None:
+        """The first process learns of it by the outcome."""
+
+    def heed(self) -> None:
+        if self.stop.value:
+            raise KeyboardInterrupt
+
+
+_tasks: _Tasks
+_teller: _Teller
+
+
+def _enter(corpus: TextCorpus | None, events: SimpleQueue[Any], stop: Any) -> None:
+    global _tasks, _teller
+    _tasks, _teller = _Tasks(corpus), _Teller(events, stop)
+
+
+def _here(job: Job) -> Outcome | None:
+    """What comes of a job in this process; ``None`` where it was stopped before it began."""
+    if _teller.stop.value:
+        return None
+    return _tried(job, _tasks, _teller)
+
+
+def _side_by_side(
+    jobs: Sequence[Job], corpus: TextCorpus | None, processes: int, watcher: Watcher
+) -> Iterator[tuple[Job, Outcome]]:
+    def link(context: SpawnContext) -> Link:
+        events, stop = context.SimpleQueue(), context.Value("b", 0, lock=False)
+        return Link(
+            initializer=_enter,
+            initargs=(corpus, events, stop),
+            poll=lambda: _tell(events, watcher),
+            stop=stop,
+        )
+
+    for job, outcome in in_processes(_here, jobs, processes, link=link):
+        if isinstance(outcome, Lost):
+            yield job, outcome.reason
+        elif outcome is not None:
+            yield job, outcome
+
+
+def _tell(events: SimpleQueue[Any], watcher: Watcher) -> None:
+    """Hand on what the processes said."""
+    calls: dict[str, Callable[..., None]] = {"begin": watcher.begin, "step": watcher.step}
+    while not events.empty():
+        name, *said = events.get()
+        calls[name](*said)

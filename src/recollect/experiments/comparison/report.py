@@ -1,0 +1,208 @@
+"""The report of a comparison: one HTML page, its figures, a CSV table and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+from recollect.experiments.comparison.results import Comparison, ModelRun
+from recollect.experiments.comparison.tasks import MQAR_PAIRS
+from recollect.report.figures import Series, line_figure
+from recollect.report.files import write_atomic
+from recollect.report.html import Figure, Note, Report, Table
+
+__all__ = ["save_comparison", "table"]
+
+_TITLES = {
+    "text": "Text: held-out bits per byte (lower is better)",
+    "mqar": "Recall: accuracy on multi-query associative recall (higher is better)",
+}
+_MEASURES = {"text": "held-out bits per byte", "mqar": "recall accuracy"}
+
+
+def _size(run: ModelRun) -> str:
+    kib = run.state_bytes / 1024
+    return f"{kib:,.1f} KiB{', grows' if run.grows else ''}"
+
+
+def table(comparison: Comparison, task: str) -> Table:
+    """One row per model of a task."""
+    runs = comparison.of(task)
+    pairs = sorted({count for run in runs for count in run.by_pairs})
+    value = "bits per byte" if task == "text" else "accuracy"
+    columns = ["model", value, *(f"{count} pairs" for count in pairs)]
+    columns += ["parameters", "tokens", "state per sequence", "tokens/s", "finished"]
+    rows: list[list[str | int | float | None]] = []
+    for run in runs:
+        row: list[str | int | float | None] = [run.model]
+        row.append(None if run.value is None else f"{run.value:.3f}")
+        row += [f"{run.by_pairs[c]:.3f}" if c in run.by_pairs else None for c in pairs]
+        row += [f"{run.parameters:,}", f"{run.tokens:,}", _size(run)]
+        row += [f"{run.tokens_per_second:,.0f}", "yes" if run.finished else "interrupted"]
+        rows.append(row)
+    return Table(
+        columns=columns, rows=rows, title=_TITLES[task], caption=_caption(comparison, task)
+    )
+
+
+def _caption(comparison: Comparison, task: str) -> str:
+    size = comparison.sizes[task]
+    shape = (
+        f"{size.depth} layer{'s' if size.depth > 1 else ''} of width {size.width}, "
+        f"{size.schedule.steps} steps of "
+        f"{size.schedule.batch} × {size.length} tokens, peak learning rate {size.schedule.lr:g}, "
+        f"seed {comparison.seed}. The feed-forward width is set so that parameters are equal. "
+        "State "
+        f"is what decoding keeps per sequence after {size.length} tokens."
+    )
+    if comparison.processes > 1:
+        shape += f" Speeds are those of one of {comparison.processes} processes side by side."
+    if task == "text" and comparison.bigram is not None:
+        return (
+            f"A smoothed byte bigram fitted to the same training text reaches "
+            f"{comparison.bigram:.3f} bits per byte. {shape} Text: {comparison.text['source']}, "
+            f"sha256 {comparison.text['sha256'][:16]}."
+        )
+    if comparison.chance is not None:
+        return (
+            f"Trained on {', '.join(map(str, MQAR_PAIRS))} pairs; more are asked without training. "
+            f"Guessing among the values is right {comparison.chance:.1%} of the time. Every model "
+            f"has a short convolution, as in the benchmark. {shape}"
+        )
+    return shape
+
+
+def _curves(comparison: Comparison, task: str) -> Figure | None:
+    runs = [run for run in comparison.of(task) if run.curve]
+    if not runs:
+        return None
+    series = [
+        Series(name=run.model, x=[t for t, _ in run.curve], y=[v for _, v in run.curve])
+        for run in runs
+    ]
+    levels = {}
+    if task == "text" and comparison.bigram is not None:
+        levels = {"byte bigram": comparison.bigram}
+    if task == "mqar" and comparison.chance is not None:
+        levels = {"guessing": comparison.chance}
+    files = line_figure(
+        series,
+        x="training tokens",
+        y=_MEASURES[task],
+        title="Learning curves" if task == "text" else "Recall learned over training",
+        baselines=levels,
+        y_range=None if task == "text" else (0.0, 1.05),
+    )
+    return Figure(
+        files=files,
+        alt=f"{_MEASURES[task]} against training tokens for {', '.join(s.name for s in series)}",
+        caption=f"{_MEASURES[task].capitalize()} against training tokens.",
+    )
+
+
+def _recall_by_pairs(comparison: Comparison) -> Figure | None:
+    runs = [run for run in comparison.of("mqar") if run.by_pairs]
+    if not runs:
+        return None
+    files = line_figure(
+        [
+            Series(
+                name=run.model,
+                x=sorted(run.by_pairs),
+                y=[run.by_pairs[c] for c in sorted(run.by_pairs)],
+            )
+            for run in runs
+        ],
+        x="key–value pairs to remember",
+        y="recall accuracy",
+        title="Recall by number of pairs",
+        log_x=True,
+        y_range=(0.0, 1.05),
+    )
+    return Figure(
+        files=files,
+        alt="Recall accuracy against the number of key-value pairs",
+        caption="Accuracy at the end of training, by how many pairs stand in the context.",
+    )
+
+
+def save_comparison(
+    comparison: Comparison, out: str | PathLike[str], *, command: str = ""
+) -> dict[str, Path]:
+    """Write ``report.html``, ``results.json``, ``results.csv`` and the figures into a folder.
+
+    Returns:
+        Paths by what they are. Every file is written whole or not at all.
+    """
+    folder = Path(out)
+    sections: list[Table | Figure | Note] = []
+    paths: dict[str, Path] = {}
+    if comparison.interrupted:
+        sections.append(
+            Note(
+                title="Interrupted",
+                text="This comparison was stopped early; it shows what was done.",
+            )
+        )
+    for task in comparison.sizes:
+        if not comparison.of(task):
+            continue
+        sections.append(table(comparison, task))
+        for name, figure in _figures(comparison, task):
+            sections.append(figure)
+            paths[name], _ = figure.files.save(folder / name)
+    for task, model, reason in comparison.failures:
+        sections.append(Note(title=f"{model} could not be trained on {task}", text=reason))
+    report = Report(
+        title="Sequence layers compared",
+        command=command,
+        summary=_summary(comparison),
+        facts=comparison.environment.facts(),
+        sections=sections,
+    )
+    data = json.dumps(comparison.to_dict(), indent=2, allow_nan=False)
+    paths["json"] = write_atomic(folder / "results.json", data + "\n")
+    paths["csv"] = write_atomic(folder / "results.csv", _csv(comparison.runs))
+    paths["report"] = report.save(folder / "report.html")
+    return paths
+
+
+def _figures(comparison: Comparison, task: str) -> list[tuple[str, Figure]]:
+    found = [(f"{task}-curves", _curves(comparison, task))]
+    if task == "mqar":
+        found.append(("mqar-pairs", _recall_by_pairs(comparison)))
+    return [(name, figure) for name, figure in found if figure is not None]
+
+
+def _summary(comparison: Comparison) -> str:
+    parts: list[str] = []
+    for task, best in (("text", min), ("mqar", max)):
+        runs = [run for run in comparison.of(task) if run.value is not None and run.finished]
+        if runs:
+            top = best(runs, key=lambda run: run.value or 0.0)
+            parts.append(f"Best on {task}: {top.model} with {top.value:.3f} {_MEASURES[task]}.")
+    below = [r for r in comparison.of("text") if r.value is not None]
+    if comparison.bigram is not None and below:
+        count = sum((run.value or 0.0) < comparison.bigram for run in below)
+        parts.append(
+            f"{count} of {len(below)} are below the byte bigram's {comparison.bigram:.3f}."
+        )
+    return " ".join(parts)
+
+
+def _csv(runs: Sequence[ModelRun]) -> str:
+    pairs = sorted({count for run in runs for count in run.by_pairs})
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    plain = ["task", "model", "value", "parameters", "state_bytes", "grows", "tokens"]
+    plain += ["tokens_per_second", "seconds", "finished"]
+    writer.writerow([*plain, *(f"accuracy_{count}_pairs" for count in pairs)])
+    for run in runs:
+        writer.writerow(
+            [getattr(run, name) for name in plain] + [run.by_pairs.get(c, "") for c in pairs]
+        )
+    return out.getvalue()

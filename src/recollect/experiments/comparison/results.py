@@ -1,0 +1,191 @@
+"""What `compare` is told and what it gives: sizes, runs, a comparison, and who watches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Protocol
+
+from recollect.experiments.comparison.training import History, Schedule
+from recollect.experiments.framework.records import plain
+from recollect.report.environment import Environment
+
+__all__ = ["DEFAULTS", "Comparison", "ModelRun", "Nobody", "Sizes", "Watcher"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How big a task's models and runs are.
+
+    Attributes:
+        width, depth, heads: of the model; its feed-forward width is set so that all models of a
+            comparison have equal parameters.
+        length: tokens per example.
+        schedule: steps, batch, learning rate.
+        key_dim: K of every memory whose preset does not say; width / heads if ``None``.
+    """
+
+    width: int
+    depth: int
+    heads: int
+    length: int
+    schedule: Schedule
+    key_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("width", "depth", "heads", "length", "key_dim"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"Sizes: {name} must be at least 1, not {size}")
+
+    def but(
+        self,
+        *,
+        steps: int | None = None,
+        lr: float | None = None,
+        width: int | None = None,
+        depth: int | None = None,
+        heads: int | None = None,
+        length: int | None = None,
+        batch: int | None = None,
+        tokens: int | None = None,
+        key_dim: int | None = None,
+    ) -> Sizes:
+        """These sizes with what is given replaced; ``tokens`` sets the steps, rounded up.
+
+        Raises:
+            ValueError: a size below 1, or both steps and tokens.
+        """
+        given = {"steps": steps, "lr": lr, "batch": batch}
+        schedule = replace(self.schedule, **{name: x for name, x in given.items() if x is not None})
+        sizes = {
+            "width": width,
+            "depth": depth,
+            "heads": heads,
+            "length": length,
+            "key_dim": key_dim,
+        }
+        changed = replace(
+            self, schedule=schedule, **{name: x for name, x in sizes.items() if x is not None}
+        )
+        if tokens is None:
+            return changed
+        if steps is not None:
+            raise ValueError("steps and tokens exclude each other: one follows from the other")
+        if tokens < 1:
+            raise ValueError(f"tokens must be at least 1, not {tokens}")
+        steps = -(-tokens // (schedule.batch * changed.length))
+        return replace(changed, schedule=replace(schedule, steps=steps))
+
+
+DEFAULTS: dict[str, Sizes] = {
+    "text": Sizes(
+        width=128, depth=2, heads=4, length=256, schedule=Schedule(steps=140, batch=8, lr=4e-3)
+    ),
+    # One layer, one head: its convolution pairs keys with values, and a memory of 64 x 64 holds
+    # every pair. With two layers most models are still at the start after as many tokens.
+    "mqar": Sizes(
+        width=64, depth=1, heads=1, length=48, schedule=Schedule(steps=600, batch=16, lr=7e-3)
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRun:
+    """One model on one task.
+
+    Attributes:
+        parameters: trained numbers.
+        state_bytes: what decoding must keep per sequence after ``length`` tokens.
+        grows: whether that grows with the sequence.
+        value: bits per held-out byte (text), or accuracy over all pair counts (mqar).
+        by_pairs: accuracy by number of pairs (mqar).
+        curve: (training tokens, value).
+        seconds: of training alone; cpu_seconds: processor time of training and measuring, over all
+            threads.
+        finished: False when the run was interrupted; the numbers are those so far.
+    """
+
+    task: str
+    model: str
+    parameters: int
+    state_bytes: int
+    grows: bool
+    value: float | None
+    by_pairs: dict[int, float] = field(default_factory=dict)
+    curve: tuple[tuple[int, float], ...] = ()
+    tokens: int = 0
+    tokens_per_second: float = 0.0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    finished: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A comparison, whole or interrupted.
+
+    Attributes:
+        runs: by task, in the order of the models.
+        bigram: bits per byte of a smoothed byte bigram on the same held-out text.
+        text: source and digest of the text.
+        chance: accuracy of guessing among the values (mqar).
+        interrupted: whether somebody stopped it.
+        processes: that trained side by side; speeds are those of one beside the others.
+        failures: (task, model, reason) of models that could not be trained.
+    """
+
+    runs: tuple[ModelRun, ...]
+    sizes: Mapping[str, Sizes]
+    seed: int
+    environment: Environment
+    bigram: float | None = None
+    text: Mapping[str, str] = field(default_factory=dict)
+    chance: float | None = None
+    interrupted: bool = False
+    processes: int = 1
+    failures: tuple[tuple[str, str, str], ...] = ()
+
+    def of(self, task: str) -> list[ModelRun]:
+        """The runs of one task."""
+        return [run for run in self.runs if run.task == task]
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {
+            **plain(asdict(self)),
+            "environment": self.environment.to_dict(),
+            "schema": 1,
+        }
+
+
+class Watcher(Protocol):
+    """Whoever shows progress; with several processes, several runs are on their way at once."""
+
+    def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
+        """A model starts."""
+
+    def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
+        """A step was taken; of another process not every step is told."""
+
+    def end(self, run: ModelRun) -> None:
+        """A model is done, or was stopped."""
+
+    def fail(self, task: str, model: str, reason: str) -> None:
+        """A model could not be trained, begun or not."""
+
+
+class Nobody:
+    """Watches nothing."""
+
+    def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
+        """A model starts."""
+
+    def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
+        """A step was taken."""
+
+    def end(self, run: ModelRun) -> None:
+        """A model is done, or was stopped."""
+
+    def fail(self, task: str, model: str, reason: str) -> None:
+        """A model could not be trained, begun or not."""

@@ -1,0 +1,242 @@
+"""A table that grows row by row: each model's result is a file, and those that stand are kept.
+
+Runs of an hour each are not repeated because one of them failed. Rows lie side by side only under
+equal terms, so every file says its own, and a table of unequal ones is refused. How the width is
+divided into heads is no such term but a row's own, as its recipe is, and stands in the table:
+polynomial features of degree 2 are 2,145 of a key of 64 channels and 153 of a key of 16.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from recollect.experiments.comparison.compare import Named, compare, named
+from recollect.experiments.comparison.jobs import training_environment
+from recollect.experiments.comparison.results import Comparison, ModelRun, Nobody, Sizes, Watcher
+from recollect.experiments.framework.records import plain
+from recollect.report.files import write_atomic
+from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
+
+__all__ = ["add_rows", "write_rows_table"]
+
+SCHEMA = 1
+PER_ROW = ("heads", "key_dim")
+"""Terms that the rows of one table need not share; the same model is not made twice, though."""
+
+
+def add_rows(
+    models: Sequence[Named],
+    folder: str | PathLike[str],
+    *,
+    sizes: Sizes,
+    parameters: int,
+    text: str | None = None,
+    corpus: TextCorpus | None = None,
+    seed: int = 0,
+    method: str = "auto",
+    jobs: int = 1,
+    watcher: Watcher | None = None,
+    command: str = "",
+) -> Comparison | None:
+    """Train the models whose rows a folder lacks, on text; the table is rewritten after each.
+
+    Args:
+        models, text, corpus, seed, method, parameters, jobs, watcher: as in `compare`.
+        folder: holds ``NAME.json`` for each model and ``README.md``, the table.
+        sizes: of every model and run.
+        command: that makes the table, to be printed above it.
+
+    Returns:
+        What was measured now, ``None`` if every row stood. A model that was interrupted leaves no
+        row.
+
+    Raises:
+        ValueError: a row that stands was made under other terms.
+    """
+    place = Path(folder)
+    corpus = corpus or load_text(text)
+    terms = _terms(sizes, parameters, corpus.sha256, seed, method)
+    for path in sorted(place.glob("*.json")):
+        _stands(path, _shared(terms))  # before anything is trained: other terms make no table
+    layers: dict[str, dict[str, Any]] = {}
+    todo: list[Named] = []
+    for model in models:
+        name, recipe, options = named(model)
+        layers[name] = {"recipe": recipe.to_dict(), "options": options.to_dict()}
+        path = place / f"{name}.json"
+        if path.exists():
+            _stands(path, {**terms, **layers[name]})
+        else:
+            todo.append(model)
+    if not todo:
+        return None
+    common = {
+        "schema": SCHEMA,
+        "command": command,
+        "terms": terms,
+        "bigram": bigram_bits_per_byte(corpus),
+        "source": corpus.source,
+        "environment": training_environment(len(todo), jobs).to_dict(),
+    }
+
+    def keep(run: ModelRun) -> None:
+        row = {**common, "model": run.model, **layers[run.model], "run": plain(asdict(run))}
+        write_atomic(place / f"{run.model}.json", json.dumps(row, indent=2, allow_nan=False) + "\n")
+        write_rows_table(place)
+
+    return compare(
+        todo,
+        ["text"],
+        corpus=corpus,
+        sizes={"text": sizes},
+        seed=seed,
+        method=method,
+        parameters=parameters,
+        jobs=jobs,
+        watcher=_Keeper(watcher or Nobody(), keep),
+    )
+
+
+class _Keeper:
+    """Keeps every run that came to its end, and tells another watcher all."""
+
+    def __init__(self, other: Watcher, keep: Callable[[ModelRun], None]) -> None:
+        self.begin, self.step, self.fail = other.begin, other.step, other.fail
+        self.other, self.keep = other, keep
+
+    def end(self, run: ModelRun) -> None:
+        if run.finished:
+            self.keep(run)
+        self.other.end(run)
+
+
+def _terms(sizes: Sizes, parameters: int, sha256: str, seed: int, method: str) -> dict[str, Any]:
+    """What two rows must share to be compared, as JSON gives it back."""
+    terms = {**asdict(sizes), "parameters": parameters, "sha256": sha256, "seed": seed}
+    return json.loads(json.dumps({**terms, "method": method}))
+
+
+def _shared(terms: Mapping[str, Any]) -> dict[str, Any]:
+    """What all rows of a table have in common."""
+    return {name: value for name, value in terms.items() if name not in PER_ROW}
+
+
+def _stands(path: Path, terms: Mapping[str, Any]) -> None:
+    """Refuse a row that was made under other terms."""
+    row = _read(path)
+    found = {**row["terms"], "recipe": row["recipe"], "options": row["options"]}
+    for name, value in json.loads(json.dumps(terms)).items():
+        if found.get(name) != value:
+            what = f": {name} is another" if isinstance(value, dict) else ""
+            what = what or f": {name} was {found.get(name)!r}, not {value!r}"
+            raise ValueError(
+                f"{path} was made under other terms{what}; take another folder for these, or "
+                "delete the file to train it anew"
+            )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; delete it to train it anew") from None
+    if not isinstance(row, dict) or row.get("schema") != SCHEMA:
+        raise ValueError(f"{path} is no row of such a table; delete it or take another folder")
+    return row
+
+
+def write_rows_table(folder: str | PathLike[str]) -> Path:
+    """Write ``README.md`` from all rows of a folder, best first.
+
+    Raises:
+        ValueError: no rows, or rows under different terms.
+    """
+    place = Path(folder)
+    rows = [_read(path) for path in sorted(place.glob("*.json"))]
+    if not rows:
+        raise ValueError(f"{place} has no rows")
+    first = rows[0]
+    for row in rows[1:]:
+        if _shared(row["terms"]) != _shared(first["terms"]):
+            raise ValueError(
+                f"{place}: {first['model']} and {row['model']} were made under different terms, so "
+                "they are no table"
+            )
+    rows.sort(key=lambda row: (row["run"]["value"] is None, row["run"]["value"]))
+    return write_atomic(place / "README.md", _page(rows))
+
+
+def _page(rows: Sequence[dict[str, Any]]) -> str:
+    first = rows[0]
+    terms, schedule = first["terms"], first["terms"]["schedule"]
+    tokens = schedule["steps"] * schedule["batch"] * terms["length"]
+    devices = dict.fromkeys(
+        "{device}, torch {torch}, Python {python}".format_map(row["environment"]) for row in rows
+    )
+    lines = [
+        "# Language models at equal parameters and tokens",
+        "",
+        f"Held-out bits per byte of text after {tokens:,} training bytes. Every model has "
+        f"{terms['depth']} layers of width {terms['width']}, and about "
+        f"{terms['parameters']:,} trained parameters, which the width of its MLP is set to. "
+        f"{schedule['steps']} steps of {schedule['batch']} × {terms['length']} bytes, AdamW, "
+        f"weight decay {schedule['weight_decay']:g}, clipping at {schedule['clip']:g}, peak "
+        f"learning rate {schedule['lr']:g} after a warm-up over {schedule['warmup']:.0%} of the "
+        f"steps, then a cosine to 0; float32, seed {terms['seed']}. Each row is at its preset's "
+        "own defaults, nothing is tuned per row. Keys have K = width / heads channels where no "
+        "other K is told.",
+        "",
+        f"Made by `{first['command']}`; a command with other `--models`, "
+        "and `--heads` or `--key-dim` of their own, adds rows."
+        if first["command"]
+        else "",
+        "",
+        f"Text: {first['source']}, sha256 `{terms['sha256']}`. Held-out: 131,072 bytes of "
+        "paragraphs that the training part does not have.",
+        "",
+        f"Device: {'; '.join(devices)}. CPU minutes are of the whole run with its measurements, "
+        "summed over its threads; minutes are the clock's, of training alone, on a machine that "
+        "other work may have shared.",
+        "",
+        "| model | bits per byte | parameters | heads | state, bytes per sequence | threads "
+        "| CPU minutes | minutes | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(_line(row) for row in rows),
+        f"| byte bigram | {first['bigram']:.3f} | | | | | | | |",
+        "",
+        "One seed, models this small and a text this short show that a layer learns and how fast, "
+        "not which is best at scale. `NAME.json` holds a row's learning curve, recipe and "
+        "environment.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    run = row["run"]
+    value = "diverged" if run["value"] is None else f"{run['value']:.3f}"
+    state = f"{run['state_bytes']:,}{', grows' if run['grows'] else ''}"
+    spent = run.get("cpu_seconds", row.get("cpu_seconds"))
+    minutes = "–" if spent is None else f"{spent / 60:.1f}"
+    terms, environment = row["terms"], row["environment"]
+    heads = str(terms["heads"])
+    key_dim = row["options"].get("key_dim") or terms["key_dim"]  # a preset's own comes first
+    if key_dim is not None:
+        heads += f", K = {key_dim}"
+    cells = (
+        f"`{row['model']}`",
+        value,
+        f"{run['parameters']:,}",
+        heads,
+        state,
+        str(environment["threads"]),
+        minutes,
+        f"{run['seconds'] / 60:.1f}",
+        environment["commit"][:8],
+    )
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,121 @@
+"""The tasks of `compare`: the tokens models are trained on, and how they are measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from recollect.experiments.comparison.results import Sizes
+from recollect.experiments.comparison.training import Examples
+from recollect.tasks.mqar import IGNORE, MqarConfig, mqar
+from recollect.tasks.text import TextCorpus, batches, heldout_windows
+
+__all__ = ["MQAR_BEYOND", "MQAR_PAIRS", "MQAR_VOCAB", "TASKS", "CompareTask", "compare_task"]
+
+TASKS = ("text", "mqar")
+
+MQAR_VOCAB = 64
+MQAR_PAIRS = (4, 8, 12)
+MQAR_BEYOND = (16, 24)
+"""Pair counts that are asked but never trained on: does what was learned hold more?"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareTask:
+    """A task made ready.
+
+    Attributes:
+        examples: to train on.
+        evaluate: measures a model on the way. final: measures it well, with accuracy by pairs.
+    """
+
+    examples: Examples
+    evaluate: Callable[[nn.Module], float]
+    final: Callable[[nn.Module], tuple[float, dict[int, float]]]
+
+
+def compare_task(task: str, size: Sizes, seed: int, corpus: TextCorpus | None) -> CompareTask:
+    """The same for every model, and in every process, with the same seed.
+
+    Args:
+        task: out of `TASKS`.
+        corpus: of the task text.
+    """
+    if task == "mqar":
+        return _mqar_task(size, seed)
+    assert corpus is not None
+    return _text_task(corpus, size, seed)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _text_task(corpus: TextCorpus, size: Sizes, seed: int) -> CompareTask:
+    generator = torch.Generator().manual_seed(seed)
+    stream = batches(corpus, length=size.length, batch=size.schedule.batch, generator=generator)
+    examples = Examples(next(stream) for _ in range(size.schedule.steps))
+
+    def bits(model: nn.Module, limit: int | None) -> float:
+        total, count = 0.0, 0
+        for inputs, labels in heldout_windows(
+            corpus, length=size.length, batch=4 * size.schedule.batch, limit=limit
+        ):
+            asked, loss = _asked(model, inputs, labels)
+            total, count = total + float(loss.sum()), count + int(asked.sum())
+        return total / count / math.log(2)
+
+    return CompareTask(
+        examples=examples,
+        evaluate=lambda model: bits(model, 16_384),
+        final=lambda model: (bits(model, 131_072), {}),
+    )
+
+
+def _asked(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a label asks something, and the loss there in nats."""
+    device = _device(model)
+    logits = model(input_ids=inputs.to(device)).logits.float()
+    labels = labels.to(device)
+    asked = labels != IGNORE
+    loss = nn.functional.cross_entropy(logits[asked], labels[asked], reduction="none")
+    return asked, loss
+
+
+def _mqar_task(size: Sizes, seed: int) -> CompareTask:
+    generator = torch.Generator().manual_seed(seed)
+    configs = [
+        MqarConfig(vocab=MQAR_VOCAB, pairs=pairs, length=size.length) for pairs in MQAR_PAIRS
+    ]
+    count = size.schedule.steps * size.schedule.batch
+    share = math.ceil(count / len(configs))
+    examples = Examples([mqar(config, share, generator) for config in configs])
+    test = torch.Generator().manual_seed(seed + 1_000_003)
+    beyond = [
+        MqarConfig(vocab=MQAR_VOCAB, pairs=pairs, length=max(size.length, 4 * pairs))
+        for pairs in MQAR_BEYOND
+    ]
+    held = {config.pairs: mqar(config, 256, test) for config in (*configs, *beyond)}
+
+    def accuracy(model: nn.Module, limit: int) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for pairs, (inputs, labels) in held.items():
+            logits = model(input_ids=inputs[:limit].to(_device(model))).logits
+            here = labels[:limit].to(logits.device)
+            asked = here != IGNORE
+            found[pairs] = float((logits.argmax(-1)[asked] == here[asked]).float().mean())
+        return found
+
+    def final(model: nn.Module) -> tuple[float, dict[int, float]]:
+        by_pairs = accuracy(model, 256)
+        return sum(by_pairs.values()) / len(by_pairs), by_pairs
+
+    def evaluate(model: nn.Module) -> float:
+        by_pairs = accuracy(model, 64)
+        return sum(by_pairs.values()) / len(by_pairs)
+
+    return CompareTask(examples=examples, evaluate=evaluate, final=final)

@@ -1,0 +1,214 @@
+"""One training loop for all task models: a grid of learning rates, early stop, lengths that grow.
+
+A task model maps a batch of inputs to logits ``[B, T, classes]``. Batches are drawn as they are
+needed from a generator of their own, so that every model of a grid sees the same ones. Language
+models, which need checkpoints and many devices, are trained by `comparison.training`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recollect.tasks.mqar import IGNORE
+
+__all__ = ["Budget", "Fit", "accuracy", "fit", "work_of"]
+
+LOST = 20
+"""So many steps in a row without a finite gradient, and training has diverged."""
+
+Draw = Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
+"""Draws a batch (inputs, labels) at a level of the curriculum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How a task model is trained: AdamW with warm-up.
+
+    Attributes:
+        steps: of the optimizer, for each learning rate.
+        lrs: peak learning rates to try, in this order.
+        weight_decay: AdamW's. clip: largest gradient norm.
+        warmup: share of the steps spent warming up. decay: after it, ``"cosine"`` or ``"linear"``
+            to zero, or ``"none"``.
+        evaluations: how often the model is measured.
+        solved: a measured value that ends training, and the search for a learning rate.
+        promoted: accuracy on the last batches that lengthens the task, where it has several levels.
+    """
+
+    steps: int
+    lrs: tuple[float, ...]
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    warmup: float = 0.05
+    decay: str = "cosine"
+    evaluations: int = 10
+    solved: float = 0.999
+    promoted: float = 0.99
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.evaluations < 1 or not self.lrs:
+            raise ValueError("Budget needs at least one step, one evaluation and one learning rate")
+        if self.decay not in ("cosine", "linear", "none"):
+            raise ValueError(
+                f"Budget: decay must be 'cosine', 'linear' or 'none', not {self.decay!r}"
+            )
+
+    def rate(self, step: int) -> float:
+        """The learning rate at a step, in units of the peak."""
+        warm = max(1, round(self.warmup * self.steps))
+        if step < warm:
+            return (step + 1) / warm
+        share = (step - warm) / max(1, self.steps - warm)
+        if self.decay == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * share))
+        return 1 - share if self.decay == "linear" else 1.0
+
+
+@dataclass(kw_only=True)
+class Fit:
+    """A trained model and how it came about.
+
+    Attributes:
+        value: the best measured on the way; NaN when training diverged at every rate before it
+            was measured.
+        lr: the learning rate that reached it. steps: begun at that rate, lost ones among them;
+            spent: at all rates.
+        curve: (step, value) of that rate.
+        levels: (step, level) of every lengthening.
+        lost: steps that were not taken, for their gradient was not finite; `LOST` in a row end
+            training.
+    """
+
+    model: nn.Module
+    value: float
+    lr: float
+    steps: int
+    spent: int = 0
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    levels: list[tuple[int, int]] = field(default_factory=list)
+    lost: int = 0
+
+
+def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor, *, batch: int = 256) -> float:
+    """The share of labels that the model's largest logit names; 0 where nothing is asked."""
+    right = asked = 0
+    device = next(model.parameters()).device
+    was = model.training
+    model.eval()
+    with torch.no_grad():
+        for some, wanted in zip(inputs.split(batch), labels.split(batch), strict=True):
+            wanted = wanted.to(device)
+            here = wanted != IGNORE
+            right += int(((model(some.to(device)).argmax(-1) == wanted) & here).sum())
+            asked += int(here.sum())
+    model.train(was)
+    return right / max(1, asked)
+
+
+def fit(
+    make: Callable[[], nn.Module],
+    draw: Draw,
+    evaluate: Callable[[nn.Module], float],
+    budget: Budget,
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    levels: Sequence[int] = (0,),
+) -> Fit:
+    """Train a model at each learning rate until one solves the task; the best one is returned.
+
+    Args:
+        make: a new model; its weights follow torch's global generator, which is seeded here.
+        draw: batches.
+        evaluate: measures a model, higher is better.
+        seed: of weights and batches.
+        levels: of the curriculum; with several, the next begins when the last batches were
+            answered as well as ``budget.promoted`` says.
+    """
+    best: Fit | None = None
+    spent = 0
+    for lr in budget.lrs:
+        torch.manual_seed(seed)
+        found = _at_rate(make().to(device), draw, evaluate, budget, lr, seed, levels)
+        spent += found.steps
+        if best is None or not found.value <= best.value:
+            best = found if best is None or not math.isnan(found.value) else best
+        if best.value >= budget.solved and len(levels) == 1:
+            break
+    assert best is not None
+    best.spent = spent
+    return best
+
+
+def _at_rate(
+    model: nn.Module,
+    draw: Draw,
+    evaluate: Callable[[nn.Module], float],
+    budget: Budget,
+    lr: float,
+    seed: int,
+    levels: Sequence[int],
+) -> Fit:
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=budget.weight_decay)
+    every = max(1, budget.steps // budget.evaluations)
+    found = Fit(model=model, value=math.nan, lr=lr, steps=0)
+    level, recent, lost = 0, 0.0, 0
+    for step in range(budget.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * budget.rate(step)
+        inputs, labels = draw(generator, levels[level])
+        labels = labels.to(device)
+        logits = model(inputs.to(device))
+        loss = functional.cross_entropy(
+            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), budget.clip)
+        found.steps = step + 1
+        if math.isfinite(float(loss.detach())) and math.isfinite(float(norm)):
+            optimizer.step()
+            lost = 0
+        else:  # no weight becomes NaN, so that what was learned before can be measured
+            lost += 1
+            found.lost += 1
+            if lost == LOST:
+                break
+        if len(levels) > 1 and level + 1 < len(levels):
+            asked = labels != IGNORE
+            right = float((logits.detach().argmax(-1) == labels)[asked].float().mean())
+            recent = 0.8 * recent + 0.2 * right
+            if recent >= budget.promoted:
+                level, recent = level + 1, 0.0
+                found.levels.append((step + 1, levels[level]))
+        if found.steps % every == 0 or found.steps == budget.steps:
+            value = evaluate(model)
+            found.curve.append((found.steps, value))
+            if not value <= found.value:
+                found.value = value
+            if value >= budget.solved and level + 1 == len(levels):
+                break
+    return found
+
+
+def work_of(
+    model: nn.Module, budget: Budget, *, tokens: float, recall: float = 0.0
+) -> tuple[float, float]:
+    """FLOPs and bytes of a fit, backward passes included.
+
+    Args:
+        tokens: of one batch.
+        recall: forward FLOPs of all memories for one batch (`recollect.cost`).
+    """
+    weights = sum(p.numel() for p in model.parameters())
+    flops = 3 * (2 * weights * tokens + recall) * budget.steps * len(budget.lrs)
+    widest = max(p.numel() // p.shape[0] for p in model.parameters())
+    return flops, 16.0 * weights + 4 * 20 * tokens * widest

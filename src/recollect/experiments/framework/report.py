@@ -1,0 +1,193 @@
+"""What a run leaves behind: its results as JSON and CSV, the figure and a page."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recollect.experiments.framework.experiment import Experiment
+from recollect.experiments.framework.published import published
+from recollect.experiments.framework.records import Missing, Results
+from recollect.experiments.reproduce import Run
+from recollect.report import Figure, FigureFiles, Note, Report, Table, write_atomic
+
+__all__ = ["save_run", "summary_table", "verdict_line"]
+
+
+def verdict_line(run: Run) -> str:
+    """Every claim's verdict, in one line."""
+    return "; ".join(f"{claim.name}: {verdict.status}" for claim, verdict in run.verdicts)
+
+
+def save_run(run: Run) -> dict[str, Path]:
+    """Write the run's files into its folder; every file whole or not at all.
+
+    Returns:
+        Paths by what they are.
+    """
+    folder, experiment, results = run.folder, run.experiment, run.results
+    paths: dict[str, Path] = {}
+    data = json.dumps(run.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
+    paths["json"] = write_atomic(folder / "results.json", data + "\n")
+    paths["csv"] = write_atomic(folder / "results.csv", _csv(results))
+    figure: FigureFiles | None = None
+    try:
+        figure = experiment.draw(results)
+    except (Missing, ValueError):
+        if run.complete:
+            raise
+    if figure is not None:
+        paths["png"], paths["svg"] = figure.save(folder / "figure")
+    paths["report"] = _page(run, figure).save(folder / "report.html")
+    return paths
+
+
+def _page(run: Run, figure: FigureFiles | None) -> Report:
+    experiment, results = run.experiment, run.results
+    sections: list[Table | Figure | Note] = []
+    if not run.complete:
+        sections.append(
+            Note(
+                title="Interrupted",
+                text="This run was stopped early; it shows what was done, and the same command "
+                "goes on where it was.",
+            )
+        )
+    sections.append(_verdicts(run))
+    if figure is not None:
+        sections.append(
+            Figure(
+                files=figure,
+                alt=f"{experiment.title}: {verdict_line(run)}",
+                caption=f"{experiment.title}. Lines are means over seeds and bands run from the "
+                "least to the greatest."
+                if experiment.random
+                else experiment.title,
+            )
+        )
+    sections.append(Note(title="Protocol", text=experiment.protocol))
+    if experiment.tried:
+        sections.append(Note(title="What was tried", text=experiment.tried))
+    sections.append(summary_table(results))
+    sections += paper_tables(experiment)
+    sections.append(
+        Note(title="Configuration", text=json.dumps(dict(results.config), indent=2), code=True)
+    )
+    record = results.records[-1]
+    stands = all(r.rules == experiment.rules for r in results.records)
+    facts = {
+        "scale": results.scale,
+        "seeds": ", ".join(map(str, sorted({r.seed for r in results.records}))),
+        "wall time": f"{results.seconds:,.0f} s, cells one after the other",
+        "device": record.device,
+        "measured at commit": ", ".join(dict.fromkeys(r.commit for r in results.records)),
+        "measured on": record.date,
+        "verdict rules": "as they stood when this was measured"
+        if stands
+        else "changed since some of this was measured: measure anew with --fresh",
+        "software": run.environment.facts()["software"],
+    }
+    return Report(
+        title=f"{experiment.name}: {experiment.title}",
+        command=f"recollect reproduce {experiment.name} --scale {results.scale}",
+        summary=f"{experiment.source}. {verdict_line(run)}.",
+        facts=facts,
+        sections=sections,
+    )
+
+
+def _verdicts(run: Run) -> Table:
+    rows: list[list[str]] = [
+        [claim.name, verdict.status, verdict.because] for claim, verdict in run.verdicts
+    ]
+    words = "\n".join(
+        f"{claim.name}: the paper says: {claim.text} Rule: {claim.rule}"
+        for claim, _ in run.verdicts
+    )
+    return Table(title="Claims", columns=["claim", "verdict", "measured"], rows=rows, caption=words)
+
+
+def paper_tables(experiment: Experiment) -> list[Table]:
+    """The paper's own tables, beside what was measured."""
+    made = []
+    for name in experiment.tables:
+        table = published(name)
+        grouped = any(row.group for row in table.rows)
+        made.append(
+            Table(
+                title=f"Published: {table.table}",
+                columns=["model", *(["group"] if grouped else []), *table.columns],
+                rows=[
+                    [row.model, *([row.group] if grouped else [])]
+                    + [row.values[column] for column in table.columns]
+                    for row in table.rows
+                ],
+                caption=" ".join(filter(None, (f"{table.source}; {table.units}.", table.note))),
+            )
+        )
+    return made
+
+
+def summary_table(results: Results) -> Table:
+    """Numbers by cell: the mean over seeds, and from which to which."""
+    measures = _measures(results)
+    axes = list(dict.fromkeys(name for cell in results.cells() for name in cell))
+    rows: list[list[str | int | float | None]] = []
+    for cell in results.cells():
+        own = Results(records=tuple(r for r in results.records if r.cell == cell))
+        row: list[str | int | float | None] = [_shown(cell.get(name)) for name in axes]
+        for measure in measures:
+            try:
+                row.append(_spread(own.each(measure)))
+            except Missing:
+                row.append(None)
+        rows.append(row)
+    seeds = len({record.seed for record in results.records})
+    return Table(
+        title="Measured",
+        columns=[*axes, *measures],
+        rows=rows,
+        caption=f"Mean over {seeds} seeds, and least … greatest." if seeds > 1 else "",
+    )
+
+
+def _shown(value: object) -> str | int | float | None:
+    return value if isinstance(value, str | int | float) else None
+
+
+def _spread(each: Sequence[float]) -> str:
+    finite = [x for x in each if math.isfinite(x)]
+    if not finite:
+        return "diverged"
+    mean, low, high = sum(finite) / len(finite), min(finite), max(finite)
+    lost = f", {len(each) - len(finite)} diverged" if len(finite) < len(each) else ""
+    return (f"{mean:.4g}" if low == high else f"{mean:.4g} ({low:.4g} … {high:.4g})") + lost
+
+
+def _measures(results: Results) -> list[str]:
+    """Names of what is a number, not a curve."""
+    found: dict[str, None] = {}
+    for record in results.records:
+        for name, value in record.values.items():
+            if not isinstance(value, Sequence):
+                found[name] = None
+    return list(found)
+
+
+def _csv(results: Results) -> str:
+    """One line per cell and seed; curves are in the JSON."""
+    axes = list(dict.fromkeys(name for cell in results.cells() for name in cell))
+    measures = _measures(results)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*axes, "seed", *measures, "seconds"])
+    for record in results.records:
+        row: list[Any] = [record.cell.get(name, "") for name in axes]
+        values = [record.values.get(name, "") for name in measures]
+        writer.writerow([*row, record.seed, *values, record.seconds])
+    return out.getvalue()

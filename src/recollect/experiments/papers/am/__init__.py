@@ -1,0 +1,1 @@
+"""Associative memory: the figures of the AM paper."""

@@ -1,0 +1,1 @@
+"""ATLAS: capacity, learnability, recall and MAD."""

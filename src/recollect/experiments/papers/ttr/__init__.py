@@ -1,0 +1,1 @@
+"""Test-time regression: its figures."""

@@ -1,0 +1,494 @@
+"""`diagnose`: what a layer's memory does with a sequence, head by head, and where it breaks.
+
+Inner batches are run one after the other, by whatever engine runs the layer. Before each, its keys
+are read from the memory as it stands: the loss of these predictions is the *surprise*. After it,
+they are read again: how much of the error has gone is the *effective step*
+
+    s_t = ⟨p_before − p_after, e_t⟩ / ‖e_t‖²,    e_t = ∂ℓ/∂prediction before,
+
+0 where nothing was written, 1 where the error is gone, above 2 where the write overshot. For
+DeltaNet it is η‖k‖². In an inner batch it counts what the batch's other tokens wrote too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from recollect.choices.member import RecipeError
+from recollect.choices.memory.maps import Stack
+from recollect.engines.common.problem import resolve, state_dtype
+from recollect.engines.select import select
+from recollect.layer import MemoryLayer
+from recollect.recall.recall import read, recall
+from recollect.recipe.recipe import Recipe
+from recollect.state.state import State
+
+if TYPE_CHECKING:
+    from recollect.layer.gates import Squash
+    from recollect.report import FigureFiles
+
+__all__ = ["Diagnosis", "Fault", "diagnose"]
+
+OVERSHOOT = 2.0
+EDGE = 0.01  # a gate this near to an end, in units of its range, hardly moves any more
+GROWS = 100.0  # times its start: a norm that is on its way out of every range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """The first value that is not finite.
+
+    Attributes:
+        what: which tensor: ``"x"``, ``"q"``, ``"gate lr"``, ``"param ..."``, ``"memory W1"``,
+            ``"output"``.
+        row, token, head: where; ``None`` where the tensor has no such axis. A memory's token is
+            that of the first output that is not finite, or else the last of its inner batch.
+        gate: the gate behind it, as far as can be told.
+        why: in words.
+    """
+
+    what: str
+    row: int | None = None
+    token: int | None = None
+    head: int | None = None
+    gate: str | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        named = (("token", self.token), ("head", self.head), ("row", self.row))
+        place = ", ".join(f"{name} {value}" for name, value in named if value is not None)
+        gate = f", gate {self.gate!r}" if self.gate else ""
+        return f"{self.what} is not finite{' at ' + place if place else ''}{gate}: {self.why}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What was measured; curves are means over the rows of the batch, on the CPU.
+
+    Attributes:
+        recipe: the layer's. engine: what ran it. batch: b, tokens per inner batch.
+        places: tokens written when norms were taken ``[P]``: the borders of inner batches.
+        memory: norm of the state A by map ``[P, H]``; empty where a memory keeps associations.
+        slots: norm of the algorithm's own state (momentum, moments) over all maps ``[P, H]``.
+        surprise: loss before the write ``[T, H]``. step: effective step ``[T, H]``, see the module.
+            NaN from the first fault on; the step also in an inner batch that is still open.
+        saturated: by gate, share of its values within a hundredth of an end of its range, ``[H]``.
+            A decay is at an end where it keeps 99 % over the whole sequence, or 1 % per token.
+        first: the first value that is not finite, or ``None``.
+    """
+
+    recipe: Recipe
+    engine: str
+    batch: int
+    places: Tensor
+    memory: Mapping[str, Tensor]
+    slots: Mapping[str, Tensor]
+    surprise: Tensor
+    step: Tensor
+    saturated: Mapping[str, Tensor] = field(default_factory=dict)
+    first: Fault | None = None
+
+    @property
+    def heads(self) -> int:
+        """H, number of memories."""
+        return self.surprise.shape[1]
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What should be looked at, worst first; empty when nothing was found."""
+        found = [] if self.first is None else [str(self.first)]
+        for head in range(self.heads):
+            steps = self.step[:, head]
+            steps = steps[steps.isfinite()]
+            over = (steps > OVERSHOOT).double().mean().item() if len(steps) else 0.0
+            if over:
+                found.append(
+                    f"head {head}: {over:.0%} of the writes overshoot, the largest removes "
+                    f"{_short(steps.max().item())} times the error: smaller steps, or shorter keys"
+                )
+            elif len(steps) and steps.abs().max() < 1e-3:
+                found.append(f"head {head}: next to nothing is written: larger steps")
+            for name, norm in {**self.memory, **self.slots}.items():
+                ends = norm[norm[:, head].isfinite(), head]
+                if len(ends) > 1 and ends[-1] > GROWS * ends[0].clamp_min(1.0):
+                    found.append(
+                        f"head {head}: the norm of {name} grows from {_short(ends[0].item())} to "
+                        f"{_short(ends[-1].item())}: faster decays, or a retention that bounds it"
+                    )
+                elif len(ends) > 1 and ends[-1] < 1e-2 * ends[0]:
+                    found.append(
+                        f"head {head}: the norm of {name} fades from {_short(ends[0].item())} to "
+                        f"{_short(ends[-1].item())}: slower decays, or larger steps"
+                    )
+        for name, share in self.saturated.items():
+            for head in (share > 0.5).nonzero().flatten().tolist():
+                found.append(f"head {head}: gate {name!r} is saturated at {share[head]:.0%}")
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: lists, NaN as null."""
+        return {
+            "recipe": self.recipe.to_dict(),
+            "engine": self.engine,
+            "batch": self.batch,
+            "places": self.places.tolist(),
+            "memory": {name: _listed(x) for name, x in self.memory.items()},
+            "slots": {name: _listed(x) for name, x in self.slots.items()},
+            "surprise": _listed(self.surprise),
+            "step": _listed(self.step),
+            "saturated": {name: _listed(x) for name, x in self.saturated.items()},
+            "first": None if self.first is None else vars(self.first),
+            "findings": list(self.findings),
+        }
+
+    def __str__(self) -> str:
+        T = len(self.surprise)
+        head = (
+            f"engine {self.engine}, {self.heads} heads, {T} tokens, inner batches of {self.batch}"
+        )
+        columns = {
+            "head": [str(h) for h in range(self.heads)],
+            **{f"‖{name}‖": self._ends(norm) for name, norm in self.memory.items()},
+            **{f"‖{name}‖": self._ends(norm) for name, norm in self.slots.items()},
+            "surprise": self._thirds(self.surprise),
+            "step": self._thirds(self.step),
+            **{f"{name} at an end": _shares(x) for name, x in self.saturated.items()},
+        }
+        widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
+        lines = [head, "  ".join(f"{name:<{widths[name]}}" for name in columns).rstrip()]
+        for row in zip(*columns.values(), strict=True):
+            cells = (f"{cell:<{w}}" for cell, w in zip(row, widths.values(), strict=True))
+            lines.append("  ".join(cells).rstrip())
+        lines += ["norms: first and last; surprise and step: means of the first and last third"]
+        findings = self.findings or ("nothing to report: all values are finite",)
+        return "\n".join([*lines, *(f"- {line}" for line in findings)])
+
+    def _ends(self, norm: Tensor) -> list[str]:
+        return [f"{_short(a)} → {_short(b)}" for a, b in zip(*norm[[0, -1]].tolist(), strict=True)]
+
+    def _thirds(self, curve: Tensor) -> list[str]:
+        third = max(len(curve) // 3, 1)
+        ends = [part.nanmean(0).tolist() for part in (curve[:third], curve[-third:])]
+        return [f"{_short(a)} → {_short(b)}" for a, b in zip(*ends, strict=True)]
+
+    def figure(self, title: str = "") -> FigureFiles:
+        """Norms, surprise and steps over the tokens, one line per head.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        from recollect.report import Panel, Series, panel_figure
+
+        def lines(x: Tensor, curves: Tensor) -> list[Series]:
+            places = x.tolist()
+            return [
+                Series(name=f"head {h}", x=places, y=curves[:, h].tolist())
+                for h in range(self.heads)
+            ]
+
+        tokens = torch.arange(1, len(self.surprise) + 1)
+        panels = [
+            *(
+                Panel(y=f"norm of {name}", series=lines(self.places, norm))
+                for name, norm in {**self.memory, **self.slots}.items()
+            ),
+            Panel(y="surprise", series=lines(tokens, _smooth(self.surprise))),
+            Panel(
+                y="effective step",
+                series=lines(tokens, _smooth(self.step)),
+                baselines={"error gone": 1.0, "overshoots": OVERSHOOT},
+            ),
+        ]
+        return panel_figure(panels, x="tokens", title=title or self.recipe.memory.at("k_t"))
+
+
+def _listed(x: Tensor) -> Any:
+    if x.dim() > 1:
+        return [_listed(row) for row in x]
+    return [v if math.isfinite(v) else None for v in x.tolist()]
+
+
+def _short(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.3g}"
+
+
+def _shares(x: Tensor) -> list[str]:
+    return [f"{share:.0%}" for share in x.tolist()]
+
+
+def _smooth(curve: Tensor) -> Tensor:
+    """Running means over a fiftieth of the tokens: single tokens would hide the course."""
+    width = max(len(curve) // 50, 1)
+    padded = torch.nn.functional.pad(curve.T, (width - 1, 0), value=torch.nan)
+    return padded.unfold(-1, width, 1).nanmean(-1).T
+
+
+@torch.no_grad()
+def diagnose(layer: MemoryLayer, x: Tensor) -> Diagnosis:
+    """Run tokens through a layer's memory and measure it.
+
+    Works for every recipe. Inner batches are run one at a time (T/b calls of the engine), so at
+    b = 1 this is much slower than the layer itself; a few hundred tokens say enough.
+
+    Args:
+        layer: whose memory to look at.
+        x: tokens ``[B, T, d_model]``, as the layer receives them.
+
+    Raises:
+        ValueError: x of another shape, or without a token.
+    """
+    if not isinstance(layer, MemoryLayer):
+        raise RecipeError(
+            f"diagnose looks at an rc.MemoryLayer, not {type(layer).__name__}: take one out of the "
+            "model, and give it what it receives there"
+        )
+    if x.dim() != 3 or x.shape[-1] != layer.d_model or not x.shape[1]:
+        raise ValueError(
+            f"x must have shape [B, T, {layer.d_model}] with T ≥ 1, not {list(x.shape)}"
+        )
+    return _Patient(layer, x).examine()
+
+
+class _Patient:
+    """One examination: the layer's numbers, and the curves as they grow."""
+
+    def __init__(self, layer: MemoryLayer, x: Tensor) -> None:
+        self.layer, self.x, self.recipe = layer, x, layer.recipe
+        self.b = layer.recipe.algorithm.batch
+        told = layer.associations(x)
+        self.q, self.k, self.v, self.gates, self.params = (
+            *(told.q, told.k, told.v),
+            *(told.gates, told.params),
+        )
+        self.T, self.H = x.shape[1], layer.kv_heads
+        self.memory: dict[str, list[Tensor]] = {name: [] for name in self._map_names()}
+        self.slots: dict[str, list[Tensor]] = {name: [] for name in layer.recipe.algorithm.slots}
+        self.places: list[int] = []
+        self.surprise = torch.full((self.T, self.H), torch.nan)
+        self.step = torch.full((self.T, self.H), torch.nan)
+
+    def _map_names(self) -> list[str]:
+        layer, recipe = self.layer, self.recipe
+        if recipe.nonparametric:
+            return []
+        axes = recipe.axes(layer.head_dim, layer.value_dim)
+        shapes = recipe.shapes(layer.head_dim, layer.value_dim)
+        if isinstance(recipe.memory, Stack):
+            return [m.name for m in recipe.memory.maps(axes["F"], layer.value_dim)]
+        return [recipe.memory.letter] if len(shapes) == 1 else [f"W{i}" for i in range(len(shapes))]
+
+    def examine(self) -> Diagnosis:
+        """Walk through the sequence until its end or the first fault."""
+        first = self._given()
+        if first is None:
+            first = self._walk()
+        return Diagnosis(
+            recipe=self.recipe,
+            engine=select(self.recipe, self.layer.method).engine.name,
+            batch=self.b,
+            places=torch.tensor(self.places),
+            memory={n: torch.stack(x) for n, x in self.memory.items() if x},
+            slots={n: torch.stack(x) for n, x in self.slots.items() if x},
+            surprise=self.surprise,
+            step=self.step,
+            saturated=self._saturated(),
+            first=first,
+        )
+
+    # -- what is given -----------------------------------------------------------------------------
+
+    def _given(self) -> Fault | None:
+        """A fault before anything is memorised: x, then params, then gates, then q, k, v."""
+        learned = {f"param {name}": p for name, p in self.layer.named_parameters()}
+        for name, weight in learned.items():
+            if not weight.isfinite().all():
+                return Fault(what=name, why="a weight of the layer has diverged: train with less")
+        named = {
+            "x": self.x,
+            **{f"gate {name}": g for name, g in self.gates.items()},
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+        }
+        faults: list[Fault] = []
+        for name, tensor in named.items():
+            # A log of −inf is a decay or a rate of 0, which is a value like others.
+            bad = ~(tensor < torch.inf) if name.startswith("gate log_") else ~tensor.isfinite()
+            if not bad.any():
+                continue
+            rows = bad.flatten(3).any(-1) if bad.dim() > 3 else bad  # [B, T, heads or channels]
+            token = int(rows.flatten(2).any(-1).any(0).nonzero()[0])
+            row = int(rows[:, token].flatten(1).any(-1).nonzero()[0])
+            head = None if name == "x" else int(rows[row, token].nonzero()[0])
+            gate = name.removeprefix("gate ") if name.startswith("gate") else None
+            why = "it comes from outside" if name == "x" else "its projection overflows"
+            faults.append(Fault(what=name, row=row, token=token, head=head, gate=gate, why=why))
+            if name == "x":
+                break
+        return min(faults, key=lambda fault: fault.token or 0) if faults else None
+
+    # -- the walk ----------------------------------------------------------------------------------
+
+    def _walk(self) -> Fault | None:
+        state = self._recall(slice(0, 0), None)[1]
+        self._norms(state)
+        for start in range(0, self.T, self.b):
+            cut = slice(start, min(start + self.b, self.T))
+            error, before, loss = self._predict(cut, state, None)
+            self.surprise[cut] = loss
+            y, after = self._recall(cut, state)
+            fault = self._fault(cut, y, after)
+            if fault is not None:
+                return fault
+            if cut.stop - start == self.b:  # an open batch has not written yet
+                _, now, _ = self._predict(cut, after, error)
+                size = error.square().sum(-1)
+                gone = ((before - now) * error).sum(-1) / torch.where(size == 0, 1.0, size)
+                self.step[cut] = torch.where(size == 0, torch.nan, gone).nanmean((0, -1)).cpu()
+                self._norms(after)
+            state = after
+        return None
+
+    def _recall(self, cut: slice, state: State | None) -> tuple[Tensor, State]:
+        y, after = recall(
+            self.recipe,
+            *(self.q[:, cut], self.k[:, cut], self.v[:, cut]),
+            {name: gate[:, cut] for name, gate in self.gates.items()},
+            params=self.params,
+            init=self.layer.initial_memory if state is None else None,
+            state=state,
+            method=self.layer.method,
+            chunk_size=self.layer.chunk_size,
+        )
+        assert after is not None
+        return y, after
+
+    def _norms(self, state: State) -> None:
+        self.places.append(int(state.position[0]))
+        scale = 1.0 if state.log_scale is None else state.log_scale.exp()
+
+        def size(w: Tensor) -> Tensor:  # [B, H, ...] -> [B, H]
+            return w.reshape(*w.shape[:2], -1).norm(dim=-1)
+
+        for norms, weight in zip(self.memory.values(), state.weights, strict=False):
+            norms.append((scale * size(weight)).mean(0).float().cpu())
+        for name, slot in state.slots.items():
+            total = torch.stack([size(w).square() for w in slot]).sum(0).sqrt()
+            self.slots[name].append((scale * total).mean(0).float().cpu())
+
+    def _predict(
+        self, cut: slice, state: State, error: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(∂ℓ/∂prediction, predictions ``[B, t, H, n, V]``, loss ``[t, H]``) at the keys."""
+        k, v, bias = self.k[:, cut], self.v[:, cut], self.recipe.bias
+        if self.recipe.associations == 1:
+            k, v = k.unsqueeze(3), v.unsqueeze(3)
+        dtype = state_dtype(k, v)
+        B, t, H, n, _ = k.shape
+        gates = {name: gate[:, cut] for name, gate in self.gates.items()}
+        rates = resolve(
+            self.recipe, gates, self.params, B=B, T=t, H=H, dtype=dtype, device=k.device
+        )
+        prediction = self._at_keys(k, gates, rates, state).to(dtype)
+        if error is not None:
+            return error, prediction, prediction
+        held: dict[str, Tensor] = {}
+        travelling = {gate.name for gate in bias.gates()}  # one number per association
+        for name in bias.numbers:
+            rate = rates[name]
+            if n > 1 and name in travelling:
+                held[name] = rate if bias.numbers[name] else rate.unsqueeze(-1)
+            else:
+                held[name] = rate.unsqueeze(3) if rate.dim() == 4 else rate[..., None, None]
+        v = v.to(dtype)
+        error = bias.error(prediction, v, held)
+        # A bias that states an error and no loss: half its square is as good a measure.
+        loss = bias.loss(prediction, v, held) if bias.states_loss else 0.5 * error.square().sum(-1)
+        return error, prediction, loss.mean((0, -1)).float().cpu()
+
+    def _at_keys(
+        self, k: Tensor, gates: Mapping[str, Tensor], rates: Mapping[str, Tensor], state: State
+    ) -> Tensor:
+        """M(W; φ(k)) of keys ``[B, t, H, n, K]`` at the state, which is at a border."""
+        recipe, (B, t, H, n, K) = self.recipe, k.shape
+        weights = recipe.features.finite and state.weights and recipe.context.horizon is not None
+        if not weights:
+            wanted = {g.name for g in recipe.retention.gates() if "decay" not in g.name}
+            wanted |= {name for part in recipe.context.within for name in part.reads}
+            asked = {name: g.repeat_interleave(n, 1) for name, g in gates.items() if name in wanted}
+            flat = k.transpose(2, 3).reshape(B, t * n, H, K)
+            y = read(recipe, flat, gates=asked, state=state, params=self.params)
+            return y.unflatten(1, (t, n)).transpose(2, 3)
+        position = state.position[:, None] + torch.arange(t, device=k.device)
+        W = [w.to(state_dtype(k)) for w in state.weights]
+        if recipe.retention.linked:
+            first = {name: x[:, 0, :, None, None] for name, x in rates.items() if x.dim() == 3}
+            W = [recipe.retention.link(w, first) for w in W]
+        phi = recipe.features.phi(k.to(W[0].dtype), self.params, "key", position)
+        F = recipe.features.dim(K)
+
+        def by_head(x: Tensor) -> Tensor:  # [B, H, t·n, ·]
+            return x.permute(0, 2, 1, 3, 4).flatten(2, 3)
+
+        forward = recipe.memory.function(F, self.v.shape[-1])
+        y = forward(W, by_head(phi), by_head(k.to(phi.dtype)), self.params)
+        return y.unflatten(2, (t, n)).permute(0, 2, 1, 3, 4)
+
+    def _fault(self, cut: slice, y: Tensor, state: State) -> Fault | None:
+        """What an inner batch broke, if it broke anything."""
+        y = y.unflatten(2, (self.H, -1)).flatten(3)  # [B, t, H, ·]
+        bad = ~y.isfinite().all(-1)
+        names = list(self.memory)
+        broken = [(names[i], ~w.flatten(2).isfinite().all(-1)) for i, w in enumerate(state.weights)]
+        broken = [(name, rows) for name, rows in broken if rows.any()]
+        if not bad.any() and not broken:
+            return None
+        if bad.any():
+            token = int(bad.any(0).any(-1).nonzero()[0])
+            row, head = (int(i) for i in bad[:, token].nonzero()[0])
+        else:
+            token = cut.stop - cut.start - 1
+            row, head = (int(i) for i in broken[0][1].nonzero()[0])
+        largest = self.step[: cut.stop, head]
+        largest = largest[largest.isfinite()].abs().max().item() if cut.start else math.nan
+        rate = next((name for name in ("lr", "log_lr", "erase") if name in self.gates), None)
+        eta = f" ({rate} = {_short(float(self._rate(rate, row, cut.start + token, head)))})" * (
+            rate is not None
+        )
+        why = (
+            f"its writes grew without bound, the largest so far removed {_short(largest)} times "
+            f"the error: smaller steps{eta}"
+            if not largest <= OVERSHOOT
+            else f"its numbers left the range of {y.dtype}{eta}"
+        )
+        what = f"memory {broken[0][0]}" if broken else "output"
+        return Fault(what=what, row=row, token=cut.start + token, head=head, gate=rate, why=why)
+
+    def _rate(self, name: str | None, row: int, token: int, head: int) -> Tensor:
+        return self.gates[name or "lr"][row, token, head].float().mean()
+
+    # -- gates -------------------------------------------------------------------------------------
+
+    def _saturated(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        own = dict(self.layer.gates.named_children())  # a tie makes others of these
+        for name, gate in self.gates.items():
+            squash = getattr(own.get(name), "squash", None)
+            at_end = None if squash is None else self._at_an_end(name, gate.float(), squash)
+            if at_end is not None:
+                found[name] = at_end.float().transpose(0, 2).flatten(1).mean(1).cpu()
+        return found
+
+    def _at_an_end(self, name: str, gate: Tensor, squash: Squash) -> Tensor | None:
+        if name.startswith("log_decay"):
+            return (gate * self.T > math.log(1 - EDGE)) | (gate < math.log(EDGE))
+        if squash.kind != "sigmoid":
+            return None  # open to one side: there is no end to be stuck at
+        share = (gate - squash.low) / (squash.high - squash.low)
+        return (share < EDGE) | (share > 1 - EDGE)

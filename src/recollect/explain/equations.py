@@ -1,0 +1,327 @@
+"""The equations of a recipe: what it solves, how it writes, how it reads.
+
+Every line is made of what the members say about themselves (`recollect.choices.equation_terms`).
+"""
+
+from __future__ import annotations
+
+from recollect.choices.equation_terms import Gradient, Term, Terms, grouped, written
+from recollect.choices.memory.maps import Stack
+from recollect.recipe.recipe import Recipe
+
+__all__ = ["legend", "map_names", "objective", "read_rule", "write_rule"]
+
+
+def _index(recipe: Recipe) -> str:
+    return "tj" if recipe.associations > 1 else recipe.context.index
+
+
+def objective(recipe: Recipe) -> str:
+    """What is minimised at time t."""
+    if recipe.from_gram:
+        penalty = Term(("‖W‖²",), recipe.ridge / 2)
+        return f"{written(_over(recipe, _loss(recipe)))} + {penalty}"
+    i = _index(recipe)
+    x = "k_i" if recipe.nonparametric else recipe.features.lift(f"k_{i}")
+    loss = recipe.bias.term(recipe.memory.at(x, raw=f"k_{i}"), f"v_{i}")
+    if i == "t":
+        return written(_over(recipe, loss, apart=True))
+    if recipe.memory.degree:
+        return _local(recipe, written(loss))
+    if i == "tj":
+        total = written(loss)
+        return f"Σ_(j≤{recipe.associations}) {total if len(loss) == 1 else f'({total})'}"
+    penalty = recipe.algorithm.penalty(recipe)
+    return written(_over(recipe, loss)) + (f" + {penalty}" if penalty else "")
+
+
+def _loss(recipe: Recipe) -> Terms:
+    i = _index(recipe)
+    x = recipe.features.lift(f"k_{i}")
+    return recipe.bias.term(recipe.memory.at(x, raw=f"k_{i}"), f"v_{i}")
+
+
+def _local(recipe: Recipe, loss: str) -> str:
+    """A local polynomial's objective, with the ridge on its slopes."""
+    ridge = recipe.algorithm.ridge
+    assert not isinstance(ridge, str)  # what solves for a query has a constant one
+    slopes = " + ".join(f"‖M{j}‖²" for j in range(1, (recipe.memory.degree or 0) + 1))
+    slopes = slopes if recipe.memory.degree == 1 else f"({slopes})"
+    penalty = Term((slopes,), ridge / 2)
+    inside = written((Term((loss,)), penalty))
+    return recipe.context.total(f"({inside})" if ridge else loss)
+
+
+def _over(recipe: Recipe, terms: Terms, *, apart: bool = False) -> Terms:
+    """A sum of one association as terms of the whole context: one term, or one for each."""
+    total = recipe.context.total
+    if len(terms) > 1 and not apart:
+        return (Term((total(f"({written(terms)})"),)),)
+    return tuple(Term((total(" ".join(t.factors)),), t.coefficient) for t in terms)
+
+
+def _gradient(recipe: Recipe, point: str) -> Gradient:
+    """g_t at the weights ``point``, over the context."""
+    memory, context = recipe.memory, recipe.context
+    i = _index(recipe)
+    x, v = recipe.features.lift(f"k_{i}"), f"v_{i}"
+    if not memory.linear or memory.outer("e", x) is None:
+        alone = Term((context.total(f"∇ℓ({point}; {x}, {v})"),))
+        return Gradient(terms=(alone,), compact=(alone,))
+    error = recipe.bias.error_terms(memory.at(x, W=point), v)
+    error = tuple(term for term in error if term.coefficient != 0)
+    written_at = [memory.outer(grouped(" ".join(term.factors)), x) or "" for term in error]
+    parts = _over(
+        recipe,
+        tuple(Term((text,), t.coefficient) for text, t in zip(written_at, error, strict=True)),
+        apart=True,
+    )
+    compact = parts
+    if len(error) > 1:
+        compact = _over(recipe, (Term((memory.outer(f"({written(error)})", x) or "",)),))
+    affine = recipe.bias.affine
+    sees = affine is not None and affine[0] != 0
+    return Gradient(
+        terms=parts if context.horizon == 1 else compact,
+        compact=compact,
+        erase=parts[:1] if sees else (),
+        write=parts[1:] if sees else parts,
+    )
+
+
+def _probed(recipe: Recipe, point: str) -> tuple[Terms, Terms]:
+    """The erasure and the write of a probe, as terms added to the memory."""
+    probe, affine = recipe.bias.probe, recipe.bias.affine
+    assert probe is not None and affine is not None  # a probe needs an affine bias
+    lift, i = recipe.features.lift, _index(recipe)
+    key, own = lift(f"k_{i}"), lift(f"w_{i}" if probe.at == "token" else f"k_{i}")
+    into = own if probe.write == "probe" else key
+    rate = probe.symbol("rate", i)
+    error = grouped(recipe.memory.at(own, W=point))
+    if probe.per == "key" and isinstance(rate, str):
+        erase = Term((error, f"({rate} ⊙ {into})ᵀ"), -affine[0])
+    else:
+        erase = Term((error, f"{into}ᵀ")).times(rate, -affine[0])
+    write = Term((f"v_{i}", f"{key}ᵀ")).times(recipe.algorithm.pace(i), affine[1])
+    return (erase,), (write,)
+
+
+def write_rule(recipe: Recipe) -> tuple[str, ...]:
+    """How the memory moves at time t, one equation per line."""
+    memory, retention, algorithm = recipe.memory, recipe.retention, recipe.algorithm
+    if recipe.nonparametric:
+        drop = "" if recipe.history is None else f", drop (k_i, v_i) of i ≤ t−{recipe.history}"
+        return (f"keep (k_t, v_t){drop}",)
+    if recipe.algorithm.condenses:
+        return algorithm.solution(recipe)
+    if recipe.from_gram:
+        x = recipe.features.lift("K")
+        ridge = Term(("I",), recipe.ridge)
+        return (f"W_t = Vᵀ {grouped(written((Term(('κ(K, K)',)), ridge)))}⁻¹ {x}ᵀ",)
+    if recipe.context.horizon is None:
+        return _full_pass(recipe)
+    if algorithm.reduce == "mean":
+        return _averaged(recipe)
+    rebuilt = retention.linked or not retention.additive
+    W, A = memory.letter, "A" if retention.linked and retention.additive else memory.letter
+    several = recipe.associations > 1
+    at = "tj" if several else "t"
+    old, new = (f"{A}_(t,j−1)", f"{A}_(t,j)") if several else (f"{A}_(t−1)", f"{A}_t")
+    vector, decay = memory.diagonal, retention.decay
+    point = f"{W}°" if algorithm.batch > 1 else f"{W}_(t,j−1)" if several else f"{W}_(t−1)"
+    if decay is not None and decay.when == "before":
+        point = str(decay.on(point, at, vector=vector))
+    if recipe.bias.probe is not None:
+        erase, write = _probed(recipe, point)
+        lines, step = (), (*erase, *write)
+    else:
+        gradient = _gradient(recipe, point)
+        lines, step = algorithm.moves(gradient, at)
+    equations = [*lines]
+    if algorithm.every == "batch":
+        equations += _at_border(recipe, step, A)
+    else:
+        moves = retention.moves(old, new, step, at=at, vector=vector)
+        if rebuilt and retention.linked and retention.additive:
+            moves = (f"{moves[0]},   {W}_t = {retention.text()}", *moves[1:])
+        equations += [";   ".join((*lines, *moves))] if len(lines) == 1 else moves
+        equations = equations[1:] if len(lines) == 1 else equations
+    if several:
+        n = recipe.associations
+        equations.append(f"j = 1..{n};   {A}_(t,0) = {A}_(t−1),   {A}_t = {A}_(t,{n})")
+        if decay is not None:
+            equations.append("the decay acts on the first sub-step")
+    equations += _rate(recipe)
+    equations += _undivided(recipe)
+    equations += _borders(recipe, " ".join(equations))
+    return tuple(equations)
+
+
+def _rate(recipe: Recipe) -> list[str]:
+    """η_t where it is made from the key."""
+    algorithm, affine = recipe.algorithm, recipe.bias.affine
+    if not algorithm.keyed or affine is None:
+        return []
+    return [f"η_t = {algorithm.rate_text(recipe.features.lift('k_t'), affine[0])}"]
+
+
+def _undivided(recipe: Recipe) -> list[str]:
+    """Where a normalised read divides by a sum over keys that no gradient divides by."""
+    if not recipe.dual or recipe.memory.read.normalize != "sum":
+        return []
+    (W, *others), key = _readers(recipe), f"k_{_index(recipe)}"
+    x = recipe.features.lift(key)
+    return [
+        f"∂({W} {x})/∂{W} counts as {x}{_likewise(others)}: {_mass(recipe, 'j', key)} divides what "
+        "is read, and no step"
+    ]
+
+
+def _borders(recipe: Recipe, text: str) -> list[str]:
+    """What W° is, and when the link acts."""
+    W, b, retention = recipe.memory.letter, recipe.algorithm.batch, recipe.retention
+    if b == 1:
+        return []
+    first = f"{W}° = {W} at the start of the inner batch of {b}"
+    if recipe.at_border:
+        if retention.settles_first:
+            return [f"{first}, and link(A) after its first token; the link acts at its end"]
+        return [f"{first}; the link acts at its end"]
+    return [first] if f"{W}°" in text else []
+
+
+def _at_border(recipe: Recipe, step: Terms, A: str) -> list[str]:
+    """One update at the end of every inner batch; tokens in between read W°."""
+    retention, algorithm, W = recipe.retention, recipe.algorithm, recipe.memory.letter
+    decay, b = retention.decay, algorithm.batch
+    start = f"{A}°"
+    kept = Term((start,)) if decay is None else decay.on(start, "b")
+    moved = tuple(
+        Term(tuple(f.replace("η_t", "η̄") for f in term.factors), term.coefficient) for term in step
+    )
+    line = f"{A}_t = {written((kept, *moved))} at the last token of the inner batch"
+    if retention.linked:
+        line += f",   {W}_t = {retention.text()}"
+    bars = [] if decay is None or not isinstance(decay.rate, str) else ["α_b = Π α_t"]
+    bars += ["η̄ = mean η_t"] if any("η̄" in f for t in moved for f in t.factors) else []
+    over = [f"{', '.join(bars)} over the inner batch; tokens in it read {W}°"] if bars else []
+    return [line, *(over or [f"tokens in the inner batch of {b} read {W}°"])]
+
+
+def _averaged(recipe: Recipe) -> tuple[str, ...]:
+    """TTT's mean over the open inner batch."""
+    algorithm, W, b = recipe.algorithm, recipe.memory.letter, recipe.algorithm.batch
+    x = recipe.features.lift("k_s")
+    gradient = Term((f"∇ℓ({W}°; {x}, v_s)",)).times(algorithm.pace("s"))
+    offset, place = algorithm.symbol("offset"), "1/(place in the batch)"
+    if offset == 0.0:
+        tau = place
+    else:
+        tau = f"max(0, {written((Term((place,)), Term(()).times(offset)))})"
+    return (
+        f"{W}_t = {W}° − τ_t Σ_(s≤t) {gradient}",
+        f"τ_t = {tau}; {W}° and s begin with the inner batch of {b}",
+    )
+
+
+def _full_pass(recipe: Recipe) -> tuple[str, ...]:
+    """Gradient steps on all of the past, from the initial memory, at every token."""
+    W, n = recipe.memory.letter, recipe.algorithm.steps
+    if n == 1:
+        step = _gradient(recipe, f"{W}_0").scaled(recipe.algorithm.pace(), -1.0)
+        return (f"{W}_t = {written((Term((f'{W}_0',)), *step))}",)
+    step = _gradient(recipe, W).scaled(recipe.algorithm.pace(), -1.0)
+    return (f"{W} ← {written((Term((W,)), *step))}", f"{n} times from {W}_0, at every t")
+
+
+def read_rule(recipe: Recipe) -> tuple[str, ...]:
+    """What is read at time t, then what its symbols mean."""
+    memory, read, W = recipe.memory, recipe.memory.read, recipe.memory.letter
+    if recipe.nonparametric:
+        return (_attend(recipe),)
+    if recipe.from_gram:
+        likeness = recipe.features.similarity("k", "q")
+        return ("y_t = W_t φ(q_t), from the rows i ≤ t", f"κ(k, q) = {likeness}")
+    q, k = recipe.features.lift("q_t"), recipe.features.lift("k_t")
+    when = f"{W}_(t−1)" if read.when == "before" else f"{W}_t"
+    found = memory.at(q, raw="q_t", W=when)
+    n = "n_(t−1)" if read.when == "before" else "n_t"
+    notes: list[str] = []
+    if recipe.dual:
+        notes.append(_rows(recipe))
+    elif read.normalize != "none":
+        below = f"({n}·{q})" if read.normalize == "sum" else f"max(|{n}·{q}|, 1)"
+        found = f"{found} / {below}"
+        zero = "; y_t = 0 where that is 0" if read.normalize == "sum" else ""
+        notes.append(f"n_t: the write with 1 in place of v_t{zero}")
+    if read.bonus != 0.0:
+        u = read.symbol("bonus")
+        match = f"⟨{q}, u ⊙ {k}⟩" if isinstance(u, str) else f"⟨{q}, {k}⟩"
+        more = Term((match, "v_t"), 1.0 if isinstance(u, str) else u)
+        found = written((Term((found,)), more))
+    if recipe.algorithm.every == "batch":
+        found = found.replace(f"{W}_t", f"{W}°")
+    elif recipe.at_border:
+        notes.append(f"inside the batch {W}_t is {W}° decayed plus the steps, without the link")
+    return (f"y_t = {found}", *notes)
+
+
+def _rows(recipe: Recipe) -> str:
+    """What a map over infinitely many features is."""
+    x, likeness = recipe.features.lift("x"), recipe.features.similarity("k_i", "x")
+    (W, *others), divided = _readers(recipe), ""
+    if recipe.memory.read.normalize == "sum":
+        divided = f" / {_mass(recipe, 'i', 'x')}"
+        if recipe.retention.decay is not None:
+            divided += ", m_i 1 at first and decayed like u_i"
+    rows = f"κ(k_i, x) = {likeness}, a row u_i per key{_likewise(others)}"
+    return f"{W} {x} = Σ_i κ(k_i, x) u_i{divided}, {rows}"
+
+
+def _mass(recipe: Recipe, i: str, x: str) -> str:
+    """What a normalised read divides by."""
+    weight = "" if recipe.retention.decay is None else f"m_{i} "
+    return f"Σ_{i} {weight}κ(k_{i}, {x})"
+
+
+def _readers(recipe: Recipe) -> list[str]:
+    """The letters of the maps that read features."""
+    memory = recipe.memory
+    names = [m.name for m in memory.maps(1, 1) if m.first] if isinstance(memory, Stack) else []
+    return names or [memory.letter]
+
+
+def _likewise(others: list[str]) -> str:
+    return f", likewise for {', '.join(others)}" if others else ""
+
+
+def _attend(recipe: Recipe) -> str:
+    if recipe.memory.degree:
+        return "y_t = w"
+    total = recipe.context.total("").rstrip()
+    affine = recipe.bias.affine
+    normalized = affine is not None and affine[0] != 0
+    return f"y_t = {total} v_i" + (f" / {total}" if normalized else "")
+
+
+def legend(recipe: Recipe) -> tuple[str, ...]:
+    """What the members' symbols mean."""
+    notes = [note for part in recipe.members() for note in part.notes()]
+    decay = recipe.retention.decay
+    if not recipe.nonparametric and not recipe.memory.linear:
+        maps = ", ".join(map_names(recipe))
+        if maps:
+            notes.insert(0, f"W: {maps}, in order of application")
+        if decay is not None and decay.per in ("key", "key_value"):
+            notes.append("channels of keys decay in the first map, other maps decay by their mean")
+        if decay is not None and decay.per in ("value", "key_value"):
+            notes.append("channels of values decay in the last map, other maps decay by their mean")
+        if recipe.algorithm.per_value:
+            notes.append("rates of value channels act in the last map, other maps take their mean")
+    return tuple(dict.fromkeys(notes))
+
+
+def map_names(recipe: Recipe) -> list[str]:
+    """The names of a deep memory's maps; none for others."""
+    memory = recipe.memory
+    return [m.name for m in memory.maps(1, 1)] if isinstance(memory, Stack) else []

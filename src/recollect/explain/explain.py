@@ -1,0 +1,321 @@
+"""A recipe in words and equations: what it solves, how it moves, which engine runs it and why.
+
+Every line is made of what the members say about themselves (signed terms, see
+`recollect.choices.equation_terms`), so a member of one's own explains itself like any other::
+
+    >>> print(rc.explain("gated_delta_net"))
+    gated_delta_net
+    problem  min  ½‖W k_t − v_t‖²
+    write    W_t = α_t W_(t−1) − η_t (α_t W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ
+    read     y_t = W_t q_t
+    engine   linear (triangular solve)
+    ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from recollect.choices.member import Gate, Param, RecipeError
+from recollect.cost import Cost, cost, readable
+from recollect.engines.select import select
+from recollect.explain.equations import legend, map_names, objective, read_rule, write_rule
+from recollect.explain.naming import PROPERTIES, Named, fingerprint, named, properties
+from recollect.recipe.recipe import CHOICES, Recipe
+from recollect.theory import findings
+
+if TYPE_CHECKING:
+    from recollect.layer.options import LayerOptions
+
+__all__ = [
+    "PROPERTIES",
+    "Explanation",
+    "Named",
+    "explain",
+    "fingerprint",
+    "named",
+    "properties",
+]
+
+_SIZE = 64  # K and V of the numbers that an explanation quotes
+
+
+class _Preset(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def options(self) -> LayerOptions: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What `explain` found; ``str()`` lays it out.
+
+    Attributes:
+        title: the preset's name, or the recipe as one would type it.
+        problem: the objective at time t.
+        write, read: equations, one per line.
+        where: what their symbols mean.
+        engine, how: which engine runs the recipe, and in which way.
+        refused: why each faster engine does not, by name.
+        compiles: whether a call can be inside one graph of `torch.compile`.
+        named: systems with the same recipe, sizes apart. ``of``: how many were looked at.
+        gates, params: the numbers and tensors that `recollect.recall` asks for.
+        init: shapes of the initial memory that it needs, if it does.
+        state: what is remembered between calls, by part.
+        properties: the answers to `PROPERTIES`.
+        cost: the numbers behind the cost line, at K = V = 64.
+        theory: what `recollect.theory` says of it at these sizes, with sources.
+    """
+
+    title: str
+    recipe: Recipe
+    problem: str
+    write: tuple[str, ...]
+    read: tuple[str, ...]
+    where: tuple[str, ...]
+    engine: str
+    how: str
+    refused: Mapping[str, tuple[str, ...]]
+    compiles: bool
+    named: tuple[Named, ...]
+    of: int
+    gates: tuple[Gate, ...]
+    params: tuple[Param, ...]
+    init: tuple[str, ...]
+    state: tuple[str, ...]
+    properties: Mapping[str, bool]
+    cost: Cost | None
+    theory: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "title": self.title,
+            "recipe": self.recipe.to_dict(),
+            "problem": self.problem,
+            "write": list(self.write),
+            "read": list(self.read),
+            "where": list(self.where),
+            "engine": self.engine,
+            "how": self.how,
+            "refused": {name: list(reasons) for name, reasons in self.refused.items()},
+            "compiles": self.compiles,
+            "named": [
+                {"name": n.name, "title": n.title, "row": n.row, "apart": dict(n.apart)}
+                for n in self.named
+            ],
+            "gates": [_asked(gate) for gate in self.gates],
+            "params": [_asked(param) for param in self.params],
+            "init": list(self.init),
+            "state": list(self.state),
+            "properties": dict(self.properties),
+            "cost": None if self.cost is None else self.cost.to_dict(),
+            "theory": list(self.theory),
+        }
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        for label, block in self._blocks():
+            for index, line in enumerate(block):
+                lines.append(f"{label if index == 0 else '':<9}{line}")
+        return "\n".join(lines)
+
+    def _blocks(self) -> Iterator[tuple[str, list[str]]]:
+        yield "problem", [f"min  {self.problem}"]
+        yield "write", list(self.write)
+        yield "read", list(self.read)
+        yield "where", list(self.where)
+        refused = [f"not {name}: {reasons[0]}" for name, reasons in self.refused.items()]
+        if not self.compiles:
+            refused.append("not in torch.compile: the numbers it sees decide what it does next")
+        yield "engine", [f"{self.engine} ({self.how})", *refused]
+        if self.named and [n.name for n in self.named] != [self.title]:
+            yield "named", [", ".join(map(str, self.named))]
+        elif not self.named:
+            yield "named", [f"none of the {self.of}"]
+        yield "needs", list(self._needs())
+        yield "state", list(self.state)
+        yield "cost", list(self._cost())
+        yield "theory", list(self.theory)
+        for label, answer in (("has", True), ("lacks", False)):
+            found = [name for name, holds in self.properties.items() if holds is answer]
+            if found:
+                yield label, [", ".join(found)]
+
+    def _needs(self) -> Iterator[str]:
+        for gate in self.gates:
+            travels = ", of the association" if gate.travels else ""
+            yield f"gate {gate.name} {_shape('B, T, H', gate.axes)} {_span(gate)}{travels}"
+        for param in self.params:
+            drawn = f", drawn ({param.draw})" if param.draw else ""
+            held = "" if param.learned else ", not trained"
+            yield f"param {param.name} {_shape('H', param.axes)} {_span(param)}{drawn}{held}"
+        if self.init:
+            yield f"init {', '.join(self.init)}: a memory of zeros would never learn"
+
+    def _cost(self) -> Iterator[str]:
+        if self.cost is None:
+            return
+        token = readable(self.cost.per_token, "FLOP")
+        decode = readable(self.cost.decode, "FLOP")
+        sizes = f"K = V = {_SIZE}, T = {self.cost.sizes['T']}"
+        yield f"{token} per token and head, {decode} to decode one, at {sizes}"
+        yield from self.cost.notes
+
+
+def explain(recipe: Recipe | str | _Preset, *, method: str = "auto") -> Explanation:
+    """What a recipe solves, how it moves, and how it runs.
+
+    Args:
+        recipe: a recipe, the name of an architecture of the zoo, or a preset.
+        method: explain as if this engine had been asked for.
+
+    Raises:
+        RecipeError: an unknown name, or a method that cannot run the recipe.
+    """
+    title, options, found = _resolve(recipe)
+    selection = select(found, method)
+    matches, of = named(found, options)
+    return Explanation(
+        title=title,
+        recipe=found,
+        problem=objective(found),
+        write=write_rule(found),
+        read=read_rule(found),
+        where=legend(found),
+        engine=selection.engine.name,
+        how=selection.how,
+        refused={name: tuple(reasons) for name, reasons in selection.refused.items()},
+        compiles=selection.engine.compiles,
+        named=matches,
+        of=of,
+        gates=found.gates(),
+        params=found.params(),
+        init=_init(found),
+        state=_state(found),
+        properties=properties(found),
+        cost=_price(found, method),
+        theory=findings(found, _SIZE, _SIZE),
+    )
+
+
+def _resolve(recipe: object) -> tuple[str, LayerOptions | None, Recipe]:
+    if isinstance(recipe, str):
+        from recollect import zoo
+
+        recipe = zoo.get(recipe)
+    if isinstance(recipe, Recipe):
+        return _typed(recipe), None, recipe
+    name, found = getattr(recipe, "name", None), getattr(recipe, "recipe", None)
+    if not isinstance(name, str) or not isinstance(found, Recipe):
+        raise RecipeError(
+            "explain takes a Recipe, the name of an architecture or a preset, not "
+            f"{type(recipe).__name__}"
+        )
+    return name, getattr(recipe, "options", None), found
+
+
+def _typed(recipe: Recipe) -> str:
+    """The recipe as one would type it, defaults left out."""
+    plain = Recipe()
+    said = [
+        f"{name}={getattr(recipe, name).brief}"
+        for name in CHOICES
+        if getattr(recipe, name) != getattr(plain, name)
+    ]
+    return f"Recipe({', '.join(said)})"
+
+
+# -- state, needs, cost --------------------------------------------------------------------------
+
+
+def _shape(lead: str, axes: tuple[str, ...]) -> str:
+    return f"[{', '.join((lead, *axes))}]"
+
+
+def _span(item: Gate | Param) -> str:
+    return str(item.range).replace(">=", "≥").replace("<=", "≤")
+
+
+def _asked(item: Gate | Param) -> dict[str, Any]:
+    lead = "B, T, H" if isinstance(item, Gate) else "H"
+    found: dict[str, Any] = {
+        "name": item.name,
+        "owner": item.owner,
+        "shape": _shape(lead, item.axes),
+        "range": str(item.range),
+        "init": list(item.init) if isinstance(item.init, tuple) else item.init,
+    }
+    if isinstance(item, Gate):
+        return {**found, "travels": item.travels}
+    return {**found, "draw": item.draw, "learned": item.learned}
+
+
+def _init(recipe: Recipe) -> tuple[str, ...]:
+    if not recipe.needs_init():
+        return ()
+    widths = recipe.row_widths(_SIZE)
+    pairs = [f"m keys [m×{_SIZE}]"] if recipe.dual else []
+    return (*pairs, *(f"m rows [m×{width}]" for width in widths), *_shapes(recipe))
+
+
+def _shapes(recipe: Recipe) -> list[str]:
+    """The memory's weights of one head, with numbers at K = V = 64."""
+    names = map_names(recipe)[len(recipe.row_widths(_SIZE)) :]
+    shapes = recipe.shapes(_SIZE, _SIZE)
+    letters = names if len(names) == len(shapes) else [recipe.memory.letter] * len(shapes)
+    return [f"{name} [{'×'.join(map(str, s))}]" for name, s in zip(letters, shapes, strict=True)]
+
+
+def _state(recipe: Recipe) -> tuple[str, ...]:
+    """What is remembered, and its size per row and head."""
+    try:
+        price = cost(recipe, K=_SIZE, V=_SIZE, T=1)
+    except RecipeError as error:
+        return (f"of unknown size: {error}",)
+    parts: list[str] = []
+    if recipe.nonparametric or recipe.history is None:
+        span = recipe.span
+        parts.append("all associations" if span is None else f"the last {span} associations")
+    if recipe.from_gram:
+        parts.append("the factor of their likenesses, a row per token")
+    elif not recipe.nonparametric:
+        widths = recipe.row_widths(_SIZE)
+        if recipe.dual:
+            parts.append(
+                f"a key [{_SIZE}] and rows {', '.join(f'[{w}]' for w in widths)} per token"
+            )
+        parts += [", ".join(_shapes(recipe))] if _shapes(recipe) else []
+        parts += list(_slots(recipe))
+        if recipe.memory.read.normalize != "none" and not recipe.dual:
+            parts.append("its normaliser")
+        if recipe.span:
+            parts.append(f"{recipe.span} open association{'s' * (recipe.span > 1)}")
+    size = readable(price.grows or price.state_bytes, "B")
+    per = "per token, row and head" if price.grows else "per row and head"
+    return (f"{'; '.join(parts)}: {size} {per} at K = V = {_SIZE}",)
+
+
+def _slots(recipe: Recipe) -> Iterator[str]:
+    """The algorithm's own state, with the shapes that are not the memory's."""
+    for name in recipe.algorithm.slots:
+        shapes = recipe.shapes(_SIZE, _SIZE)
+        own = [recipe.algorithm.slot_shape(name, shape) for shape in shapes]
+        same = own == list(shapes)
+        yield f"{name} of the same shape" if same else f"{name} {_sizes(own)}"
+
+
+def _sizes(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(f"[{'×'.join(map(str, s)) or 1}]" for s in shapes)
+
+
+def _price(recipe: Recipe, method: str) -> Cost | None:
+    try:
+        return cost(recipe, K=_SIZE, V=_SIZE, method=method)
+    except RecipeError:
+        return None

@@ -1,0 +1,137 @@
+"""What a recipe is called: the architectures that share it, and the five properties it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from recollect.choices.member import Member, domain
+from recollect.recipe.recipe import CHOICES, Recipe
+
+if TYPE_CHECKING:
+    from recollect.layer.options import LayerOptions
+
+__all__ = ["PROPERTIES", "Named", "fingerprint", "named", "properties"]
+
+PROPERTIES = {
+    "dynamic decay": "what is forgotten depends on the token",
+    "deep memory": "the memory is not linear in its weights",
+    "nonlinear capacity": "the number of features grows faster than the key's size",
+    "locally optimal": "the step uses, or approximates, second-order information",
+    "flexible context": "a step sees more than the current association",
+}
+"""The five questions of ATLAS table 1, as they are asked of a recipe."""
+
+_SIZE = 64  # of the key whose features are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """A system of the literature with the same recipe.
+
+    Attributes:
+        row: its number in the table of architectures.
+        apart: the layer options in which the systems named together differ.
+    """
+
+    name: str
+    title: str
+    row: int
+    apart: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if not self.apart:
+            return self.name
+        return f"{self.name} ({', '.join(f'{key}={_plain(x)}' for key, x in self.apart.items())})"
+
+
+# -- the five properties -------------------------------------------------------------------------
+
+
+def properties(recipe: Recipe) -> dict[str, bool]:
+    """The five properties of ATLAS table 1, by the questions of `PROPERTIES`."""
+    gates = {gate.name for gate in recipe.gates()}
+    features, nonparametric = recipe.features, recipe.nonparametric
+    if features.finite and not nonparametric:
+        # Linear growth doubles with the key's size; a polynomial does more.
+        grows = features.dim(2 * _SIZE) > 2 * features.dim(_SIZE)
+    else:
+        grows = True
+    return {
+        "dynamic decay": any(name.startswith("log_decay") for name in gates),
+        "deep memory": not recipe.memory.linear and not nonparametric,
+        "nonlinear capacity": grows,
+        "locally optimal": recipe.algorithm.curvature,
+        "flexible context": recipe.context.horizon != 1,
+    }
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+def fingerprint(recipe: Recipe) -> Any:
+    """What two recipes of one name share: everything but sizes.
+
+    Integers that only make the same thing larger are left out; of others (steps, depth) it counts
+    whether they are at their least.
+    """
+    canonical = recipe.canonical()
+    return tuple(_print(getattr(canonical, name)) for name in CHOICES)
+
+
+def _print(part: Any) -> Any:
+    if isinstance(part, tuple):
+        return tuple(_print(item) for item in part)
+    if not isinstance(part, Member):
+        return part
+    found: list[Any] = [type(part).__name__]
+    for item in part._fields():
+        rule, value = domain(item), getattr(part, item.name)
+        if rule is not None and rule.kind == "integer":
+            if rule.size:
+                continue
+            value = value is not None and value > (rule.range.low or 0)
+        found.append((item.name, _print(value)))
+    return tuple(found)
+
+
+def named(recipe: Recipe, options: LayerOptions | None = None) -> tuple[tuple[Named, ...], int]:
+    """Architectures of the zoo with the same recipe, and how many there are.
+
+    Args:
+        options: of the layer, to name first the systems that share them.
+    """
+    from recollect import zoo
+
+    wanted = fingerprint(recipe)
+    presets = [zoo.get(name) for name in zoo.names()]
+    same = [preset for preset in presets if fingerprint(preset.recipe) == wanted]
+    if options is not None:
+        same.sort(key=lambda preset: preset.options != options)
+    flat = [dict(_leaves(preset.options.to_dict())) for preset in same]
+    keys = dict.fromkeys(key for f in flat for key in f)
+    differ = [key for key in keys if len({_plain(f.get(key)) for f in flat}) > 1]
+    found = [
+        Named(
+            name=preset.name,
+            title=preset.title,
+            row=preset.row,
+            apart={key: f[key] for key in differ if f.get(key) is not None},
+        )
+        for preset, f in zip(same, flat, strict=True)
+    ]
+    return tuple(found), len(presets)
+
+
+def _leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested mappings as dotted names."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

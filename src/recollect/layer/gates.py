@@ -1,0 +1,344 @@
+"""Numbers: the gates and params that a recipe declares, made from its declarations alone.
+
+A gate or param says its name, axes, range and initial value; from these follow its squashing, its
+shape and its bias. Defaults:
+
+========================================  =====================================================
+declared range                            value of z
+========================================  =====================================================
+[a, b)                                    a + (b − a) sigmoid(z)
+≥ a, and a *rate* (lr, erase, window)     a + sigmoid(z): with keys of unit length a step in
+                                          (0, 1) neither vanishes nor overshoots
+≥ a, any other (thresholds, radii)        a + softplus(z)
+≤ b (log decays)                          b + logsigmoid(z)
+everything                                z; a gate over K is a key, and is treated like one
+========================================  =====================================================
+
+Decays start near their declared value, 0.98, with memory times spread over the heads by 8 either
+way (6 to 400 tokens), so that some heads remember long and some forget soon. Projections start
+small: a token of unit root mean square moves z by about 0.2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recollect.choices.member import Gate, Param, RecipeError
+from recollect.layer.options import GateOptions
+from recollect.recipe.initial_params import start
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["Number", "Squash"]
+
+RATES = frozenset({"lr", "erase", "window"})  # they scale a write, an erasure or a gradient
+SPREAD = 8.0
+RANK = 32
+MOVES = 0.2  # standard deviation of z that a token of unit root mean square causes at the start
+MARGIN = 1e-6  # keeps values off an end that the range excludes, also in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Squash:
+    """A monotone map from the real line onto a range, and back.
+
+    Attributes:
+        kind: as in `GateOptions`, and ``"minus_exp"`` for the exponential below an end.
+        low, high: the ends that the kind uses.
+    """
+
+    kind: str
+    low: float = 0.0
+    high: float = 1.0
+    temperature: float = 1.0
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """Values of ``z``, entry by entry."""
+        if self.kind == "sigmoid":
+            return self.low + (self.high - self.low) * torch.sigmoid(z)
+        if self.kind == "softplus":
+            return self.low + functional.softplus(z)
+        if self.kind == "logsigmoid":
+            return self.high + functional.logsigmoid(z) / self.temperature
+        if self.kind == "exp":
+            return self.low + z.exp()
+        if self.kind == "minus_exp":
+            return self.high - z.exp()
+        return z
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """z with ``self(z) == values``; values at an end go as far out as 1e-4 of the scale."""
+        if self.kind == "sigmoid":
+            share = (values - self.low) / (self.high - self.low)
+            return torch.logit(share.clamp(1e-4, 1 - 1e-4))
+        if self.kind == "softplus":
+            return _unsoftplus((values - self.low).clamp_min(1e-4))
+        if self.kind == "logsigmoid":
+            return -_unsoftplus(((self.high - values) * self.temperature).clamp_min(1e-4))
+        if self.kind == "exp":
+            return (values - self.low).clamp_min(1e-4).log()
+        if self.kind == "minus_exp":
+            return (self.high - values).clamp_min(1e-4).log()
+        return values
+
+    def reaches(self, value: float) -> bool:
+        """Whether a value lies within the ends, included."""
+        if self.kind == "sigmoid":
+            return self.low <= value <= self.high
+        if self.kind in ("softplus", "exp"):
+            return value >= self.low
+        return self.kind not in ("logsigmoid", "minus_exp") or value <= self.high
+
+
+def _unsoftplus(y: Tensor) -> Tensor:
+    return y + torch.log(-torch.expm1(-y))
+
+
+def _source(declared: Gate | Param) -> str:
+    if isinstance(declared, Gate):
+        return "input"
+    return "learned" if declared.learned else "fixed"
+
+
+def squash_of(declared: Gate | Param, options: GateOptions) -> Squash:
+    """The squashing of a declared number; see the module's docstring.
+
+    Raises:
+        RecipeError: ends that leave the declared range.
+    """
+    span, name = declared.range, declared.name
+    start = declared.init if isinstance(declared.init, int | float) else 0.0
+    low, high = options.low, options.high
+    kind = options.squash
+    if kind is None:
+        if span.low is not None or low is not None:
+            bounded = span.high is not None or high is not None
+            kind = "sigmoid" if bounded or name in RATES else "softplus"
+        else:
+            kind = "identity" if span.high is None and high is None else "logsigmoid"
+    if kind == "exp" and span.low is None and low is None:
+        kind = "minus_exp"
+    if low is None:
+        low = 0.0 if span.low is None else span.low + MARGIN * span.low_open
+    if high is None and span.high is not None:
+        high = span.high - MARGIN * span.high_open
+    if high is None:
+        # A rate that starts at 1 or above sits in the middle of its range.
+        high = (
+            0.0 if kind in ("logsigmoid", "minus_exp") else low + (1.0 if start < 1 else 2 * start)
+        )
+    squash = Squash(kind=kind, low=low, high=high, temperature=options.temperature)
+    ends = {"sigmoid": (low, high), "softplus": (low, None), "logsigmoid": (None, high)}
+    ends |= {"exp": (low, None), "minus_exp": (None, high)}
+    bottom, top = ends.get(kind, (None, None))
+    fits = (span.low is None or (bottom is not None and bottom >= span.low)) and (
+        span.high is None or (top is not None and top <= span.high)
+    )
+    if not fits:
+        raise RecipeError(
+            f"options of {name!r}: {kind} between {bottom} and {top} leaves the values that "
+            f"{declared.owner} allows, {span}: choose another squash, low or high"
+        )
+    return squash
+
+
+def _schedule(name: str, shape: tuple[int, ...], depth: tuple[int, int]) -> Tensor:
+    """log α of shape ``[H, ...]``; or 1, 2, … along the last axis."""
+    H, last = shape[0], shape[-1]
+    if name == "integers":
+        return torch.arange(1, last + 1, dtype=torch.float64).expand(shape).clone()
+    h = torch.arange(H, dtype=torch.float64).view(-1, *(1,) * (len(shape) - 1))
+    if name == "alibi":
+        layer, layers = depth
+        return (-(2.0 ** (-8 * (h + 1) / H)) * (1 - layer / layers)).expand(shape).clone()
+    value = torch.log1p(-(2.0 ** (-5 - h)))
+    if name == "xpos":
+        pair = torch.arange(last, dtype=torch.float64) % (last // 2)
+        value = value + ((2 * pair / last + 0.4) / 1.4).log() / 512
+    return value.expand(shape).clone()
+
+
+def _spread(log_decay: Tensor, factor: float) -> Tensor:
+    """Numbers, or memory times −1/log α, spread geometrically along the last axis of size > 1."""
+    axis = log_decay.dim() - 1 if log_decay.dim() > 1 else 0
+    size = log_decay.shape[axis]
+    if size == 1:
+        return log_decay
+    place = torch.linspace(1, -1, size, dtype=log_decay.dtype)
+    return log_decay * (factor**place).view(
+        [size if i == axis else 1 for i in range(log_decay.dim())]
+    )
+
+
+class Number(nn.Module):
+    """One gate ``[B, T, H, (n,) *axes]`` or param ``[H, *axes]`` of a recipe.
+
+    Args:
+        declared: what the recipe says about it.
+        options: what the layer's options say about it.
+        sizes: of the recipe's symbolic axes.
+        d_model: width of the tokens.
+        heads: H, number of memories.
+        depth: (index of this layer, number of layers), for schedules.
+        recipe: whose number it is.
+
+    Raises:
+        RecipeError: options that do not fit the declaration.
+    """
+
+    def __init__(
+        self,
+        declared: Gate | Param,
+        options: GateOptions,
+        *,
+        sizes: dict[str, int],
+        d_model: int,
+        heads: int,
+        depth: tuple[int, int],
+        recipe: Recipe,
+    ) -> None:
+        super().__init__()
+        self.declared, self.options = declared, options
+        self.heads, self.depth = heads, depth
+        gate = isinstance(declared, Gate)
+        source = options.source or _source(declared)
+        if source == "input" and not gate:
+            raise RecipeError(
+                f"options of {declared.name!r}: {declared.owner} holds it for all tokens, so its "
+                "source is 'learned' or 'fixed'; give the member 'token' for one value per token"
+            )
+        several = isinstance(declared, Gate) and recipe.per_association(declared)
+        inner = [sizes[axis] for axis in declared.axes]
+        self.shape = (heads, *([recipe.associations] if several else []), *inner)
+        self.log = gate and declared.name.startswith("log_") and declared.range.high is not None
+        self.decays = self.log or (not gate and declared.name in recipe.logs())
+        if options.schedule not in (None, "integers") and not self.decays:
+            raise RecipeError(f"options of {declared.name!r}: schedules are for decays")
+        if options.schedule == "xpos" and (not inner or inner[-1] % 2):
+            raise RecipeError(
+                f"options of {declared.name!r}: schedule='xpos' is for decays of an even number of "
+                "channels, as Decay(per='key') has"
+            )
+        if isinstance(options.init, tuple) and len(options.init) != heads:
+            raise RecipeError(
+                f"options of {declared.name!r}: init has {len(options.init)} values and there are "
+                f"{heads} heads: give one per head, or one number"
+            )
+        self.drawn = not gate and declared.draw is not None
+        if self.drawn and (options.init is not None or options.squash is not None):
+            raise RecipeError(
+                f"options of {declared.name!r}: {declared.owner} draws it, so init and squash have "
+                "no place; only source may be given, 'learned' or 'fixed'"
+            )
+        self.squash = squash_of(declared, options)
+        self.key = self.squash.kind == "identity" and declared.axes[-1:] == ("K",)
+        rank = options.rank
+        if rank is None:
+            rank = RANK if inner and "c" not in declared.axes and not self.key else 0
+        self.rank = rank if rank < min(d_model, math.prod(self.shape)) else 0
+        self._check_init()
+
+        self.weight = self.down = self.bias = None
+        # A fixed number follows from the options: no buffer, which half precision would round
+        # (0.999 to 1) and a checkpoint might lose.
+        self._starts: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        if source == "learned" or (source == "input" and not self.key):
+            self.bias = nn.Parameter(torch.empty(self.shape))
+        elif self.drawn:
+            # What was drawn cannot be computed again: it is kept with the weights, untrained.
+            self.bias = nn.Parameter(torch.empty(self.shape), requires_grad=False)
+        if source == "input":
+            width = self.rank or d_model
+            self.weight = nn.Parameter(torch.empty(math.prod(self.shape), width))
+            if self.rank:
+                self.down = nn.Parameter(torch.empty(self.rank, d_model))
+        self.source = source
+        self.reset_parameters()
+
+    def _check_init(self) -> None:
+        given = self.options.init
+        for value in given if isinstance(given, tuple) else (given,):
+            if value is not None and not self.squash.reaches(value):
+                raise RecipeError(
+                    f"options of {self.declared.name!r}: init {value:g} is outside of "
+                    f"{self.squash.low:g} to {self.squash.high:g}"
+                )
+
+    def initial(self) -> Tensor:
+        """Values at a zero input ``[H, (n,) *axes]``, in float64 on the CPU; drawn ones anew."""
+        # Whatever device a model is being built on (meta, while a checkpoint is loaded).
+        with torch.device("cpu"):
+            return self._initial()
+
+    def _initial(self) -> Tensor:
+        options, declared = self.options, self.declared
+        if isinstance(declared, Param) and self.drawn:
+            return start(declared, self.shape)
+        if options.schedule is not None:
+            value = _schedule(options.schedule, self.shape, self.depth)
+            return value.exp() if self.decays and not self.log else value
+        given = declared.init if options.init is None else options.init
+        if isinstance(given, tuple) and options.init is None:
+            # A member's tuple runs along the last axis, an option's over heads.
+            return torch.tensor(given, dtype=torch.float64).expand(self.shape).clone()
+        value = torch.tensor(given, dtype=torch.float64)
+        value = self._per_head(value.expand(self.heads))
+        factor = options.spread or (SPREAD if options.init is None else 1.0)
+        if self.decays and not self.log and factor != 1:
+            return _spread(value.log(), factor).exp()
+        if factor != 1 and (self.decays or options.spread is not None):
+            value = _spread(value, factor)
+        return value
+
+    def start(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """`initial`, kept where it was asked for."""
+        place = (device, dtype)
+        if place not in self._starts:
+            self._starts[place] = self.initial().to(device=device, dtype=dtype)
+        return self._starts[place]
+
+    def _per_head(self, value: Tensor) -> Tensor:
+        return value.view(-1, *(1,) * (len(self.shape) - 1)).expand(self.shape).clone()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Back to the start: `initial` at a zero input, and small projections."""
+        if self.bias is not None and not self.bias.is_meta:
+            self.bias.copy_(self.squash.inverse(self.initial()))
+        scale = 1.0 if self.key else MOVES
+        if self.weight is not None:
+            nn.init.normal_(self.weight, std=scale * self.weight.shape[1] ** -0.5)
+        if self.down is not None:
+            nn.init.normal_(self.down, std=self.down.shape[1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The gate at tokens ``x [B, T, d_model]``; a param is the same for all.
+
+        Squashed in float32 at least: half precision would round a decay of 0.999 to 1.
+        """
+        work = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if self.source == "fixed" and self.bias is None:
+            value = self.start(x.device, work)
+        else:
+            z = x.new_zeros((), dtype=work)
+            if self.weight is not None:
+                h = x if self.down is None else functional.linear(x, self.down)
+                z = functional.linear(h, self.weight).to(work).unflatten(-1, self.shape)
+            if self.bias is not None:
+                z = z + self.bias.to(work)
+            value = self.squash(z)
+        if isinstance(self.declared, Gate) and self.weight is None:
+            return value.expand(*x.shape[:2], *self.shape)
+        return value
+
+    def extra_repr(self) -> str:
+        """Shape, source and squashing."""
+        low_rank = f", rank={self.rank}" if self.rank and self.source == "input" else ""
+        return f"{list(self.shape)}, {self.source}, {self.squash.kind}{low_rank}"

@@ -1,0 +1,309 @@
+"""The configuration: recipes and options in full, as JSON, and the sizes of the backbone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeGuard, cast
+
+from transformers import GenerationConfig, PretrainedConfig
+
+from recollect.choices.member import RecipeError
+from recollect.engines.select import select
+from recollect.layer.blocks import mlp_width
+from recollect.layer.options import LayerOptions
+from recollect.recipe.recipe import Recipe
+from recollect.zoo import Preset, get
+
+__all__ = ["SCHEMA", "Named", "RecollectConfig", "resolved"]
+
+SCHEMA = 1
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_OPTIONAL = ("num_key_value_heads", "head_dim", "value_dim", "intermediate_size")
+_LARGEST, _DEEPEST = 2**31 - 1, 10_000  # a mistake is told from a wish before it takes all memory
+_REAL = ("float32", "bfloat16", "float16", "float64")
+
+# What the base class reads from a configuration: its fields, those it takes by name, and those that
+# other parts of transformers write into the file.
+_INHERITED = frozenset(
+    {*vars(PretrainedConfig()), *GenerationConfig().to_dict()}
+    | {"transformers_version", "model_type", "architectures", "dtype", "torch_dtype", "auto_map"}
+    | {"name_or_path", "num_labels", "output_attentions", "attn_implementation"}
+    | {"experts_implementation", "per_layer_config", "quantization_config", "tokenizer_class"}
+    | {"finetuning_task", "task_specific_params", "is_decoder", "cross_attention_hidden_size"}
+)
+
+Named = str | Preset | Recipe | tuple[Recipe, LayerOptions]
+"""What may stand for a recipe with its options: a zoo name, a preset, or a recipe of one's own."""
+
+
+class RecollectConfig(PretrainedConfig):
+    """Configuration of a language model whose sequence layers are recipes.
+
+    Most easily made by `from_recipes`.
+
+    Args:
+        vocab_size, hidden_size, num_hidden_layers: of the backbone.
+        num_attention_heads: query heads.
+        num_key_value_heads: memories per layer; the query heads' number when omitted.
+        head_dim, value_dim: K and V; hidden_size / heads, and K, when omitted.
+        intermediate_size: of the SwiGLU MLP; 8/3 · hidden_size when omitted.
+        recipes: ``{name: {"recipe": ..., "options": ...}}`` in full, as ``to_dict`` writes them.
+        layers: names of recipes from the first layer on, repeated over the depth; all in order when
+            omitted.
+        schema: of this mapping.
+        method: engine, as in `recall`.
+        rms_norm_eps: of the norms.
+        initializer_range: standard deviation of linear maps and embeddings; hidden_size^(−1/2) when
+            omitted, which is the customary 0.02 at 2500.
+        tie_word_embeddings: whether the output reads the embedding.
+        use_cache: whether a forward pass out of training returns states.
+        pad_token_id, bos_token_id, eos_token_id: of the tokenizer.
+
+    Raises:
+        RecipeError: a recipe with an unregistered member, another schema, or an unknown name.
+    """
+
+    model_type = "recollect"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        hidden_size: int = 768,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        intermediate_size: int | None = None,
+        recipes: dict[str, Any] | None = None,
+        layers: list[str] | None = None,
+        schema: int = SCHEMA,
+        method: str = "auto",
+        rms_norm_eps: float = 1e-6,
+        initializer_range: float | None = None,
+        tie_word_embeddings: bool = False,
+        use_cache: bool = True,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if schema != SCHEMA:
+            raise RecipeError(
+                f"this configuration has schema {schema!r} and this version of recollect reads "
+                f"schema {SCHEMA}: install the version that wrote it"
+            )
+        _check_unknown(kwargs)
+        for name in ("dtype", "torch_dtype"):
+            given = kwargs.get(name)
+            if given is not None and str(given).removeprefix("torch.") not in _REAL:
+                raise RecipeError(
+                    f"RecollectConfig({name}=...) must be one of {', '.join(_REAL)}, not {given!r}"
+                )
+        super().__init__(**kwargs)
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads: Any = num_key_value_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.intermediate_size: Any = intermediate_size
+        self.recipes = {} if recipes is None else recipes
+        self.layers: list[str] = layers  # type: ignore[assignment]  # completed below
+        self.schema = schema
+        self.method = method
+        self.rms_norm_eps = rms_norm_eps
+        self.initializer_range = initializer_range
+        self.tie_word_embeddings = tie_word_embeddings
+        self.use_cache = use_cache
+        self.pad_token_id, self.bos_token_id = pad_token_id, bos_token_id
+        self.eos_token_id = eos_token_id
+        _check_fields(self)
+        self.recipes = dict(self.recipes)
+        self.layers = list(self.recipes if layers is None else layers)
+        if num_key_value_heads is None:
+            self.num_key_value_heads = num_attention_heads
+        if intermediate_size is None:
+            self.intermediate_size = mlp_width(hidden_size)
+        if initializer_range is None:
+            self.initializer_range = hidden_size**-0.5
+        self._check()
+
+    def _check(self) -> None:
+        for name in self.layers:
+            if name not in self.recipes:
+                raise RecipeError(
+                    f"layers names the recipe {name!r}, which is not among: "
+                    f"{', '.join(self.recipes) or 'none'}"
+                )
+        for name in self.recipes:
+            select(self.recipe(name)[0], self.method)
+
+    @classmethod
+    def from_recipes(
+        cls,
+        recipes: Named | Sequence[str] | Mapping[str, Named],
+        *,
+        layers: Sequence[str] | None = None,
+        **sizes: Any,
+    ) -> RecollectConfig:
+        """A configuration from zoo names, presets or recipes.
+
+        Args:
+            recipes: a zoo name, a preset, a recipe (or with its options, as a tuple), several zoo
+                names, or a mapping of names to any of these.
+            layers: the pattern of names over the depth.
+            sizes: the other arguments of `RecollectConfig`.
+
+        Raises:
+            RecipeError: an unknown zoo name or argument.
+        """
+        known = _arguments()
+        for name in sizes:
+            if name not in (*known, "dtype") or name in ("recipes", "layers", "schema"):
+                raise RecipeError(
+                    f"RecollectConfig has no argument {name!r}; it has {', '.join(known)}"
+                )
+        written: dict[str, Any] = {}
+        for name, value in _by_name(recipes).items():
+            recipe, options = resolved(value)
+            written[name] = {"recipe": recipe.to_dict(), "options": options.to_dict()}
+        return cls(recipes=written, layers=None if layers is None else list(layers), **sizes)
+
+    def recipe(self, name: str) -> tuple[Recipe, LayerOptions]:
+        """A recipe of this configuration, and its options.
+
+        Raises:
+            RecipeError: a member that nobody registered. Nothing is imported or run to find it.
+        """
+        entry = self.recipes[name]
+        if not isinstance(entry, Mapping) or set(entry) - {"recipe", "options"}:
+            raise RecipeError(
+                f"recipes[{name!r}] must be {{'recipe': ..., 'options': ...}}, not {entry!r}"
+            )
+        return (
+            Recipe.from_dict(entry.get("recipe", {})),
+            LayerOptions.from_dict(entry.get("options", {})),
+        )
+
+    @property
+    def pattern(self) -> list[str]:
+        """The recipe's name of every layer.
+
+        Raises:
+            RecipeError: there are no recipes.
+        """
+        if not self.layers:
+            raise RecipeError(
+                "this configuration has no recipes: make one with "
+                "RecollectConfig.from_recipes('gated_delta_net')"
+            )
+        return [self.layers[i % len(self.layers)] for i in range(self.num_hidden_layers)]
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What ``config.json`` holds: never without the recipes, the pattern and the schema."""
+        whole = self.to_dict()
+        return {**super().to_diff_dict(), **{k: whole[k] for k in ("recipes", "layers", "schema")}}
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when all arguments are, wherever the configurations came from."""
+        if not isinstance(other, RecollectConfig):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in _arguments())
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _check_unknown(fields: Mapping[str, Any]) -> None:
+    """That the base class knows the fields that are not ours: a typing mistake is no attribute."""
+    for name in fields:
+        if name in _INHERITED or name.startswith("_"):
+            continue
+        near = get_close_matches(name, _arguments(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(_arguments())}"
+        raise RecipeError(f"RecollectConfig has no field {name!r}: {hint}")
+
+
+def _check_fields(config: RecollectConfig) -> None:
+    """Types and ranges of everything but the recipes."""
+
+    def refuse(name: str, wanted: str) -> None:
+        said = repr(getattr(config, name))
+        said = said if len(said) <= 80 else f"{said[:77]}..."
+        raise RecipeError(f"RecollectConfig({name}=...) must be {wanted}, not {said}")
+
+    for name in (*_SIZES, *_OPTIONAL):
+        value = getattr(config, name)
+        most = _DEEPEST if name == "num_hidden_layers" else _LARGEST
+        fits = _whole(value) and 1 <= value <= most
+        if not fits and not (value is None and name in _OPTIONAL):
+            refuse(name, f"a whole number from 1 to {most:,}")
+    for name in ("rms_norm_eps", "initializer_range"):
+        value = getattr(config, name)
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e3
+        if not fits and not (value is None and name == "initializer_range"):
+            refuse(name, "a number above 0 and below 1000")
+    for name in ("tie_word_embeddings", "use_cache"):
+        if not isinstance(getattr(config, name), bool):
+            refuse(name, "True or False")
+    if not isinstance(config.method, str):
+        refuse("method", "the name of an engine")
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(config, name)
+        several = isinstance(value, list) and name == "eos_token_id"
+        for token in value if several else [value]:
+            if token is not None and not (_whole(token) and 0 <= token < config.vocab_size):
+                refuse(name, f"a token from 0 to {config.vocab_size - 1}")
+    if not isinstance(config.recipes, Mapping):
+        refuse("recipes", "a mapping of names to recipes")
+    names = config.layers
+    if names is not None and not (
+        isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    ):
+        refuse("layers", "a list of names of recipes")
+
+
+def _whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _arguments() -> list[str]:
+    """Names of the configuration's own arguments, without those of the base class."""
+    return [*inspect.signature(RecollectConfig.__init__).parameters][1:-1]
+
+
+def _by_name(recipes: Named | Sequence[str] | Mapping[str, Named]) -> dict[str, Named]:
+    if isinstance(recipes, Mapping):
+        return dict(recipes)
+    if isinstance(recipes, str):
+        return {recipes: recipes}
+    if isinstance(recipes, Preset):
+        return {recipes.name: recipes}
+    if isinstance(recipes, Recipe):
+        return {"memory": recipes}
+    if isinstance(recipes, tuple) and recipes and isinstance(recipes[0], Recipe):
+        return {"memory": cast(Named, recipes)}
+    return {name: name for name in cast(Sequence[str], recipes)}
+
+
+def resolved(value: Named) -> tuple[Recipe, LayerOptions]:
+    """What a name, a preset or a recipe of one's own stands for.
+
+    Raises:
+        RecipeError: an unknown zoo name, or something else.
+    """
+    if isinstance(value, str):
+        value = get(value)
+    if isinstance(value, Preset):
+        return value.recipe, value.options
+    if isinstance(value, Recipe):
+        return value, LayerOptions()
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Recipe):
+        return value
+    raise RecipeError(
+        "a recipe is given as a zoo name, a preset, an rc.Recipe or (recipe, options), not "
+        f"{value!r}"
+    )

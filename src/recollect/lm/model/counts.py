@@ -1,0 +1,141 @@
+"""How many numbers a model has, in closed form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from recollect.choices.member import Gate, Param
+from recollect.layer.gates import RANK, squash_of
+from recollect.layer.options import LayerOptions
+from recollect.layer.ties import OWNED
+from recollect.layer.token_shift import RANK as SHIFT_RANK
+from recollect.lm.model.config import RecollectConfig
+from recollect.recipe.recipe import Recipe
+
+__all__ = ["count_parameters"]
+
+
+def count_parameters(config: RecollectConfig) -> dict[str, int]:
+    """Trained numbers of a model by part, in closed form; nothing is built.
+
+    With vocabulary W, width D, L layers, MLP width M, H query heads, N memories, n associations per
+    token, and key and value sizes K and V:
+
+    ===========  =============================================================================
+    embedding    W D, and as much again for an output that does not read it
+    norms        D (2 L + 1)
+    mlp          3 D M per layer
+    maps         D (H K + N n (K + V)) for q, k, v, and 2 H V D for the output and its gate
+    convolution  w (H K + N n (K + V)) for width w
+    gates        for each gate of s numbers: N s, and D N s or, through rank r, r (D + N s)
+    other        the output norm's V, initial memories, params, shifts, phases, skips, ties
+    ===========  =============================================================================
+
+    Feed-forward memories with m pairs have 2 m D, D² for the matrix that joins several heads, and m
+    or m / block further keys of D.
+    """
+    D, L = config.hidden_size, config.num_hidden_layers
+    total = {
+        "embedding": config.vocab_size * D * (1 if config.tie_word_embeddings else 2),
+        "norms": D * (2 * L + 1),
+        "mlp": 3 * D * config.intermediate_size * L,
+    }
+    by_name = {name: _layer(config, *config.recipe(name)) for name in set(config.pattern)}
+    for name in config.pattern:
+        for part, count in by_name[name].items():
+            total[part] = total.get(part, 0) + count
+    return {part: count for part, count in total.items() if count}
+
+
+def _layer(config: RecollectConfig, recipe: Recipe, options: LayerOptions) -> dict[str, int]:
+    D, heads = config.hidden_size, config.num_attention_heads
+    if options.persistent:
+        return _feed_forward(D, heads, recipe, options)
+    N = config.num_key_value_heads
+    K = config.head_dim or options.key_dim or D // heads
+    V = config.value_dim or config.head_dim or D // heads
+    streams = {"q": heads * K, "k": N * recipe.associations * K}
+    streams["v"] = N * recipe.associations * V
+    key_tie = next((tie for tie in options.ties if tie.target == "k"), None)
+    if options.qk == "ones":
+        streams["q"] = streams["k"] = 0
+    elif key_tie is not None and key_tie.rule == "complement":
+        streams["k"] = 0
+    qkv, width = sum(streams.values()), heads * V
+    gated = options.output_gate == "silu"
+    numbers = list(_numbers(recipe, options, D=D, N=N, K=K, V=V))
+    found = {
+        "maps": D * qkv + width * D * (2 if gated else 1),
+        "convolution": (options.conv or 0) * qkv,
+        "gates": sum(count for count, _ in numbers),
+        "other": V if options.output_norm == "rms" else 0,
+    }
+    if options.phase != "none":
+        size = V if recipe.memory.diagonal else K
+        found["other"] += N * (size // 2) * (1 + (D if options.phase == "input" else 0))
+    if options.shift != "none":
+        made = sum(from_input for _, from_input in numbers)
+        n = sum(1 for size in streams.values() if size) + made + gated
+        rank = min(SHIFT_RANK, D)
+        found["other"] += n * D + (D + 2 * n * D * rank if options.shift == "input" else 0)
+    if options.skip:
+        found["other"] += N * V
+    found["other"] += sum(N * K for tie in options.ties if tie.rule in ("blend", "direction"))
+    if recipe.needs_init():
+        shapes = recipe.shapes(K, V)
+        if recipe.dual:
+            shapes = recipe.starts(K, V, pairs=options.anchors)
+        found["other"] += N * sum(math.prod(shape) for shape in shapes)
+    return found
+
+
+def _numbers(
+    recipe: Recipe, options: LayerOptions, *, D: int, N: int, K: int, V: int
+) -> Iterator[tuple[int, bool]]:
+    """Of every gate and param that a layer makes: trained numbers, and whether tokens make it."""
+    rules = {tie.target: tie.rule for tie in options.ties}
+    axes = recipe.axes(K, V)
+    for item in (*recipe.gates(), *recipe.params()):
+        rule = rules.get(item.name)
+        if rule is not None and rule not in OWNED:
+            continue
+        own = options.gate(item.name)
+        if isinstance(item, Gate):
+            made, several = "input", recipe.per_association(item)
+        else:
+            made, several = "learned" if item.learned else "fixed", False
+        source = "learned" if rule == "rate" else own.source or made
+        halves = _paired(item, recipe, options)
+        inner = [max(1, axes[axis] // 2) if halves else axes[axis] for axis in item.axes]
+        size = N * math.prod(inner) * (recipe.associations if several else 1)
+        key = squash_of(item, own).kind == "identity" and item.axes[-1:] == ("K",)
+        count = 0
+        if source == "learned" or (source == "input" and not key):
+            count += size
+        if source == "input":
+            rank = own.rank
+            if rank is None:
+                rank = RANK if inner and "c" not in item.axes and not key else 0
+            low = 0 < rank < min(D, size)
+            count += rank * (D + size) if low else D * size
+        yield count, source == "input"
+
+
+def _paired(item: Gate | Param, recipe: Recipe, options: LayerOptions) -> bool:
+    """Whether the real and imaginary channels of a phase share this number."""
+    if options.phase == "none":
+        return False
+    if recipe.memory.diagonal:
+        return item.axes in (("F",), ("V",))
+    return item.axes == ("F",) and item.name in ("log_decay", "decay", "decay_scale")
+
+
+def _feed_forward(D: int, heads: int, recipe: Recipe, options: LayerOptions) -> dict[str, int]:
+    heads = 1 if options.joined else heads
+    block = max((part.block for part in recipe.context.within), default=1)
+    m = -(-max(1, round(options.persistent * D)) // block) * block
+    keys = sum(
+        m // (block if gate.name == "router" else 1) for gate in recipe.gates() if gate.travels
+    )
+    return {"maps": (2 * m + keys) * D + (D * D if heads > 1 else 0)}

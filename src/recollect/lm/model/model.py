@@ -1,0 +1,312 @@
+"""The model: Llama's backbone with memory layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from recollect.layer import FeedForward, MemoryLayer, layer_of
+from recollect.layer.blocks import Block
+from recollect.lm.model.cache import RecollectCache
+from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.pretrained import RecollectPreTrainedModel
+
+__all__ = ["RecollectForCausalLM", "RecollectModel"]
+
+IGNORE = -100
+
+
+class RecollectModel(RecollectPreTrainedModel):
+    """Embedding, blocks and a last norm.
+
+    Raises:
+        RecipeError: sizes that do not fit a recipe.
+    """
+
+    _unread = frozenset({"lm_head.weight"})
+
+    def __init__(self, config: RecollectConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
+        )
+        self.blocks = nn.ModuleList(
+            Block(_layer(config, index), config.intermediate_size, eps=config.rms_norm_eps)
+            for index in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RecollectCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states after the last norm.
+
+        Args:
+            input_ids: ``[B, T]``, or ``inputs_embeds [B, T, hidden_size]`` instead.
+            attention_mask: ``[B, T]`` (or with the columns before, as generation gives it), nonzero
+                at real tokens, padded on either side. Padding changes nothing.
+            past_key_values: of an earlier call, to continue from.
+            use_cache: whether states come back; by default the configuration's word, and not while
+                training.
+            cu_seqlens: ``[N + 1]`` borders of N documents packed in one row.
+            output_hidden_states: whether the inputs of all blocks come back too.
+
+        Raises:
+            ValueError: inputs that contradict each other.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds, and not both")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        _check_cache(past_key_values, len(self.blocks))
+        before = past_key_values.states if past_key_values else (None,) * len(self.blocks)
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        mask = _mask(attention_mask, x, seen)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        hidden, states = [], []
+        for block, state in zip(self.blocks, before, strict=True):
+            hidden.append(x)
+            if self.gradient_checkpointing and self.training:
+                x, after = self._gradient_checkpointing_func(
+                    block.__call__, x, state, mask, cu_seqlens, output_state=use_cache
+                )
+            else:
+                x, after = block(x, state, mask, cu_seqlens, output_state=use_cache)
+            states.append(after)
+        x = self.norm(x)
+        cache = RecollectCache(states, seen + x.shape[1]) if use_cache else None
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=cache,
+            hidden_states=(*hidden, x) if output_hidden_states else None,
+        )
+
+
+class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
+    """`RecollectModel` with a head that predicts the next token.
+
+    Raises:
+        RecipeError: sizes that do not fit a recipe.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    accepts_loss_kwargs = True  # num_items_in_batch, below
+
+    def __init__(self, config: RecollectConfig) -> None:
+        super().__init__(config)
+        self.model = RecollectModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RecollectCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Logits, and the loss when there are labels.
+
+        Args:
+            labels: ``[B, T]``, the input's own tokens: they are shifted here; −100 asks nothing,
+                and neither does a token that nothing precedes (after padding, or the first of a
+                packed document).
+            logits_to_keep: only the last so many positions, or those of an index; 0 is all.
+            num_items_in_batch: what the summed loss is divided by, when an optimizer step takes
+                more than this batch.
+
+        The rest as in `RecollectModel`.
+
+        Raises:
+            ValueError: inputs that contradict each other.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            output_hidden_states=output_hidden_states,
+        )
+        x = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(x[:, kept])
+        loss = None
+        if labels is not None:
+            if logits.shape[:2] != labels.shape:
+                raise ValueError(
+                    f"labels must have shape {list(logits.shape[:2])} [B, T], one per logit, not "
+                    f"{list(labels.shape)}"
+                )
+            asked = _asked(labels, attention_mask, cu_seqlens)
+            loss = _loss(logits, asked, num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    @property
+    def cache_grows(self) -> bool:
+        """Whether a layer's state grows with the text: all associations, or a row per key."""
+        layers = (block.layer for block in self.model.blocks)
+        recipes = [layer.recipe for layer in layers if isinstance(layer, MemoryLayer)]
+        return any(recipe.span is None or recipe.dual for recipe in recipes)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What one step of `generate` feeds: the columns that no state has seen.
+
+        With a cache, ``input_ids`` is the whole text so far, or the new columns beside an
+        ``attention_mask`` of all of them. A cache of B rows continues n · B sequences (beams).
+        """
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        new = next_sequence_length
+        if new is None:
+            new = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1] - seen
+        if inputs_embeds is not None and (seen == 0 or is_first_iteration):
+            fresh: dict[str, Any] = {"inputs_embeds": inputs_embeds[:, seen:]}
+        else:
+            if not 1 <= new <= input_ids.shape[1]:
+                raise ValueError(
+                    f"the cache has seen {seen} columns and {input_ids.shape[1]} were given, which "
+                    "leaves none to read: give the whole text so far and at least one token more, "
+                    "or only the new tokens with an attention_mask over all columns"
+                )
+            fresh = {"input_ids": input_ids[:, -new:]}
+        rows = next(iter(fresh.values())).shape[0]
+        if past_key_values and past_key_values.rows < rows and not rows % past_key_values.rows:
+            repeats = rows // past_key_values.rows
+            past_key_values = past_key_values.map(lambda state: state.repeat(repeats))
+        kept = kwargs.get("logits_to_keep")
+        return {
+            **fresh,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "use_cache": kwargs.get("use_cache", True),
+            **({} if kept is None else {"logits_to_keep": kept}),
+        }
+
+    def generate(  # type: ignore[override]
+        self, *args: Any, generator: torch.Generator | None = None, **kwargs: Any
+    ) -> Any:
+        """`transformers.GenerationMixin.generate`, with its randomness as an argument.
+
+        Args:
+            args, kwargs: as in transformers.
+            generator: draws the seed of this call, and the global generators stay as they were;
+                without one, sampling reads those.
+        """
+        if generator is None:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        if not isinstance(generator, torch.Generator):
+            raise ValueError(f"generator must be a torch.Generator, not {generator!r}")
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        own = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=own):
+            torch.manual_seed(seed)
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+def _layer(config: RecollectConfig, index: int) -> MemoryLayer | FeedForward:
+    recipe, options = config.recipe(config.pattern[index])
+    return layer_of(
+        config.hidden_size,
+        config.num_attention_heads,
+        recipe,
+        options,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        value_dim=config.value_dim,
+        method=config.method,
+        depth=(index, config.num_hidden_layers),
+    )
+
+
+def _check_cache(cache: object, layers: int) -> None:
+    if cache is None or (isinstance(cache, RecollectCache) and len(cache) in (0, layers)):
+        return
+    what = f"one of {len(cache)} layers" if isinstance(cache, RecollectCache) else repr(type(cache))
+    raise ValueError(
+        f"past_key_values must be the RecollectCache that this model of {layers} layers returned "
+        f"earlier, not {what}"
+    )
+
+
+def _mask(mask: Tensor | None, x: Tensor, seen: int) -> Tensor | None:
+    """The mask of the new columns, or ``None`` where all are real."""
+    B, T = x.shape[:2]
+    if mask is None:
+        return None
+    if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] not in (T, seen + T):
+        raise ValueError(
+            f"attention_mask must have shape {[B, T]}"
+            + (f" or {[B, seen + T]}" if seen else "")
+            + f", not {list(mask.shape)}"
+        )
+    mask = mask[:, mask.shape[1] - T :]
+    # Without padding the rows need no compaction; asking costs less than doing it for nothing.
+    if not torch.compiler.is_compiling() and bool((mask != 0).all()):
+        return None
+    return mask
+
+
+def _asked(labels: Tensor, mask: Tensor | None, borders: Tensor | None) -> Tensor:
+    """Next tokens ``[B, T − 1]`` to be predicted, `IGNORE` where nothing predicts them."""
+    if borders is not None:
+        starts = borders[:-1].to(device=labels.device, dtype=torch.long)
+        labels = labels.index_fill(1, starts[starts < labels.shape[1]], IGNORE)
+    targets = labels[:, 1:]
+    if mask is not None:
+        real = mask[:, mask.shape[1] - labels.shape[1] :][:, :-1].to(labels.device)
+        targets = targets.masked_fill(real == 0, IGNORE)
+    return targets
+
+
+def _loss(logits: Tensor, targets: Tensor, items: int | Tensor | None) -> Tensor:
+    """Mean cross entropy in nats of the next tokens, in float32."""
+    targets = targets.to(logits.device)
+    total = functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(),
+        targets.flatten(),
+        ignore_index=IGNORE,
+        reduction="sum",
+    )
+    if items is None:
+        items = (targets != IGNORE).sum().clamp_min(1)
+    return total / (items.to(total.device) if isinstance(items, Tensor) else items)

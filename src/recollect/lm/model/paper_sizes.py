@@ -1,0 +1,80 @@
+"""The sizes that the papers train."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from recollect.lm.model.config import Named, RecollectConfig
+
+__all__ = ["PAPER_SIZES", "PaperSize", "paper_config", "paper_size"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperSize:
+    """A size of MIRAS table 5 and ATLAS table 7, trained with AdamW and a cosine.
+
+    Attributes:
+        name: the papers' own, which counts parameters loosely.
+        depth, width, heads: of the backbone.
+        lr: peak learning rate.
+        tokens: that the papers train on.
+        vocab: of their tokenizer. context: tokens of a row. batch_tokens: of a step.
+    """
+
+    name: str
+    depth: int
+    width: int
+    heads: int
+    lr: float
+    tokens: int
+    vocab: int = 32_000
+    context: int = 4096
+    batch_tokens: int = 500_000
+
+
+PAPER_SIZES = {
+    size.name: size
+    for size in (
+        PaperSize(name="170M", depth=12, width=768, heads=16, lr=3e-3, tokens=15 * 10**9),
+        PaperSize(name="340M", depth=24, width=1024, heads=16, lr=1.5e-3, tokens=15 * 10**9),
+        PaperSize(name="760M", depth=24, width=1536, heads=16, lr=1.25e-3, tokens=30 * 10**9),
+        PaperSize(name="1.3B", depth=18, width=2048, heads=8, lr=7e-4, tokens=100 * 10**9),
+    )
+}
+
+
+def paper_size(name: str) -> PaperSize:
+    """A size of the papers by name.
+
+    Raises:
+        ValueError: an unknown name, with the nearest.
+    """
+    if name not in PAPER_SIZES:
+        near = difflib.get_close_matches(str(name), PAPER_SIZES, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"the papers have no size {name!r}; did you mean {near!r}? There are "
+            f"{', '.join(PAPER_SIZES)}"
+        )
+    return PAPER_SIZES[name]
+
+
+def paper_config(size: str, recipes: Named, **sizes: Any) -> RecollectConfig:
+    """The configuration of a model of a size of the papers.
+
+    Args:
+        size: ``"170M"``, ``"340M"``, ``"760M"`` or ``"1.3B"``.
+        recipes: as in `RecollectConfig.from_recipes`. sizes: in place of the size's own.
+
+    Raises:
+        ValueError: an unknown size.
+    """
+    found = paper_size(size)
+    own = {
+        "vocab_size": found.vocab,
+        "hidden_size": found.width,
+        "num_hidden_layers": found.depth,
+        "num_attention_heads": found.heads,
+    }
+    return RecollectConfig.from_recipes(recipes, **{**own, **sizes})

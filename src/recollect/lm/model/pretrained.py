@@ -1,0 +1,122 @@
+"""What both models share: how they start, how they are loaded, and what may be done with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel
+
+from recollect.layer import InitialMemory
+from recollect.layer.convolution import ShortConvolution
+from recollect.layer.gates import Number
+from recollect.lm.model.checkpoint import (
+    CheckpointError,
+    check_finite,
+    check_folder,
+    check_json,
+    check_names,
+)
+from recollect.lm.model.config import RecollectConfig
+
+__all__ = ["RecollectPreTrainedModel"]
+
+
+class RecollectPreTrainedModel(PreTrainedModel):
+    """What both models share: how they start, and what the library may do with them."""
+
+    config_class = RecollectConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _is_stateful = True  # a state cannot be cropped, so no assisted decoding
+
+    _unread: ClassVar[frozenset[str]] = frozenset()  # weights of a file that may stay unread
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in transformers, and strict: a checkpoint is loaded whole and sane, or not at all.
+
+        Args:
+            pretrained_model_name_or_path: folder of a saved model, or a name on the hub.
+            args, kwargs: as in transformers; ``ignore_mismatched_sizes`` lets shapes differ.
+
+        Raises:
+            CheckpointError: files that are missing, cut short or altered; weights that are missing,
+                too many, of other shapes, or not finite.
+            RecipeError: a configuration that means nothing, or names an unregistered member.
+        """
+        where, report = str(pretrained_model_name_or_path), kwargs.pop("output_loading_info", False)
+        unusual = {"state_dict", "variant", "gguf_file", "subfolder", "quantization_config"}
+        kwargs.setdefault("use_safetensors", True)  # never a pickle
+        if Path(where).is_file() or (where[:1] in ("/", ".", "~") and not Path(where).exists()):
+            raise CheckpointError(f"there is no folder {where}: name that of a saved model")
+        if Path(where).is_dir() and not unusual & set(kwargs):
+            cls._check_folder(Path(where), **kwargs)
+        try:
+            model, info = super().from_pretrained(  # type: ignore[misc]
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise CheckpointError(f"the weights of {where} cannot be read: {error}") from None
+        check_names(
+            where,
+            missing=info["missing_keys"],
+            unexpected=[name for name in info["unexpected_keys"] if name not in cls._unread],
+        )
+        check_finite(where, model.state_dict(keep_vars=True).items())
+        return (model, info) if report else model
+
+    @classmethod
+    def _check_folder(cls, folder: Path, **kwargs: Any) -> None:
+        """What can be said of a checkpoint without reading its numbers."""
+        written = check_json(folder / "config.json")
+        if (folder / "generation_config.json").exists():
+            check_json(folder / "generation_config.json")
+        if "quantization_config" in written:
+            return  # its weights have names and types of their own
+        config = kwargs.get("config")
+        if not isinstance(config, RecollectConfig):
+            if written.get("model_type") != RecollectConfig.model_type:
+                raise CheckpointError(
+                    f"{folder} holds a model of type {written.get('model_type')!r}, and this class "
+                    f"reads {RecollectConfig.model_type!r}: use AutoModelForCausalLM"
+                )
+            config = RecollectConfig.from_dict(written)
+        try:
+            with torch.device("meta"):
+                model = cls(config)
+        except RuntimeError as error:  # sizes whose product is no size
+            raise CheckpointError(
+                f"{folder}: config.json asks for the impossible: {error}"
+            ) from None
+        partial = bool(kwargs.get("ignore_mismatched_sizes"))
+        check_folder(folder, model, head="model.", partial=partial)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, Number | ShortConvolution | InitialMemory):
+            # These know their own start; what came from a checkpoint stays.
+            loaded = [
+                (weight, weight.clone())
+                for weight in module.parameters()
+                if getattr(weight, "_is_hf_initialized", False)
+            ]
+            module.reset_parameters()
+            for weight, value in loaded:
+                weight.copy_(value)

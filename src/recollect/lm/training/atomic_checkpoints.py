@@ -1,0 +1,234 @@
+"""Checkpoints that are whole or not there, and what is said when the disk is full.
+
+The Trainer writes a checkpoint file by file under its name, so a kill leaves a folder that looks
+like a checkpoint and is none. Here it writes into a folder aside, which takes its name only when
+everything in it is on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import lzma
+import os
+import re
+import shutil
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
+
+from recollect.lm.model.checkpoint import CheckpointError
+
+__all__ = ["AtomicTrainer", "check_resumable", "clear_aside", "last_checkpoint", "place_folder"]
+
+_ASIDE = ".saving"
+_GONE = ".replaced"
+# What every checkpoint has; the Trainer writes its own state last.
+_NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
+# Of an archive with a flipped bit, or (ValueError) of JSON that is none.
+_ALTERED = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    EOFError,
+    ValueError,
+    RuntimeError,  # of JSON: RecursionError
+)
+
+
+class AtomicTrainer(Trainer):
+    """A Trainer whose checkpoints appear whole under their names, or not at all."""
+
+    _aside = False
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, _ASIDE) if self._aside else folder
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run = Path(super()._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            clear_aside(run)
+        self.accelerator.wait_for_everyone()
+        self._aside = True
+        try:
+            with explained(run, name):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self._aside = False
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            with explained(run, name):
+                place_folder(run / _ASIDE / name, run / name)
+            clear_aside(run)
+            rotate_checkpoints(str(run), self.args.save_total_limit)
+
+    def save_whole(self, folder: Path) -> None:
+        """The model (and its tokenizer) into a folder that appears whole."""
+        aside = folder.parent / _ASIDE / folder.name
+        if self.args.should_save:
+            clear_aside(folder.parent)
+        self.accelerator.wait_for_everyone()
+        with explained(folder.parent, folder.name):
+            self.save_model(str(aside), _internal_call=True)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                # A pickle, which nothing reads back: a saved model is JSON and safetensors.
+                (aside / "training_args.bin").unlink(missing_ok=True)
+                place_folder(aside, folder)
+        if self.args.should_save:
+            clear_aside(folder.parent)
+
+
+def place_folder(made: Path, name: Path) -> None:
+    """Give a finished folder its name, with all its files on disk first.
+
+    A folder that has the name already gives way only then.
+    """
+    for path in sorted(made.rglob("*")):
+        if path.is_file():
+            _sync(path)
+    for path in [made, *(p for p in made.rglob("*") if p.is_dir())]:
+        _sync(path)
+    if name.exists():
+        gone = name.parent / _GONE
+        shutil.rmtree(gone, ignore_errors=True)
+        os.replace(name, gone)
+    os.replace(made, name)
+    _sync(name.parent)
+    shutil.rmtree(name.parent / _GONE, ignore_errors=True)
+
+
+def clear_aside(run: Path) -> None:
+    """Drop what a kill left behind."""
+    shutil.rmtree(run / _ASIDE, ignore_errors=True)
+
+
+def last_checkpoint(run: Path) -> Path | None:
+    """The newest checkpoint of a run, ``None`` where it has none.
+
+    Raises:
+        ValueError: it lacks a file. Ours appear whole, so somebody took it away.
+    """
+    found = [
+        (int(match[1]), path)
+        for path in (run.iterdir() if run.is_dir() else ())
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and path.is_dir()
+    ]
+    if not found:
+        return None
+    path = max(found)[1]
+    sharded = (path / "model.safetensors.index.json").exists() or any(path.glob("pytorch_model*"))
+    for name in _NEEDED:
+        if not (path / name).exists() and not (sharded and name != "trainer_state.json"):
+            raise ValueError(
+                f"{path} lacks {name}, so it cannot be resumed: delete the folder to go on from "
+                "the checkpoint before it, or from the beginning"
+            )
+    return path
+
+
+def check_resumable(checkpoint: Path) -> None:
+    """That what the Trainer reads of a checkpoint, beside the weights, is what it wrote.
+
+    torch writes its files as ZIP archives, with a checksum of every tensor that its own reading
+    does not look at.
+
+    Raises:
+        CheckpointError: naming the file that was cut short or altered, or cannot be read.
+    """
+    texts = [checkpoint / name for name in ("trainer_state.json", "config.json")]
+    files = [path for path in texts if path.exists()]
+    for path in sorted((*files, *checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"))):
+        try:
+            if path.suffix == ".json":
+                whole = isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+            else:
+                with zipfile.ZipFile(path) as archive:
+                    whole = archive.testzip() is None
+        except OSError as error:
+            if error.errno not in (None, errno.EINVAL):  # which zipfile raises at altered bytes
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+            whole = False
+        except _ALTERED:
+            whole = False
+        if not whole:
+            raise CheckpointError(
+                f"{path} was cut short or altered, so {checkpoint.name} cannot be resumed: delete "
+                "that folder to go on from the checkpoint before it, or from the beginning"
+            )
+
+
+@contextlib.contextmanager
+def explained(run: Path, name: str) -> Iterator[None]:
+    """What goes wrong while writing, in one sentence, with the space given back.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder cannot be written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, *_writer_errors()) as error:
+        if not _of_writing(error, run):
+            raise
+        clear_aside(run)
+        checkpoint = None
+        with contextlib.suppress(ValueError):
+            checkpoint = last_checkpoint(run)
+        kept = "no checkpoint was written before"
+        if checkpoint is not None:
+            kept = f"{checkpoint.name} is whole, and --resume goes on from it"
+        reason = "the disk is full" if _full(error, run) else str(error)
+        free = shutil.disk_usage(run).free / 2**20
+        raise CheckpointError(
+            f"{name} could not be written to {run}: {reason} ({free:,.0f} MiB free); {kept}"
+        ) from error
+
+
+def _writer_errors() -> tuple[type[Exception], ...]:
+    from safetensors import SafetensorError
+
+    return (SafetensorError,)
+
+
+_SAID = ("no space left", "enospc", "os error 28", "disk quota")
+# Of a write cut short torch says only where it found itself; without room there is no other cause.
+_FULL = (*_SAID, "unexpected pos", "failed writing", "iostream error")
+_WRITING = (*_FULL, "pytorchstreamwriter", "inline_container", "i/o error", "iostream")
+
+
+def _of_writing(error: BaseException, run: Path) -> bool:
+    if isinstance(error, OSError):
+        return True
+    # torch and safetensors say it in words only.
+    return any(word in str(error).lower() for word in _WRITING) or _full(error, run)
+
+
+def _full(error: BaseException, run: Path) -> bool:
+    chain: list[BaseException] = []
+    step: BaseException | None = error
+    while step is not None and step not in chain:
+        chain.append(step)
+        step = step.__cause__ or step.__context__
+    codes = {getattr(step, "errno", None) for step in chain}
+    if codes & {errno.ENOSPC, errno.EDQUOT}:
+        return True
+    return any(word in str(step).lower() for step in chain for word in _FULL)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

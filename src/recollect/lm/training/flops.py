@@ -1,0 +1,72 @@
+"""How many operations a training step needs, and how many this device could do in the time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from recollect.cost import cost
+from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.counts import count_parameters
+
+__all__ = ["measured_ceiling", "model_flops"]
+
+_SIDE = 1024
+_ROUNDS = 7
+
+
+def model_flops(config: RecollectConfig, *, context: int) -> float:
+    """Operations of training on one token: matrix products of maps, and what the memories do.
+
+    6 for every number of a map, gate, MLP and of the output (2 forward, 4 backward; the embedding
+    is looked up), and ``rc.cost(...).training`` of every layer over a row of ``context`` tokens.
+    Gradient checkpointing is not counted: it is no work of the model's.
+    """
+    parts = count_parameters(config)
+    maps = sum(parts.get(name, 0) for name in ("mlp", "maps", "gates"))
+    maps += config.vocab_size * config.hidden_size
+    total = 6.0 * maps
+    for name in config.pattern:
+        recipe, options = config.recipe(name)
+        if options.persistent:
+            continue  # its pairs are among the maps
+        heads, memories = config.num_attention_heads, config.num_key_value_heads
+        K = config.head_dim or options.key_dim or config.hidden_size // heads
+        V = config.value_dim or config.head_dim or config.hidden_size // heads
+        price = cost(
+            recipe,
+            K=K,
+            V=V,
+            H=memories,
+            T=context,
+            G=max(1, heads // memories),
+            method=config.method,
+        )
+        total += price.training / context
+    return total
+
+
+def measured_ceiling(device: torch.device | str, dtype: torch.dtype) -> float:
+    """Operations per second that one large matrix product reaches here and now.
+
+    2 · 1024³ (4096³ on a GPU) over the lower quartile of a few rounds; about a tenth of a second.
+    """
+    device = torch.device(device)
+    side = _SIDE if device.type == "cpu" else 4 * _SIDE
+    left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
+    seconds: list[float] = []
+    for _ in range(_ROUNDS):
+        _wait(device)
+        began = time.perf_counter()
+        torch.matmul(left, right)
+        _wait(device)
+        seconds.append(time.perf_counter() - began)
+    # The first rounds wake the device; a lower quartile is steadier than the minimum.
+    return 2.0 * side**3 / statistics.quantiles(seconds, n=4)[0]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

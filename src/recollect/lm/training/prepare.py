@@ -1,0 +1,237 @@
+"""What a plan asks for: a tokenizer, rows to train on and to measure on, a model to start from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedTokenizerFast
+
+from recollect.layer.options import LayerOptions
+from recollect.lm.data.rows import Row, Rows, RowStream, Tally, read_rows
+from recollect.lm.data.sources import BadLines, HubDocuments, Source, find_files
+from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
+from recollect.lm.model.config import Named, RecollectConfig
+from recollect.lm.model.model import RecollectForCausalLM
+from recollect.lm.model.paper_sizes import PAPER_SIZES
+from recollect.lm.sizes import match_parameters
+from recollect.lm.training.plan import ModelPlan, TrainPlan
+from recollect.recipe.files import load_recipe
+from recollect.recipe.recipe import Recipe
+from recollect.zoo import get
+
+__all__ = [
+    "Stock",
+    "build_model",
+    "compile_blocks",
+    "enough_memory",
+    "model_config",
+    "rows_of",
+    "tokenizer_of",
+]
+
+
+def build_model(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast) -> RecollectForCausalLM:
+    """The model that a plan starts from: new, or a saved one.
+
+    Raises:
+        ValueError: a recipe or sizes that cannot be.
+    """
+    if plan.model.start is not None:
+        model = RecollectForCausalLM.from_pretrained(plan.model.start)
+        return model.float()
+    return RecollectForCausalLM(model_config(plan.model, tokenizer))
+
+
+def compile_blocks(model: RecollectForCausalLM) -> str:
+    """Compile what one graph can hold, in place, and say what that is.
+
+    Engines choose their way by what they see (how strong a decay is, whether a solve went well), so
+    a graph through a memory breaks dozens of times and gains nothing. MLPs are the same products
+    for every batch.
+    """
+    for block in model.model.blocks:
+        block.mlp.compile()  # type: ignore[union-attr]
+    return (
+        "compiled: the MLPs of all blocks; memory layers run as they are, because their engines "
+        "choose by what they see"
+    )
+
+
+@contextlib.contextmanager
+def enough_memory(plan: TrainPlan) -> Iterator[None]:
+    """Say what to change when a batch does not fit.
+
+    Raises:
+        ValueError: it does not.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        full = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not full and "can't allocate memory" not in str(error):  # torch on a CPU
+            raise
+        rows = plan.optimizer.batch
+        raise ValueError(
+            f"[optimizer] batch = {rows}, of rows of {plan.data.context} tokens, does not fit into "
+            "memory: take fewer rows and set accumulate in their place, or set checkpointing = "
+            "true in [run]"
+        ) from error
+
+
+def model_config(plan: ModelPlan, tokenizer: PreTrainedTokenizerFast) -> RecollectConfig:
+    """The configuration that ``[model]`` describes, for a tokenizer.
+
+    Raises:
+        ValueError: a recipe or sizes that cannot be.
+    """
+    size = None if plan.size is None else PAPER_SIZES[plan.size]
+    width, depth, heads = (256, 4, 4) if size is None else (size.width, size.depth, size.heads)
+    named: Named | dict[str, Named]
+    if plan.recipes:
+        named = {name: _recipe(value, None) for name, value in plan.recipes.items()}
+    else:
+        found = _recipe(plan.recipe, plan.options)
+        named = found if isinstance(found, str) else {_name(plan.recipe): found}
+    config = RecollectConfig.from_recipes(
+        named,
+        layers=plan.layers or None,
+        vocab_size=-(-len(tokenizer) // 8) * 8,  # a multiple of 8 makes faster products
+        hidden_size=plan.width or width,
+        num_hidden_layers=plan.depth or depth,
+        num_attention_heads=plan.heads or heads,
+        num_key_value_heads=plan.kv_heads,
+        head_dim=plan.key_dim,
+        value_dim=plan.value_dim,
+        intermediate_size=plan.mlp,
+        tie_word_embeddings=plan.tie,
+        method=plan.method,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    if plan.parameters is not None:
+        (config,) = match_parameters([config], plan.parameters)
+    return config
+
+
+def _recipe(value: Any, options: dict[str, Any] | None) -> Named:
+    """A recipe by name, file or table, with options of its own where they are given."""
+    if isinstance(value, str) and not value.endswith((".json", ".toml")):
+        if options is None:
+            return value
+        return get(value).recipe, LayerOptions.from_dict(options)
+    if isinstance(value, str):
+        recipe = load_recipe(Path(value))
+    else:
+        if isinstance(value, dict) and set(value) == {"recipe", "options"}:
+            value, options = value["recipe"], value["options"]
+        recipe = Recipe.from_dict(value)
+    return recipe, LayerOptions() if options is None else LayerOptions.from_dict(options)
+
+
+def _name(value: Any) -> str:
+    return Path(value).stem if isinstance(value, str) else "memory"
+
+
+@dataclass
+class Stock:
+    """Rows to train on and to measure on.
+
+    Attributes:
+        train, heldout: the rows. bytes_per_token: of the held-out text, for bits per byte.
+    """
+
+    train: Rows | RowStream
+    heldout: list[Row] = field(default_factory=list)
+    bytes_per_token: float = 1.0
+
+
+def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) -> Stock:
+    """The rows of a plan's texts.
+
+    Raises:
+        ValueError: texts that cannot be read or fill no row.
+    """
+    data, run = plan.data, plan.run
+    processes = PartialState().num_processes
+    length = plan.steps * plan.optimizer.batch * plan.optimizer.accumulate * processes
+    read = partial(read_rows, tokenizer=tokenizer, context=data.context)
+    heldout, tally = [], None
+    if data.heldout or data.heldout_split is not None:
+        heldout, tally = read(_documents(plan, bad, heldout=True))
+    if data.streams:
+        stream = RowStream(
+            _documents(plan, bad),
+            tokenizer,
+            context=data.context,
+            length=length,
+            shuffle=data.shuffle,
+            seed=run.seed,
+        )
+        return Stock(stream, _spread(heldout, run.heldout_rows), _ratio(tally))
+    rows, read_all = read(_documents(plan, bad))
+    if data.heldout_share:
+        every = round(1 / data.heldout_share)
+        heldout, tally = rows[every - 1 :: every], read_all
+        rows = [row for i, row in enumerate(rows) if i % every != every - 1]
+        if not heldout or not rows:
+            raise ValueError(
+                f"[data] heldout_share = {data.heldout_share:g} of {len(rows) + len(heldout)} rows "
+                "leaves nothing on one side: give more text, or shorten context"
+            )
+    order = Rows(rows, length=length, seed=run.seed)
+    return Stock(order, _spread(heldout, run.heldout_rows), _ratio(tally or read_all))
+
+
+def _ratio(tally: Tally | None) -> float:
+    return 1.0 if tally is None else tally.bytes_per_token
+
+
+def _spread(rows: list[Row], most: int) -> list[Row]:
+    """At most so many rows, evenly spread."""
+    keep = min(most, len(rows))
+    return [rows[i * len(rows) // keep] for i in range(keep)]
+
+
+def _documents(plan: TrainPlan, bad: BadLines, *, heldout: bool = False) -> Iterable[str]:
+    data = plan.data
+    if data.dataset is not None and not (heldout and data.heldout):
+        split = data.heldout_split if heldout else data.split
+        return HubDocuments(
+            path=data.dataset, name=data.name, split=split or "", column=data.column, bad=bad
+        )
+    key = "heldout" if heldout else "train"
+    files = find_files(data.heldout if heldout else data.train, key=key)
+    return Source(files=files, column=data.column, separator=data.separator, bad=bad)
+
+
+def tokenizer_of(
+    plan: TrainPlan, out: Path, bad: BadLines, *, resume: bool
+) -> PreTrainedTokenizerFast:
+    """The plan's tokenizer; one that is trained is kept with the run.
+
+    Args:
+        resume: take the one that the run has. A run that begins trains its own: what lies in its
+            folder may be of another plan, or half of one.
+
+    Raises:
+        ValueError: a tokenizer that cannot be loaded.
+    """
+    if plan.model.start is not None:
+        return load_tokenizer(plan.model.start, key="[model] start")
+    if plan.data.tokenizer == "bytes":
+        return byte_tokenizer()
+    if plan.data.tokenizer != "bpe":
+        return load_tokenizer(plan.data.tokenizer)
+    folder = out / "tokenizer"
+    if not resume or not folder.is_dir():
+        # Lines are noted when rows are made, once.
+        quiet = BadLines(skip=bad.skip)
+        train_bpe(_documents(plan, quiet), plan.data.vocab).save_pretrained(str(folder))
+    return load_tokenizer(str(folder))

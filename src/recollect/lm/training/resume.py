@@ -1,0 +1,143 @@
+"""Where a training run begins: an empty folder, or a checkpoint of the same plan and texts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from recollect.lm.data.sources import find_files
+from recollect.lm.model.checkpoint import AGAIN, CheckpointError, check_json
+from recollect.lm.model.config import RecollectConfig
+from recollect.lm.training.atomic_checkpoints import check_resumable, clear_aside, last_checkpoint
+from recollect.lm.training.plan import TrainPlan
+from recollect.report.files import write_atomic
+
+__all__ = ["begin", "fingerprint", "same_model"]
+
+# Without another result.
+_MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard", "out")
+_WHOLE, _END = 64 * 2**20, 2**20
+
+
+def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
+    """The checkpoint to go on from, ``None`` at the beginning; the folder keeps plan and texts.
+
+    ``plan.json`` is the plan, ``texts.json`` the `fingerprint` of every file of text that it names.
+    Whether a dataset changed is not seen.
+
+    Raises:
+        ValueError: the folder cannot be written; it holds a run, and nobody asked to go on with
+            it; or it is another plan's, or of other texts.
+        CheckpointError: the checkpoint was cut short or altered.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"[run] out = {str(out)!r} cannot be written to ({error.strerror}): name another folder"
+        ) from None
+    clear_aside(out)
+    checkpoint = last_checkpoint(out)
+    if checkpoint is not None and not resume:
+        raise ValueError(
+            f"{out} already holds {checkpoint.name}: give --resume to go on with that run, or "
+            "another folder as out in [run]"
+        )
+    mine = json.loads(json.dumps(plan.to_dict()))
+    if checkpoint is not None:
+        _same_plan(out, mine)
+    texts = _texts(plan)
+    if checkpoint is not None:
+        _same_texts(out, texts)
+        check_resumable(checkpoint)
+    write_atomic(out / "plan.json", json.dumps(mine, indent=2) + "\n")
+    write_atomic(out / "texts.json", json.dumps(texts, indent=2) + "\n")
+    return checkpoint
+
+
+def same_model(checkpoint: Path, config: RecollectConfig) -> None:
+    """That a checkpoint's layers are those that the plan builds: its recipe may be a file.
+
+    Sizes need no look here: weights of other shapes are refused.
+
+    Raises:
+        ValueError: naming the recipe that differs.
+    """
+    if not (checkpoint / "config.json").exists():
+        return  # a checkpoint that many devices share has none
+    before = RecollectConfig.from_pretrained(checkpoint)
+    for mine, kept in zip(config.pattern, before.pattern, strict=False):
+        if config.recipe(mine) != before.recipe(kept):
+            raise ValueError(
+                f"{checkpoint} was trained with another recipe than {mine!r} is now: put it back "
+                "as it was, or give another folder as out in [run]"
+            )
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Size in bytes and SHA-256 of a file: of all of it, or of both ends of a large one.
+
+    Beyond 64 MiB only the first and the last MiB are read, so that a run on many large shards
+    begins soon; an edit in between that keeps the size is not seen.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(_WHOLE if size <= _WHOLE else _END))
+        if size > _WHOLE:
+            file.seek(-_END, 2)
+            digest.update(file.read())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _texts(plan: TrainPlan) -> dict[str, dict[str, Any]]:
+    files = find_files(plan.data.train, key="train") + find_files(plan.data.heldout, key="heldout")
+    return {str(path): fingerprint(path) for path in files}
+
+
+def _kept(path: Path, otherwise: dict[str, Any]) -> dict[str, Any]:
+    """What a run was begun with, where it said so."""
+    if not path.exists():
+        return otherwise
+    try:
+        return check_json(path)
+    except CheckpointError as error:
+        reason = str(error).removesuffix(f": {AGAIN}")
+        raise CheckpointError(
+            f"{reason}, so what this run was begun with cannot be compared: put the file back, or "
+            "delete it to go on without"
+        ) from None
+
+
+def _same_plan(out: Path, mine: dict[str, Any]) -> None:
+    before = _kept(out / "plan.json", mine)
+    for table, values in mine.items():
+        for name, value in values.items():
+            old = before.get(table, {}).get(name)
+            if old != value and name not in _MAY_CHANGE:
+                raise ValueError(
+                    f"{out} was begun with [{table}] {name} = {old!r}, not {value!r}: resume it as "
+                    "it was, or give another folder as out in [run]"
+                )
+
+
+def _same_texts(out: Path, texts: dict[str, Any]) -> None:
+    before = _kept(out / "texts.json", texts)
+    for name in {**before, **texts}:
+        if name not in before:
+            what = "is new"
+        elif name not in texts:
+            what = "is gone"
+        elif before[name] != texts[name]:
+            what = "has changed"
+        else:
+            continue
+        raise ValueError(
+            f"{name} {what} since {out} was begun, so its rows would not be those of the run: put "
+            "the text back as it was, or give another folder as out in [run]"
+        )

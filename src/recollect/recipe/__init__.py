@@ -1,0 +1,5 @@
+"""The recipe: six choices that state the regression problem a sequence layer solves."""
+
+from recollect.recipe.recipe import SCHEMA, Recipe, RecipeError
+
+__all__ = ["SCHEMA", "Recipe", "RecipeError"]

@@ -1,0 +1,494 @@
+"""The recipe: six choices that state the regression problem a sequence layer solves.
+
+A recipe is immutable, hashable data. It owns no tensor, validates itself when it is made, and
+writes itself to JSON and back without running anybody's code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from recollect.choices.algorithm.descent import Algorithm, GradientDescent
+from recollect.choices.bias.losses import L2, Bias
+from recollect.choices.context.windows import Context, Online
+from recollect.choices.features.finite import Features, Identity
+from recollect.choices.member import Gate, Member, Param, RecipeError, decode
+from recollect.choices.memory.maps import Matrix, Memory, Read, Stack
+from recollect.choices.retention.links import Keep, Retention
+from recollect.recipe.rewrites import REWRITES
+
+__all__ = ["SCHEMA", "Recipe", "RecipeError"]
+
+SCHEMA = 1
+_READ_FROM = {
+    "lr": "algorithm",
+    "momentum": "algorithm",
+    "offset": "algorithm",
+    "ridge": "algorithm",
+    "window": "context",
+    "weight": "context",
+    "decay": "retention",
+    "decay_value": "retention",
+    "decay_scale": "retention",
+}
+"""The choice whose member engines mean by a name."""
+
+CHOICES = ("memory", "features", "bias", "context", "retention", "algorithm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A sequence layer, stated as a regression problem.
+
+    With nothing said it is Matrix, Identity, L2, Online, Keep, GradientDescent: DeltaNet.
+
+    Args:
+        memory: what function stores the associations, and how it is read.
+        features: how keys and queries are lifted first.
+        bias: what counts as an error on one association.
+        context: which associations count at time t, and how much.
+        retention: what keeps the memory near its past and bounded.
+        algorithm: how the objective is minimised.
+
+    Raises:
+        RecipeError: choices that contradict each other, naming both and what would fit.
+    """
+
+    memory: Memory = field(default_factory=Matrix)
+    features: Features = field(default_factory=Identity)
+    bias: Bias = field(default_factory=L2)
+    context: Context = field(default_factory=Online)
+    retention: Retention = field(default_factory=Keep)
+    algorithm: Algorithm = field(default_factory=GradientDescent)
+
+    def __post_init__(self) -> None:
+        for name, kind in zip(
+            CHOICES, (Memory, Features, Bias, Context, Retention, Algorithm), strict=True
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                hint = f"rc.{name}.{value.__name__}()" if isinstance(value, type) else f"rc.{name}"
+                raise RecipeError(
+                    f"Recipe({name}=...) must be a member such as {hint}, not {value!r}"
+                )
+        reasons = list(dict.fromkeys(self._reasons()))
+        if reasons:
+            raise RecipeError("; also: ".join(reasons))
+
+    def _reasons(self) -> Iterator[str]:
+        for part in self.members():
+            yield from part.requires(self)
+        yield from _joint_rules(self)
+        yield from self._shared_names()
+
+    def _shared_names(self) -> Iterator[str]:
+        """Engines know numbers by name alone, however they are given: a name has one owner."""
+        held: dict[str, list[str]] = {}
+        for part in self.members():
+            asked = {
+                item.name for item in (*part.gates(), *part.params())
+            } | part.constants().keys()
+            for name in sorted({name.removeprefix("log_") for name in asked}):
+                held.setdefault(name, []).append(part.title)
+        for name, choice in _READ_FROM.items():
+            if name == "weight" and self.context.horizon is not None:
+                continue  # nobody reads it
+            for title in held.get(name, []) if len(held.get(name, [])) == 1 else []:
+                own = (choice, "context") if name == "decay" else (choice,)
+                if title.split(".")[0] not in own:
+                    yield (
+                        f"the number {name!r} is read from the {choice}, and {title} declares one "
+                        "that means something else: give its quantity another name"
+                    )
+        for name, titles in held.items():
+            if len(titles) > 1:
+                yield (
+                    f"the number {name!r} belongs to {' and '.join(titles)}: drop one of them, or "
+                    "give its quantity another name"
+                )
+        for what, asked in (("gate", self.gates()), ("param", self.params())):
+            counts = Counter(item.name for item in asked)
+            for name, count in counts.items():
+                if count > 1:
+                    owners = " and ".join(item.owner for item in asked if item.name == name)
+                    yield (
+                        f"the {what} {name!r} is asked for by {owners}: give one of them a "
+                        "constant "
+                        "or drop it"
+                    )
+
+    def members(self) -> tuple[Member, ...]:
+        """The six members in order."""
+        return tuple(getattr(self, name) for name in CHOICES)
+
+    def gates(self) -> tuple[Gate, ...]:
+        """Per-token numbers that `recall` needs."""
+        return self._gates
+
+    def params(self) -> tuple[Param, ...]:
+        """Learned tensors that `recall` needs."""
+        return self._params
+
+    @cached_property
+    def _gates(self) -> tuple[Gate, ...]:
+        return tuple(gate for part in self.members() for gate in part.gates())
+
+    @cached_property
+    def _params(self) -> tuple[Param, ...]:
+        return tuple(param for part in self.members() for param in part.params())
+
+    def constants(self) -> dict[str, float]:
+        """Numbers fixed by the recipe, by engine-side name (decays as logs)."""
+        return dict(self._constants)
+
+    def logs(self) -> frozenset[str]:
+        """Params that engines receive as logarithms."""
+        return self._logs
+
+    @cached_property
+    def _constants(self) -> dict[str, float]:
+        found = self._neutral()
+        for part in self.members():
+            found.update(part.constants())
+        return found
+
+    def _neutral(self) -> dict[str, float]:
+        """Numbers that engines read and no member declares: steps at rate 1, all of the past."""
+        found: dict[str, float] = {}
+        algorithm = self.algorithm
+        descends = not (algorithm.solves or algorithm.condenses)
+        if descends and not {"lr", "log_lr"} & algorithm.numbers.keys():
+            found["lr"] = 1.0
+        if self.context.horizon is None and self.memory.degree is None and self.features.finite:
+            for name, neutral in (("log_decay", 0.0), ("weight", 1.0)):
+                if name not in self.context.numbers:
+                    found[name] = neutral
+        return found
+
+    def per_association(self, gate: Gate) -> bool:
+        """Whether a gate has an axis n after the head: one number per association of a token."""
+        return self.associations > 1 and (gate.travels or gate.name in ("lr", "log_lr"))
+
+    @cached_property
+    def _logs(self) -> frozenset[str]:
+        return frozenset().union(*(part.logs() for part in self.members()))
+
+    @property
+    def associations(self) -> int:
+        """n, associations per token."""
+        return 1 if self.context.horizon is None else self.algorithm.steps
+
+    @property
+    def nonparametric(self) -> bool:
+        """Whether the memory keeps associations instead of weights."""
+        return self.memory.degree is not None
+
+    @property
+    def dual(self) -> bool:
+        """Whether maps read infinitely many features, so that their weights are rows by key."""
+        infinite = not self.nonparametric and not self.features.finite
+        return infinite and self.context.horizon is not None
+
+    @property
+    def from_gram(self) -> bool:
+        """Whether a matrix over a kernel's features is solved for all of the past at every token.
+
+        Its weights never stand anywhere: what is kept is the associations.
+        """
+        infinite = not self.nonparametric and not self.features.finite
+        return infinite and self.context.horizon is None
+
+    @property
+    def ridge(self) -> float:
+        """λ of a solver in units of the error's slope; 0 where there is none."""
+        affine = self.bias.affine
+        slope = affine[0] if affine is not None and affine[0] > 0 else 1.0
+        ridge = self.algorithm.ridge
+        return 0.0 if isinstance(ridge, str) else ridge / slope
+
+    @property
+    def history(self) -> int | None:
+        """Past associations that later tokens or reads still need; ``None`` for all."""
+        horizon = self.context.horizon
+        if horizon is None:
+            return 0 if self.algorithm.condenses else None
+        # A window of weights has already written its newest association; attention has not.
+        return horizon if self.nonparametric else horizon - 1
+
+    @property
+    def span(self) -> int | None:
+        """Raw associations a state must hold: history and open inner batch; ``None`` for all."""
+        return None if self.history is None else (self.algorithm.batch - 1) + self.history
+
+    @property
+    def at_border(self) -> bool:
+        """Whether the link acts only at the borders of inner batches longer than one token."""
+        return (
+            self.retention.linked and self.retention.every == "batch" and self.algorithm.batch > 1
+        )
+
+    def axes(self, K: int, V: int) -> dict[str, int]:
+        """Sizes of the symbolic axes for keys of size K and values of size V.
+
+        Raises:
+            RecipeError: the memory needs K = V.
+        """
+        if self.memory.residual and K != V:
+            raise RecipeError(
+                f"{self.memory.title}(residual=True) adds the key to the prediction and needs K "
+                "= V, "
+                f"not K = {K} and V = {V}: use residual=False or equal sizes"
+            )
+        F = self.features.dim(K) if self.features.finite else 0
+        sizes = {"K": K, "V": V, "F": F, "b": self.algorithm.batch, "n": self.associations}
+        sizes["in"], sizes["out"] = F, V
+        sizes["c"] = self.context.horizon or 1
+        sizes["J"] = 1 if self.bias.probe is None else self.bias.probe.heads
+        return sizes | self.features.axes(K)
+
+    def shapes(self, K: int, V: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the memory's weights, without batch and head."""
+        if self.nonparametric or self.from_gram:
+            return ()
+        F = self.axes(K, V)["F"]
+        if self.dual and isinstance(self.memory, Stack):
+            return tuple((m.out, m.inp) for m in self.memory.maps(F, V) if not m.first)
+        return self.memory.shapes(F, V)
+
+    def row_widths(self, V: int) -> tuple[int, ...]:
+        """Outputs of the maps whose weights are rows by key (`dual`)."""
+        if not self.dual or not isinstance(self.memory, Stack):
+            return ()
+        return tuple(m.out for m in self.memory.maps(0, V) if m.first)
+
+    def starts(self, K: int, V: int, *, pairs: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors of ``init``, without the head.
+
+        Of a `dual` memory: ``pairs`` keys, the rows that go with them, then the other maps.
+        """
+        widths = (K, *self.row_widths(V)) if self.dual else ()
+        return (*((pairs, width) for width in widths), *self.shapes(K, V))
+
+    def needs_init(self) -> bool:
+        """Whether a zero memory would never learn, so that ``init`` is required."""
+        return not self.nonparametric and not self.memory.linear
+
+    def but(self, **changes: Any) -> Recipe:
+        """This recipe with some choices replaced."""
+        unknown = sorted(set(changes) - set(CHOICES))
+        if unknown:
+            raise RecipeError(f"a recipe has no choice {unknown[0]!r}; it has {', '.join(CHOICES)}")
+        return dataclasses.replace(self, **changes)
+
+    def canonical(self) -> Recipe:
+        """The simplest recipe with the same meaning, by the rewrites of `recipe.rewrites`."""
+        recipe = self
+        while True:
+            before = recipe
+            for rewrite in REWRITES.values():
+                recipe = rewrite(recipe)
+            if recipe == before:
+                return recipe
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data with every default written out and a ``schema`` number."""
+        return {"schema": SCHEMA, **{name: getattr(self, name).to_dict() for name in CHOICES}}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Recipe:
+        """Rebuild a recipe; choices left out take their defaults.
+
+        Raises:
+            RecipeError: another schema, an unknown choice or field, or an unregistered member.
+        """
+        if not isinstance(data, dict):
+            raise RecipeError(f"a recipe is a mapping of choices, not {type(data).__name__}")
+        schema = data.get("schema", SCHEMA)
+        if schema != SCHEMA:
+            raise RecipeError(
+                f"this recipe has schema {schema!r} and this version of recollect reads schema "
+                f"{SCHEMA}: install the version that wrote it"
+            )
+        unknown = sorted(set(data) - {"schema", *CHOICES}, key=str)
+        if unknown:
+            raise RecipeError(f"a recipe has no choice {unknown[0]!r}; it has {', '.join(CHOICES)}")
+        return cls(**{name: decode(data[name]) for name in CHOICES if name in data})
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        """`from_dict` of JSON text.
+
+        Raises:
+            RecipeError: the text is not JSON, or not a recipe.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise RecipeError(f"this recipe is not JSON: {error}") from None
+        return cls.from_dict(data)
+
+
+def _joint_rules(recipe: Recipe) -> Iterator[str]:
+    """Rules that no single member can know."""
+    memory, algorithm, retention = recipe.memory, recipe.algorithm, recipe.retention
+    if recipe.nonparametric:
+        yield from _nonparametric_rules(recipe)
+        return
+    if not recipe.features.finite:
+        yield from _dual_rules(recipe)
+    changes = retention.decay is not None or retention.linked or not retention.additive
+    if recipe.context.horizon is None and changes:
+        yield (
+            f"{recipe.context.title} solves from the origin at every token, so {retention.title} "
+            "would forget nothing: use retention.Keep() and Prefix(decay=...)"
+        )
+    if recipe.bias.probe is not None and (retention.linked or not retention.additive):
+        yield (
+            f"bias.Probe erases from the state itself, and {retention.title} puts a link between "
+            "state and weights: use retention.Keep() or Decay()"
+        )
+    if recipe.bias.probe is not None and (memory.diagonal or algorithm.reduce == "mean"):
+        yield (
+            f"bias.Probe needs memory.Matrix with algorithm.GradientDescent(reduce='sum'), not "
+            f"{memory.title} with {algorithm.title}"
+        )
+    if memory.read != Read() and recipe.features.finite:
+        yield from _read_rules(recipe)
+
+
+def _dual_rules(recipe: Recipe) -> Iterator[str]:
+    """What infinitely many features can do, whose weights are one row per key."""
+    memory, algorithm, retention = recipe.memory, recipe.algorithm, recipe.retention
+    what, read = f"{recipe.features.title} has infinitely many features", recipe.memory.read
+    if not isinstance(memory, Stack) or memory.biases:
+        yield (
+            f"{what}, kept as one row per key, which {memory.title} does not have: use "
+            "memory.Matrix, memory.MLP or memory.GatedMLP without biases"
+        )
+    if recipe.context.horizon is None and not algorithm.solves:
+        yield (
+            f"{what}: use context.Online() or context.Window() with {algorithm.title}, or "
+            f"algorithm.Analytic(ridge=1.0) with {recipe.context.title}"
+        )
+    if algorithm.solves:
+        yield from _gram_rules(recipe)
+    decay = retention.decay
+    if retention.linked or not retention.additive or (decay is not None and decay.per != "head"):
+        yield (
+            f"{what}, so nothing acts on their channels or entries, as {retention.title} does: use "
+            "retention.Keep() or Decay(per='head')"
+        )
+    moves = algorithm.momentum_of in ("none", "gradient") and algorithm.reduce == "sum"
+    if not moves or algorithm.per_value:
+        yield (
+            f"{what}, so a step must be a multiple of the gradient, which {algorithm.title} does "
+            "not take: use algorithm.GradientDescent() or Momentum(of='gradient') with one rate "
+            "per head and reduce='sum'"
+        )
+    if read.when != "after" or read.bonus != 0.0 or read.normalize not in ("none", "sum"):
+        yield f"{what}: use memory.Read(normalize='none') or 'sum', not memory.{read.brief}"
+    if read.normalize == "sum" and not recipe.features.positive:
+        yield (
+            f"memory.Read(normalize='sum') divides by likenesses that must be positive, and those "
+            f"of {recipe.features.title} are not: use features.Exponential() or Gaussian()"
+        )
+
+
+def _gram_rules(recipe: Recipe) -> Iterator[str]:
+    """What a solve from a Gram matrix needs."""
+    bias, features = recipe.bias, recipe.features
+    if bias.affine is None or bias.affine[0] <= 0 or bias.probe is not None:
+        yield f"{recipe.algorithm.title} has no closed form under {bias.title}: use bias.L2()"
+    if not features.definite:
+        yield (
+            f"{recipe.algorithm.title} factors the matrix of likenesses, which is not positive for "
+            f"{features.title}: use features.Exponential(), Gaussian() or LinearKernel()"
+        )
+    if recipe.memory.read != Read():
+        brief = recipe.memory.read.brief
+        yield f"{recipe.algorithm.title} reads W φ(q): use memory.Read(), not memory.{brief}"
+
+
+def _nonparametric_rules(recipe: Recipe) -> Iterator[str]:
+    memory = recipe.memory.title
+    if recipe.context.kernel is None:
+        yield (
+            f"{memory} weighs associations by their likeness to the query, and "
+            f"{recipe.context.title} states no similarity: use context.Similar()"
+        )
+    if recipe.bias.affine is None or recipe.bias.probe is not None:
+        yield (
+            f"{memory} has no closed form under {recipe.bias.title}: use bias.L2() or "
+            "bias.DotProduct()"
+        )
+    retention = recipe.retention
+    if retention.decay is not None or retention.linked or not retention.additive:
+        yield (
+            f"{memory} has no state to decay, and {retention.title} changes one: use "
+            "retention.Keep()"
+        )
+    if recipe.features != Identity():
+        yield (
+            f"{memory} compares keys through context.Similar(kernel=...), so "
+            f"{recipe.features.title} "
+            "has no place: use features.Identity()"
+        )
+
+
+def _read_rules(recipe: Recipe) -> Iterator[str]:
+    read, algorithm, decay = recipe.memory.read, recipe.algorithm, recipe.retention.decay
+    if not recipe.memory.linear:
+        yield (
+            f"{recipe.memory.title} reads what its maps say, and memory.{read.brief} divides a sum "
+            f"over keys, which {recipe.features.title} does not keep: use memory.Read(), or "
+            "features.Exponential()"
+        )
+        return
+    per = decay.per if decay is not None else "head"
+    if read.normalize != "none":
+        what = f"memory.Read(normalize={read.normalize!r})"
+        if recipe.bias.affine is None or recipe.bias.affine[0] != 0:
+            yield (
+                f"{what} divides by a dot-product memory of ones, which {recipe.bias.title} is "
+                "not: "
+                "use bias.DotProduct()"
+            )
+        if not algorithm.linear:
+            yield f"{what} needs an algorithm linear in the gradient, not {algorithm.title}"
+        if per not in ("head", "key") or algorithm.per_value:
+            yield (
+                f"{what} needs one rate for all value channels, and {recipe.retention.title} or "
+                f"{algorithm.title} has one per channel: use per='head' or 'key'"
+            )
+        if read.bonus != 0.0 or recipe.memory.diagonal:
+            yield f"{what} needs memory.Matrix and no bonus"
+    if read.bonus != 0.0 and recipe.memory.diagonal:
+        yield "memory.Read(bonus=...) is ⟨q, u ⊙ k⟩ v, which needs memory.Matrix, not memory.Vector"
+    if read.normalize == "floor" and (
+        per != "head"
+        or algorithm.slots
+        or algorithm.steps > 1
+        or algorithm.batch > 1
+        or recipe.context.horizon != 1
+    ):
+        yield (
+            "memory.Read(normalize='floor') keeps a running maximum of scalar gates: use "
+            "context.Online(), algorithm.GradientDescent() token by token, and one decay per head"
+        )
+    if (read.when == "before" or read.bonus != 0.0) and (
+        algorithm.batch > 1 or algorithm.steps > 1 or recipe.context.horizon is None
+    ):
+        yield (
+            f"memory.Read(when={read.when!r}, bonus=...) speaks of the current token's write: use "
+            f"batch=1 and steps=1 in {algorithm.title}"
+        )

@@ -1,0 +1,1 @@
+"""What a recipe remembers between calls."""
