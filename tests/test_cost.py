@@ -12,9 +12,10 @@ from tests.contracts import generate
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect as rc
-from recollect.cost import _ENGINES, cost, readable
+from recollect.cost import _ENGINES, cost
 from recollect.engines.linear.chunked import chunk_length
 from recollect.engines.select import ENGINES
+from recollect.report.units import readable
 
 CHUNK = chunk_length(solves=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import recollect as rc
-from recollect.choices.member import Param
+from recollect.choices.fields import Param
 from recollect.lm import RecollectConfig, RecollectForCausalLM
 from recollect.recipe import initial_params as draws
 

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from typer.testing import CliRunner
 
-from recollect.cli.app import build
+from recollect.cli import build
 
 RUN = CliRunner()
 

@@ -17,8 +17,9 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner, Result
 
 import recollect as rc
-from recollect.bench.suites.registry import SUITES, Shape, _gates, _params, _tensors
-from recollect.cli.app import build
+from recollect.bench.suites import SUITES, Shape
+from recollect.bench.suites.registry import _gates, _params, _tensors
+from recollect.cli import build
 
 
 def invoke(*arguments: str) -> Result:

@@ -19,7 +19,8 @@ from tests.contracts import outside
 from torch import Tensor, nn
 
 import recollect as rc
-from recollect.choices.member import Gate, Member, Param, Range, all_members, domain
+from recollect.choices.fields import Gate, Param, Range, domain
+from recollect.choices.member import Member, all_members
 from recollect.recipe import initial_params as draws
 from recollect.recipe.recipe import CHOICES
 from recollect.state.state import State

@@ -15,7 +15,8 @@ from torch import Tensor
 import recollect as rc
 from recollect.choices.context.weights import Scene, Weights
 from recollect.choices.fields import flag, integer, number, slot
-from recollect.choices.memory.maps import Apply, Forward, LinearMap
+from recollect.choices.memory import LinearMap
+from recollect.choices.memory.base import Apply, Forward
 
 Values = Mapping[str, Tensor]
 

@@ -18,8 +18,9 @@ from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
-from recollect.choices.features.finite import Kernel
-from recollect.choices.member import Member, decode, domain, registered
+from recollect.choices.features import Kernel
+from recollect.choices.fields import domain
+from recollect.choices.member import Member, decode, registered
 from recollect.choices.memory.maps import activation
 from recollect.recipe.recipe import CHOICES
 from recollect.recipe.rewrites import REWRITES

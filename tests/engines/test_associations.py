@@ -12,7 +12,7 @@ from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
-from recollect.choices.memory.local import LocalPolynomial
+from recollect.choices.memory import LocalPolynomial
 from recollect.engines.kernel import attention, local_regression
 from recollect.engines.kernel import regression as kernel_regression
 from recollect.engines.kernel.local_regression import _Shift, conjugate_gradients

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect as rc
-from recollect.choices.memory.maps import LinearMap
+from recollect.choices.memory import LinearMap
 from recollect.cost import cost
 from recollect.engines import deep
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from recollect.choices.algorithm.descent import newton_schulz
+from recollect.choices.algorithm import newton_schulz
 
 
 def _defined(S: Tensor, steps: int) -> Tensor:

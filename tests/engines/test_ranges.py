@@ -16,7 +16,7 @@ import recollect as rc
 from recollect.engines.common.problem import Problem, resolve
 from recollect.engines.select import select
 from recollect.recall.lowering import lower
-from recollect.state.state import initial_state
+from recollect.state.initial import initial_state
 
 LIMIT = 1e-4
 LENGTHS = pytest.mark.parametrize("T", [300, pytest.param(8192, marks=pytest.mark.slow)])

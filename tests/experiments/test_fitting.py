@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from recollect.experiments.framework.fitting import LOST, Budget, accuracy, fit
 from recollect.experiments.framework.task_models import TaskModel
-from recollect.tasks.mqar import IGNORE
+from recollect.tasks import IGNORE
 
 SIZES = 4
 

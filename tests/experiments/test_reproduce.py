@@ -21,7 +21,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner, Result
 
-from recollect.cli.app import build
+from recollect.cli import build
 from recollect.experiments import (
     EXPERIMENTS,
     PLANNED,

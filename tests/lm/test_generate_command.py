@@ -13,7 +13,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from recollect.cli.app import build
+from recollect.cli import build
 from recollect.lm import RecollectConfig, RecollectForCausalLM
 from recollect.lm.data.tokenizers import byte_tokenizer
 

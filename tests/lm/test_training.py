@@ -31,11 +31,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recollect.lm import CheckpointError
 from recollect.lm.data.sources import BadLines
 from recollect.lm.data.tokenizers import byte_tokenizer, train_bpe
+from recollect.lm.training import Progress, train
 from recollect.lm.training.atomic_checkpoints import last_checkpoint
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.prepare import rows_of
 from recollect.lm.training.resume import fingerprint
-from recollect.lm.training.train import Progress, RecollectTrainer, _Keeper, train
+from recollect.lm.training.train import RecollectTrainer, _Keeper
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
 
@@ -410,7 +411,7 @@ def test_held_out_rows_are_not_trained_on_and_weighted_by_tokens(
     text: Path, tmp_path: Path
 ) -> None:
     """The measurement against a plain sum over rows, one at a time."""
-    from recollect.lm.data.rows import collate, read_rows
+    from recollect.lm.data import collate, read_rows
     from recollect.lm.data.sources import Source
     from recollect.lm.data.tokenizers import byte_tokenizer
 

@@ -7,7 +7,8 @@ import torch
 
 import recollect as rc
 from recollect.recall.compress import rewrite
-from recollect.tasks.exchange import Exchange, exchange, spread_keys, welch
+from recollect.tasks import Exchange, exchange, spread_keys
+from recollect.tasks.exchange import welch
 
 SIZES = [(64, 36), (256, 128)]
 GD, Matrix = rc.algorithm.GradientDescent, rc.memory.Matrix

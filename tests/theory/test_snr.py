@@ -9,6 +9,7 @@ import torch
 
 import recollect as rc
 from recollect.theory import (
+    Sampled,
     averaged_inverse_snr,
     inverse_snr,
     kernel_inverse_snr,
@@ -17,7 +18,6 @@ from recollect.theory import (
     recipe_kernel,
     truncation_order,
 )
-from recollect.theory.snr import Sampled
 
 KERNELS = ["linear", "relu", "exp", "solu"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import recollect as rc
-from recollect.tasks.exchange import exchange, spread_keys
+from recollect.tasks import exchange, spread_keys
 from recollect.theory import (
     conditioning,
     exchange_margin,

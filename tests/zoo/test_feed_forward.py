@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import recollect as rc
-from recollect.layer.blocks import FeedForward
+from recollect.layer import FeedForward
 
 D, TOL = 12, {"atol": 1e-12, "rtol": 1e-10}
 

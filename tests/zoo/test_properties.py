@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import recollect as rc
-from recollect.explain.naming import PROPERTIES, properties
+from recollect.explain import PROPERTIES, properties
 
 DECAY, DEEP, CAPACITY, OPTIMAL, CONTEXT = PROPERTIES
 ATTENTION = {CAPACITY, OPTIMAL, CONTEXT}
@@ -107,7 +107,7 @@ def test_deep_rows_have_what_the_table_says(name: str) -> None:
 
 def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     testing = pytest.importorskip("typer.testing")
-    from recollect.cli.app import build
+    from recollect.cli import build
 
     run = testing.CliRunner().invoke(build(), ["zoo", "--json"])
     assert run.exit_code == 0, run.output

@@ -7,13 +7,12 @@ with exit code 2 and one sentence.
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import recollect as rc
+from recollect.cli.describe import explain, zoo
 from recollect.recipe.files import load_recipe
 
 if TYPE_CHECKING:
@@ -46,9 +45,6 @@ _EXTRAS = {
     "transformers": "lm",
 }
 """Which extra of recollect brings a module that a command may need."""
-
-_WIDE = 200  # columns of a table that no terminal bounds
-_ROOMY = 150  # columns from which a table shows the choices too
 
 
 def main() -> None:
@@ -118,113 +114,19 @@ def _to_install(error: ImportError) -> str:
     return f'this needs {missing}, which is not installed: pip install "recollect[{extra}]"'
 
 
-def _console() -> rich.console.Console:
-    console = rich.console.Console()
-    return console if console.is_terminal else rich.console.Console(width=_WIDE)
-
-
-def _json(data: object) -> None:
-    typer.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
-
-
 # -- recollect zoo -------------------------------------------------------------------------------
-
-
-def zoo(
-    family: Annotated[str | None, typer.Option(help="Only this family.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """List the architectures, from their recipes."""
-    rows = [_row(rc.zoo.get(name)) for name in rc.zoo.names(family)]
-    if as_json:
-        _json(rows)
-        return
-    console = _console()
-    choices = ("memory", "bias", "retention", "algorithm") if console.width >= _ROOMY else ()
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("#", justify="right")
-    for head in ("name", *choices, "write", "state", "has", "engine"):
-        table.add_column(head, no_wrap=head in ("name", "state", "engine"))
-    for row in rows:
-        table.add_row(
-            *map(rich.text.Text, (str(row["row"]), row["name"])),
-            *(rich.text.Text(row[choice].removesuffix("()")) for choice in choices),
-            rich.text.Text("\n".join(row["write"]).replace(";   ", "\n")),
-            rich.text.Text(row["state"]),
-            ", ".join(_SHORT[name] for name, holds in row["properties"].items() if holds) or "–",
-            row["engine"],
-        )
-    console.print(table)
-    typer.echo("state at K = V = 64, per row and head; `recollect explain NAME` says more")
-
-
-_SHORT = {
-    "dynamic decay": "decay",
-    "deep memory": "depth",
-    "nonlinear capacity": "capacity",
-    "locally optimal": "optimality",
-    "flexible context": "context",
-}
-
-
-def _row(preset: Any) -> dict[str, Any]:
-    """One architecture as data."""
-    recipe, found = preset.recipe, rc.explain(preset)
-    price = found.cost
-    size = None if price is None else price.state_bytes
-    grows = 0 if price is None else price.grows
-    return {
-        "row": preset.row,
-        "name": preset.name,
-        "title": preset.title,
-        "family": preset.family,
-        **{choice: getattr(recipe, choice).brief for choice in _CHOICES},
-        "write": list(found.write),
-        "state": _size(grows, size),
-        "state_bytes": None if grows else size,
-        "state_grows_per_token": grows,
-        "properties": dict(found.properties),
-        "engine": found.engine,
-        "fidelity": preset.fidelity.kind,
-    }
-
-
-_CHOICES = ("memory", "features", "bias", "context", "retention", "algorithm")
-
-
-def _size(grows: int, size: int | None) -> str:
-    from recollect.cost import readable
-
-    if size is None:
-        return "–"
-    return f"{readable(grows, 'B')} per token" if grows else readable(size, "B")
 
 
 # -- recollect explain ---------------------------------------------------------------------------
 
 
-def explain(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME_OR_FILE", help="An architecture, or a .json/.toml recipe."),
-    ],
-    method: Annotated[str, typer.Option(help="Explain as if this engine were asked for.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Say what a recipe solves, how it moves, and which engine runs it."""
-    # A name of the zoo stays one, whatever files lie around.
-    of_file = name not in rc.zoo.names() and ("." in name or "/" in name)
-    found = rc.explain(load_recipe(Path(name)) if of_file else name, method=method)
-    if as_json:
-        _json(found.to_dict())
-    else:
-        typer.echo(str(found))
-
-
 COMMANDS: tuple[Callable[..., None], ...] = (zoo, explain)
 if typer is not None:
-    from recollect.cli.compare import bench, compare, reproduce
+    from recollect.cli.bench import bench
+    from recollect.cli.compare import compare
+    from recollect.cli.describe import sizes
     from recollect.cli.generate import generate
-    from recollect.cli.train import sizes, train
+    from recollect.cli.reproduce import reproduce
+    from recollect.cli.train import train
 
     COMMANDS = (*COMMANDS, compare, reproduce, train, sizes, generate, bench)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,31 +12,14 @@ import rich.box
 import rich.console
 import rich.progress
 import rich.table
-import torch
 import typer
 
-from recollect.recipe.recipe import Recipe
+from recollect.cli.console import INTERRUPTED, WIDE, _writable, stated
 
 if TYPE_CHECKING:
-    from recollect.experiments import Comparison
-    from recollect.layer.options import LayerOptions
-    from recollect.zoo import Preset
+    from recollect.experiments.comparison.results import Comparison
 
-__all__ = ["bench", "compare", "reproduce", "stated"]
-
-INTERRUPTED = 130
-WIDE = 120  # columns where no terminal bounds them
-
-
-def stated(name: str) -> Preset | tuple[str, Recipe] | tuple[str, Recipe, LayerOptions]:
-    """A model by zoo name, or a recipe of one's own in a JSON or TOML file."""
-    from recollect.recipe.files import load_recipe
-    from recollect.zoo import get
-
-    path = Path(name)
-    if path.suffix in (".json", ".toml"):
-        return path.stem, load_recipe(path)
-    return get(name)
+__all__ = ["compare"]
 
 
 def compare(
@@ -175,106 +157,6 @@ def _ended(
         raise typer.Exit(1)
 
 
-def reproduce(
-    name: Annotated[str, typer.Argument(help="An experiment; see --list.")] = "",
-    scale: Annotated[
-        str, typer.Option(help="smoke (seconds), small (minutes), or paper: prints its plan.")
-    ] = "small",
-    seeds: Annotated[int | None, typer.Option(help="How many; the scale's own if omitted.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes, one thread each.")] = 1,
-    list_all: Annotated[bool, typer.Option("--list", help="Name the experiments.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="All experiments.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs"),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    launch: Annotated[bool, typer.Option("--launch", help="Run the paper's scale.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Draw a figure or table of the papers from this library, and judge its claims."""
-    from recollect.experiments.framework.price import plan
-    from recollect.experiments.gallery import save_gallery
-    from recollect.experiments.registry import EXPERIMENTS, PLANNED
-    from recollect.experiments.reproduce import chosen
-    from recollect.experiments.reproduce import reproduce as run_one
-    from recollect.experiments.viewer import Bar, listing, show_run
-
-    console = rich.console.Console(stderr=as_json)
-    if not console.is_terminal:
-        console = rich.console.Console(stderr=as_json, width=WIDE)
-    rows = list(EXPERIMENTS.values())
-    if list_all:
-        if as_json:
-            known = [{"name": row.name, "title": row.title, "source": row.source} for row in rows]
-            known += [{"name": row.name, "planned": True, "source": row.source} for row in PLANNED]
-            typer.echo(json.dumps(known, indent=2, ensure_ascii=False))
-        else:
-            listing(console, rows, PLANNED)
-        return
-    if every == bool(name):
-        raise ValueError("name one experiment, or give --all; --list names them")
-    wanted = rows if every else [chosen(name)]
-    _known_scale(scale)
-    _known_device(device)
-    if scale == "paper" and not launch:
-        plans = [
-            plan(row, "paper", seeds=seeds, jobs=jobs, device=device, out=str(out))
-            for row in wanted
-        ]
-        if as_json:
-            typer.echo(json.dumps([priced.to_dict() for priced in plans], indent=2))
-        else:
-            typer.echo("\n\n".join(map(str, plans)))
-        return
-    _writable(out)
-    runs = []
-    with Bar(console) as bar:
-        for row in wanted:
-            run = run_one(
-                row,
-                scale=scale,  # type: ignore[arg-type]
-                seeds=seeds,
-                jobs=jobs,
-                out=out,
-                device=device,
-                fresh=fresh,
-                viewer=bar,
-            )
-            runs.append(run)
-            if not as_json:
-                show_run(console, run)
-                console.print(f"report: {run.folder / 'report.html'}", soft_wrap=True)
-            if not run.complete:
-                break
-    gallery = save_gallery(out)
-    console.print(f"gallery: {gallery}", soft_wrap=True)
-    if as_json:
-        typer.echo(json.dumps([run.to_dict() for run in runs], indent=2, allow_nan=False))
-    if not all(run.complete for run in runs):
-        raise typer.Exit(INTERRUPTED)
-
-
-def _known_scale(scale: str) -> None:
-    from recollect.experiments.framework.experiment import SCALES
-
-    if scale not in SCALES:
-        raise ValueError(f"--scale must be one of {', '.join(SCALES)}, not {scale!r}")
-
-
-def _known_device(device: str) -> None:
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
-
-
-def _writable(out: Path) -> None:
-    """That the report will have a place: better known before hours of training than after."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be written to: {error.strerror}") from None
-
-
 def _show(console: rich.console.Console, result: Comparison) -> None:
     """The tables of the report, on the terminal."""
     from recollect.experiments.comparison.report import table
@@ -297,92 +179,3 @@ def _show(console: rich.console.Console, result: Comparison) -> None:
         if task == "text" and result.bigram is not None:
             grid.add_row("byte bigram", f"{result.bigram:.3f}", style="dim")
         console.print(grid)
-
-
-def bench(
-    suite: Annotated[str, typer.Option(help="What to time.")] = "linear",
-    rounds: Annotated[int, typer.Option(help="Rounds; every case once in each.")] = 7,
-    length: Annotated[int, typer.Option(help="T, tokens.")] = 4096,
-    heads: Annotated[int, typer.Option(help="H, memories.")] = 8,
-    size: Annotated[int, typer.Option(help="K = V, channels per head.")] = 64,
-    only: Annotated[
-        str, typer.Option(help="A few of the suite's names, separated by commas, and the baseline.")
-    ] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    save: Annotated[Path | None, typer.Option(help="Where to store the result as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
-    """Time implementations alternately in one run, beside the device's own ceiling."""
-    from recollect.bench import run
-    from recollect.bench.suites.registry import SUITES, Shape, chosen_cases, document, ratios
-
-    if suite not in (*SUITES, "train"):
-        raise ValueError(f"there is no suite {suite!r}; there are {', '.join([*SUITES, 'train'])}")
-    for name, number in (("rounds", rounds), ("length", length), ("heads", heads), ("size", size)):
-        if number < 1:
-            raise ValueError(f"--{name} must be at least 1, not {number}")
-    _known_device(device)
-    if suite == "train":
-        _bench_train(rounds, length, save, as_json)
-        return
-    chosen = SUITES[suite]
-    shape = Shape(T=length, H=heads, K=size, V=size, device=device)
-    cases = chosen_cases(chosen, shape, [name.strip() for name in only.split(",") if name.strip()])
-    console = rich.console.Console(stderr=True)
-    with rich.progress.Progress(console=console, transient=True) as progress:
-        bar = progress.add_task(f"timing {suite}", total=rounds)
-        result = run(
-            cases,
-            baseline=chosen.baseline,
-            min_seconds=chosen.min_seconds,
-            rounds=rounds,
-            device=device,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
-    extra = ratios(chosen, shape, result)
-    data = document(suite, shape, result, extra)
-    if save is not None:
-        from recollect.report.files import write_atomic
-
-        write_atomic(save, json.dumps(data, indent=2, allow_nan=False) + "\n")
-    if as_json:
-        typer.echo(json.dumps(data, indent=2, allow_nan=False))
-        return
-    result.print()
-    for what, ratio in extra.items():
-        typer.echo(f"{what}: {ratio:.2f}")
-    if save is not None:
-        typer.echo(f"saved: {save}")
-
-
-def _bench_train(rounds: int, length: int, save: Path | None, as_json: bool) -> None:
-    """The suite ``train``: whole steps, in the callback of a run, so it times them itself."""
-    from recollect.bench.suites.train import BARE, RUN, measure
-
-    context = min(length, 512)
-    console = rich.console.Console(stderr=True)
-    with rich.progress.Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("timing train", total=rounds)
-        result = measure(
-            rounds=rounds,
-            context=context,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
-    ratio = 1 / result[RUN].ratio
-    data = {
-        "suite": "train",
-        "shape": {"context": context, "batch": 4, "parameters": 3_000_000},
-        **json.loads(result.to_json()),
-        "ratios": {"tokens per second: recollect train / bare loop": ratio},
-    }
-    if save is not None:
-        from recollect.report.files import write_atomic
-
-        write_atomic(save, json.dumps(data, indent=2, allow_nan=False) + "\n")
-    if as_json:
-        typer.echo(json.dumps(data, indent=2, allow_nan=False))
-        return
-    result.print()
-    typer.echo(f"tokens per second of {RUN} by the {BARE}'s: {ratio:.2f}")
-    if save is not None:
-        typer.echo(f"saved: {save}")

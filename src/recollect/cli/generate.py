@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from recollect.lm import Prompt, RecollectCache, RecollectForCausalLM
+    from recollect.lm.model.cache import RecollectCache
+    from recollect.lm.model.model import RecollectForCausalLM
+    from recollect.lm.prompt import Prompt
 
 __all__ = ["generate"]
 
@@ -117,8 +119,8 @@ def _loaded(checkpoint: str) -> tuple[RecollectForCausalLM, Any]:
     """Model and tokenizer; a folder without one, of a vocabulary of bytes, means bytes."""
     from transformers import AutoTokenizer
 
-    from recollect.lm import RecollectForCausalLM
     from recollect.lm.data.tokenizers import byte_tokenizer
+    from recollect.lm.model.model import RecollectForCausalLM
 
     folder = Path(checkpoint)
     if not folder.is_dir() and (folder.exists() or folder.is_absolute() or checkpoint[:1] == "."):
@@ -151,7 +153,7 @@ def _read(model: RecollectForCausalLM, tokenizer: Any, prompt: str, saved: Path 
     """The prompt read but for its last token, after what was read before."""
     import torch
 
-    from recollect.lm import Prompt
+    from recollect.lm.prompt import Prompt
 
     ids = tokenizer(prompt, add_special_tokens=saved is None)["input_ids"]
     if saved is None and not ids:
@@ -171,7 +173,7 @@ def _read(model: RecollectForCausalLM, tokenizer: Any, prompt: str, saved: Path 
 
 
 def _size(model: RecollectForCausalLM, cache: RecollectCache) -> str:
-    from recollect.cost import readable
+    from recollect.report.units import readable
 
     size = readable(cache.nbytes_per_sequence, "B")
     if model.cache_grows:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from recollect.experiments.framework.experiment import Claim, Experiment, Verdict
 from recollect.experiments.framework.published import Published, published, published_names
 from recollect.experiments.framework.records import Record, Results
+from recollect.experiments.framework.run import Run
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
-from recollect.experiments.reproduce import Run, reproduce
+from recollect.experiments.reproduce import reproduce
 
 if TYPE_CHECKING:
     from recollect.experiments.comparison.compare import compare

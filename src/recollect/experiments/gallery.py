@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recollect.experiments.registry import EXPERIMENTS
-from recollect.report import write_atomic
+from recollect.report.files import write_atomic
 
 __all__ = ["save_gallery", "save_gallery_markdown"]
 

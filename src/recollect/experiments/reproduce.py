@@ -14,77 +14,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from recollect.experiments.framework.experiment import SCALES, Claim, Experiment, Scale, Verdict
+from recollect.experiments.framework.experiment import SCALES, Experiment, Scale
 from recollect.experiments.framework.processes import Lost, in_processes
 from recollect.experiments.framework.records import Cell, Record, Results
+from recollect.experiments.framework.run import Run, Viewer, _Nobody
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
-from recollect.report import Environment, describe_environment, write_atomic
+from recollect.report.environment import describe_environment
+from recollect.report.files import write_atomic
 
-__all__ = ["Run", "Viewer", "chosen", "reproduce"]
-
-
-class Viewer(Protocol):
-    """Whoever shows progress."""
-
-    def begin(self, experiment: Experiment, done: int, total: int) -> None:
-        """So many cells and seeds of an experiment were measured earlier, of so many."""
-
-    def cell(self, record: Record) -> None:
-        """One more was measured."""
-
-
-class _Nobody:
-    def begin(self, experiment: Experiment, done: int, total: int) -> None:
-        pass
-
-    def cell(self, record: Record) -> None:
-        pass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """An experiment that was run, with its verdicts.
-
-    Attributes:
-        complete: whether every cell was measured with every seed.
-        folder: where its files are.
-    """
-
-    experiment: Experiment
-    results: Results
-    verdicts: tuple[tuple[Claim, Verdict], ...]
-    environment: Environment
-    complete: bool
-    folder: Path
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "schema": 1,
-            "experiment": self.experiment.name,
-            "source": self.experiment.source,
-            "scale": self.results.scale,
-            "config": dict(self.results.config),
-            "complete": self.complete,
-            "claims": [
-                {
-                    "name": claim.name,
-                    "claim": claim.text,
-                    "rule": claim.rule,
-                    "verdict": verdict.status,
-                    "because": verdict.because,
-                }
-                for claim, verdict in self.verdicts
-            ],
-            "rules": self.experiment.rules,
-            "seconds": round(self.results.seconds, 1),
-            "environment": self.environment.to_dict(),
-            "records": [record.to_dict() for record in self.results.records],
-        }
+__all__ = ["chosen", "reproduce"]
 
 
 def chosen(name: str) -> Experiment:

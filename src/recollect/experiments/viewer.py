@@ -13,7 +13,7 @@ from rich.table import Table
 
 from recollect.experiments.framework.experiment import Experiment, Planned
 from recollect.experiments.framework.records import Record
-from recollect.experiments.reproduce import Run
+from recollect.experiments.framework.run import Run
 
 __all__ = ["Bar", "listing", "show_run"]
 

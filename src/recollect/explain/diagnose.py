@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
-from recollect.choices.memory.maps import Stack
+from recollect.choices.memory.base import Stack
 from recollect.engines.common.problem import resolve, state_dtype
 from recollect.engines.select import select
-from recollect.layer import MemoryLayer
+from recollect.layer.memory_layer import MemoryLayer
 from recollect.recall.recall import read, recall
 from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.layer.gates import Squash
-    from recollect.report import FigureFiles
+    from recollect.report.figures import FigureFiles
 
 __all__ = ["Diagnosis", "Fault", "diagnose"]
 
@@ -183,7 +183,8 @@ class Diagnosis:
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        from recollect.report import Panel, Series, panel_figure
+        from recollect.report.figures import Series
+        from recollect.report.panels import Panel, panel_figure
 
         def lines(x: Tensor, curves: Tensor) -> list[Series]:
             places = x.tolist()

@@ -6,7 +6,7 @@ Every line is made of what the members say about themselves (`recollect.choices.
 from __future__ import annotations
 
 from recollect.choices.equation_terms import Gradient, Term, Terms, grouped, written
-from recollect.choices.memory.maps import Stack
+from recollect.choices.memory.base import Stack
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["legend", "map_names", "objective", "read_rule", "write_rule"]

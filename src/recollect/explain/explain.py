@@ -18,12 +18,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from recollect.choices.member import Gate, Param, RecipeError
-from recollect.cost import Cost, cost, readable
+from recollect.choices.fields import Gate, Param
+from recollect.choices.member import RecipeError
+from recollect.cost import Cost, cost
 from recollect.engines.select import select
 from recollect.explain.equations import legend, map_names, objective, read_rule, write_rule
 from recollect.explain.naming import PROPERTIES, Named, fingerprint, named, properties
 from recollect.recipe.recipe import CHOICES, Recipe
+from recollect.report.units import readable
 from recollect.theory import findings
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from recollect.choices.member import Member, domain
+from recollect.choices.fields import domain
+from recollect.choices.member import Member
 from recollect.recipe.recipe import CHOICES, Recipe
 
 if TYPE_CHECKING:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recollect.layer import FeedForward, LayerState, MemoryLayer
+from recollect.layer.feed_forward import FeedForward
+from recollect.layer.memory_layer import MemoryLayer
+from recollect.layer.state import LayerState
 
 __all__ = ["Block", "FeedForward", "SwiGLU", "mlp_width"]
 

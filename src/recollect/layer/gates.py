@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recollect.choices.member import Gate, Param, RecipeError
+from recollect.choices.fields import Gate, Param
+from recollect.choices.member import RecipeError
 from recollect.layer.options import GateOptions
 from recollect.recipe.initial_params import start
 

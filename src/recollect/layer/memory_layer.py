@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recollect.choices.member import Gate, Param, RecipeError
+from recollect.choices.fields import Gate, Param
+from recollect.choices.member import RecipeError
 from recollect.engines.select import select
 from recollect.layer.complex_decay import Phase, check_phase, turn
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import Number
+from recollect.layer.initial_memory import InitialMemory, InitialPairs
 from recollect.layer.options import LayerOptions
-from recollect.layer.pairs import InitialPairs
 from recollect.layer.rotary import angles, rotate
 from recollect.layer.state import LayerState
 from recollect.layer.ties import OWNED, Ties, check_ties, scaled
@@ -31,37 +32,9 @@ from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
 from recollect.typing import Gates, Params
 
-__all__ = ["InitialMemory", "MemoryLayer"]
+__all__ = ["MemoryLayer"]
 
 NORM_EPS = 1e-6
-
-
-class InitialMemory(nn.Module):
-    """A₀ of a deep memory, learned: one ``[H, *shape]`` tensor per map.
-
-    Entries of deviation scale · in^(−1/2), at scale 1, keep the lengths of what they multiply: a
-    key of unit length meets hidden activations of unit length, so an inner step of size below 1
-    does not overshoot.
-    """
-
-    def __init__(self, heads: int, shapes: tuple[tuple[int, ...], ...], scale: float = 1.0) -> None:
-        super().__init__()
-        self.scale = scale
-        self.maps = nn.ParameterList([torch.empty(heads, *shape) for shape in shapes])
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Back to the start."""
-        for weight in self.maps:
-            if weight.dim() < 3:
-                nn.init.zeros_(weight)  # a bias of a user's own module
-            else:
-                nn.init.normal_(weight, std=self.scale * math.prod(weight.shape[2:]) ** -0.5)
-
-    def forward(self) -> tuple[Tensor, ...]:
-        """The tensors, as `recall` takes them."""
-        return tuple(self.maps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from recollect.choices.features.finite import Identity
-from recollect.choices.member import Gate, Param, RecipeError
+from recollect.choices.fields import Gate, Param
+from recollect.choices.member import RecipeError
 from recollect.layer.gates import Number
 from recollect.layer.options import LayerOptions, Tie
 from recollect.recipe.recipe import Recipe

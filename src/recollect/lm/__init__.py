@@ -20,11 +20,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.checkpoint import CheckpointError
 from recollect.lm.model.config import RecollectConfig
-from recollect.lm.model.counts import count_parameters
+from recollect.lm.model.counts import count_parameters, match_parameters, parameter_count
 from recollect.lm.model.model import RecollectForCausalLM, RecollectModel
 from recollect.lm.model.paper_sizes import PAPER_SIZES, PaperSize, paper_config
 from recollect.lm.prompt import Prompt
-from recollect.lm.sizes import match_parameters, parameter_count
 from recollect.lm.swap import replace_attention
 from recollect.lm.training.plan import TrainPlan, load_plan
 from recollect.lm.training.train import Progress, Trained, train

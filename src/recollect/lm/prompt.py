@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from recollect.layer import LayerState
+from recollect.layer.state import LayerState
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.checkpoint import CheckpointError, read_tensors
 from recollect.report.files import write_atomic

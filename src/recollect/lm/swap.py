@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.pytorch_utils import Conv1D
 
 from recollect.choices.member import RecipeError
-from recollect.layer import MemoryLayer
+from recollect.layer.memory_layer import MemoryLayer
 from recollect.lm.model.cache import StateLayer
 from recollect.lm.model.config import Named, resolved
 from recollect.lm.model.masks import Columns, columns

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.member import Gate, Param, RecipeError
+from recollect.choices.fields import Gate, Param
+from recollect.choices.member import RecipeError
 from recollect.state.state import State
 from recollect.typing import Init, Params
 

@@ -31,7 +31,8 @@ from recollect.recall.lowering import lower
 from recollect.recall.packing import compact, pack_rows, scatter
 from recollect.recall.transforms import refuse_transforms
 from recollect.recipe.recipe import Recipe
-from recollect.state.state import State, initial_state
+from recollect.state.initial import initial_state
+from recollect.state.state import State
 from recollect.typing import Gates, Init, Params
 
 __all__ = ["read", "recall"]

@@ -10,11 +10,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from recollect.choices.algorithm.descent import GradientDescent, Momentum, Muon
+from recollect.choices.algorithm.descent import GradientDescent, Momentum
+from recollect.choices.algorithm.muon import Muon
 from recollect.choices.bias.losses import L2, ValueRobust
 from recollect.choices.context.windows import Online, Window
 from recollect.choices.memory.maps import MLP, Matrix
-from recollect.choices.retention.links import Decay, Keep, Lq, Retention
+from recollect.choices.retention.base import Decay, Keep, Retention
+from recollect.choices.retention.links import Lq
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe

@@ -9,20 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
-from recollect.engines.bundle import bundled
-from recollect.state.kernel_rows import Dual, begin
+from recollect.state.kernel_rows import Dual
 from recollect.typing import Init, Weights
 
-if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
-
-__all__ = ["Buffer", "State", "initial_state", "join_states", "roll"]
+__all__ = ["Buffer", "State", "join_states"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,195 +207,6 @@ class State:
             ones=flat.get("ones"),
             log_scale=flat.get("log_scale"),
         )
-
-
-def initial_state(
-    recipe: Recipe,
-    *,
-    B: int,
-    H: int,
-    K: int,
-    V: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    init: Init | None = None,
-) -> State:
-    """The state before the first token: A₀ = ``init``, or zeros where that can learn.
-
-    Raises:
-        RecipeError: a deep memory without ``init``, or one of the wrong shapes.
-    """
-    if init is not None and recipe.nonparametric:
-        k, v, rates = bundled(recipe, init, B=B, H=H, K=K, V=V, dtype=dtype)
-        position = torch.full((B,), k.shape[1], device=device)
-        buffer = roll(recipe, None, k=k, v=v, rates=rates, lengths=None, position=position)
-        return State(sizes=(H, K, V), weights=(), position=position, buffer=buffer)
-    shapes = recipe.shapes(K, V)
-    pairs: tuple[Tensor, ...] = ()
-    if init is None:
-        if recipe.needs_init():
-            starts = recipe.starts(K, V, pairs=1) if recipe.dual else shapes
-            wanted = ", ".join(str([H, *shape]) for shape in starts)
-            raise RecipeError(
-                f"{recipe.memory.title} needs init: a deep memory of zeros has zero gradients and "
-                f"never learns; give one tensor per map, of shapes {wanted}"
-            )
-        weights = tuple(torch.zeros(B, H, *s, dtype=dtype, device=device) for s in shapes)
-    else:
-        given = (init,) if isinstance(init, Tensor) else tuple(init)
-        before = 1 + len(recipe.row_widths(V)) if recipe.dual else 0
-        if len(given) != before + len(shapes) and not (before and not given and not shapes):
-            what = f"{before} of its pairs and " if before else ""
-            raise RecipeError(
-                f"{recipe.memory.title} takes {what}{len(shapes)} map(s) and init has "
-                f"{len(given)} tensor(s)"
-            )
-        pairs, given = given[:before], given[before:]
-        for a, shape in zip(given, shapes, strict=True):
-            if tuple(a.shape) not in ((H, *shape), (B, H, *shape)):
-                raise RecipeError(
-                    f"init of {recipe.memory.title} must have shape {[H, *shape]} (or one per row, "
-                    f"{[B, H, *shape]}), not {list(a.shape)}"
-                )
-        weights = tuple(
-            a.to(dtype=dtype, device=device).expand(B, H, *s)
-            for a, s in zip(given, shapes, strict=True)
-        )
-    read = recipe.memory.read
-    normalized = read.normalize != "none" and not recipe.dual
-
-    def blank(name: str, w: Tensor) -> Tensor:
-        shape = recipe.algorithm.slot_shape(name, tuple(w.shape[2:]))
-        if normalized:
-            # A normalised memory moves with its memory of ones, one more row.
-            shape = (*shape[:-2], shape[-2] + 1, shape[-1])
-        held = torch.float64 if name in wide else w.dtype
-        return w.new_zeros(*w.shape[:2], *shape, dtype=held)
-
-    wide = recipe.algorithm.wide(recipe)
-    names = recipe.algorithm.slots if weights or not recipe.dual else ()
-    slots = {name: tuple(blank(name, w) for w in weights) for name in names}
-    F = recipe.features.dim(K) if recipe.features.finite else 0
-    dual = None
-    if recipe.dual:
-        dual = begin(recipe, pairs, B=B, H=H, K=K, V=V, dtype=dtype, device=device)
-    return State(
-        sizes=(H, K, V),
-        weights=weights,
-        slots=slots,
-        dual=dual,
-        position=torch.zeros(B, dtype=torch.long, device=device),
-        ones=torch.zeros(B, H, 1, F, dtype=dtype, device=device) if normalized else None,
-        log_scale=(
-            torch.zeros(B, H, dtype=dtype, device=device) if read.normalize == "floor" else None
-        ),
-    )
-
-
-def _grown(old: Buffer | None, *, k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) -> Buffer:
-    """Everything, in rows without padding: what was held, then the new."""
-    mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
-    if old is None:
-        # A view would hold on to what it is a view of.
-        kept = {name: x.contiguous() for name, x in rates.items()}
-        return Buffer(k=k.contiguous(), v=v.contiguous(), rates=kept, mask=mask)
-    return Buffer(
-        k=torch.cat([old.k.to(k.dtype), k], dim=1),
-        v=torch.cat([old.v.to(v.dtype), v], dim=1),
-        rates={name: torch.cat([old.rates[name].to(x), x], 1) for name, x in rates.items()},
-        mask=torch.cat([old.mask, mask], dim=1),
-    )
-
-
-def roll(
-    recipe: Recipe,
-    old: Buffer | None,
-    *,
-    k: Tensor,
-    v: Tensor,
-    rates: Mapping[str, Tensor],
-    lengths: Tensor | None,
-    position: Tensor,
-) -> Buffer | None:
-    """The buffer after new tokens: per row, those of the window and of the open inner batch.
-
-    ``position`` is that after the new tokens. Cost O(n) in the number of slots, not in T.
-    """
-    span = recipe.span
-    if span == 0:
-        return None
-    B, T = k.shape[:2]
-    if span is None and lengths is None:
-        return _grown(old, k=k, v=v, rates=rates)
-    held = 0 if old is None else old.k.shape[1]
-    slots = held + T if span is None else span
-    history = recipe.history
-    wanted = position if history is None else position % recipe.algorithm.batch + history
-    wanted = torch.minimum(position, wanted)
-    if lengths is None:
-        return _ended(old, slots, wanted, k=k, v=v, rates=rates)
-    # Joined tokens form one run per row: old ones aligned right, new ones aligned left.
-    end = held + lengths  # [B]
-    index = end[:, None] - slots + torch.arange(slots, device=k.device)  # [B, n]
-    mask = (index >= end[:, None] - wanted[:, None]) & (index >= 0)
-    if old is not None:
-        inside = index.clamp(0, held - 1) if held else index
-        mask &= torch.where(index < held, old.mask.gather(1, inside), True) if held else True
-    index = index.clamp(0, max(held + T - 1, 0))
-
-    def pick(new: Tensor, past: Tensor | None) -> Tensor:
-        # Slice before joining so that a long call does not copy all of its tokens.
-        joined = new if past is None else torch.cat([past.to(new.dtype), new], dim=1)
-        shaped = index.view(B, slots, *(1,) * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
-        kept = mask.view(B, slots, *(1,) * (new.dim() - 2))
-        if joined.shape[1] == 0:
-            return new.new_zeros(B, slots, *new.shape[2:])
-        return torch.where(kept, joined.gather(1, shaped), torch.zeros((), dtype=new.dtype).to(new))
-
-    return Buffer(
-        k=pick(k, None if old is None else old.k),
-        v=pick(v, None if old is None else old.v),
-        rates={n: pick(x, None if old is None else old.rates[n]) for n, x in rates.items()},
-        mask=mask,
-    )
-
-
-def _ended(
-    old: Buffer | None,
-    slots: int,
-    wanted: Tensor,
-    *,
-    k: Tensor,
-    v: Tensor,
-    rates: Mapping[str, Tensor],
-) -> Buffer:
-    """The last ``slots`` of what was held and rows without padding, of which ``wanted`` count."""
-    B, T = k.shape[:2]
-    past = max(slots - T, 0)  # slots that new tokens do not reach
-    held = 0 if old is None else min(old.k.shape[1], past)
-    mask = torch.arange(slots, 0, -1, device=k.device) <= wanted[:, None]
-    if past:
-        before = mask.new_zeros(B, past)
-        if old is not None and held:
-            before[:, past - held :] = old.mask[:, old.mask.shape[1] - held :]
-        mask[:, :past] &= before
-
-    def pick(new: Tensor, older: Tensor | None) -> Tensor:
-        kept = mask.view(B, slots, *(1,) * (new.dim() - 2))
-        parts = [new[:, T - (slots - past) :]]
-        if older is not None and held:
-            parts.insert(0, older[:, older.shape[1] - held :].to(new.dtype))
-        if held < past:
-            parts.insert(0, new.new_zeros(B, past - held, *new.shape[2:]))
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return torch.where(kept, joined, 0.0)
-
-    return Buffer(
-        k=pick(k, None if old is None else old.k),
-        v=pick(v, None if old is None else old.v),
-        rates={n: pick(x, None if old is None else old.rates[n]) for n, x in rates.items()},
-        mask=mask,
-    )
 
 
 def join_states(states: list[State]) -> State:

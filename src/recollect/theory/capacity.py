@@ -24,8 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recollect.choices.member import RecipeError
 from recollect.recipe.initial_params import initial_params
-from recollect.recipe.recipe import Recipe, RecipeError
+from recollect.recipe.recipe import Recipe
 from recollect.theory.given import lifted, write
 
 __all__ = [

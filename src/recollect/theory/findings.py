@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from recollect.recipe.recipe import Recipe, RecipeError
+from recollect.choices.member import RecipeError
+from recollect.recipe.recipe import Recipe
 from recollect.theory.capacity import capacity_bound
 from recollect.theory.snr import inverse_snr, needed_size, recipe_kernel
 

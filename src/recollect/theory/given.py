@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from recollect.choices.member import RecipeError
 from recollect.recall.recall import read, recall
 from recollect.recipe.initial_params import initial_params
-from recollect.recipe.recipe import Recipe, RecipeError
+from recollect.recipe.recipe import Recipe
 from recollect.typing import Gates, Params
 
 __all__ = ["constant_gates", "lifted", "write"]

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from recollect.choices.member import RecipeError
 from recollect.recall.recall import recall
-from recollect.recipe.recipe import Recipe, RecipeError
+from recollect.recipe.recipe import Recipe
 from recollect.typing import Gates
 
 __all__ = ["approach", "best_memory", "normalized_update_norms"]

@@ -15,8 +15,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from recollect.choices.member import RecipeError
 from recollect.recall.recall import recall
-from recollect.recipe.recipe import Recipe, RecipeError
+from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
 from recollect.typing import Gates, Params
 

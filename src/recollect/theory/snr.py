@@ -28,7 +28,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from recollect.recipe.recipe import Recipe, RecipeError
+from recollect.choices.member import RecipeError
+from recollect.recipe.recipe import Recipe
 from recollect.theory.given import lifted, write
 
 __all__ = [

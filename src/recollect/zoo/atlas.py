@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from recollect.choices.algorithm.descent import GradientDescent, Muon
+from recollect.choices.algorithm.descent import GradientDescent
+from recollect.choices.algorithm.muon import Muon
 from recollect.choices.bias.losses import DotProduct
 from recollect.choices.context.windows import Window
 from recollect.choices.features.finite import Polynomial
-from recollect.choices.memory.maps import MLP, GatedMLP, Memory
-from recollect.choices.retention.links import Decay
+from recollect.choices.memory.base import Memory
+from recollect.choices.memory.maps import MLP, GatedMLP
+from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recollect.choices.algorithm.descent import Analytic, GradientDescent
+from recollect.choices.algorithm.closed_form import Analytic
+from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.losses import DotProduct
-from recollect.choices.context.windows import Bilinear, Blocks, Prefix, Similar, Window
-from recollect.choices.features.finite import Exponential
-from recollect.choices.memory.maps import LocalConstant, Matrix
+from recollect.choices.context.restrictions import Bilinear, Blocks
+from recollect.choices.context.similar import Similar
+from recollect.choices.context.windows import Prefix, Window
+from recollect.choices.features.kernels import Exponential
+from recollect.choices.memory.local import LocalConstant
+from recollect.choices.memory.maps import Matrix
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset

@@ -5,9 +5,10 @@ from __future__ import annotations
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.losses import DotProduct
 from recollect.choices.context.windows import Window
-from recollect.choices.features.finite import Exponential
-from recollect.choices.memory.maps import MLP, Read
-from recollect.choices.retention.links import Decay
+from recollect.choices.features.kernels import Exponential
+from recollect.choices.memory.base import Read
+from recollect.choices.memory.maps import MLP
+from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset

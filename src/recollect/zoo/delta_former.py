@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from recollect.choices.bias.losses import L2, Probe
-from recollect.choices.features.finite import Exponential
-from recollect.choices.memory.maps import Matrix, Read
+from recollect.choices.bias.base import Probe
+from recollect.choices.bias.losses import L2
+from recollect.choices.features.kernels import Exponential
+from recollect.choices.memory.base import Read
+from recollect.choices.memory.maps import Matrix
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recollect.choices.algorithm.descent import GradientDescent, Momentum
-from recollect.choices.retention.links import Decay
+from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset

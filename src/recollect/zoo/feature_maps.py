@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.losses import DotProduct
-from recollect.choices.features.finite import (
-    Cosine,
-    Dpfp,
-    Features,
+from recollect.choices.features.base import Features
+from recollect.choices.features.finite import Taylor
+from recollect.choices.features.learned import Cosine, Dpfp, Hedgehog, Quadratic
+from recollect.choices.features.random import (
     FrequencyDomain,
-    Hedgehog,
     PolynomialSketch,
     PositiveRandom,
-    Quadratic,
     RandomFourier,
-    Taylor,
 )
-from recollect.choices.memory.maps import Matrix, Read
+from recollect.choices.memory.base import Read
+from recollect.choices.memory.maps import Matrix
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset

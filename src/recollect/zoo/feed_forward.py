@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recollect.choices.algorithm.descent import Analytic
+from recollect.choices.algorithm.closed_form import Analytic
 from recollect.choices.bias.losses import DotProduct
-from recollect.choices.context.windows import Bilinear, Blocks, Similar
-from recollect.choices.features.finite import Exponential, Kernel, ReluKernel, SwishKernel
-from recollect.choices.memory.maps import LocalConstant
+from recollect.choices.context.restrictions import Bilinear, Blocks
+from recollect.choices.context.similar import Similar
+from recollect.choices.features.base import Kernel
+from recollect.choices.features.kernels import Exponential, ReluKernel, SwishKernel
+from recollect.choices.memory.local import LocalConstant
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.attention import BARE

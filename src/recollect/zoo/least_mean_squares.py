@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recollect.choices.algorithm.descent import GradientDescent, Implicit, Normalized
 from recollect.choices.bias.losses import DotProduct
-from recollect.choices.retention.links import Decay
+from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recollect.choices.algorithm.descent import LeastSquares
+from recollect.choices.algorithm.closed_form import LeastSquares
 from recollect.choices.context.windows import Prefix
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe

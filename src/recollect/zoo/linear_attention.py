@@ -5,7 +5,8 @@ from __future__ import annotations
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.losses import DotProduct
 from recollect.choices.features.finite import EluPlusOne
-from recollect.choices.memory.maps import Matrix, Read
+from recollect.choices.memory.base import Read
+from recollect.choices.memory.maps import Matrix
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recollect.choices.algorithm.descent import Analytic
-from recollect.choices.context.windows import Prefix, Similar
-from recollect.choices.features.finite import Gaussian
-from recollect.choices.memory.maps import LocalPolynomial, Matrix
+from recollect.choices.algorithm.closed_form import Analytic
+from recollect.choices.context.similar import Similar
+from recollect.choices.context.windows import Prefix
+from recollect.choices.features.kernels import Gaussian
+from recollect.choices.memory.local import LocalPolynomial
+from recollect.choices.memory.maps import Matrix
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.attention import BARE

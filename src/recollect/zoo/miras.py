@@ -5,7 +5,8 @@ from __future__ import annotations
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.losses import Huber, Lp
 from recollect.choices.memory.maps import MLP
-from recollect.choices.retention.links import Decay, Lq, Simplex
+from recollect.choices.retention.base import Decay
+from recollect.choices.retention.links import Lq, Simplex
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset

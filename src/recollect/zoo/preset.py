@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recollect.choices.member import RecipeError
-from recollect.layer import FeedForward, MemoryLayer, layer_of
+from recollect.layer.feed_forward import FeedForward, layer_of
+from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 

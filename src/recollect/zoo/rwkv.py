@@ -6,9 +6,11 @@ import math
 from dataclasses import replace
 
 from recollect.choices.algorithm.descent import GradientDescent
-from recollect.choices.bias.losses import L2, DotProduct, Probe
-from recollect.choices.memory.maps import Matrix, Read
-from recollect.choices.retention.links import Decay
+from recollect.choices.bias.base import Probe
+from recollect.choices.bias.losses import L2, DotProduct
+from recollect.choices.memory.base import Read
+from recollect.choices.memory.maps import Matrix
+from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset

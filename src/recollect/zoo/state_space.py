@@ -7,7 +7,7 @@ from dataclasses import replace
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.losses import DotProduct
 from recollect.choices.memory.maps import Vector
-from recollect.choices.retention.links import Decay
+from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset

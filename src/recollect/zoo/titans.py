@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recollect.choices.algorithm.descent import GradientDescent, Momentum
 from recollect.choices.memory.maps import MLP
-from recollect.choices.retention.links import Decay
+from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset

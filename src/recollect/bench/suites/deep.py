@@ -18,7 +18,7 @@ from torch import Tensor
 from recollect.bench.results import Case
 from recollect.choices.algorithm.descent import Momentum
 from recollect.choices.memory.maps import MLP
-from recollect.choices.retention.links import Decay
+from recollect.choices.retention.base import Decay
 from recollect.cost import cost
 from recollect.recall.recall import recall
 from recollect.recipe.recipe import Recipe

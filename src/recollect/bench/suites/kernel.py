@@ -12,7 +12,7 @@ from recollect.bench.results import Case
 from recollect.cost import cost
 from recollect.recall.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.zoo import get
+from recollect.zoo.preset import get
 
 __all__ = ["NAMES", "case", "loop_case"]
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.bench.results import Case
-from recollect.choices.algorithm.descent import Algorithm, LeastSquares, Preconditioned
+from recollect.choices.algorithm.base import Algorithm
+from recollect.choices.algorithm.closed_form import LeastSquares, Preconditioned
 from recollect.choices.context.windows import Prefix
 from recollect.cost import cost
 from recollect.recall.recall import recall

@@ -21,8 +21,8 @@ from recollect.engines.kernel import local_regression
 from recollect.recall.recall import recall
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
-from recollect.state.state import initial_state
-from recollect.zoo import get, names
+from recollect.state.initial import initial_state
+from recollect.zoo.preset import get, names
 
 __all__ = ["SUITES", "Shape", "Suite", "chosen_cases", "document", "ratios"]
 

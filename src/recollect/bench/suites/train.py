@@ -20,13 +20,16 @@ from typing import cast
 import torch
 
 from recollect.bench.results import BenchResult, Case, Ceiling, summarise
-from recollect.lm import RecollectConfig, RecollectForCausalLM, TrainPlan, parameter_groups, train
 from recollect.lm.data.rows import Row, collate, read_rows
 from recollect.lm.data.sources import Source
 from recollect.lm.data.tokenizers import byte_tokenizer
+from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.training.flops import measured_ceiling, model_flops
+from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.prepare import build_model
-from recollect.lm.training.train import Progress
+from recollect.lm.training.train import Progress, train
+from recollect.lm.training.weight_decay import parameter_groups
 from recollect.report.environment import describe_environment
 
 __all__ = ["measure"]

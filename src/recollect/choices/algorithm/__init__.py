@@ -1,22 +1,19 @@
-"""Algorithm: how the objective is minimised, one step per token."""
+"""Algorithm: how the objective is minimised, one step per token.
 
-from recollect.choices.algorithm.descent import (
-    Adam,
-    Algorithm,
+The gradient g_t comes from the bias and the context; the algorithm turns it into the step that is
+added to the decayed memory, and keeps what it needs (momentum, moments) in named slots.
+"""
+
+from recollect.choices.algorithm.base import Algorithm, Inverse, Step
+from recollect.choices.algorithm.closed_form import (
     Analytic,
-    GradientDescent,
-    Implicit,
-    Inverse,
     LeastSquares,
-    Momentum,
-    Muon,
-    Normalized,
     Preconditioned,
-    RMSProp,
-    Step,
-    newton_schulz,
     smallest_ridge,
 )
+from recollect.choices.algorithm.descent import GradientDescent, Implicit, Momentum, Normalized
+from recollect.choices.algorithm.elementwise import Adam, RMSProp
+from recollect.choices.algorithm.muon import Muon, newton_schulz
 
 __all__ = [
     "Adam",

@@ -1,5 +1,11 @@
-"""Attentional bias: what counts as an error on one association."""
+"""Attentional bias: what counts as an error on one association.
 
-from recollect.choices.bias.losses import L2, Bias, DotProduct, Huber, Lp, Probe, ValueRobust
+A bias states a ``loss`` of the prediction, or its gradient ``error``, or both; autograd supplies
+what is not stated. Its gates travel with the association, and arrive with a trailing axis (1, or V
+per channel) so that they broadcast against ``[..., V]``.
+"""
+
+from recollect.choices.bias.base import Bias, Probe
+from recollect.choices.bias.losses import L2, DotProduct, Huber, Lp, ValueRobust
 
 __all__ = ["L2", "Bias", "DotProduct", "Huber", "Lp", "Probe", "ValueRobust"]

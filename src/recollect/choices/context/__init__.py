@@ -1,13 +1,13 @@
-"""Context: which associations count at time t, and how much."""
+"""Context: which associations count at time t, and how much.
 
-from recollect.choices.context.windows import (
-    Bilinear,
-    Blocks,
-    Context,
-    Online,
-    Prefix,
-    Similar,
-    Window,
-)
+A context that restricts others (`Similar`'s ``within``) states its weights once, in `Context.over`;
+engines ask whether they are positive, a product of a factor of the query and one of the
+association, or a plain horizon, and never which context it is.
+"""
+
+from recollect.choices.context.base import Context
+from recollect.choices.context.restrictions import Bilinear, Blocks
+from recollect.choices.context.similar import Similar
+from recollect.choices.context.windows import Online, Prefix, Window
 
 __all__ = ["Bilinear", "Blocks", "Context", "Online", "Prefix", "Similar", "Window"]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recollect.choices.context.base import Context
 from recollect.choices.context.weights import Scene, Weights
-from recollect.choices.context.windows import Context
-from recollect.choices.member import Gate, flag, integer, member, number, option
+from recollect.choices.fields import Gate, flag, integer, number, option
+from recollect.choices.member import member
 
 __all__ = ["Bilinear", "Blocks"]
 

@@ -1,30 +1,25 @@
-"""Features: how keys and queries are lifted before the memory sees them."""
+"""Features: how keys and queries are lifted before the memory sees them.
 
-from recollect.choices.features.finite import (
-    Cosine,
-    Dpfp,
-    EluPlusOne,
+A finite map answers ``dim`` and ``phi``; an infinite one (a *kernel*) answers ``kappa`` only.
+"""
+
+from recollect.choices.features.base import Features, Kernel
+from recollect.choices.features.finite import EluPlusOne, Identity, Polynomial, Relu, Silu, Taylor
+from recollect.choices.features.kernels import (
     Exponential,
-    Features,
-    FrequencyDomain,
     Gaussian,
-    Hedgehog,
-    Identity,
-    Kernel,
-    LearnedRelu,
     LinearKernel,
-    Polynomial,
-    PolynomialSketch,
-    PositiveRandom,
-    Quadratic,
-    RandomFourier,
-    Relu,
     ReluKernel,
     Round,
-    Silu,
     Solu,
     SwishKernel,
-    Taylor,
+)
+from recollect.choices.features.learned import Cosine, Dpfp, Hedgehog, LearnedRelu, Quadratic
+from recollect.choices.features.random import (
+    FrequencyDomain,
+    PolynomialSketch,
+    PositiveRandom,
+    RandomFourier,
 )
 
 __all__ = [

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.features.finite import Kernel
-from recollect.choices.member import integer, member, number
+from recollect.choices.features.base import Kernel
+from recollect.choices.fields import integer, number
+from recollect.choices.member import member
 
 __all__ = [
     "Exponential",

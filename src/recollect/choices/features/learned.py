@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.features.finite import Features, quadratic
-from recollect.choices.member import Param, flag, integer, member
+from recollect.choices.features.base import Features
+from recollect.choices.features.monomials import quadratic
+from recollect.choices.fields import Param, flag, integer
+from recollect.choices.member import member
 
 __all__ = ["Cosine", "Dpfp", "Hedgehog", "LearnedRelu", "Quadratic"]
 

@@ -14,8 +14,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from recollect.choices.features.finite import Features, quadratic
-from recollect.choices.member import Param, RecipeError, flag, integer, member, number, option
+from recollect.choices.features.base import Features
+from recollect.choices.features.monomials import quadratic
+from recollect.choices.fields import Param, flag, integer, number, option
+from recollect.choices.member import RecipeError, member
 
 __all__ = ["FrequencyDomain", "PolynomialSketch", "PositiveRandom", "RandomFourier"]
 

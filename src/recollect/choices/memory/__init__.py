@@ -1,19 +1,13 @@
-"""Memory: what function stores the associations, and how it is read."""
+"""Memory: what function stores the associations, and how it is read.
 
-from recollect.choices.memory.maps import (
-    MLP,
-    GatedMLP,
-    LinearMap,
-    LocalConstant,
-    LocalPolynomial,
-    Matrix,
-    Memory,
-    Module,
-    Read,
-    Stack,
-    Vector,
-    module_factory,
-)
+A finite memory answers its weights' shapes and a `forward`. Memories made of linear maps extend
+`Stack` and state a program over `apply(l, h)`; engines that know linear maps run any such program.
+"""
+
+from recollect.choices.memory.base import LinearMap, Memory, Read, Stack
+from recollect.choices.memory.local import LocalConstant, LocalPolynomial
+from recollect.choices.memory.maps import MLP, GatedMLP, Matrix, Vector
+from recollect.choices.memory.module import Module, module_factory
 
 __all__ = [
     "MLP",

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.features.finite import monomials
-from recollect.choices.member import integer, member
-from recollect.choices.memory.maps import Memory
+from recollect.choices.features.monomials import monomials
+from recollect.choices.fields import integer
+from recollect.choices.member import member
+from recollect.choices.memory.base import Memory
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe

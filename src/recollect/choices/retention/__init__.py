@@ -1,16 +1,11 @@
-"""Retention: what keeps the memory near its past and bounded."""
+"""Retention: what keeps the memory near its past and bounded.
 
-from recollect.choices.retention.links import (
-    Ball,
-    Bregman,
-    Decay,
-    ElasticNet,
-    FDivergence,
-    Keep,
-    Lq,
-    Retention,
-    Simplex,
-)
+A retention is a decay α and, for most members, a mirror map ``link`` from the dual state A to the
+weights W that are read. Members that rebuild A from W override ``advance``.
+"""
+
+from recollect.choices.retention.base import Decay, Keep, Retention
+from recollect.choices.retention.links import Ball, Bregman, ElasticNet, FDivergence, Lq, Simplex
 
 __all__ = [
     "Ball",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.memory.maps import Forward
+from recollect.choices.memory.base import Forward
 from recollect.engines.common.problem import Problem, state_dtype
 
 __all__ = [

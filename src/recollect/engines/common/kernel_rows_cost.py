@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recollect.cost_kernel import Counted, Sizes
+from recollect.engines.common.sizes import Counted, Sizes
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe

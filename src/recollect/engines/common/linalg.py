@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recollect.choices.gradients import once
 
-__all__ = ["inverse_power"]
+__all__ = ["bmm", "inverse_power", "least", "plus"]
 
 
 def inverse_power(S: Tensor, power: float) -> Tensor:
@@ -59,3 +59,44 @@ class _InversePower(torch.autograd.Function):
         values, vectors = ctx.saved_tensors
         inner = vectors.mT @ grads[0] @ vectors
         return vectors @ (_differences(values, ctx.power) * inner) @ vectors.mT, None
+
+
+def least(covariance: Tensor) -> Tensor:
+    """The pseudo-inverse of a covariance ``[..., D, D]``; directions of rounding count as none."""
+    eps, bad = torch.finfo(covariance.dtype).eps, ~covariance.isfinite().all(-1).all(-1)
+    bad = bad[..., None, None]
+    found = torch.linalg.pinv(
+        torch.where(bad, 0.0, covariance), hermitian=True, rtol=eps * 100 * covariance.shape[-1]
+    )
+    return torch.where(bad, torch.nan, found)
+
+
+def _bmm(x: Tensor, y: Tensor) -> Tensor:
+    """Matrix products over both leading axes."""
+    return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def _baddbmm(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+    """z + alpha x y over both leading axes."""
+    flat = torch.baddbmm(z.flatten(0, 1), x.flatten(0, 1), y.flatten(0, 1), alpha=alpha)
+    return flat.unflatten(0, x.shape[:2])
+
+
+def bmm(x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+    """Matrix products alpha x y over both leading axes."""
+    none = x.new_empty(()).expand(x.shape[0] * x.shape[1], x.shape[-2], y.shape[-1])
+    product = torch.baddbmm(none, x.flatten(0, 1), y.flatten(0, 1), beta=0, alpha=alpha)
+    return product.unflatten(0, x.shape[:2])
+
+
+def plus(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+    """z + alpha x y over both leading axes, in z."""
+    z.flatten(0, 1).baddbmm_(x.flatten(0, 1), y.flatten(0, 1), alpha=alpha)
+    return z
+
+
+def _plus(x: Tensor, left: Tensor, right: Tensor, sign: int = 1) -> Tensor:
+    """x ± left @ right in one pass, over all leading axes at once."""
+    lead = x.shape[:-2]
+    flat = torch.baddbmm(x.flatten(0, -3), left.flatten(0, -3), right.flatten(0, -3), alpha=sign)
+    return flat.unflatten(0, lead)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from recollect.state.state import State, roll
+from recollect.state.buffer import roll
+from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe

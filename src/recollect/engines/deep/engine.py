@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.memory.maps import Read, Stack
+from recollect.choices.memory.base import Read, Stack
 from recollect.engines.common.problem import Problem
 from recollect.engines.deep.alignment import Grid, lay_out
 from recollect.engines.deep.chain.engine import Chain, slope_of

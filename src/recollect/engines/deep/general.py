@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.memory.maps import LinearMap, Stack
+from recollect.choices.memory.base import LinearMap, Stack
 from recollect.engines.deep.chain.engine import Chain, run_chain
 from recollect.engines.deep.gradient_factors import (
     Factors,

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.bias.losses import Bias
-from recollect.choices.memory.maps import Stack
+from recollect.choices.bias.base import Bias
+from recollect.choices.memory.base import Stack
 from recollect.engines.common.decayed_products import absorbable, decayed_gram, decayed_mix
 
 __all__ = [

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.memory.maps import LinearMap
+from recollect.choices.memory.base import LinearMap
 from recollect.engines.common.coefficients import cumulated
 from recollect.engines.deep.cumulative_products import flushed, products
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.descent import Step
+from recollect.choices.algorithm.base import Step
 from recollect.engines.deep.gradient_factors import Factors
 from recollect.recipe.recipe import Recipe
 

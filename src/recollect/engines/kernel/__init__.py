@@ -1,4 +1,7 @@
-"""Engine ``kernel``: memories that keep associations, in one of several forms."""
+"""Engine ``kernel``: memories that keep associations, in one of several forms.
+
+Each form says which recipes it is not for, and how it runs the others; the first that fits runs.
+"""
 
 from recollect.engines.kernel.engine import FORMS, Form, describes, read, refuses, run
 

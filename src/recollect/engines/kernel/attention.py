@@ -32,7 +32,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from recollect.choices.context.weights import Scene, Weights
-from recollect.choices.features.finite import Kernel
+from recollect.choices.features.base import Kernel
 from recollect.choices.gradients import once_through
 from recollect.engines.common.associations import look, values
 from recollect.engines.common.problem import Problem, state_dtype

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.choices.features.finite import Kernel
+from recollect.choices.features.base import Kernel
 from recollect.choices.gradients import again
 
 __all__ = ["Spec", "attend", "solve"]

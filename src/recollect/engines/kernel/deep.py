@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.features.finite import Kernel
-from recollect.choices.memory.maps import Stack
+from recollect.choices.features.base import Kernel
+from recollect.choices.memory.base import Stack
 from recollect.engines.common.coefficients import Coefficients, coefficients
 from recollect.engines.common.joined_tokens import join, wants_gradient
 from recollect.engines.common.problem import Problem

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.features.finite import Kernel
+from recollect.choices.features.base import Kernel
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.kernel.blockwise import Spec, attend, solve
 from recollect.state.kernel_rows import Dual, join_rows

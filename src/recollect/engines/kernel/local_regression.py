@@ -37,12 +37,13 @@ import torch
 from torch import Tensor
 
 from recollect.choices.context.weights import Scene, Weights
-from recollect.choices.features.finite import Kernel
+from recollect.choices.features.base import Kernel
 from recollect.choices.gradients import once
 from recollect.engines.common.associations import look, values
+from recollect.engines.common.linalg import least
 from recollect.engines.common.problem import Problem
 from recollect.engines.kernel.attention import piece_size, seen, slices, weights_over
-from recollect.engines.reference.local_regression import digits, least, ridged
+from recollect.engines.reference.local_regression import digits, ridged
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe

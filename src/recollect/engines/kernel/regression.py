@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.context.weights import Scene
-from recollect.choices.features.finite import Kernel
+from recollect.choices.features.base import Kernel
 from recollect.engines.common.associations import look, values
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.kernel.attention import piecewise, seen_or_all

@@ -20,11 +20,11 @@ from torch import Tensor
 from recollect.choices.gradients import once
 from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
+from recollect.engines.common.ridge import association, ridge_of
 from recollect.engines.linear.chunked import chunked
-from recollect.engines.reference.least_squares import association, ridge_of
 
 if TYPE_CHECKING:
-    from recollect.choices.algorithm.descent import Inverse
+    from recollect.choices.algorithm.base import Inverse
 
 __all__ = ["ConvergenceWarning", "Solves", "approximate", "how", "watch_solves"]
 

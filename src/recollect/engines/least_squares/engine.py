@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.descent import smallest_ridge
+from recollect.choices.algorithm.closed_form import smallest_ridge
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.resolution import RESET, Unresolved, check, looks, loss, refuse
+from recollect.engines.common.ridge import association, ridge_of
 from recollect.engines.least_squares.conjugate_gradient import approximate, how
-from recollect.engines.least_squares.recursion_backward import Spans, recursion
-from recollect.engines.reference.least_squares import association, condensed, ridge_of
+from recollect.engines.least_squares.recursion_backward import recursion
+from recollect.engines.least_squares.recursion_forward import Spans
+from recollect.engines.reference.least_squares import condensed
 from recollect.state.state import State
 
 if TYPE_CHECKING:

@@ -40,14 +40,8 @@ import torch
 from torch import Tensor
 
 from recollect.choices.gradients import once
-from recollect.engines.least_squares.recursion_forward import (
-    Kept,
-    Layout,
-    Spans,
-    bmm,
-    forward,
-    plus,
-)
+from recollect.engines.common.linalg import bmm, plus
+from recollect.engines.least_squares.recursion_forward import Kept, Layout, Spans, forward
 
 __all__ = ["Spans", "recursion"]
 

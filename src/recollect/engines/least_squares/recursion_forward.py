@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.descent import smallest_ridge
+from recollect.choices.algorithm.closed_form import smallest_ridge
+from recollect.engines.common.linalg import bmm, plus
 from recollect.engines.common.resolution import check, looks, loss, lost_within
 
-__all__ = ["Kept", "Layout", "Spans", "bmm", "forward", "plus"]
+__all__ = ["Kept", "Layout", "Spans", "forward"]
 
 GROUP = 4096
 """Rows (tokens · heads · batch) of a group on a CPU: what is made of them stays in the cache."""
@@ -120,19 +121,6 @@ class Layout:
 
     def heads(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1)
-
-
-def bmm(x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
-    """Matrix products alpha x y over both leading axes."""
-    none = x.new_empty(()).expand(x.shape[0] * x.shape[1], x.shape[-2], y.shape[-1])
-    product = torch.baddbmm(none, x.flatten(0, 1), y.flatten(0, 1), beta=0, alpha=alpha)
-    return product.unflatten(0, x.shape[:2])
-
-
-def plus(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
-    """z + alpha x y over both leading axes, in z."""
-    z.flatten(0, 1).baddbmm_(x.flatten(0, 1), y.flatten(0, 1), alpha=alpha)
-    return z
 
 
 def _half(S: Tensor, out: Tensor) -> Tensor:

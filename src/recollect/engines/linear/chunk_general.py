@@ -26,6 +26,7 @@ from torch import Tensor
 
 from recollect.engines.common.coefficients import Coefficients, shift
 from recollect.engines.common.decayed_products import causal_mask, decayed_gram, decayed_mix
+from recollect.engines.common.linalg import _plus
 
 __all__ = ["Flow", "Streams", "solve"]
 
@@ -209,13 +210,6 @@ def solve(
         )
         y = _plus(y, scores, x)
     return y, Z, Zs
-
-
-def _plus(x: Tensor, left: Tensor, right: Tensor, sign: int = 1) -> Tensor:
-    """x ± left @ right in one pass, over all leading axes at once."""
-    lead = x.shape[:-2]
-    flat = torch.baddbmm(x.flatten(0, -3), left.flatten(0, -3), right.flatten(0, -3), alpha=sign)
-    return flat.unflatten(0, lead)
 
 
 @dataclass(frozen=True, kw_only=True)

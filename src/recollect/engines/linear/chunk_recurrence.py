@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.gradients import again
+from recollect.engines.common.linalg import _baddbmm, _bmm
 
 __all__ = ["Pieces", "Plan", "run"]
 
@@ -97,17 +98,6 @@ def _inverse(system: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(
         system, eye.expand_as(system), upper=False, unitriangular=True
     )
-
-
-def _bmm(x: Tensor, y: Tensor) -> Tensor:
-    """Matrix products over both leading axes."""
-    return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).unflatten(0, x.shape[:2])
-
-
-def _baddbmm(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
-    """z + alpha x y over both leading axes."""
-    flat = torch.baddbmm(z.flatten(0, 1), x.flatten(0, 1), y.flatten(0, 1), alpha=alpha)
-    return flat.unflatten(0, x.shape[:2])
 
 
 def _states(p: Pieces, inverse: Tensor | None, Z: Tensor) -> tuple[Tensor, Tensor]:

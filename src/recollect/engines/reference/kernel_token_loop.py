@@ -21,8 +21,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recollect.choices.features.finite import Kernel
-from recollect.choices.memory.maps import NORM_EPS, Stack
+from recollect.choices.features.base import Kernel
+from recollect.choices.memory.base import Stack
+from recollect.choices.memory.norms import NORM_EPS
 from recollect.engines.common.joined_tokens import join, wants_gradient
 from recollect.engines.common.problem import Problem
 from recollect.state.kernel_rows import Dual, join_rows

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from recollect.choices.context.weights import Weights
 from recollect.engines.common.associations import look, values
+from recollect.engines.common.linalg import least
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.common.resolution import looks
 from recollect.state.state import State
 
-__all__ = ["attend", "digits", "least", "local", "regress", "regression", "ridged"]
+__all__ = ["attend", "digits", "local", "regress", "regression", "ridged"]
 
 
 def local(problem: Problem) -> tuple[Tensor, State]:
@@ -137,16 +138,6 @@ def ridged(covariance: Tensor, ridge: float, right: Tensor) -> Tensor:
             "far from their query: normalise q and k, or take a larger ridge in algorithm.Analytic"
         )
     return torch.cholesky_solve(right, factor)
-
-
-def least(covariance: Tensor) -> Tensor:
-    """The pseudo-inverse of a covariance ``[..., D, D]``; directions of rounding count as none."""
-    eps, bad = torch.finfo(covariance.dtype).eps, ~covariance.isfinite().all(-1).all(-1)
-    bad = bad[..., None, None]
-    found = torch.linalg.pinv(
-        torch.where(bad, 0.0, covariance), hermitian=True, rtol=eps * 100 * covariance.shape[-1]
-    )
-    return torch.where(bad, torch.nan, found)
 
 
 def regression(problem: Problem) -> tuple[Tensor, State]:

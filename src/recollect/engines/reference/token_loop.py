@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.descent import Step
+from recollect.choices.algorithm.base import Step
 from recollect.choices.gradients import leaves_of
-from recollect.choices.memory.maps import Stack
+from recollect.choices.memory.base import Stack
 from recollect.engines.common.joined_tokens import (
     Weights,
     as_matrix,

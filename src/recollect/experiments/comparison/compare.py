@@ -16,10 +16,11 @@ from recollect.experiments.comparison.results import (
 )
 from recollect.experiments.comparison.tasks import MQAR_VOCAB, TASKS
 from recollect.layer.options import LayerOptions
-from recollect.lm import RecollectConfig, match_parameters, parameter_count
+from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.counts import match_parameters, parameter_count
 from recollect.recipe.recipe import Recipe
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
-from recollect.zoo import Preset, get
+from recollect.zoo.preset import Preset, get
 
 __all__ = ["Named", "compare", "named"]
 

@@ -15,7 +15,8 @@ from recollect.experiments.comparison.results import ModelRun, Sizes, Watcher
 from recollect.experiments.comparison.tasks import CompareTask, compare_task
 from recollect.experiments.comparison.training import History, train
 from recollect.experiments.framework.processes import GLANCE, Link, Lost, in_processes
-from recollect.lm import RecollectConfig, RecollectForCausalLM
+from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.model import RecollectForCausalLM
 from recollect.report.environment import Environment, describe_environment
 from recollect.tasks.text import TextCorpus
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from recollect.experiments.framework.records import Cell, Missing, Results, Values
-from recollect.report import FigureFiles
+from recollect.report.figures import FigureFiles
 
 __all__ = [
     "SCALES",

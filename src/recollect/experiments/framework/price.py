@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from recollect.cost import readable
 from recollect.experiments.framework.experiment import Experiment, Scale
+from recollect.report.units import readable
 
 __all__ = ["Plan", "machine_rate", "plan"]
 

@@ -13,8 +13,10 @@ from typing import Any
 from recollect.experiments.framework.experiment import Experiment
 from recollect.experiments.framework.published import published
 from recollect.experiments.framework.records import Missing, Results
-from recollect.experiments.reproduce import Run
-from recollect.report import Figure, FigureFiles, Note, Report, Table, write_atomic
+from recollect.experiments.framework.run import Run
+from recollect.report.figures import FigureFiles
+from recollect.report.files import write_atomic
+from recollect.report.html import Figure, Note, Report, Table
 
 __all__ = ["save_run", "summary_table", "verdict_line"]
 

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from recollect.choices.algorithm.descent import GradientDescent
-from recollect.choices.bias.losses import L2, Probe
-from recollect.choices.features.finite import Exponential, Kernel
-from recollect.choices.memory.maps import Matrix, Read
-from recollect.layer import MemoryLayer
+from recollect.choices.bias.base import Probe
+from recollect.choices.bias.losses import L2
+from recollect.choices.features.base import Kernel
+from recollect.choices.features.kernels import Exponential
+from recollect.choices.memory.base import Read
+from recollect.choices.memory.maps import Matrix
 from recollect.layer.blocks import SwiGLU
+from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recall.recall import recall
 from recollect.recipe.recipe import Recipe

@@ -21,7 +21,8 @@ from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.experiments.framework.task_models import Mixer, TaskModel
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.report import FigureFiles, Panel, Series, panel_figure
+from recollect.report.figures import FigureFiles, Series
+from recollect.report.panels import Panel, panel_figure
 from recollect.tasks.word_problem import permutations, word_problem, words
 
 __all__ = ["EXPERIMENTS"]

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from recollect.layer import LayerState
+from recollect.layer.state import LayerState
 
 __all__ = ["RecollectCache", "StateLayer"]
 

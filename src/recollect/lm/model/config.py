@@ -14,7 +14,7 @@ from recollect.engines.select import select
 from recollect.layer.blocks import mlp_width
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.zoo import Preset, get
+from recollect.zoo.preset import Preset, get
 
 __all__ = ["SCHEMA", "Named", "RecollectConfig", "resolved"]
 

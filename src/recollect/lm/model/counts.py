@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from recollect.choices.member import Gate, Param
+import torch
+
+from recollect.choices.fields import Gate, Param
 from recollect.layer.gates import RANK, squash_of
 from recollect.layer.options import LayerOptions
 from recollect.layer.ties import OWNED
 from recollect.layer.token_shift import RANK as SHIFT_RANK
 from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.model import RecollectForCausalLM
 from recollect.recipe.recipe import Recipe
 
-__all__ = ["count_parameters"]
+__all__ = ["count_parameters", "match_parameters", "parameter_count"]
 
 
 def count_parameters(config: RecollectConfig) -> dict[str, int]:
@@ -139,3 +143,37 @@ def _feed_forward(D: int, heads: int, recipe: Recipe, options: LayerOptions) -> 
         m // (block if gate.name == "router" else 1) for gate in recipe.gates() if gate.travels
     )
     return {"maps": (2 * m + keys) * D + (D * D if heads > 1 else 0)}
+
+
+STEP = 8  # MLP widths stay multiples of this
+
+
+def parameter_count(config: RecollectConfig) -> int:
+    """Trained numbers of a model of this configuration, tied ones once; nothing is allocated."""
+    with torch.device("meta"):
+        model = RecollectForCausalLM(config)
+    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+
+
+def match_parameters(configs: Sequence[RecollectConfig], target: int) -> list[RecollectConfig]:
+    """Copies whose MLP widths bring each model as near to ``target`` parameters as they can.
+
+    Widths are multiples of 8, so counts agree to within 12 · hidden_size · num_hidden_layers.
+
+    Raises:
+        ValueError: a model that has more parameters than ``target`` even with the narrowest MLP.
+    """
+    matched: list[RecollectConfig] = []
+    for config in configs:
+        config = copy.deepcopy(config)
+        config.intermediate_size = STEP
+        least = parameter_count(config)
+        step = 3 * STEP * config.hidden_size * config.num_hidden_layers
+        if target < least - step // 2:
+            raise ValueError(
+                f"{', '.join(config.layers)}: {least:,} parameters with the narrowest MLP are more "
+                f"than the {target:,} asked for; raise the target or lower hidden_size"
+            )
+        config.intermediate_size = STEP * (1 + round((target - least) / step))
+        matched.append(config)
+    return matched

@@ -11,8 +11,9 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from recollect.layer import FeedForward, MemoryLayer, layer_of
 from recollect.layer.blocks import Block
+from recollect.layer.feed_forward import FeedForward, layer_of
+from recollect.layer.memory_layer import MemoryLayer
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.pretrained import RecollectPreTrainedModel

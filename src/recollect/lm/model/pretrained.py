@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from recollect.layer import InitialMemory
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import Number
+from recollect.layer.initial_memory import InitialMemory
 from recollect.lm.model.checkpoint import (
     CheckpointError,
     check_finite,

@@ -1,4 +1,9 @@
-"""`train`: a language model from a plan, on `transformers.Trainer` and Accelerate."""
+"""`train`: a language model from a plan, on `transformers.Trainer` and Accelerate.
+
+The Trainer does what it does well: the loop, AdamW and its schedule, clipping, bf16, gradient
+accumulation, many devices, logs, and going on from a checkpoint. Ours are only the rows, the
+weights that decay, checkpoints that are whole, and a measurement weighted by tokens.
+"""
 
 from recollect.lm.training.train import Progress, Trained, Watch, train
 

@@ -18,13 +18,13 @@ from recollect.lm.data.rows import Row, Rows, RowStream, Tally, read_rows
 from recollect.lm.data.sources import BadLines, HubDocuments, Source, find_files
 from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from recollect.lm.model.config import Named, RecollectConfig
+from recollect.lm.model.counts import match_parameters
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.model.paper_sizes import PAPER_SIZES
-from recollect.lm.sizes import match_parameters
 from recollect.lm.training.plan import ModelPlan, TrainPlan
 from recollect.recipe.files import load_recipe
 from recollect.recipe.recipe import Recipe
-from recollect.zoo import get
+from recollect.zoo.preset import get
 
 __all__ = [
     "Stock",

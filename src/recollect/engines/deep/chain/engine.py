@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.bias.losses import Bias
+from recollect.choices.bias.base import Bias
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.autograd import walk_borders
 from recollect.engines.deep.chain.forward import Keys, Path

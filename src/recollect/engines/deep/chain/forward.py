@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.bias.losses import Bias
+from recollect.choices.bias.base import Bias
 from recollect.engines.deep.chain.activations import Curve
 
 __all__ = ["Commits", "Inner", "Keys", "Made", "Path", "Room", "forward", "plain"]

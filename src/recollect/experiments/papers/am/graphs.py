@@ -30,10 +30,11 @@ from recollect.experiments.framework.task_models import (
 from recollect.experiments.papers.am.swaps import KERNELS, curve_panels, fit_values, mixer_work
 from recollect.recall.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.report import FigureFiles, panel_figure
+from recollect.report.figures import FigureFiles
+from recollect.report.panels import panel_figure
 from recollect.tasks.exchange import exchange
 from recollect.tasks.reach import ReachConfig, reach
-from recollect.zoo import get
+from recollect.zoo.preset import get
 
 __all__ = ["EXPERIMENTS"]
 

@@ -18,8 +18,9 @@ from recollect.experiments.framework.experiment import (
 )
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.recipe.recipe import Recipe
-from recollect.report import FigureFiles, Panel, Series, panel_figure
-from recollect.theory import approach, normalized_update_norms
+from recollect.report.figures import FigureFiles, Series
+from recollect.report.panels import Panel, panel_figure
+from recollect.theory.limits import approach, normalized_update_norms
 
 __all__ = ["EXPERIMENTS"]
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.losses import DotProduct
-from recollect.choices.features.finite import Identity, Kernel
+from recollect.choices.features.base import Kernel
+from recollect.choices.features.finite import Identity
 from recollect.choices.features.kernels import Exponential, ReluKernel, Solu
 from recollect.experiments.framework.experiment import (
     Claim,
@@ -23,13 +24,9 @@ from recollect.experiments.framework.experiment import (
 )
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.recipe.recipe import Recipe
-from recollect.report import FigureFiles, Panel, Series, panel_figure
-from recollect.theory import (
-    inverse_snr,
-    kernel_inverse_snr,
-    measured_inverse_snr,
-    needed_size,
-)
+from recollect.report.figures import FigureFiles, Series
+from recollect.report.panels import Panel, panel_figure
+from recollect.theory.snr import inverse_snr, kernel_inverse_snr, measured_inverse_snr, needed_size
 
 __all__ = ["EXPERIMENTS"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from recollect.choices.algorithm.descent import GradientDescent
-from recollect.choices.features.finite import Kernel
+from recollect.choices.features.base import Kernel
 from recollect.choices.features.kernels import LinearKernel, Round
 from recollect.cost import cost
 from recollect.experiments.framework.experiment import (
@@ -19,7 +19,8 @@ from recollect.experiments.framework.experiment import (
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.recall.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.report import FigureFiles, Panel, Series, panel_figure
+from recollect.report.figures import FigureFiles, Series
+from recollect.report.panels import Panel, panel_figure
 from recollect.tasks.exchange import exchange, welch
 
 __all__ = ["EXPERIMENTS"]

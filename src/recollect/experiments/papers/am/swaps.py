@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from recollect.choices.features.finite import Kernel
+from recollect.choices.features.base import Kernel
 from recollect.choices.features.kernels import Exponential, LinearKernel, ReluKernel, Round
 from recollect.cost import cost
 from recollect.experiments.framework.experiment import (
@@ -26,9 +26,10 @@ from recollect.experiments.framework.task_models import (
     TaskModel,
     delta_former,
 )
-from recollect.report import Panel, Series, panel_figure
+from recollect.report.figures import Series
+from recollect.report.panels import Panel, panel_figure
 from recollect.tasks.swaps import SwapConfig, swaps
-from recollect.zoo import get
+from recollect.zoo.preset import get
 
 __all__ = [
     "EXPERIMENTS",

@@ -19,8 +19,10 @@ from recollect.experiments.framework.experiment import (
 )
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.recipe.recipe import Recipe
-from recollect.report import FigureFiles, Panel, Series, panel_figure
-from recollect.theory import capacity, capacity_bound, fit_error
+from recollect.report.figures import FigureFiles, Series
+from recollect.report.panels import Panel, panel_figure
+from recollect.theory import capacity
+from recollect.theory.capacity import capacity_bound, fit_error
 
 __all__ = ["EXPERIMENTS"]
 

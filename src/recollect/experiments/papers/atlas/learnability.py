@@ -8,7 +8,10 @@ from typing import get_args
 
 import torch
 
-from recollect.choices.algorithm.descent import Adam, Algorithm, GradientDescent, Muon, RMSProp
+from recollect.choices.algorithm.base import Algorithm
+from recollect.choices.algorithm.descent import GradientDescent
+from recollect.choices.algorithm.elementwise import Adam, RMSProp
+from recollect.choices.algorithm.muon import Muon
 from recollect.choices.memory.maps import MLP
 from recollect.experiments.framework.experiment import (
     Claim,
@@ -21,7 +24,8 @@ from recollect.experiments.framework.experiment import (
 from recollect.experiments.framework.records import Cell, Missing, Results, Values
 from recollect.recall.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.report import FigureFiles, Panel, Series, panel_figure
+from recollect.report.figures import FigureFiles, Series
+from recollect.report.panels import Panel, panel_figure
 from recollect.tasks.learnability import MappingConfig, MappingName, mapping
 
 __all__ = ["EXPERIMENTS"]

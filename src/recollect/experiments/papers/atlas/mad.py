@@ -12,8 +12,10 @@ from recollect.experiments.framework.fitting import Budget, accuracy, fit
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.experiments.framework.task_models import TaskModel
 from recollect.experiments.papers.atlas.recall import ATTENTION, Trainings, zoo_mixer
-from recollect.report import FigureFiles, Panel, Series, panel_figure
-from recollect.tasks.mad import MadCompression, MadConfig, MadSetting, mad, mad_settings
+from recollect.report.figures import FigureFiles, Series
+from recollect.report.panels import Panel, panel_figure
+from recollect.tasks.mad import mad
+from recollect.tasks.mad_config import MadCompression, MadConfig, MadSetting, mad_settings
 
 __all__ = ["EXPERIMENTS"]
 

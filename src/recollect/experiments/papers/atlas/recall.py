@@ -18,9 +18,10 @@ from recollect.experiments.framework.experiment import (
 from recollect.experiments.framework.fitting import Budget, accuracy, fit
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.experiments.framework.task_models import Mixer, TaskModel
-from recollect.report import FigureFiles, Panel, Series, panel_figure
+from recollect.report.figures import FigureFiles, Series
+from recollect.report.panels import Panel, panel_figure
 from recollect.tasks.mqar import MqarConfig, mqar
-from recollect.zoo import get
+from recollect.zoo.preset import get
 
 __all__ = ["ATTENTION", "EXPERIMENTS", "Trainings", "zoo_mixer"]
 

@@ -21,10 +21,11 @@ from recollect.experiments.framework.task_models import RecallModel
 from recollect.experiments.papers.ttr.regression import rls
 from recollect.recall.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.report import FigureFiles, Panel, Series, panel_figure
+from recollect.report.figures import FigureFiles, Series
+from recollect.report.panels import Panel, panel_figure
 from recollect.tasks.cues import CueConfig, cues
 from recollect.tasks.mqar import IGNORE
-from recollect.zoo import get
+from recollect.zoo.preset import get
 
 __all__ = ["EXPERIMENTS", "construction"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.algorithm.descent import Analytic, LeastSquares
+from recollect.choices.algorithm.closed_form import Analytic, LeastSquares
 from recollect.choices.context.windows import Prefix
 from recollect.cost import cost
 from recollect.experiments.framework.experiment import (
@@ -23,9 +23,10 @@ from recollect.experiments.framework.experiment import (
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.recall.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.report import FigureFiles, Panel, Series, panel_figure
+from recollect.report.figures import FigureFiles, Series
+from recollect.report.panels import Panel, panel_figure
 from recollect.tasks.switching import SwitchingConfig, switching
-from recollect.zoo import get
+from recollect.zoo.preset import get
 
 __all__ = ["EXPERIMENTS"]
 

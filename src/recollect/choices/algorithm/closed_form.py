@@ -1,4 +1,4 @@
-"""Algorithms that solve for all of the past from statistics of fixed size."""
+"""Closed forms: the exact minimiser, and approximations of it, in place of steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,54 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.descent import Algorithm, Inverse
+from recollect.choices.algorithm.base import Algorithm, Inverse
 from recollect.choices.equation_terms import figure
-from recollect.choices.member import RecipeError, integer, member, number, option, quantity
+from recollect.choices.fields import integer, number, option, quantity
+from recollect.choices.member import RecipeError, member
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["LeastSquares", "Preconditioned", "smallest_ridge"]
+__all__ = ["Analytic", "LeastSquares", "Preconditioned", "smallest_ridge"]
+
+
+@member
+class Analytic(Algorithm):
+    """The minimum in closed form, for memories that keep associations.
+
+    Local regressors, and a matrix over a kernel's features with `context.Prefix` (TTR 43).
+
+    Args:
+        ridge: λ ≥ 0 on the non-constant terms of a local polynomial, in units of the total weight;
+            λ > 0 of a kernel regression, ½λ‖W‖².
+    """
+
+    ridge: float = number(0.0, at_least=0)  # type: ignore[assignment]
+
+    solves = True
+    full_batch = True
+    curvature = True
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        if recipe.memory.degree is not None:
+            return
+        if recipe.features.finite or not recipe.memory.linear:
+            yield (
+                f"algorithm.Analytic is the closed form of local regressors and of kernel "
+                f"regression, and {recipe.memory.title} has weights: use memory.LocalConstant() "
+                "with context.Similar(), or algorithm.GradientDescent()"
+            )
+        elif recipe.context.horizon is not None or recipe.context.kernel is not None:
+            yield (
+                f"algorithm.Analytic with {recipe.memory.title} solves for all of the past, and "
+                f"{recipe.context.title} does not show it: use context.Prefix()"
+            )
+        elif self.ridge == 0:
+            yield (
+                "algorithm.Analytic(ridge=0) would store two values under equal keys, which "
+                f"{recipe.features.title} cannot tell apart: use algorithm.Analytic(ridge=1.0)"
+            )
 
 
 class _Condensed(Algorithm):

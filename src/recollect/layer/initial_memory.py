@@ -1,13 +1,43 @@
-"""What a memory of infinitely many features starts from: learned pairs, and its other maps."""
+"""Initial memories of a layer, learned by the outer loop."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
 
 from recollect.recipe.recipe import Recipe
 
-__all__ = ["InitialPairs"]
+__all__ = ["InitialMemory", "InitialPairs"]
+
+
+class InitialMemory(nn.Module):
+    """A₀ of a deep memory, learned: one ``[H, *shape]`` tensor per map.
+
+    Entries of deviation scale · in^(−1/2), at scale 1, keep the lengths of what they multiply: a
+    key of unit length meets hidden activations of unit length, so an inner step of size below 1
+    does not overshoot.
+    """
+
+    def __init__(self, heads: int, shapes: tuple[tuple[int, ...], ...], scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.maps = nn.ParameterList([torch.empty(heads, *shape) for shape in shapes])
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Back to the start."""
+        for weight in self.maps:
+            if weight.dim() < 3:
+                nn.init.zeros_(weight)  # a bias of a user's own module
+            else:
+                nn.init.normal_(weight, std=self.scale * math.prod(weight.shape[2:]) ** -0.5)
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """The tensors, as `recall` takes them."""
+        return tuple(self.maps)
 
 
 class InitialPairs(nn.Module):

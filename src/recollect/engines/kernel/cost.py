@@ -1,52 +1,25 @@
-"""What memories that keep associations cost; see `recollect.cost`, whose conventions these are.
-
-Per pair of query and key that is compared (`engines.kernel.attention.pairs`), with D the larger of
-K and V where the platform's attention runs, which wants them equal:
-
-==================  ==============================================================================
-softmax             4 D: the logits and the mean. The whole past is T(T + 1)/2 pairs; a window c
-                    about 2 T c; weights of other contexts, every pair up to a piece's last query
-plain sum           2 (K + V)
-`Bilinear`          2 K more; `Blocks` 2 K per query and block
-local polynomial    2 K for the weights, 2 D for the mean of the D slopes' basis, 2 D + 2 V to read;
-                    dense 2 D² more, and D³/3 per query; conjugate gradients 4 D per step
-Gram–Cholesky       T³/3 for the factor, T² V for the values, T³/3 + T² V for the queries
-==================  ==============================================================================
-"""
+"""What the kernel engine costs."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from recollect.engines.common.kernel_rows_cost import dual_flops
+from recollect.engines.common.sizes import Counted, Sizes, _Count, _Sizes
 from recollect.engines.kernel import attention, local_regression
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["STEPS", "gram_flops", "local_flops"]
+
+def _kernel(recipe: Recipe, s: _Sizes) -> _Count:
+    if recipe.dual:
+        return dual_flops(recipe, s)
+    return gram_flops(recipe, s) if recipe.from_gram else local_flops(recipe, s)
+
 
 STEPS = 8  # of conjugate gradients, where nothing is known of their number
-
-
-class Sizes(Protocol):
-    """What is read of a call's sizes."""
-
-    @property
-    def K(self) -> int: ...
-    @property
-    def V(self) -> int: ...
-    @property
-    def H(self) -> int: ...
-    @property
-    def T(self) -> int: ...
-    @property
-    def B(self) -> int: ...
-    @property
-    def G(self) -> int: ...
-
-
-Counted = tuple[dict[str, int], int, int, tuple[str, ...]]
 
 
 def local_flops(recipe: Recipe, s: Sizes) -> Counted:

@@ -1,32 +1,46 @@
-"""FLOPs of the engine: products only, a multiply–add is 2.
-
-With b tokens in an inner batch, R = b + c − 1 associations, W the memory's entries, W₁ those of the
-maps that read the features, D = Σ (in + out), G queries per token:
-
-=============  ============================================================================
-keys           2 R W forward, 2 R (W − W₁) back to every map's output
-write          2 R W (twice with momentum): A and S at the batch's end; 8 W where chains with
-               momentum move both through one matrix of two rows
-read           2 b G W (twice with momentum), and 2 b G R D for the batch's own associations
-coefficients   2 b³ for decay times momentum, 2 b² R for a window
-=============  ============================================================================
-
-Where the weights of every token are built, a write is 2 c W per token and a read 2 G W. Under
-windows with channels, associations are b c pairs.
-"""
+"""What the deep engine costs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from recollect.choices.memory.maps import LinearMap
+from recollect.choices.memory.base import LinearMap, Stack
+from recollect.engines import deep
+from recollect.engines.common.sizes import _Count, _Sizes
 from recollect.engines.deep.engine import chain_of, rule_of, way
+from recollect.report.units import readable
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["batch_flops", "orthogonal"]
+
+def _deep(recipe: Recipe, s: _Sizes) -> _Count:
+    memory = recipe.memory
+    assert isinstance(memory, Stack)  # deep.refuses
+    V = s.V + (memory.read.normalize != "none")
+    maps, b, T = memory.maps(s.F, V), recipe.algorithm.batch, s.T * s.n
+    whole, rest = divmod(T, b)
+    if whole and rest:
+        whole, rest = whole + 1, 0  # the last inner batch is padded to the others' length
+    one = deep.batch_flops(recipe, maps, b, s.G)
+    last = deep.batch_flops(recipe, maps, rest, s.G, ends=False) if rest else dict.fromkeys(one, 0)
+    parts = {name: s.H * (whole * one[name] + last[name]) for name in one}
+    # A decoded token replays its open inner batch, half of it on average.
+    open_batch = deep.batch_flops(recipe, maps, (b + 1) // 2, s.G, ends=b == 1)
+    decode = s.H * s.n * sum(open_batch.values())
+    notes: list[str] = []
+    price = deep.orthogonal(recipe, maps)
+    if price:
+        plain = (sum(one.values()) - one["Newton–Schulz"]) / b
+        token = price if recipe.algorithm.every == "token" else price / b
+        notes.append(
+            f"orthogonalising takes {readable(token, 'FLOP')} per token and head, "
+            f"{token / plain:.0f} times plain descent's {readable(plain, 'FLOP')}"
+        )
+    if b > 1:
+        notes.append("decoding replays the open inner batch, half of it on average")
+    return parts, decode, -(-T // b), tuple(notes)
 
 
 def orthogonal(recipe: Recipe, maps: Sequence[LinearMap]) -> int:

@@ -1,0 +1,88 @@
+"""RMSProp and Adam: steps scaled entry by entry."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recollect.choices.algorithm.base import Slots, Step
+from recollect.choices.algorithm.descent import _Descent, _rate
+from recollect.choices.equation_terms import Gradient, Term, Terms, figure, written
+from recollect.choices.fields import integer, number
+from recollect.choices.member import member
+
+__all__ = ["Adam", "RMSProp"]
+
+
+class _Elementwise(_Descent):
+    """Optimizers of `torch.optim` that act entry by entry."""
+
+
+@member
+class RMSProp(_Elementwise):
+    """u_t = ρ u_{t−1} + (1 − ρ) g_t², A_t = α_t A_{t−1} − η_t g_t/(√u_t + ε) (torch's RMSprop).
+
+    Args:
+        decay_rate: ρ.
+    """
+
+    batch: int = integer(1, at_least=1, size=True)
+    lr: float | str = _rate(init=0.01)
+    decay_rate: float = number(0.99, at_least=0, below=1)
+    eps: float = number(1e-8, above=0)
+
+    slots = ("square",)
+
+    def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
+        u = self.decay_rate * slots["square"] + (1 - self.decay_rate) * step.gradient.square()
+        return {"square": u}, -step.lr * step.gradient / (_root(u) + self.eps)
+
+    def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
+        moment = f"u_t = {_moment(self.decay_rate, 'u', 'g_t²')}"
+        step = Term((f"g_t/(√u_t + {figure(self.eps)})",), -1.0).times(self.pace())
+        return (f"g_t = {written(gradient.compact)}", moment), (step,)
+
+
+@member
+class Adam(_Elementwise):
+    """Adam entry by entry with bias correction by the token's number, as torch.optim.Adam.
+
+    Args:
+        beta1, beta2: decay rates of the moments.
+    """
+
+    batch: int = integer(1, at_least=1, size=True)
+    lr: float | str = _rate(init=0.01)
+    beta1: float = number(0.9, at_least=0, below=1)
+    beta2: float = number(0.999, at_least=0, below=1)
+    eps: float = number(1e-8, above=0)
+
+    slots = ("mean", "square")
+
+    def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
+        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * step.gradient
+        square = self.beta2 * slots["square"] + (1 - self.beta2) * step.gradient.square()
+        first = mean / (1 - self.beta1**step.count)
+        second = _root(square / (1 - self.beta2**step.count))
+        return {"mean": mean, "square": square}, -step.lr * first / (second + self.eps)
+
+    def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
+        lines = (
+            f"g_t = {written(gradient.compact)}",
+            f"m_t = {_moment(self.beta1, 'm', 'g_t')}",
+            f"u_t = {_moment(self.beta2, 'u', 'g_t²')}",
+        )
+        return lines, (Term((f"m̂_t/(√û_t + {figure(self.eps)})",), -1.0).times(self.pace()),)
+
+    def notes(self) -> tuple[str, ...]:
+        return (f"m̂_t = m_t/(1 − {figure(self.beta1)}^t), û_t = u_t/(1 − {figure(self.beta2)}^t)",)
+
+
+def _moment(rate: float, letter: str, new: str) -> str:
+    return written((Term((f"{letter}_(t−1)",), rate), Term((new,), round(1 - rate, 12))))
+
+
+def _root(x: Tensor) -> Tensor:
+    """√x with gradient 0 at 0."""
+    zero = x == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())

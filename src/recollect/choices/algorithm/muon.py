@@ -1,0 +1,114 @@
+"""Muon: steps orthogonalised by Newton–Schulz iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from recollect.choices.algorithm.base import Slots, Step
+from recollect.choices.algorithm.descent import _Descent, _rate
+from recollect.choices.equation_terms import Gradient, Term, Terms, written
+from recollect.choices.fields import integer, option, quantity
+from recollect.choices.member import member
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["Muon", "newton_schulz"]
+
+
+_NS = (3.4445, -4.7750, 2.0315)
+
+
+def newton_schulz(S: Tensor, steps: int) -> Tensor:
+    """Push the singular values of ``S [..., out, in]`` towards 1 (ATLAS 5.1).
+
+    X ← aX + (b XXᵀ + c (XXᵀ)²) X from S/(‖S‖_F + 1e-7), on the smaller side, in S's own dtype. Zero
+    steps are the identity, without normalisation.
+    """
+    if steps == 0:
+        return S
+    a, b, c = _NS
+    tall = S.shape[-2] > S.shape[-1]
+    X = S.transpose(-1, -2) if tall else S
+    squared = X.square().sum(dim=(-2, -1), keepdim=True)
+    size = torch.where(squared == 0, 0.0, torch.where(squared == 0, 1.0, squared).sqrt())
+    X = X / (size + 1e-7)
+    for _ in range(steps):
+        gram = X @ X.transpose(-1, -2)
+        X = a * X + (b * gram + c * gram @ gram) @ X
+    return X.transpose(-1, -2) if tall else X
+
+
+@member
+class Muon(_Descent):
+    """Orthogonalised momentum, per linear map and head (ATLAS 32–33).
+
+    ``scale="outer"``: S_t = θ_t S_{t−1} − g_t, A_t = α_t A_{t−1} + η_t NS(S_t).
+    ``scale="inner"``: S_t = θ_t S_{t−1} − η_t g_t, A_t = α_t A_{t−1} + NS(S_t) (D.4: η cancels).
+
+    Args:
+        newton_steps: Newton–Schulz iterations; 0 is the identity.
+        every: ``"batch"``: tokens read W°, one update at the border of the inner batch, with the
+            product of its decays and the mean of its rates.
+    """
+
+    batch: int = integer(1, at_least=1, size=True)
+    lr: float | str = _rate(init=0.05)
+    momentum: float | str = quantity("token", at_least=0, below=1, init=0.9, letter="θ")
+    newton_steps: int = integer(5)  # type: ignore[assignment]
+    scale: str = option("outer", "inner")
+    every: str = option("token", "batch")
+
+    slots = ("momentum",)
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        return self.newton_steps == 0
+
+    def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
+        inner = step.lr * step.gradient if self.scale == "inner" else step.gradient
+        S = step.momentum * slots["momentum"] - inner
+        moved = newton_schulz(S, self.newton_steps)
+        return {"momentum": S}, step.lr * moved if self.scale == "outer" else moved
+
+    @property
+    def accumulates(self) -> str:
+        return "gradients" if self.scale == "outer" else "steps"
+
+    def settle(self, slots: Slots, lr: Tensor) -> Tensor:
+        moved = newton_schulz(slots["momentum"], self.newton_steps)
+        return lr * moved if self.scale == "outer" else moved
+
+    @property
+    def curvature(self) -> bool:  # type: ignore[override]
+        return self.newton_steps > 0
+
+    def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
+        kept = Term(("S_(t−1)",)).times(self.symbol("momentum"))
+        inner: float | str = self.pace() if self.scale == "inner" else 1.0
+        line = written((kept, *gradient.scaled(inner, -1.0, compact=True)))
+        moved = Term((f"NS{self.newton_steps}(S_t)" if self.newton_steps else "S_t",))
+        return (f"S_t = {line}",), (moved.times(self.pace(at)) if self.scale == "outer" else moved,)
+
+    def notes(self) -> tuple[str, ...]:
+        if self.newton_steps == 0:
+            return ()
+        steps = self.newton_steps
+        return (f"NS{steps}: {steps} Newton–Schulz step{'s' * (steps > 1)}, per map and head",)
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        if recipe.memory.diagonal:
+            yield (
+                "algorithm.Muon orthogonalises matrices, and memory.Vector has none: use "
+                "algorithm.Momentum()"
+            )
+        if self.every == "batch" and self.batch == 1:
+            yield (
+                "algorithm.Muon(every='batch') updates at the border of an inner batch: set "
+                "batch > 1, or every='token'"
+            )

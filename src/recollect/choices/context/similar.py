@@ -1,0 +1,86 @@
+"""A context weighted by similarity to the query: local regression."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from recollect.choices.context.base import Context
+from recollect.choices.features.base import Kernel
+from recollect.choices.features.kernels import Exponential
+from recollect.choices.fields import slot
+from recollect.choices.member import member
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["Similar"]
+
+
+@member
+class Similar(Context):
+    """Associations weighed by their keys' likeness to the query, s(k_i, q) (TTR 48).
+
+    Args:
+        kernel: s, e.g. ``features.Exponential()``.
+        within: contexts whose weights multiply, e.g. ``(Window(size=64, gated=False),)``.
+    """
+
+    kernel: Kernel | None = slot(Exponential(), "features")
+    within: tuple[Context, ...] = slot((), "context", many=True)
+
+    @property
+    def horizon(self) -> int | None:
+        spans = [part.horizon for part in self.within if part.horizon is not None]
+        return min(spans) if spans else None
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        if not isinstance(self.kernel, Kernel):
+            yield (
+                "context.Similar needs a kernel such as features.Exponential(), and "
+                f"{self.kernel!r} is a finite map"
+            )
+        if recipe.memory.degree is None:
+            yield (
+                f"context.Similar weighs associations by the query, and {recipe.memory.title} is "
+                "written before the query is known: use memory.LocalConstant()"
+            )
+        for part in self.within:
+            if not part.restricts:
+                yield (
+                    "context.Similar(within=...) restricts by Window(size=c, gated=False), "
+                    f"Prefix(), Blocks() or Bilinear(), not by {part.brief}"
+                )
+        affine = recipe.bias.affine
+        if affine is not None and affine[0] != 0:
+            if isinstance(self.kernel, Kernel) and not self.kernel.nonnegative:
+                yield (
+                    f"a mean under {recipe.bias.title} needs weights >= 0, and "
+                    f"{self.kernel.title} in context.Similar may be negative: use "
+                    "features.Exponential(), or bias.DotProduct() for a plain sum"
+                )
+            for part in self.within:
+                if part.signed:
+                    yield (
+                        f"a mean under {recipe.bias.title} needs weights >= 0, and {part.brief} "
+                        "may be negative: use context.Bilinear(link='sigmoid'), or "
+                        "bias.DotProduct() for a plain sum"
+                    )
+
+    def total(self, term: str) -> str:
+        return f"{self.span} {self.weighed} {term}"
+
+    @property
+    def span(self) -> str:
+        """The sum over the associations that count."""
+        return f"Σ_(t−{self.horizon}<i≤t)" if self.horizon else "Σ_(i≤t)"
+
+    @property
+    def weighed(self) -> str:
+        """The weight of one association."""
+        return " ".join([*filter(None, (part.factor for part in self.within)), "s(k_i, q_t)"])
+
+    def notes(self) -> tuple[str, ...]:
+        assert self.kernel is not None  # only None is refused by requires()
+        return (f"s(k, q) = {self.kernel.similarity('k', 'q')}", *super().notes())

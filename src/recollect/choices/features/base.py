@@ -1,0 +1,133 @@
+"""What features are: finite feature maps, and kernels with infinitely many features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from recollect.choices.member import Member
+
+__all__ = ["Features", "Kernel"]
+
+
+class Features(Member):
+    """What keys and queries become: φ with φ(q)·φ(k) = κ(q, k).
+
+    Override `phi` (and `dim` when the width changes) for a finite map, or extend `Kernel`. Its
+    numbers are learned tensors: params, or quantities given as ``"static"``.
+
+    Attributes:
+        definite: whether every Gram matrix κ(K, K) is known to be positive semidefinite.
+        decimals: digits to which κ is rounded, if it is.
+    """
+
+    choice = "features"
+
+    definite: bool = False
+    decimals: int | None = None
+
+    @property
+    def positive(self) -> bool:
+        """Whether κ > 0 and its logarithm is stated."""
+        return False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._handed_params("phi")
+
+    def similarity(self, k: str, q: str) -> str:
+        """How κ(q, k) is written in an equation."""
+        return f"{self.lift(q)}·{self.lift(k)}"
+
+    @property
+    def finite(self) -> bool:
+        """Whether φ(x) can be written down as a vector."""
+        return True
+
+    def dim(self, K: int) -> int:
+        """F, the number of features of a key of size K."""
+        return K
+
+    def axes(self, K: int) -> dict[str, int]:
+        """Sizes of the axes that this map's params have beside K and F."""
+        return {}
+
+    def flops(self, K: int) -> int:
+        """Operations of the matrix products that lift one key or query."""
+        return 0
+
+    def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
+        """Lift ``x [B, T, H, N, K]`` to ``[B, T, H, N, F]``.
+
+        Args:
+            x: keys (N = 1) or queries (N = queries per memory).
+            params: this map's learned tensors, each ``[H, ...]``.
+            side: ``"key"`` or ``"query"``, for maps that treat them apart.
+            position: index of the token in its document, ``[B, T]``, from 0.
+        """
+        raise NotImplementedError(f"{self.title} must override phi")
+
+    def kappa(self, q: Tensor, k: Tensor) -> Tensor:
+        """κ(q, k) for every pair: ``[..., M, K], [..., N, K] -> [..., M, N]``."""
+        raise NotImplementedError(f"{self.title} has no closed kernel; use phi")
+
+    def lift(self, x: str) -> str:
+        """How φ(x) is written in an equation."""
+        return f"φ({x})"
+
+    @property
+    def text(self) -> str:
+        """What φ is, when `lift` does not say it; the class's name unless overridden."""
+        return type(self).__name__.lower()
+
+    def notes(self) -> tuple[str, ...]:
+        return (f"φ: {self.text}",) if self.lift("x") == "φ(x)" else ()
+
+
+class Kernel(Features):
+    """Infinitely many features, known only through κ(q, k).
+
+    Override `kappa`; or `log_kappa`, from which it follows, where κ is positive.
+
+    Attributes:
+        smooth: whether its gradient is its slope; otherwise it stands in for one (`Round`).
+    """
+
+    smooth: bool = True
+
+    @property
+    def finite(self) -> bool:
+        return False
+
+    def dim(self, K: int) -> int:
+        raise ValueError(f"{self.title} has infinitely many features")
+
+    def log_kappa(self, q: Tensor, k: Tensor) -> Tensor:
+        """log κ(q, k), shaped like `kappa`, so that a softmax over it never overflows."""
+        raise NotImplementedError(f"{self.title} is not known to be positive; use kappa")
+
+    @property
+    def positive(self) -> bool:
+        """Whether κ > 0 and its logarithm is stated."""
+        return type(self).log_kappa is not Kernel.log_kappa
+
+    @property
+    def nonnegative(self) -> bool:
+        """Whether κ ≥ 0."""
+        return self.positive
+
+    def exponent(self, K: int) -> tuple[float, float] | None:
+        """(a, b) when log κ = a q·k + b (‖q‖² + ‖k‖²) for keys of size K, else ``None``."""
+        return None
+
+    def kappa(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.log_kappa(q, k).exp()
+
+    @property
+    def text(self) -> str:
+        return f"infinitely many, with φ(q)·φ(k) = {self.similarity('k', 'q')}"
+
+    def similarity(self, k: str, q: str) -> str:
+        """How κ(q, k) is written in an equation."""
+        return f"{type(self).__name__.lower()}({k}, {q})"

@@ -1,0 +1,91 @@
+"""A memory that is any torch module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from recollect.choices.fields import text
+from recollect.choices.member import RecipeError, member
+from recollect.choices.memory.base import Forward, Memory
+
+__all__ = ["Module", "module_factory"]
+
+
+Factory = Callable[[int, int], nn.Module]
+
+
+_FACTORIES: dict[str, Factory] = {}
+
+
+def module_factory(name: str) -> Callable[[Factory], Factory]:
+    """Decorator: register ``factory(F, V) -> torch.nn.Module`` under a name for `Module`.
+
+    The module maps ``[N, F]`` to ``[N, V]``, keeps no buffers, and draws no random numbers.
+    """
+
+    def register(factory: Factory) -> Factory:
+        known = _FACTORIES.get(name)
+        if known is not None and getattr(known, "__qualname__", known) != getattr(
+            factory, "__qualname__", factory
+        ):
+            raise RecipeError(f"a module factory named {name!r} exists already: choose another")
+        _FACTORIES[name] = factory
+        return factory
+
+    return register
+
+
+@member
+class Module(Memory):
+    """Any stateless torch module as memory: its parameters are the weights.
+
+    Args:
+        factory: the name under which ``factory(F, V)`` was registered with
+            ``rc.memory.module_factory``. A recipe is data, so it holds the name, not the callable.
+    """
+
+    factory: str = text()
+
+    def validate(self) -> None:
+        if self.factory not in _FACTORIES:
+            raise RecipeError(
+                f"memory.Module: no factory named {self.factory!r} is registered; decorate a "
+                "function (F, V) -> torch.nn.Module with "
+                f"@rc.memory.module_factory({self.factory!r})"
+            )
+
+    def template(self, F: int, V: int) -> nn.Module:
+        """A fresh module on the meta device: structure without values."""
+        with torch.device("meta"):
+            module = _FACTORIES[self.factory](F, V)
+        if any(True for _ in module.buffers()):
+            raise RecipeError(
+                f"memory.Module({self.factory!r}) has buffers, which no recipe can carry: "
+                "make them constants or parameters"
+            )
+        return module
+
+    def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(p.shape) for p in self.template(F, V).parameters())
+
+    def function(self, F: int, V: int) -> Forward:
+        module = self.template(F, V)
+        names = [name for name, _ in module.named_parameters()]
+
+        def call(weights: tuple[Tensor, ...], h: Tensor) -> Tensor:
+            return torch.func.functional_call(module, dict(zip(names, weights, strict=True)), (h,))
+
+        batched = torch.vmap(torch.vmap(call))
+
+        def forward(
+            weights: Sequence[Tensor], x: Tensor, raw: Tensor, params: Mapping[str, Tensor]
+        ) -> Tensor:
+            return batched(tuple(weights), x)
+
+        return forward
+
+    def at(self, x: str, *, raw: str = "", W: str = "") -> str:
+        return f"{self.factory}({W or self.letter}; {x})"

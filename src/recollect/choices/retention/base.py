@@ -1,0 +1,284 @@
+"""What a retention is: how weights are kept, decayed and linked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from recollect.choices.equation_terms import Term, Terms, written
+from recollect.choices.fields import Gate, Param, Range, option, quantity
+from recollect.choices.member import Member, RecipeError, member
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["Decay", "Keep", "Retention"]
+
+
+Values = Mapping[str, Tensor]
+
+
+class Retention(Member):
+    """How A_t follows from A_{t−1}, and W_t from A_t.
+
+    Attributes:
+        decay: the decay α, or ``None``.
+        every: ``"token"``: W_t = link(A_t) at every token; ``"batch"``: the link acts at the
+            borders of the inner batch and reading inside it is linear. The same when b = 1.
+    """
+
+    choice = "retention"
+
+    decay: Decay | None = None
+    every: str = "token"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A slot admits any retention, whatever its annotation says.
+        held: Retention | None = self.decay
+        if held is not None and type(held) is not Decay:
+            raise RecipeError(
+                f"{self.title}(decay=...) must be retention.Decay(...), not {held.title}"
+            )
+
+    def link(self, A: Tensor, gates: Values) -> Tensor:
+        """W = link(A) of one map, ``[..., out, in]``; gates come as ``[..., 1, 1]``."""
+        return A
+
+    def advance(self, A: Tensor, step: Tensor, log_decay: Tensor | None, gates: Values) -> Tensor:
+        """A_t from A_{t−1} and the algorithm's step: α_t A_{t−1} + step."""
+        return step + (A if log_decay is None else log_decay.exp() * A)
+
+    @property
+    def linked(self) -> bool:
+        """Whether W differs from A (``link`` is overridden)."""
+        return type(self).link is not Retention.link
+
+    @property
+    def additive(self) -> bool:
+        """Whether A_t = α A_{t−1} + step (``advance`` is not overridden)."""
+        return type(self).advance is Retention.advance
+
+    @property
+    def settles_first(self) -> bool:
+        """With ``every="batch"``: W_1 = link(A_1) replaces W° for tokens 2..b (MIRAS 30)."""
+        return False
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        own = dict(self.numbers)
+        for name in self.decay.numbers if self.decay is not None else ():
+            own.pop(name, None)
+        acts = self.linked or not self.additive
+        for name, axes in own.items():
+            if name == "log_decay":
+                yield (
+                    f"{self.title} declares the number 'decay', which acts as a retention.Decay() "
+                    "that it holds in a field decay"
+                )
+            elif axes or not acts:
+                yield (
+                    f"{self.title} declares the number {name!r} with axes {axes}, and a link is "
+                    "handed numbers per head, where link or advance is overridden: drop the axes, "
+                    "or override one of them"
+                )
+        if not self.additive and recipe.algorithm.batch != 1:
+            yield (
+                f"{self.title} rebuilds A from W at every token, so it is sequential: set "
+                f"batch=1 in {recipe.algorithm.title}"
+            )
+
+    def text(self) -> str:
+        """The link as it is written in an equation; empty for the identity."""
+        return f"{type(self).__name__.lower()}(A_t)" if self.linked else ""
+
+    def moves(
+        self, old: str, new: str, step: Terms, *, at: str = "t", vector: bool = False
+    ) -> tuple[str, ...]:
+        """The equations that lead from the old state to the new.
+
+        Args:
+            old: name of the state before, e.g. ``"A_(t−1)"``; ``new``: after.
+            step: what the algorithm adds.
+            at: index of the decay's token. vector: as in `Decay.on`.
+        """
+        if self.additive:
+            kept = Term((old,)) if self.decay is None else self.decay.on(old, at, vector=vector)
+            return (f"{new} = {written((kept, *step))}",)
+        decay = "" if self.decay is None else f", {written((self.decay.on('', at),)).strip()}"
+        return (f"{new} = {type(self).__name__.lower()}({old}, {written(step)}{decay})",)
+
+
+@member
+class Keep(Retention):
+    """Nothing is forgotten: α = 1."""
+
+
+_AXES = {
+    "head": (),
+    "key": ("F",),
+    "value": ("V",),
+    "key_value": ("F",),
+    "entry": ("V", "F"),
+}
+
+
+_SCALE = "decay_scale"
+
+
+_SLOW = math.log(0.98)
+
+
+@member
+class Decay(Retention):
+    """A_t = α_t A_{t−1} + …: exponential forgetting, the L2 retention gate.
+
+    Args:
+        per: one α per ``"head"``, per ``"key"`` channel (columns, feature channels), per
+            ``"value"`` channel (rows), both (``"key_value"``: β αᵀ), or per ``"entry"``. In a deep
+            memory, keys act on the first map's inputs, values on the last map's outputs, and the
+            other maps use the mean log-decay.
+        when: ``"after"``: gradients at W_{t−1} (Titans, leaky LMS); ``"before"``: at α_t W_{t−1}
+            (Gated DeltaNet).
+        rate: α in (0, 1]: a constant, the gate ``"log_decay"`` (with ``per="key_value"`` also
+            ``"log_decay_value"``), or the param ``"decay"``. ``"factored"``, per channel or entry:
+            α_t = exp(−δ_t ⊙ a). The gate ``"log_decay"`` holds −δ_t per channel (of values, when
+            per entry), the param ``"decay_scale"`` a ≥ 0 (Mamba's Δ and A, RG-LRU's r and Λ), so
+            that no tensor has tokens and entries.
+    """
+
+    per: str = option("head", "key", "value", "key_value", "entry")
+    when: str = option("after", "before")
+    rate: float | str = quantity(
+        "token",
+        name="decay",
+        above=0,
+        at_most=1,
+        init=0.98,
+        log=True,
+        axes=lambda d: _AXES[d.per],
+        kinds=("token", "static", "factored"),
+        letter="α",
+    )
+
+    @property
+    def decay(self) -> Decay:  # type: ignore[override]
+        """A decay is its own decay."""
+        return self
+
+    def validate(self) -> None:
+        if self.per == "key_value" and not isinstance(self.rate, str):
+            raise RecipeError(
+                "retention.Decay(per='key_value') with a constant rate is one number for every "
+                "entry: use per='head', or rate='token' or 'static'"
+            )
+        if self.rate == "factored" and self.per not in ("key", "value", "entry"):
+            raise RecipeError(
+                f"retention.Decay(rate='factored') factors a decay per channel or entry, and "
+                f"per={self.per!r} is neither: use per='entry', or rate='token'"
+            )
+
+    @property
+    def factored(self) -> bool:
+        """Whether log α_t is the gate times a param."""
+        return self.rate == "factored"
+
+    def on(self, state: str, at: str = "t", *, vector: bool = False) -> Term:
+        """The decayed state: α_t A, A Diag(α_t), Diag(α_t) A.
+
+        Args:
+            vector: whether the state has one row, so that every channel is an entry.
+        """
+        alpha = self.symbol("rate", at)
+        if not isinstance(alpha, str) or self.per == "head":
+            return Term((state,)).times(alpha)
+        if self.per == "entry" or vector:
+            return Term((f"{alpha} ⊙ {state}",))
+        key, value = f"Diag({alpha})", f"Diag({alpha.replace('α', 'β')})"
+        if self.per == "key":
+            return Term((state, key))
+        return Term((key, state)) if self.per == "value" else Term((value, state, key))
+
+    def notes(self) -> tuple[str, ...]:
+        if not self.factored:
+            return ()
+        per = "δ_t per value channel, a per entry" if self.per == "entry" else "a per channel"
+        return (f"α_t = exp(−δ_t ⊙ a): {per}",)
+
+    def gates(self) -> tuple[Gate, ...]:
+        own = super().gates()
+        if self.factored:
+            span = Range(high=0.0)
+            axes = ("V",) if self.per == "entry" else _AXES[self.per]
+            return (Gate(name="log_decay", owner=self.title, axes=axes, range=span, init=_SLOW),)
+        if self.per != "key_value" or not own:
+            return own
+        (g,) = own
+        value = Gate(name="log_decay_value", owner=g.owner, axes=("V",), range=g.range, init=g.init)
+        return (g, value)
+
+    def params(self) -> tuple[Param, ...]:
+        own = super().params()
+        if self.factored:
+            span = Range(low=0.0)
+            axes = _AXES[self.per]
+            return (Param(name=_SCALE, owner=self.title, axes=axes, range=span, init=1.0),)
+        if self.per != "key_value" or not own:
+            return own
+        (p,) = own
+        value = Param(name="decay_value", owner=p.owner, axes=("V",), range=p.range, init=p.init)
+        return (p, value)
+
+    def logs(self) -> frozenset[str]:
+        own = super().logs()
+        return own | {"decay_value"} if own and self.per == "key_value" else own
+
+    def static_quantities(self) -> frozenset[str]:
+        scale = frozenset({_SCALE}) if self.factored else frozenset[str]()
+        return super().static_quantities() | self.logs() | scale
+
+    def requires(self, recipe: Recipe) -> Iterator[str]:
+        yield from super().requires(recipe)
+        yield from decay_conflicts(self, recipe)
+
+
+def decay_conflicts(decay: Decay, recipe: Recipe) -> Iterator[str]:
+    """Reasons why a decay of this shape cannot stand in the recipe."""
+    if decay.when == "before":
+        if recipe.algorithm.batch != 1:
+            yield (
+                "retention.Decay(when='before') measures the error at α_t W_{t−1}, which changes "
+                f"inside an inner batch: set batch=1 in {recipe.algorithm.title}, or when='after'"
+            )
+        if recipe.context.horizon not in (1, None) and not recipe.memory.linear:
+            yield (
+                "retention.Decay(when='before') with a window needs a linear memory, and "
+                f"{recipe.memory.title} is deep: use when='after' or context.Online()"
+            )
+    if decay.per != "head" and not recipe.memory.channelled:
+        yield (
+            f"retention.Decay(per={decay.per!r}) acts on channels of linear maps, which "
+            f"{recipe.memory.title} does not have: use per='head'"
+        )
+    if decay.per in ("key_value", "entry") and recipe.memory.diagonal:
+        yield (
+            f"retention.Decay(per={decay.per!r}) needs a matrix, and {recipe.memory.title} has one "
+            "weight per channel: use per='key'"
+        )
+    if decay.per == "entry" and not recipe.memory.linear:
+        yield (
+            f"retention.Decay(per='entry') needs memory.Matrix, and {recipe.memory.title} has "
+            "several maps: use per='head', 'key', 'value' or 'key_value'"
+        )
+    if decay.per == "entry" and decay.factored:
+        algorithm, retention = recipe.algorithm, recipe.retention
+        linear = algorithm.momentum_of is not None and algorithm.batch == 1
+        if not linear or recipe.bias.affine is None or retention is not decay:
+            yield (
+                "retention.Decay(per='entry', rate='factored') keeps its factors apart, which a "
+                "linear recursion token by token can: use rate='token', or bias.DotProduct() or "
+                "L2() with algorithm.GradientDescent(batch=1) and no link"
+            )

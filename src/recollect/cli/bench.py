@@ -1,0 +1,106 @@
+"""`recollect bench`: speed and memory against peers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import rich.box
+import rich.console
+import rich.progress
+import rich.table
+import typer
+
+from recollect.cli.console import _known_device
+
+__all__ = ["bench"]
+
+
+def bench(
+    suite: Annotated[str, typer.Option(help="What to time.")] = "linear",
+    rounds: Annotated[int, typer.Option(help="Rounds; every case once in each.")] = 7,
+    length: Annotated[int, typer.Option(help="T, tokens.")] = 4096,
+    heads: Annotated[int, typer.Option(help="H, memories.")] = 8,
+    size: Annotated[int, typer.Option(help="K = V, channels per head.")] = 64,
+    only: Annotated[
+        str, typer.Option(help="A few of the suite's names, separated by commas, and the baseline.")
+    ] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    save: Annotated[Path | None, typer.Option(help="Where to store the result as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Time implementations alternately in one run, beside the device's own ceiling."""
+    from recollect.bench.harness import run
+    from recollect.bench.suites.registry import SUITES, Shape, chosen_cases, document, ratios
+
+    if suite not in (*SUITES, "train"):
+        raise ValueError(f"there is no suite {suite!r}; there are {', '.join([*SUITES, 'train'])}")
+    for name, number in (("rounds", rounds), ("length", length), ("heads", heads), ("size", size)):
+        if number < 1:
+            raise ValueError(f"--{name} must be at least 1, not {number}")
+    _known_device(device)
+    if suite == "train":
+        _bench_train(rounds, length, save, as_json)
+        return
+    chosen = SUITES[suite]
+    shape = Shape(T=length, H=heads, K=size, V=size, device=device)
+    cases = chosen_cases(chosen, shape, [name.strip() for name in only.split(",") if name.strip()])
+    console = rich.console.Console(stderr=True)
+    with rich.progress.Progress(console=console, transient=True) as progress:
+        bar = progress.add_task(f"timing {suite}", total=rounds)
+        result = run(
+            cases,
+            baseline=chosen.baseline,
+            min_seconds=chosen.min_seconds,
+            rounds=rounds,
+            device=device,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    extra = ratios(chosen, shape, result)
+    data = document(suite, shape, result, extra)
+    if save is not None:
+        from recollect.report.files import write_atomic
+
+        write_atomic(save, json.dumps(data, indent=2, allow_nan=False) + "\n")
+    if as_json:
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        return
+    result.print()
+    for what, ratio in extra.items():
+        typer.echo(f"{what}: {ratio:.2f}")
+    if save is not None:
+        typer.echo(f"saved: {save}")
+
+
+def _bench_train(rounds: int, length: int, save: Path | None, as_json: bool) -> None:
+    """The suite ``train``: whole steps, in the callback of a run, so it times them itself."""
+    from recollect.bench.suites.train import BARE, RUN, measure
+
+    context = min(length, 512)
+    console = rich.console.Console(stderr=True)
+    with rich.progress.Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("timing train", total=rounds)
+        result = measure(
+            rounds=rounds,
+            context=context,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    ratio = 1 / result[RUN].ratio
+    data = {
+        "suite": "train",
+        "shape": {"context": context, "batch": 4, "parameters": 3_000_000},
+        **json.loads(result.to_json()),
+        "ratios": {"tokens per second: recollect train / bare loop": ratio},
+    }
+    if save is not None:
+        from recollect.report.files import write_atomic
+
+        write_atomic(save, json.dumps(data, indent=2, allow_nan=False) + "\n")
+    if as_json:
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        return
+    result.print()
+    typer.echo(f"tokens per second of {RUN} by the {BARE}'s: {ratio:.2f}")
+    if save is not None:
+        typer.echo(f"saved: {save}")

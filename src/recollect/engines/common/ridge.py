@@ -1,0 +1,89 @@
+"""Ridge regression on all of the past: statistics, ridges and dense solves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.choices.algorithm.base import Inverse
+from recollect.engines.common.linalg import inverse_power
+from recollect.engines.common.problem import Problem
+
+__all__ = ["Statistics", "association", "dense", "ridge_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What the past comes down to.
+
+    Attributes:
+        gram: D ``[B, H, F, F]``. residual: E ``[B, H, V, F]``.
+        kept: ρ_t by λ, ``[B, H]``. origin: W_0 ``[B, H, V, F]``. ridge: λ ``[B, H, F]``.
+    """
+
+    gram: Tensor
+    residual: Tensor
+    kept: Tensor
+    origin: Tensor
+    ridge: Tensor
+
+    @property
+    def rho(self) -> Tensor:
+        """ρ_t by channel, ``[B, H, F]``."""
+        return self.kept[..., None] * self.ridge
+
+    @property
+    def system(self) -> Tensor:
+        """D + ρ I."""
+        return self.gram + torch.diag_embed(self.rho)
+
+    def solved(self) -> Tensor:
+        """W."""
+        return self.origin + torch.linalg.solve(self.system, self.residual.mT).mT
+
+
+def association(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """φ(k), the value and the weight of each association of ½ w ‖W φ(k) − v‖²: ``[B, T, H, ·]``.
+
+    An error a·prediction − b·value is that problem with weight a·w and value (b/a)·v.
+    """
+    affine = problem.recipe.bias.affine
+    assert affine is not None and affine[0] > 0  # the algorithm asks for it
+    a, b = affine
+    phi = problem.phi(problem.k.unsqueeze(3), "key", problem.positions()).squeeze(3)
+    weight = problem.rates["weight"]
+    v = problem.v.to(phi.dtype)
+    return phi, v if a == b else v * (b / a), weight if a == 1 else weight * a
+
+
+def ridge_of(rates: Mapping[str, Tensor], features: int) -> Tensor:
+    """λ ``[B, H, F]``: it does not depend on the token."""
+    ridge = rates["ridge"][:, 0]
+    return ridge if ridge.dim() == 3 else ridge.unsqueeze(-1).expand(-1, -1, features)
+
+
+def dense(inverse: Inverse, now: Statistics, q: Tensor) -> Tensor:
+    """B_t q for approximate rules, with the Gram matrix at hand: ``[B, H, G, F]``."""
+    kind, power = inverse.kind, inverse.power
+    if kind == "identity":
+        return q
+    if kind == "diagonal":
+        return q / (now.gram.diagonal(dim1=-2, dim2=-1) + now.ridge).pow(power).unsqueeze(-2)
+    system = now.gram + torch.diag_embed(now.ridge)
+    if kind == "spectral":
+        return q @ inverse_power(system, power)
+    z, r, p = torch.zeros_like(q), q, q
+    size = r.square().sum(-1, keepdim=True)
+    for _ in range(inverse.steps):
+        product = p @ system
+        curve = (p * product).sum(-1, keepdim=True)
+        positive = curve > 0
+        alpha = torch.where(positive, size / torch.where(positive, curve, 1.0), 0.0)
+        z, r = z + alpha * p, r - alpha * product
+        after = r.square().sum(-1, keepdim=True)
+        p = r + torch.where(size > 0, after / torch.where(size > 0, size, 1.0), 0.0) * p
+        size = after
+    return z

@@ -1,0 +1,86 @@
+"""Sizes and counts that the prices of engines are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """All sizes of a call; ``shapes`` are those of the memory's weights."""
+
+    K: int
+    V: int
+    H: int
+    T: int
+    B: int
+    G: int
+    F: int
+    n: int
+    c: int
+    shapes: tuple[tuple[int, ...], ...]
+    axes: dict[str, int]
+
+    @classmethod
+    def of(cls, recipe: Recipe, *, K: int, V: int, H: int, T: int, B: int, G: int) -> _Sizes:
+        axes = recipe.axes(K, V)
+        return cls(
+            K=K,
+            V=V,
+            H=H,
+            T=T,
+            B=B,
+            G=G,
+            F=axes["F"],
+            n=recipe.associations,
+            c=recipe.context.horizon or 1,
+            shapes=recipe.shapes(K, V),
+            axes=axes,
+        )
+
+    def numel(self, axes: tuple[str, ...]) -> int:
+        """Entries of a gate or param of one head."""
+        size = 1
+        for axis in axes:
+            size *= self.axes[axis]
+        return size
+
+    @property
+    def weights(self) -> int:
+        """Entries of the memory of one head."""
+        return sum(_numel(shape) for shape in self.shapes)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    size = 1
+    for side in shape:
+        size *= side
+    return size
+
+
+_Count = tuple[dict[str, int], int, int, tuple[str, ...]]
+"""FLOPs of one row by part, of one decoded token, states that cross a border, notes."""
+
+
+class Sizes(Protocol):
+    """What is read of a call's sizes."""
+
+    @property
+    def K(self) -> int: ...
+    @property
+    def V(self) -> int: ...
+    @property
+    def H(self) -> int: ...
+    @property
+    def T(self) -> int: ...
+    @property
+    def B(self) -> int: ...
+    @property
+    def G(self) -> int: ...
+
+
+Counted = tuple[dict[str, int], int, int, tuple[str, ...]]

@@ -1,0 +1,52 @@
+"""What the least-squares engine costs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recollect.engines.common.sizes import _Count, _Sizes
+from recollect.engines.linear.cost import _plain
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+
+def _least_squares(recipe: Recipe, s: _Sizes) -> _Count:
+    """`recursion_backward` and `conjugate_gradient`; F³/3 for a factor."""
+    algorithm, F, V, H, T, G = recipe.algorithm, s.F, s.V, s.H, s.T, s.G
+    read, write = 2 * G * F * V, 2 * F * V
+    inverse = algorithm.inverse
+    assert inverse is not None  # least_squares.refuses
+    if inverse.recurs:
+        C = min(64, T)
+        N = -(-T // C) if T else 0
+        J = C * G
+        chunk = {
+            "gram": 2 * C * F * F + 2 * C * C * F,
+            "factor": C**3 // 3 + C * C * (F + V),
+            "state": 2 * C * F * (F + V) + 2 * C * F * V,
+            "read": 2 * J * F * V + 2 * J * C * (F + V),
+        }
+        if inverse.ridge == "refreshed" and recipe.context.forgets:
+            every = inverse.every
+            border = 2 * F**3 + 2 * F * F * V
+            chunk["borders"] = border * C // every + 2 * C * F * F + 2 * C * C * (F + V)
+        step = (4 * F * F + 2 * F * F + 2 * write + read) * H
+        return {name: n * N * H for name, n in chunk.items()}, step, N, ()
+    kind = "" if inverse.kind == "exact" else inverse.kind
+    attend = _plain(F, V, 64, 64 * G, sees=False)
+    product = sum(_plain(F, F, 64, 64 * G, sees=False).values())
+    N = -(-T // 64) if T else 0
+    parts = {"read": sum(attend.values()) * N * H}
+    notes: tuple[str, ...] = ()
+    step = 2 * write + read
+    if kind == "spectral":
+        parts["eigenvectors"] = 10 * F**3 * T * H
+        step += 10 * F**3
+    elif kind == "conjugate_gradient" or not kind:
+        count = inverse.steps if kind else 30
+        parts["products"] = product * N * H * count
+        step += 2 * F * F * (1 + G * count)
+        if not kind:
+            notes = ("counted as 30 iterations; they stop at the tolerance (rc.watch_solves)",)
+    return parts, step * H, N, notes

@@ -1,0 +1,114 @@
+"""What the linear engine costs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recollect.engines.common.sizes import _Count, _Sizes
+from recollect.engines.linear.chunked import chunk_length
+from recollect.engines.linear.engine import per_value_systems, scans
+from recollect.engines.linear.scan import GROUP
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+
+def _linear(recipe: Recipe, s: _Sizes) -> _Count:
+    affine, decay, algorithm = recipe.bias.affine, recipe.retention.decay, recipe.algorithm
+    assert affine is not None  # linear.refuses
+    if scans(recipe):
+        return _scan(recipe, s)
+    per = decay.per if decay is not None else "head"
+    V = s.V + (recipe.memory.read.normalize != "none")
+    heads, F = s.H, s.F
+    notes: list[str] = []
+    moving = algorithm.momentum_of != "none"
+    sees = affine[0] != 0
+    # Value channels with equations of their own become heads of one row.
+    if recipe.memory.diagonal:
+        heads, F, V, per = s.H * V, 1, 1, "head"
+    elif per_value_systems(recipe):
+        notes.append(f"one triangular system per value channel: {V} of them in place of one")
+        heads, V, per = s.H * V, 1, "key" if per in ("key_value", "entry") else "head"
+    T, c = s.T * s.n, s.c
+    probe = recipe.bias.probe is not None
+    token = _token(F, V, c, s.G, sees=sees, probe=probe) * heads
+    if moving and per != "head":
+        notes.append("decay per channel with momentum runs token by token")
+        return {"tokens": token * s.T}, token, T, tuple(notes)
+    over_values = per in ("value", "key_value") and not sees
+    plain = not (moving or probe or c > 1 or over_values)
+
+    def chunk(C: int) -> dict[str, int]:
+        parts = _plain if plain else _flow
+        of = algorithm.momentum_of
+        counted = parts(F, V, C * c, C * s.G, sees=sees, probe=probe, moving=moving, of=of)
+        return {**counted, "coefficients": 2 * C**3 if moving else 0}
+
+    if s.n > 1:  # the sub-steps of a decoded token are a chunk of their own
+        token = sum(chunk(s.n).values()) * heads
+    C = min(chunk_length(solves=sees), T)
+    N = -(-T // C) if T else 0
+    forward = {name: n * N * heads for name, n in chunk(C).items()}
+    bonus, first = _read_extras(recipe, s)
+    forward["read"] += bonus * s.T + first
+    return forward, token + bonus + first, N, tuple(notes)
+
+
+def _read_extras(recipe: Recipe, s: _Sizes) -> tuple[int, int]:
+    """FLOPs of the bonus, per token, and of reading before the first write, per call."""
+    read = recipe.memory.read
+    bonus = 2 * s.G * s.F * s.H if read.bonus != 0.0 else 0
+    return bonus, 2 * s.G * s.F * s.V * s.H if read.when == "before" and s.T else 0
+
+
+def _scan(recipe: Recipe, s: _Sizes) -> _Count:
+    """Entry by entry: only the read of a matrix is a product."""
+    bonus, first = _read_extras(recipe, s)
+    token = 0 if recipe.memory.diagonal else 2 * s.G * s.F * s.V * s.H + bonus
+    first = 0 if recipe.memory.diagonal else first
+    notes = ("the scan is elementwise, about 6 operations per entry and token, not counted here",)
+    groups = -(-s.T // max(16, GROUP // (s.H * s.weights))) if s.T else 0
+    return {"read": token * s.T + first}, token + first, groups, notes
+
+
+def _token(F: int, V: int, c: int, G: int, *, sees: bool, probe: bool) -> int:
+    """One token of one head: write, predict and erase (c associations each), read."""
+    if probe:
+        return 2 * F * V * (3 + G)
+    return 2 * F * V * ((3 if sees else 1) * c + G)
+
+
+def _plain(F: int, V: int, R: int, J: int, *, sees: bool, **_: object) -> dict[str, int]:
+    return {
+        "gram": 2 * R * R * F if sees else 0,
+        "inverse": R**3 if sees else 0,
+        "solve": 2 * R * R * V if sees else 0,
+        "state": (4 if sees else 2) * R * F * V,
+        "read": 2 * J * F * V + 2 * J * R * (F + V),
+    }
+
+
+def _flow(
+    F: int, V: int, R: int, J: int, *, sees: bool, probe: bool, moving: bool, of: str | None
+) -> dict[str, int]:
+    """`recollect.engines.linear.chunk_general.solve`: known rows, unknown rows, or both."""
+    both = sees and (probe or (moving and of == "value"))
+    known = both or not sees
+    gram = inverse = solve = 0
+    state = 2 * R * F * V * (2 if moving else 1) if known else 0
+    read = 2 * J * F * V * (2 if moving else 1)
+    # One map per chunk; where momentum would make it 2F × 2F, thin products walk instead.
+    scan = 0 if sees == moving else 2 * F * F * V * (4 if moving else 1)
+    if known:
+        read += 2 * J * R * (F + V)
+    if sees:
+        gram = 2 * R * R * F * (2 if both else 1)
+        inverse = R**3
+        solve = 2 * R * R * V * (2 if both else 1) + 2 * R * R * F * (2 if moving else 1)
+        maps = 0 if moving else 1
+        writes = 2 if moving and not both else 1
+        state += 2 * R * F * F * maps + 2 * R * F * V * (writes + (2 if moving else 1))
+        read += 2 * J * R * (F + V)
+    parts = {"gram": gram, "inverse": inverse, "solve": solve}
+    return {**parts, "state": state, "scan": scan, "read": read}

@@ -1,0 +1,79 @@
+"""What the reference costs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recollect.choices.memory.base import Stack
+from recollect.engines.common.kernel_rows_cost import dual_flops
+from recollect.engines.common.sizes import _Count, _numel, _Sizes
+from recollect.report.units import readable
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+
+def _reference(recipe: Recipe, s: _Sizes) -> _Count:
+    if recipe.dual:
+        return dual_flops(recipe, s)
+    if recipe.nonparametric or recipe.from_gram:
+        each = 2 * (s.K + s.V) * s.H * s.G
+        horizon = recipe.context.horizon
+        pairs = sum(min(t, horizon or t) for t in range(1, s.T + 1))
+        return {"attention": each * pairs}, each * min(s.T + 1, horizon or s.T + 1), 0, ()
+    first = sum(_numel(shape) for shape in _firsts(recipe, s))
+    forward, backward = 2 * s.weights, 2 * (2 * s.weights - first)
+    read = s.G * 2 * s.weights
+    if recipe.algorithm.condenses:
+        F, V = s.F, s.V
+        each = {"statistics": 2 * F * (F + V), "solve": 2 * F**3 // 3 + 2 * F * F * V}
+        token = sum(each.values()) + s.G * 2 * F * V
+        parts = {name: n * s.T * s.H for name, n in each.items()}
+        parts["read"] = s.G * 2 * F * V * s.T * s.H
+        return parts, token * s.H, s.T, ("every token solves a dense system",)
+    if recipe.context.horizon is None:
+        steps = recipe.algorithm.steps
+        past = (forward + backward) * steps * s.H
+        pairs = s.T * (s.T + 1) // 2
+        parts = {"write": past * pairs, "read": read * s.T * s.H}
+        return parts, past * (s.T + 1) + read * s.H, s.T, ("every token solves from the origin",)
+    passes = 2 if recipe.algorithm.splits else 1
+    write = s.c * (forward + backward) * passes * s.n
+    orthogonal = sum(_newton_schulz(shape, recipe) for shape in s.shapes)
+    notes: list[str] = []
+    if orthogonal:
+        ratio = f"{orthogonal / max(write, 1):.0f} times the gradient's {readable(write, 'FLOP')}"
+        price = f"orthogonalising takes {readable(orthogonal, 'FLOP')} per token and head, {ratio}"
+        if recipe.algorithm.every == "batch":
+            # The reference settles every token, to keep what it needs at the border.
+            orthogonal *= 2
+            price += (
+                "; the recipe needs it once per inner batch, this engine takes it at every token"
+            )
+        notes.append(price)
+    parts = {"write": write, "Newton–Schulz": orthogonal, "read": read}
+    token = (write + orthogonal + read) * s.H
+    # A decoded token replays its open inner batch, half of it on average.
+    replayed = token - read * s.H
+    decode = token + replayed * (recipe.algorithm.batch - 1) // 2
+    if recipe.algorithm.batch > 1:
+        notes.append("decoding replays the open inner batch, half of it on average")
+    counted = {name: n * s.T * s.H for name, n in parts.items()}
+    return counted, decode, s.T, tuple(notes)
+
+
+def _firsts(recipe: Recipe, s: _Sizes) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the maps that read the key itself: nothing is propagated through them."""
+    memory = recipe.memory
+    if isinstance(memory, Stack):
+        return tuple((m.out, m.inp) for m in memory.maps(s.F, s.V) if m.first)
+    return s.shapes[:1]
+
+
+def _newton_schulz(shape: tuple[int, ...], recipe: Recipe) -> int:
+    steps = recipe.algorithm.newton_steps
+    if steps == 0 or len(shape) < 2:
+        return 0
+    rows, columns = shape[0], _numel(shape[1:])
+    small, large = min(rows, columns), max(rows, columns)
+    return steps * (4 * small * small * large + 2 * small**3)

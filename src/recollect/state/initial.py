@@ -1,0 +1,150 @@
+"""The state before the first token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from recollect.choices.member import RecipeError
+from recollect.state.buffer import roll
+from recollect.state.kernel_rows import begin
+from recollect.state.state import State
+from recollect.typing import Init
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["bundled", "initial_state"]
+
+
+def initial_state(
+    recipe: Recipe,
+    *,
+    B: int,
+    H: int,
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    init: Init | None = None,
+) -> State:
+    """The state before the first token: A₀ = ``init``, or zeros where that can learn.
+
+    Raises:
+        RecipeError: a deep memory without ``init``, or one of the wrong shapes.
+    """
+    if init is not None and recipe.nonparametric:
+        k, v, rates = bundled(recipe, init, B=B, H=H, K=K, V=V, dtype=dtype)
+        position = torch.full((B,), k.shape[1], device=device)
+        buffer = roll(recipe, None, k=k, v=v, rates=rates, lengths=None, position=position)
+        return State(sizes=(H, K, V), weights=(), position=position, buffer=buffer)
+    shapes = recipe.shapes(K, V)
+    pairs: tuple[Tensor, ...] = ()
+    if init is None:
+        if recipe.needs_init():
+            starts = recipe.starts(K, V, pairs=1) if recipe.dual else shapes
+            wanted = ", ".join(str([H, *shape]) for shape in starts)
+            raise RecipeError(
+                f"{recipe.memory.title} needs init: a deep memory of zeros has zero gradients and "
+                f"never learns; give one tensor per map, of shapes {wanted}"
+            )
+        weights = tuple(torch.zeros(B, H, *s, dtype=dtype, device=device) for s in shapes)
+    else:
+        given = (init,) if isinstance(init, Tensor) else tuple(init)
+        before = 1 + len(recipe.row_widths(V)) if recipe.dual else 0
+        if len(given) != before + len(shapes) and not (before and not given and not shapes):
+            what = f"{before} of its pairs and " if before else ""
+            raise RecipeError(
+                f"{recipe.memory.title} takes {what}{len(shapes)} map(s) and init has "
+                f"{len(given)} tensor(s)"
+            )
+        pairs, given = given[:before], given[before:]
+        for a, shape in zip(given, shapes, strict=True):
+            if tuple(a.shape) not in ((H, *shape), (B, H, *shape)):
+                raise RecipeError(
+                    f"init of {recipe.memory.title} must have shape {[H, *shape]} (or one per row, "
+                    f"{[B, H, *shape]}), not {list(a.shape)}"
+                )
+        weights = tuple(
+            a.to(dtype=dtype, device=device).expand(B, H, *s)
+            for a, s in zip(given, shapes, strict=True)
+        )
+    read = recipe.memory.read
+    normalized = read.normalize != "none" and not recipe.dual
+
+    def blank(name: str, w: Tensor) -> Tensor:
+        shape = recipe.algorithm.slot_shape(name, tuple(w.shape[2:]))
+        if normalized:
+            # A normalised memory moves with its memory of ones, one more row.
+            shape = (*shape[:-2], shape[-2] + 1, shape[-1])
+        held = torch.float64 if name in wide else w.dtype
+        return w.new_zeros(*w.shape[:2], *shape, dtype=held)
+
+    wide = recipe.algorithm.wide(recipe)
+    names = recipe.algorithm.slots if weights or not recipe.dual else ()
+    slots = {name: tuple(blank(name, w) for w in weights) for name in names}
+    F = recipe.features.dim(K) if recipe.features.finite else 0
+    dual = None
+    if recipe.dual:
+        dual = begin(recipe, pairs, B=B, H=H, K=K, V=V, dtype=dtype, device=device)
+    return State(
+        sizes=(H, K, V),
+        weights=weights,
+        slots=slots,
+        dual=dual,
+        position=torch.zeros(B, dtype=torch.long, device=device),
+        ones=torch.zeros(B, H, 1, F, dtype=dtype, device=device) if normalized else None,
+        log_scale=(
+            torch.zeros(B, H, dtype=dtype, device=device) if read.normalize == "floor" else None
+        ),
+    )
+
+
+def bundled(
+    recipe: Recipe, init: Init, *, B: int, H: int, K: int, V: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Keys, values and numbers of a bundle as tokens, ``[B, m, H, ...]``.
+
+    Args:
+        init: keys ``[H, m, K]``, values ``[H, m, V]``, then the recipe's travelling gates in order,
+            ``[H, m, ...]``. Numbers of the step take their initial values, decays 1.
+
+    Raises:
+        RecipeError: another number of tensors, or shapes that do not fit.
+    """
+    given = (init,) if isinstance(init, Tensor) else tuple(init)
+    travelling = [gate for gate in recipe.gates() if gate.travels]
+    names = ["keys", "values", *(gate.name for gate in travelling)]
+    if len(given) != len(names):
+        raise RecipeError(
+            f"init of {recipe.memory.title} is a bundle of {', '.join(names)}, and has "
+            f"{len(given)} tensor(s)"
+        )
+    sizes = recipe.axes(K, V)
+    axes = [(K,), (V,), *(tuple(sizes[a] for a in gate.axes) for gate in travelling)]
+    m = given[0].shape[1] if given[0].dim() > 1 else 0
+    for name, x, shape in zip(names, given, axes, strict=True):
+        if tuple(x.shape) != (H, m, *shape):
+            raise RecipeError(
+                f"init of {recipe.memory.title}: {name} must have shape {[H, m, *shape]}, not "
+                f"{list(x.shape)}"
+            )
+    tokens = [x.transpose(0, 1).expand(B, *x.transpose(0, 1).shape) for x in given]
+    rates = dict(zip(names[2:], tokens[2:], strict=True))
+    held = dict(recipe.constants())  # of the steps in which the bundle was never written
+    held |= {gate.name: gate.init for gate in recipe.gates()}
+    statics = frozenset().union(*(part.static_quantities() for part in recipe.members()))
+    for param in recipe.params():
+        if param.name in statics:
+            log = param.name in recipe.logs()
+            start = param.init if isinstance(param.init, int | float) else 1.0
+            held[f"log_{param.name}" if log else param.name] = 0.0 if log else float(start)
+    shapes = {gate.name: tuple(sizes[a] for a in gate.axes) for gate in recipe.gates()}
+    for name, value in held.items():
+        if name not in rates:
+            value = 0.0 if name.startswith("log_decay") else value
+            shape = (B, m, H, *shapes.get(name, ()))
+            rates[name] = torch.full(shape, value, dtype=dtype, device=given[0].device)
+    return tokens[0], tokens[1], {name: x.to(dtype) for name, x in rates.items()}
