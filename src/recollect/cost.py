@@ -235,7 +235,7 @@ def _state(
 def _slot(recipe: Recipe, s: _Sizes, dtype_bytes: int, state_size: int, normalized: bool) -> int:
     """Bytes of one association with its numbers, of one row: k, v, every rate, and a mask."""
     numbers = dict.fromkeys(recipe.constants(), 1)
-    named = frozenset().union(*(part.static_quantities() for part in recipe.members()))
+    named = recipe.statics()
     for asked in (*recipe.params(), *recipe.gates()):
         if asked.name in named or asked in recipe.gates():
             numbers[asked.name] = s.numel(asked.axes)

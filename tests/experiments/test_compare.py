@@ -21,8 +21,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from recollect.experiments import Schedule, Sizes, compare, save_comparison
-from recollect.experiments.comparison import DEFAULTS, ModelRun, Nobody
 from recollect.experiments.comparison.jobs import Job, run_jobs
+from recollect.experiments.comparison.results import DEFAULTS, ModelRun, Nobody
 from recollect.experiments.comparison.tasks import MQAR_BEYOND, MQAR_PAIRS
 from recollect.experiments.comparison.training import History
 from recollect.experiments.monitor import Monitor

@@ -85,8 +85,8 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 KILLED = """
 import json, os, signal, sys
-from recollect.lm.plan import TrainPlan
-from recollect.lm.training import RecollectTrainer, train
+from recollect.lm.training.plan import TrainPlan
+from recollect.lm.training.train import RecollectTrainer, train
 
 where = sys.argv[2]
 

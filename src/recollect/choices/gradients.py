@@ -54,9 +54,7 @@ def again(
         above: gradients of the outputs.
     """
     given = places(inputs)
-    pairs = [
-        (y, g) for y, g in zip(function(given), above, strict=True) if y.requires_grad
-    ]  # fmt: skip
+    pairs = [(y, g) for y, g in zip(function(given), above, strict=True) if y.requires_grad]
     wanted = [x for x, need in zip(given, needs, strict=True) if need]
     if not pairs or not wanted:
         return [None] * len(given)
@@ -96,15 +94,18 @@ def _refusing(sentence: str, found: Any, connected: Sequence[Any]) -> tuple[Tens
     return tuple(next(refusing) if isinstance(g, Tensor) else g for g in gradients)
 
 
-REFERENCE = "use method='reference', which can be differentiated any number of times"
+_REFERENCE = "use method='reference', which can be differentiated any number of times"
 
 
 def _sentence(what: str, instead: str) -> str:
     return f"{what} can be differentiated once, not its gradient again: {instead}"
 
 
-def once(what: str, instead: str = REFERENCE) -> Callable[[Backward], Backward]:
+def once(what: str, instead: str = _REFERENCE) -> Callable[[Backward], Backward]:
     """A backward pass whose gradient is a number and no function.
+
+    It is written as ``backward(ctx, saved, *above)``: the tensors that forward saved are unpacked
+    once, as a checkpoint around the call demands.
 
     Args:
         what: the subject of the sentence that is raised when it is differentiated.
@@ -114,11 +115,12 @@ def once(what: str, instead: str = REFERENCE) -> Callable[[Backward], Backward]:
     def decorate(backward: Backward) -> Backward:
         @functools.wraps(backward)
         def wrapped(ctx: Any, *above: Tensor) -> Any:
+            saved = ctx.saved_tensors
             with torch.no_grad():
-                found = backward(ctx, *above)
+                found = backward(ctx, saved, *above)
             if not torch.is_grad_enabled():
                 return found
-            return _refusing(_sentence(what, instead), found, (*above, *ctx.saved_tensors))
+            return _refusing(_sentence(what, instead), found, (*above, *saved))
 
         return wrapped
 
@@ -126,6 +128,8 @@ def once(what: str, instead: str = REFERENCE) -> Callable[[Backward], Backward]:
 
 
 class _Through(torch.autograd.Function):
+    """Tensors as they are; their gradients refuse where torch could not differentiate them."""
+
     @staticmethod
     def forward(ctx: Any, what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.what = what
@@ -134,17 +138,36 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
+        saved = ctx.saved_tensors
+        if not torch.is_grad_enabled() or not _ends(above, saved):
             return (None, *above)
-        sentence = _sentence(ctx.what, REFERENCE)
-        return (None, *_refusing(sentence, above, (*above, *ctx.saved_tensors)))
+        return (None, *_refusing(_sentence(ctx.what, _REFERENCE), above, (*above, *saved)))
+
+
+def _ends(gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Whether autograd's graph of some gradients has a node without a derivative before ``inputs``.
+
+    Which kernel runs is torch's choice: fused ones have one derivative, the plain one has all.
+    """
+    pending = [g.grad_fn for g in gradients]
+    seen: set[Any] = {x.grad_fn for x in inputs}
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        if "NotImplemented" in node.name():
+            return True
+        seen.add(node)
+        pending += [further for further, _ in node.next_functions]
+    return False
 
 
 def once_through(what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same tensors on their way into an operation of torch's that has one derivative.
+    """The same tensors on their way into an operation of torch's that may have one derivative.
 
     Args:
-        what: the subject of the sentence that is raised when its gradient is differentiated.
+        what: the subject of the sentence that is raised when its gradient is differentiated and
+            torch cannot.
     """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return tensors

@@ -1,4 +1,4 @@
-"""The command line: ``recollect zoo``, ``recollect explain``.
+"""The command line as one application: its commands, and how it leaves.
 
 A command is a function in `COMMANDS`; what it needs beyond torch it imports itself. Refusals leave
 with exit code 2 and one sentence.
@@ -9,29 +9,28 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import recollect as rc
-from recollect.cli.describe import explain, zoo
 from recollect.recipe.files import load_recipe
 
-if TYPE_CHECKING:
-    import rich.box
-    import rich.console
-    import rich.table
-    import rich.text
+try:
+    import rich  # noqa: F401
     import typer
+except ModuleNotFoundError as error:  # the extra [cli]
+    if (error.name or "").partition(".")[0] not in ("rich", "typer"):
+        raise
+    COMMANDS: tuple[Callable[..., None], ...] = ()
 else:
-    try:
-        import rich.box
-        import rich.console
-        import rich.table
-        import rich.text
-        import typer
-    except ModuleNotFoundError as error:  # the extra [cli]
-        if (error.name or "").partition(".")[0] not in ("rich", "typer"):
-            raise
-        typer = rich = None
+    from recollect.cli.bench import bench
+    from recollect.cli.compare import compare
+    from recollect.cli.describe import explain, sizes, zoo
+    from recollect.cli.generate import generate
+    from recollect.cli.reproduce import reproduce
+    from recollect.cli.train import train
+
+    COMMANDS = (zoo, explain, compare, reproduce, train, sizes, generate, bench)
+
 
 __all__ = ["COMMANDS", "build", "load_recipe", "main"]
 
@@ -49,7 +48,7 @@ _EXTRAS = {
 
 def main() -> None:
     """Entry point of the ``recollect`` command."""
-    if not typer:
+    if not COMMANDS:
         sys.exit(_MISSING)
     build()()
 
@@ -112,21 +111,3 @@ def _to_install(error: ImportError) -> str:
         raise error
     extra = _EXTRAS[missing]
     return f'this needs {missing}, which is not installed: pip install "recollect[{extra}]"'
-
-
-# -- recollect zoo -------------------------------------------------------------------------------
-
-
-# -- recollect explain ---------------------------------------------------------------------------
-
-
-COMMANDS: tuple[Callable[..., None], ...] = (zoo, explain)
-if typer is not None:
-    from recollect.cli.bench import bench
-    from recollect.cli.compare import compare
-    from recollect.cli.describe import sizes
-    from recollect.cli.generate import generate
-    from recollect.cli.reproduce import reproduce
-    from recollect.cli.train import train
-
-    COMMANDS = (*COMMANDS, compare, reproduce, train, sizes, generate, bench)

@@ -12,7 +12,7 @@ import rich.progress
 import rich.table
 import typer
 
-from recollect.cli.console import _known_device
+from recollect.cli.console import check_device
 
 __all__ = ["bench"]
 
@@ -39,7 +39,7 @@ def bench(
     for name, number in (("rounds", rounds), ("length", length), ("heads", heads), ("size", size)):
         if number < 1:
             raise ValueError(f"--{name} must be at least 1, not {number}")
-    _known_device(device)
+    check_device(device)
     if suite == "train":
         _bench_train(rounds, length, save, as_json)
         return

@@ -14,7 +14,7 @@ import rich.progress
 import rich.table
 import typer
 
-from recollect.cli.console import INTERRUPTED, WIDE, _writable, stated
+from recollect.cli.console import INTERRUPTED, WIDE, check_writable, stated
 
 if TYPE_CHECKING:
     from recollect.experiments.comparison.results import Comparison
@@ -89,7 +89,7 @@ def compare(
         raise ValueError(
             "--rows needs --parameters, so that rows can be laid side by side, and --task text"
         )
-    _writable(out if rows is None else rows)
+    check_writable(out if rows is None else rows)
     console = rich.console.Console(stderr=as_json)
     if not console.is_terminal:
         console = rich.console.Console(stderr=as_json, width=WIDE)

@@ -17,46 +17,32 @@ import typer
 from recollect.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    import rich.box
-    import rich.console
-    import rich.table
-    import rich.text
-    import typer
-
     from recollect.layer.options import LayerOptions
     from recollect.zoo.preset import Preset
-else:
-    try:
-        import rich.box
-        import rich.console
-        import rich.table
-        import rich.text
-        import typer
-    except ModuleNotFoundError as error:  # the extra [cli]
-        if (error.name or "").partition(".")[0] not in ("rich", "typer"):
-            raise
-        typer = rich = None
 
 
-_WIDE = 200  # columns of a table that no terminal bounds
+TABLE_COLUMNS = 200
+"""Columns of a table that no terminal bounds."""
 
+ROOMY = 150
+"""Columns from which a table shows the choices too."""
 
-_ROOMY = 150  # columns from which a table shows the choices too
-
-
-def _console() -> rich.console.Console:
-    console = rich.console.Console()
-    return console if console.is_terminal else rich.console.Console(width=_WIDE)
-
-
-def _json(data: object) -> None:
-    typer.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
-
+WIDE = 120
+"""Columns of a page that no terminal bounds."""
 
 INTERRUPTED = 130
+"""Exit status after an interrupt, as shells have it."""
 
 
-WIDE = 120  # columns where no terminal bounds them
+def console_of_page() -> rich.console.Console:
+    """The terminal, or a page of `TABLE_COLUMNS` where there is none."""
+    console = rich.console.Console()
+    return console if console.is_terminal else rich.console.Console(width=TABLE_COLUMNS)
+
+
+def print_json(data: object) -> None:
+    """Data as JSON on the standard output."""
+    typer.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def stated(name: str) -> Preset | tuple[str, Recipe] | tuple[str, Recipe, LayerOptions]:
@@ -70,12 +56,13 @@ def stated(name: str) -> Preset | tuple[str, Recipe] | tuple[str, Recipe, LayerO
     return get(name)
 
 
-def _known_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """That ``--device`` is one that torch sees."""
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
 
 
-def _writable(out: Path) -> None:
+def check_writable(out: Path) -> None:
     """That the report will have a place: better known before hours of training than after."""
     try:
         out.mkdir(parents=True, exist_ok=True)

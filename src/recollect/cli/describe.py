@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import rich.box
 import rich.console
@@ -14,27 +14,8 @@ import rich.table
 import typer
 
 import recollect as rc
-from recollect.cli.console import _ROOMY, _console, _json
-from recollect.cli.train import WIDE
+from recollect.cli.console import ROOMY, WIDE, console_of_page, print_json
 from recollect.recipe.files import load_recipe
-
-if TYPE_CHECKING:
-    import rich.box
-    import rich.console
-    import rich.table
-    import rich.text
-    import typer
-else:
-    try:
-        import rich.box
-        import rich.console
-        import rich.table
-        import rich.text
-        import typer
-    except ModuleNotFoundError as error:  # the extra [cli]
-        if (error.name or "").partition(".")[0] not in ("rich", "typer"):
-            raise
-        typer = rich = None
 
 
 def zoo(
@@ -44,10 +25,10 @@ def zoo(
     """List the architectures, from their recipes."""
     rows = [_row(rc.zoo.get(name)) for name in rc.zoo.names(family)]
     if as_json:
-        _json(rows)
+        print_json(rows)
         return
-    console = _console()
-    choices = ("memory", "bias", "retention", "algorithm") if console.width >= _ROOMY else ()
+    console = console_of_page()
+    choices = ("memory", "bias", "retention", "algorithm") if console.width >= ROOMY else ()
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("#", justify="right")
     for head in ("name", *choices, "write", "state", "has", "engine"):
@@ -120,7 +101,7 @@ def explain(
     of_file = name not in rc.zoo.names() and ("." in name or "/" in name)
     found = rc.explain(load_recipe(Path(name)) if of_file else name, method=method)
     if as_json:
-        _json(found.to_dict())
+        print_json(found.to_dict())
     else:
         typer.echo(str(found))
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from recollect.lm.training.train import Progress
 
 
-class _Bar:
+class Bar:
     """A bar on a terminal; elsewhere a line now and then."""
 
     def __init__(self, console: rich.console.Console, steps: int) -> None:

@@ -12,7 +12,7 @@ import rich.progress
 import rich.table
 import typer
 
-from recollect.cli.console import INTERRUPTED, WIDE, _known_device, _writable
+from recollect.cli.console import INTERRUPTED, WIDE, check_device, check_writable
 
 __all__ = ["reproduce"]
 
@@ -56,7 +56,7 @@ def reproduce(
         raise ValueError("name one experiment, or give --all; --list names them")
     wanted = rows if every else [chosen(name)]
     _known_scale(scale)
-    _known_device(device)
+    check_device(device)
     if scale == "paper" and not launch:
         plans = [
             plan(row, "paper", seeds=seeds, jobs=jobs, device=device, out=str(out))
@@ -67,7 +67,7 @@ def reproduce(
         else:
             typer.echo("\n\n".join(map(str, plans)))
         return
-    _writable(out)
+    check_writable(out)
     runs = []
     with Bar(console) as bar:
         for row in wanted:

@@ -14,12 +14,10 @@ import rich.progress
 import rich.table
 import typer
 
-from recollect.cli.progress import _Bar
+from recollect.cli.console import INTERRUPTED, WIDE
+from recollect.cli.progress import Bar
 
 __all__ = ["train"]
-
-INTERRUPTED = 130
-WIDE = 120
 
 
 def train(
@@ -48,7 +46,7 @@ def train(
         console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
     try:
-        with _Bar(console, plan.steps) as bar:
+        with Bar(console, plan.steps) as bar:
             result = run(plan, resume=resume, watch=bar.show, say=say)
     except KeyboardInterrupt:
         console.print("interrupted; --resume goes on from the last checkpoint")

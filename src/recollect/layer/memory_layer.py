@@ -265,7 +265,8 @@ class MemoryLayer(nn.Module):
             ValueError: shapes that do not fit.
             RuntimeError: inside a transform of `torch.func`, or forward-mode derivatives.
         """
-        refuse_transforms(itertools.chain((x,), self.parameters()))
+        if not torch.compiler.is_compiling():
+            refuse_transforms(itertools.chain((x,), self.parameters()))
         self._check(x, attention_mask, cu_seqlens)
         self._check_state(x, state, cu_seqlens)
         if attention_mask is None:

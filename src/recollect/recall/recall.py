@@ -10,13 +10,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
 from recollect.engines import reference
-from recollect.engines.common.inference import inferring, ordinary, ordinary_mode, ordinary_problem
+from recollect.engines.common.inference import (
+    leaves_inference,
+    ordinary,
+    ordinary_mode,
+    ordinary_problem,
+)
 from recollect.engines.common.problem import Problem, resolve, state_dtype
 from recollect.engines.select import Engine, select
 from recollect.recall.checks import (
@@ -203,7 +209,7 @@ def _run(
         chunk_size=chunk_size,
         continues=output_state or not causal,
     )
-    if engine.inner_gradients and inferring(problem):
+    if leaves_inference(problem, inner_gradients=engine.inner_gradients):
         with ordinary_mode():
             y, after = _solve(ordinary_problem(problem), engine, causal=causal)
     else:
@@ -217,7 +223,7 @@ def _solve(problem: Problem, engine: Engine, *, causal: bool) -> tuple[Tensor, S
     """Lower the problem, run it, and undo the lowering."""
     recipe, lowered = problem.recipe, lower(problem)
     # Engines keep their sums in float32 themselves; autocast would undo that.
-    with torch.autocast(problem.k.device.type, enabled=False):
+    with full_precision(problem.k.device):
         if not causal and (recipe.nonparametric or recipe.from_gram):
             # What is kept depends on no query: nothing has to be read on the way.
             y, after = problem.v.new_zeros(0), problem.after()
@@ -233,6 +239,13 @@ def _solve(problem: Problem, engine: Engine, *, causal: bool) -> tuple[Tensor, S
 
 def _tensors(named: Mapping[str, Tensor] | None) -> list[Tensor]:
     return list(named.values()) if isinstance(named, Mapping) else []
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Without autocast, where the device has any."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _suspicious(*tensors: Tensor) -> bool:
@@ -365,7 +378,7 @@ def read(
         state=state,
     )
     engine = select(recipe).engine
-    if inferring(shell, *gates.values()):
+    if leaves_inference(shell, *gates.values(), inner_gradients=True):
         gates = {name: ordinary(x) for name, x in gates.items()}
         with ordinary_mode():
             shell = ordinary_problem(shell)
@@ -395,7 +408,7 @@ def _read_from(
         state=state,
     )
     lowered = lower(empty, reading=True)
-    with torch.autocast(device.type, enabled=False):
+    with full_precision(device):
         y = None if engine.read is None else engine.read(lowered.problem, rates)
         if y is None:
             y = reference.read(lowered.problem, rates)

@@ -25,14 +25,14 @@ def refuse_transforms(tensors: Iterable[object]) -> None:
     if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportPrivateUsage]
         raise RuntimeError(
             "recollect does not run inside the transforms of torch.func (vmap, grad, jvp, jacrev, "
-            "...): its backward passes are written by hand; use the batch axis B in place of vmap, "
-            "and torch.autograd.grad, with create_graph=True for gradients of gradients"
+            "...): most recipes need inner gradients or backward passes that these do not know; "
+            "use the batch axis B in place of vmap, and torch.autograd.grad in place of grad"
         )
     level: int = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
     if level >= 0 and any(_is_dual(x) for x in tensors):
         raise RuntimeError(
-            "recollect has no forward-mode derivatives (torch.autograd.forward_ad): its backward "
-            "passes are written by hand; use torch.autograd.grad, or torch.autograd.functional.jvp"
+            "recollect has no forward-mode derivatives (torch.autograd.forward_ad): most recipes "
+            "need inner gradients or backward passes that it does not know; use torch.autograd.grad"
         )
 
 

@@ -87,6 +87,15 @@ class Recipe:
         reasons = list(dict.fromkeys(self._reasons()))
         if reasons:
             raise RecipeError("; also: ".join(reasons))
+        self._warm()
+
+    def _warm(self) -> None:
+        """Ask what is cached now: the first asking takes a lock, at which torch.compile breaks."""
+        for owner in (self, *self.members()):
+            for kind in type(owner).__mro__:
+                for name, value in vars(kind).items():
+                    if isinstance(value, cached_property):
+                        getattr(owner, name)
 
     def _reasons(self) -> Iterator[str]:
         for part in self.members():
@@ -96,25 +105,26 @@ class Recipe:
 
     def _shared_names(self) -> Iterator[str]:
         """Engines know numbers by name alone, however they are given: a name has one owner."""
-        held: dict[str, list[str]] = {}
+        held: dict[str, list[Member]] = {}
         for part in self.members():
             asked = {
                 item.name for item in (*part.gates(), *part.params())
             } | part.constants().keys()
             for name in sorted({name.removeprefix("log_") for name in asked}):
-                held.setdefault(name, []).append(part.title)
+                held.setdefault(name, []).append(part)
         for name, choice in _READ_FROM.items():
             if name == "weight" and self.context.horizon is not None:
                 continue  # nobody reads it
-            for title in held.get(name, []) if len(held.get(name, [])) == 1 else []:
-                own = (choice, "context") if name == "decay" else (choice,)
-                if title.split(".")[0] not in own:
-                    yield (
-                        f"the number {name!r} is read from the {choice}, and {title} declares one "
-                        "that means something else: give its quantity another name"
-                    )
-        for name, titles in held.items():
-            if len(titles) > 1:
+            owners = held.get(name, [])
+            own = (choice, "context") if name == "decay" else (choice,)
+            if len(owners) == 1 and owners[0].choice not in own:
+                yield (
+                    f"the number {name!r} is read from the {choice}, and {owners[0].title} "
+                    "declares one that means something else: give its quantity another name"
+                )
+        for name, owners in held.items():
+            if len(owners) > 1:
+                titles = [part.title for part in owners]
                 yield (
                     f"the number {name!r} belongs to {' and '.join(titles)}: drop one of them, or "
                     "give its quantity another name"
@@ -185,6 +195,14 @@ class Recipe:
     @cached_property
     def _logs(self) -> frozenset[str]:
         return frozenset().union(*(part.logs() for part in self.members()))
+
+    def statics(self) -> frozenset[str]:
+        """Params that are numbers of the recurrence rather than of a feature map or norm."""
+        return self._statics
+
+    @cached_property
+    def _statics(self) -> frozenset[str]:
+        return frozenset().union(*(part.static_quantities() for part in self.members()))
 
     @property
     def associations(self) -> int:

@@ -135,7 +135,7 @@ def bundled(
     rates = dict(zip(names[2:], tokens[2:], strict=True))
     held = dict(recipe.constants())  # of the steps in which the bundle was never written
     held |= {gate.name: gate.init for gate in recipe.gates()}
-    statics = frozenset().union(*(part.static_quantities() for part in recipe.members()))
+    statics = recipe.statics()
     for param in recipe.params():
         if param.name in statics:
             log = param.name in recipe.logs()

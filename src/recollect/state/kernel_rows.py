@@ -51,6 +51,11 @@ class Dual:
             slots={name: tuple(f(u) for u in slot) for name, slot in self.slots.items()},
         )
 
+    def tensors(self) -> list[Tensor]:
+        """Every tensor, in the order in which `map` meets them."""
+        slots = [u for slot in self.slots.values() for u in slot]
+        return [self.k, *self.rows, self.mass, self.mask, *slots]
+
     def reset(self, rows: Tensor, given: tuple[Tensor, ...] = ()) -> Dual:
         """Rows where ``rows [B]`` is True start anew from the pairs ``given`` (none if omitted)."""
         B, _, H = self.mass.shape

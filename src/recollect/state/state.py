@@ -72,7 +72,7 @@ class State:
     cache: Mapping[str, Tensor] = field(default_factory=dict)
 
     def map(self, f: Callable[[Tensor], Tensor]) -> State:
-        """Apply ``f`` to every tensor; the root of all methods below."""
+        """Apply ``f`` to every tensor; the root of most methods below."""
         return State(
             sizes=self.sizes,
             weights=tuple(f(w) for w in self.weights),
@@ -86,15 +86,16 @@ class State:
         )
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor, in a fixed order."""
-        found: list[Tensor] = []
-
-        def note(x: Tensor) -> Tensor:
-            found.append(x)
-            return x
-
-        self.map(note)
-        return found
+        """Every tensor, in the order in which `map` meets them."""
+        found = [*self.weights, self.position]
+        for name in sorted(self.slots):
+            found += self.slots[name]
+        if self.buffer is not None:
+            found += [self.buffer.k, self.buffer.v, *self.buffer.rates.values(), self.buffer.mask]
+        if self.dual is not None:
+            found += self.dual.tensors()
+        found += [x for x in (self.ones, self.log_scale) if x is not None]
+        return [*found, *self.cache.values()]
 
     @property
     def nbytes(self) -> int:

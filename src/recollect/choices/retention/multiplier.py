@@ -4,7 +4,8 @@ With D = Σ W g'(s − ζ), the implicit function theorem gives
 
     ∂ζ/∂s_i = W_i g'(s_i − ζ) / D,    ∂ζ/∂W_i = g(s_i − ζ) / D,
 
-functions of W, s and ζ itself, so that derivatives of any order follow from them.
+functions of W, s and ζ itself, so that derivatives of any order follow from them. A weight of 0
+stays 0 whatever the step is, and counts as a constant.
 """
 
 from __future__ import annotations

@@ -18,14 +18,20 @@ from torch import Tensor
 from recollect.engines.common.joined_tokens import tensors
 from recollect.engines.common.problem import Problem
 
-__all__ = ["inferring", "ordinary", "ordinary_mode", "ordinary_problem"]
+__all__ = ["leaves_inference", "ordinary", "ordinary_mode", "ordinary_problem"]
 
 
-def inferring(problem: Problem, *more: Tensor) -> bool:
-    """Whether autograd would refuse: in inference mode, or given a tensor that was made in it."""
-    return torch.is_inference_mode_enabled() or any(
-        x.is_inference() for x in (*tensors(problem), *more)
-    )
+def leaves_inference(problem: Problem, *more: Tensor, inner_gradients: bool) -> bool:
+    """Whether autograd would refuse numbers that this call differentiates.
+
+    Inside inference mode that matters to inner gradients alone; outside of it to any gradient, of a
+    state that was made inside, say.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if torch.is_inference_mode_enabled():
+        return inner_gradients
+    return any(x.is_inference() for x in (*tensors(problem), *more))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -101,14 +101,11 @@ def as_matrix(w: Tensor) -> Tensor:
 # -- the outer gradient, only where asked ---------------------------------------------------------
 
 
-def tensors(problem: Problem) -> Iterator[Tensor]:
+def tensors(problem: Problem) -> list[Tensor]:
     """Every tensor of the problem."""
-    yield from (problem.q, problem.k, problem.v)
-    yield from problem.rates.values()
-    yield from problem.params.values()
-    yield from problem.state.tensors()
-    if problem.lengths is not None:
-        yield problem.lengths
+    found = [problem.q, problem.k, problem.v, *problem.rates.values(), *problem.params.values()]
+    found += problem.state.tensors()
+    return found if problem.lengths is None else [*found, problem.lengths]
 
 
 def wants_gradient(problem: Problem) -> bool:

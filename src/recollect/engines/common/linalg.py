@@ -55,8 +55,8 @@ class _InversePower(torch.autograd.Function):
         "algorithm.Preconditioned(kind='spectral')",
         "use kind='conjugate_gradient', or power 1 or 0, which can be",
     )
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        values, vectors = ctx.saved_tensors
+    def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        values, vectors = saved
         inner = vectors.mT @ grads[0] @ vectors
         return vectors @ (_differences(values, ctx.power) * inner) @ vectors.mT, None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,15 +54,16 @@ class Problem:
     steps_per_token: int = 1
     continues: bool = True
 
-    @cached_property
+    @property
     def live(self) -> Tensor | None:
         """``[B, T]``: which tokens are real, or ``None`` when all are."""
+        # Made anew each time: a cached property takes a lock, at which torch.compile breaks.
         if self.lengths is None:
             return None
         steps = torch.arange(self.k.shape[1], device=self.k.device)
         return steps < self.lengths[:, None]
 
-    @cached_property
+    @property
     def end(self) -> Tensor:
         """Position of each row after this call, ``[B]``."""
         seen = self.k.shape[1] if self.lengths is None else self.lengths
@@ -111,7 +111,7 @@ def resolve(
         for name, value in recipe.constants().items()
     }
     logs = recipe.logs()
-    named = _static_quantities(recipe)
+    named = recipe.statics()
     for name, value in params.items():
         if name in named:
             x = value.to(dtype).log() if name in logs else value.to(dtype)
@@ -134,8 +134,3 @@ def scaled(log_decay: Tensor, scale: Tensor) -> Tensor:
     −inf itself autograd would make a NaN of the latter.
     """
     return log_decay.clamp_min(-1e30) * scale
-
-
-def _static_quantities(recipe: Recipe) -> frozenset[str]:
-    """Params that are numbers of the recurrence rather than tensors of a feature map or norm."""
-    return frozenset().union(*(part.static_quantities() for part in recipe.members()))

@@ -64,9 +64,9 @@ def check(lost: Tensor, *, end: int = 0, chunk: int = 1) -> None:
     Args:
         end: slot after the first of these chunks. chunk: slots of a chunk.
     """
-    lost = lost.detach().reshape(-1, *lost.shape[-2:])
-    if not lost.numel() or float(lost.max()) <= MOST:
+    if not lost.numel() or float(lost.detach().max()) <= MOST:
         return
+    lost = lost.detach().reshape(-1, *lost.shape[-2:])
     first = (~(lost <= MOST)).int().argmax()  # also where it is no number
     place, row, head = (int(x) for x in torch.unravel_index(first, lost.shape))
     raise Unresolved(max(end + place * chunk - 1, 0), row, head, float(lost[place, row, head]))

@@ -190,9 +190,9 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     @once("local regression (engine kernel)")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         problem, asked, solver = ctx.call
-        kept, *given = ctx.saved_tensors
+        kept, *given = saved
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
         leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(given)]
         sums = [torch.zeros_like(leaves[i]) for i in wanted]
@@ -409,8 +409,8 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     @once("local regression (engine kernel)")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        p, q, f, mean = ctx.saved_tensors
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        p, q, f, mean = saved
         system = _System(shift=ctx.shift, ridge=ctx.ridge, p=p, q=q, f=f, mean=mean)
         return conjugate_gradients(system.product, grad), *[None] * 6
 

@@ -304,8 +304,8 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     @once("a constant ridge solved by conjugate gradients (engine least_squares)")
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        z, *inputs = ctx.saved_tensors
+    def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        z, *inputs = saved
         u = _solve(ctx.past.system, grads[0].contiguous(), *ctx.asked)
         needs = ctx.needs_input_grad[4:]
         leaves = tuple(x.detach().requires_grad_(n) for x, n in zip(inputs, needs, strict=True))

@@ -95,8 +95,8 @@ class _Recursion(torch.autograd.Function):
 
     @staticmethod
     @once("least squares over all of the past (engine least_squares)")
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        *tensors, M, D, kept, P = ctx.saved_tensors
+    def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        *tensors, M, D, kept, P = saved
         found = _backward(ctx.layout, ctx.kept, tuple(tensors), (M, D, kept, P), grads)
         needs = ctx.needs_input_grad[2:]
         return (None, None, *(x if need else None for x, need in zip(found, needs, strict=True)))
