@@ -6,14 +6,15 @@ import math
 from typing import TYPE_CHECKING
 
 from recollect.engines.common.kernel_rows_cost import dual_flops
-from recollect.engines.common.sizes import Counted, Sizes, _Count, _Sizes
+from recollect.engines.common.sizes import Counted, Sizes
 from recollect.engines.kernel import attention, local_regression
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
 
-def _kernel(recipe: Recipe, s: _Sizes) -> _Count:
+def flops(recipe: Recipe, s: Sizes) -> Counted:
+    """What a call takes, of the form that runs the recipe."""
     if recipe.dual:
         return dual_flops(recipe, s)
     return gram_flops(recipe, s) if recipe.from_gram else local_flops(recipe, s)
