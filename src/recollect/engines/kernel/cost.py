@@ -46,7 +46,7 @@ def local_flops(recipe: Recipe, s: Sizes) -> Counted:
         if weighed or window:
             seen = attention.pairs(s.T, horizon, banded=banded, size=size)
     forward, decode = {"attention": each * seen * heads}, each * last * heads
-    more = sum(2 * s.K for part in recipe.context.within for name in part.reads)
+    more = sum(2 * s.K for part in recipe.context.within for _ in part.reads)
     if more:
         forward["gates"], decode = more * seen * s.H, decode + more * last * s.H
     notes: list[str] = []
