@@ -1,5 +1,7 @@
 """What a recipe costs: FLOPs by part, bytes of state, bytes moved, as data.
 
+Each engine states the FLOPs of its own calls (`Engine.cost`); this file adds what all share.
+
 A multiply–add is 2 FLOPs; only matrix products and triangular solves are counted, elementwise work
 is not. Sizes as in `recollect.typing`: F features, R = C·c rows written per chunk of C tokens (c
 associations under a window), N = ⌈T/C⌉ chunks, J = C·G rows read.
@@ -19,10 +21,8 @@ The other recipes of that engine solve for the state's coefficients first: R³ +
 the last with momentum), 4 RFV + 2 RF² to write, and 2 F²V (2 (2F)²V with momentum) for the affine
 map from chunk to chunk. Where a decay per channel meets momentum, tokens run one by one.
 
-Engine ``kernel``: see `cost_kernel`, and `engines.common.kernel_rows_cost` for memories over a
-kernel's features.
-
-Engine ``deep``: see `recollect.engines.deep.count`.
+Engines ``least_squares``, ``kernel`` and ``deep``: see ``cost.py`` in their packages, and
+`recollect.engines.common.kernel_rows_cost` for memories over a kernel's features.
 
 Engine ``reference``, per token: the c associations of the window forward (2·weights), back to the
 weights (2·weights) and through every map but the first (2·weights), and G reads (2·weights).
@@ -31,18 +31,12 @@ Newton–Schulz adds, per step and matrix with sides s ≤ l, 4 s²l + 2 s³.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from recollect.choices.member import RecipeError
 from recollect.engines.common.kernel_rows_cost import row_bytes
-from recollect.engines.common.sizes import _Count, _numel, _Sizes
-from recollect.engines.deep.cost import _deep
-from recollect.engines.kernel.cost import _kernel
-from recollect.engines.least_squares.cost import _least_squares
-from recollect.engines.linear.cost import _linear
-from recollect.engines.reference.cost import _reference
+from recollect.engines.common.sizes import Sizes, numel_of
 from recollect.engines.select import ENGINES, select
 from recollect.report.units import readable
 
@@ -160,7 +154,7 @@ def cost(
 
     Raises:
         RecipeError: sizes that the recipe cannot have, a method that cannot run it, or an engine
-        whose price is not known here.
+        that states no cost.
         ValueError: a size below its least, or an unknown method.
     """
     given = {"K": K, "V": V, "H": H, "B": B, "G": G, "dtype_bytes": dtype_bytes}
@@ -170,9 +164,15 @@ def cost(
     if T < 0:
         raise ValueError(f"T must be at least 0, not {T}")
     selection = select(recipe, method)
-    s = _Sizes.of(recipe, K=K, V=V, H=H, T=T, B=B, G=G)
+    s = Sizes.of(recipe, K=K, V=V, H=H, T=T, B=B, G=G)
     state_size = 8 if dtype_bytes == 8 else 4
-    forward, decode, borders, notes = _counts(recipe, selection.engine.name)(recipe, s)
+    if selection.engine.cost is None:
+        priced = [e.name for e in ENGINES if e.cost is not None and not e.refuses(recipe)]
+        raise RecipeError(
+            f"rc.cost has no price for the engine {selection.engine.name!r}, which runs this "
+            f"recipe: name one that states its cost, method={' or '.join(map(repr, priced))}"
+        )
+    forward, decode, borders, notes = selection.engine.cost(recipe, s)
     lifts = recipe.features.flops(K) * (s.n + G) * H if recipe.features.finite else 0
     forward, decode = {"features": lifts * T, **forward}, decode + lifts
     forward = {name: flops * B for name, flops in forward.items() if flops}
@@ -199,7 +199,7 @@ def cost(
 
 
 def _state(
-    recipe: Recipe, s: _Sizes, dtype_bytes: int, state_size: int, *, factored: bool
+    recipe: Recipe, s: Sizes, dtype_bytes: int, state_size: int, *, factored: bool
 ) -> tuple[dict[str, int], int]:
     """Bytes by part, and bytes that each further token adds."""
     rows, heads = s.B, s.B * s.H
@@ -209,7 +209,7 @@ def _state(
     # A normalised memory moves together with its memory of ones, one more row.
     wide = recipe.algorithm.wide(recipe)
     slots = sum(
-        (_numel(recipe.algorithm.slot_shape(name, shape)) + ones)
+        (numel_of(recipe.algorithm.slot_shape(name, shape)) + ones)
         * (8 if name in wide else state_size)
         for name in recipe.algorithm.slots
         for shape in s.shapes
@@ -232,7 +232,7 @@ def _state(
     return {name: size for name, size in parts.items() if size}, each if span is None else 0
 
 
-def _slot(recipe: Recipe, s: _Sizes, dtype_bytes: int, state_size: int, normalized: bool) -> int:
+def _slot(recipe: Recipe, s: Sizes, dtype_bytes: int, state_size: int, normalized: bool) -> int:
     """Bytes of one association with its numbers, of one row: k, v, every rate, and a mask."""
     numbers = dict.fromkeys(recipe.constants(), 1)
     named = recipe.statics()
@@ -243,26 +243,3 @@ def _slot(recipe: Recipe, s: _Sizes, dtype_bytes: int, state_size: int, normaliz
         numbers["lr"] = numbers["log_lr"]
     rates = sum(numbers.values())
     return s.H * ((s.K + s.V + normalized) * dtype_bytes + rates * state_size) + 1
-
-
-# -- FLOPs ---------------------------------------------------------------------------------------
-
-
-_ENGINES: dict[str, Callable[[Recipe, _Sizes], _Count]] = {
-    "linear": _linear,
-    "least_squares": _least_squares,
-    "kernel": _kernel,
-    "deep": _deep,
-    "reference": _reference,
-}
-
-
-def _counts(recipe: Recipe, engine: str) -> Callable[[Recipe, _Sizes], _Count]:
-    """What an engine takes; another engine's price is never put in its place."""
-    if engine not in _ENGINES:
-        priced = [e.name for e in ENGINES if e.name in _ENGINES and not e.refuses(recipe)]
-        raise RecipeError(
-            f"rc.cost has no price for the engine {engine!r}, which runs this recipe: name one "
-            f"that it knows, method={' or '.join(map(repr, priced))}"
-        )
-    return _ENGINES[engine]

@@ -10,10 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from recollect.choices.member import Member
+from typing import Any
 
 __all__ = [
     "DRAWS",
@@ -24,6 +21,7 @@ __all__ = [
     "Quantity",
     "Range",
     "check_quantity",
+    "check_slot",
     "domain",
     "flag",
     "integer",
@@ -131,7 +129,7 @@ class Quantity:
     kinds: tuple[str, ...]
     letter: str | None
 
-    def axes_of(self, owner: Member) -> tuple[str, ...]:
+    def axes_of(self, owner: object) -> tuple[str, ...]:
         """Symbolic axes after the head, of this member."""
         return self.axes(owner) if callable(self.axes) else self.axes
 
@@ -146,7 +144,7 @@ class Quantity:
 
 
 RULE = "recollect"
-"""Metadata key of a `Quantity`, or of the function that checks any other field."""
+"""Metadata key of a `Quantity`, of a slot's `Domain`, or of what checks any other field."""
 
 
 def quantity(
@@ -320,24 +318,21 @@ def text(default: Any = dataclasses.MISSING) -> Any:
 
 def slot(default: Any, kind: str, *, optional: bool = False, many: bool = False) -> Any:
     """Field for another member (or a tuple of members) of the given kind."""
+    rule = Domain(kind="slot", words=(kind,), optional=optional, many=many)
+    return dataclasses.field(default=default, metadata={RULE: rule, _DOMAIN: rule})
 
-    def one(value: Any) -> Member:
-        from recollect.choices.member import Member  # which is made of these fields
 
-        if not isinstance(value, Member) or kind not in value.choices():
-            raise ValueError(f"must be a member of {kind}, not {value!r}")
-        return value
-
-    def check(value: Any) -> Any:
-        if not many:
-            return one(value)
-        if not isinstance(value, tuple | list):
-            raise ValueError(f"must be a tuple of members of {kind}, not {value!r}")
-        return tuple(one(item) for item in value)
-
-    return _checked(
-        default, check, Domain(kind="slot", words=(kind,), optional=optional, many=many)
-    )
+def check_slot(value: Any, rule: Domain, member: type) -> Any:
+    """What a slot's field keeps; raises ValueError where it is no ``member`` of the slot's kind."""
+    if rule.optional and value is None:
+        return None
+    if rule.many and not isinstance(value, tuple | list):
+        raise ValueError(f"must be a tuple of members of {rule.words[0]}, not {value!r}")
+    items: tuple[Any, ...] = tuple(value) if rule.many else (value,)
+    for item in items:
+        if not isinstance(item, member) or rule.words[0] not in item.choices():
+            raise ValueError(f"must be a member of {rule.words[0]}, not {item!r}")
+    return items if rule.many else value
 
 
 def check_quantity(value: Any, spec: Quantity) -> float | str:

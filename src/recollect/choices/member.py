@@ -30,6 +30,7 @@ from recollect.choices.fields import (
     Quantity,
     Range,
     check_quantity,
+    check_slot,
     domain,
     flag,
     integer,
@@ -41,7 +42,7 @@ from recollect.choices.fields import (
 )
 
 if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+    from recollect.choices.questions import RecipeLike
 
 __all__ = [
     "Domain",
@@ -94,6 +95,8 @@ class Member:
             try:
                 if isinstance(rule, Quantity):
                     value = check_quantity(value, rule)
+                elif isinstance(rule, Domain):
+                    value = check_slot(value, rule, Member)
                 elif rule is not None:
                     value = rule(value)
                 else:
@@ -106,7 +109,7 @@ class Member:
     def validate(self) -> None:
         """Hook: checks that involve several fields of this member; raises `RecipeError`."""
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         """Yield one sentence for each reason why this member cannot stand in ``recipe``."""
         for part in self.parts():
             yield from part.requires(recipe)

@@ -15,6 +15,7 @@ from torch import Tensor
 from recollect.choices.member import RecipeError
 from recollect.engines import deep, kernel, least_squares, linear, reference
 from recollect.engines.common.problem import Problem
+from recollect.engines.common.sizes import Counted, Sizes
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Engine:
         refuses: reasons why it cannot run a recipe; none means it can.
         describes: how it would run it, in a few words.
         run: outputs and final state of a problem.
+        cost: FLOPs of a call of these sizes, and what they rest on; ``None`` where nobody has
+            counted them, so that `recollect.cost` refuses to guess.
         read: outputs of queries that only read, given the numbers they ask with; ``None`` (or a
             result of ``None``) leaves it to the reference.
         shows_nan: whether a NaN that goes in always comes out (no comparison swallows it), so that
@@ -44,6 +47,7 @@ class Engine:
     refuses: Callable[[Recipe], list[str]]
     describes: Callable[[Recipe], str]
     run: Callable[[Problem], tuple[Tensor, State]]
+    cost: Callable[[Recipe, Sizes], Counted] | None = None
     read: Callable[[Problem, Mapping[str, Tensor]], Tensor | None] | None = None
     shows_nan: bool = False
     compiles: bool = False
@@ -56,6 +60,7 @@ ENGINES: tuple[Engine, ...] = (
         refuses=linear.refuses,
         describes=linear.describes,
         run=linear.run,
+        cost=linear.flops,
         shows_nan=True,
         inner_gradients=False,
     ),
@@ -64,6 +69,7 @@ ENGINES: tuple[Engine, ...] = (
         refuses=least_squares.refuses,
         describes=least_squares.describes,
         run=least_squares.run,
+        cost=least_squares.flops,
         shows_nan=True,
         inner_gradients=False,
     ),
@@ -72,6 +78,7 @@ ENGINES: tuple[Engine, ...] = (
         refuses=kernel.refuses,
         describes=kernel.describes,
         run=kernel.run,
+        cost=kernel.flops,
         read=kernel.read,
         shows_nan=True,
     ),
@@ -80,12 +87,14 @@ ENGINES: tuple[Engine, ...] = (
         refuses=deep.refuses,
         describes=deep.describes,
         run=deep.run,
+        cost=deep.flops,
     ),
     Engine(
         name="reference",
         refuses=lambda recipe: [],
         describes=lambda recipe: "token by token, inner gradient by autograd",
         run=reference.run,
+        cost=reference.flops,
     ),
 )
 

@@ -28,7 +28,7 @@ from recollect.choices.memory.base import Memory, Stack
 from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Keep, Retention
 from recollect.recipe.rewrites import REWRITES
-from recollect.recipe.rules import _joint_rules
+from recollect.recipe.rules import joint_rules
 
 __all__ = ["SCHEMA", "Recipe", "RecipeError"]
 
@@ -100,7 +100,7 @@ class Recipe:
     def _reasons(self) -> Iterator[str]:
         for part in self.members():
             yield from part.requires(self)
-        yield from _joint_rules(self)
+        yield from joint_rules(self)
         yield from self._shared_names()
 
     def _shared_names(self) -> Iterator[str]:

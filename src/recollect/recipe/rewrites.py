@@ -7,24 +7,52 @@ Each is an identity with a test of its own (``tests/contracts/test_choices.py``)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self, TypeVar
 
+from recollect.choices.algorithm.base import Algorithm
 from recollect.choices.algorithm.descent import GradientDescent, Momentum
 from recollect.choices.algorithm.muon import Muon
+from recollect.choices.bias.base import Bias
 from recollect.choices.bias.losses import L2, ValueRobust
+from recollect.choices.context.base import Context
 from recollect.choices.context.windows import Online, Window
+from recollect.choices.features.base import Features
+from recollect.choices.memory.base import Memory
 from recollect.choices.memory.maps import MLP, Matrix
 from recollect.choices.retention.base import Decay, Keep, Retention
 from recollect.choices.retention.links import Lq
 
-if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
-
 __all__ = ["REWRITES"]
 
 
-def _online(recipe: Recipe) -> Recipe:
+class Choices(Protocol):
+    """Six choices, and how to replace some of them: what a rewrite needs of a recipe."""
+
+    @property
+    def memory(self) -> Memory: ...
+    @property
+    def features(self) -> Features: ...
+    @property
+    def bias(self) -> Bias: ...
+    @property
+    def context(self) -> Context: ...
+    @property
+    def retention(self) -> Retention: ...
+    @property
+    def algorithm(self) -> Algorithm: ...
+    def but(self, **changes: Any) -> Self: ...
+
+
+R = TypeVar("R", bound=Choices)
+
+
+class Rewrite(Protocol):
+    """A recipe with the same meaning, simpler or the same."""
+
+    def __call__(self, recipe: R, /) -> R: ...
+
+
+def _online(recipe: R) -> R:
     """A window of one ungated association is online."""
     context = recipe.context
     if isinstance(context, Window) and context.size == 1 and not context.gated:
@@ -32,7 +60,7 @@ def _online(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _matrix(recipe: Recipe) -> Recipe:
+def _matrix(recipe: R) -> R:
     """A perceptron of one map without residual, norm or bias is a matrix."""
     plain = MLP(depth=1, residual=False)
     memory = recipe.memory
@@ -43,7 +71,7 @@ def _matrix(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _decay(decay: Decay | None, recipe: Recipe) -> Decay | None:
+def _decay(decay: Decay | None, recipe: Choices) -> Decay | None:
     if decay is None or decay.rate == 1.0:
         return None
     changes: dict[str, Any] = {}
@@ -57,7 +85,7 @@ def _decay(decay: Decay | None, recipe: Recipe) -> Decay | None:
     return dataclasses.replace(decay, **changes) if changes else decay
 
 
-def _plain_decay(recipe: Recipe) -> Recipe:
+def _plain_decay(recipe: R) -> R:
     """α = 1 keeps; a constant α is the same in every channel; order is moot for the dot product."""
     retention = recipe.retention
     decay = _decay(retention.decay, recipe)
@@ -72,7 +100,7 @@ def _plain_decay(recipe: Recipe) -> Recipe:
     return recipe.but(retention=changed)
 
 
-def _identity_link(recipe: Recipe) -> Recipe:
+def _identity_link(recipe: R) -> R:
     """L_q with q = 2 is the identity link, in both forms."""
     retention = recipe.retention
     if isinstance(retention, Lq) and retention.q == 2:
@@ -80,7 +108,7 @@ def _identity_link(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _every_token(recipe: Recipe) -> Recipe:
+def _every_token(recipe: R) -> R:
     """With inner batches of one token, every batch is every token."""
     retention = recipe.retention
     if retention.every == "batch" and recipe.algorithm.batch == 1 and retention.has_field("every"):
@@ -88,7 +116,7 @@ def _every_token(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _no_momentum(recipe: Recipe) -> Recipe:
+def _no_momentum(recipe: R) -> R:
     """θ = 0 is gradient descent."""
     a = recipe.algorithm
     if isinstance(a, Momentum) and a.momentum == 0.0:
@@ -96,7 +124,7 @@ def _no_momentum(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _unorthogonalised(recipe: Recipe) -> Recipe:
+def _unorthogonalised(recipe: R) -> R:
     """Muon without Newton–Schulz and with η inside is momentum; outside too if η is constant."""
     a = recipe.algorithm
     if (
@@ -109,7 +137,7 @@ def _unorthogonalised(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _single_mean(recipe: Recipe) -> Recipe:
+def _single_mean(recipe: R) -> R:
     """The mean over an inner batch of one token is its sum."""
     a = recipe.algorithm
     if isinstance(a, GradientDescent) and a.reduce == "mean" and a.batch == 1 and a.offset == 0.0:
@@ -117,14 +145,14 @@ def _single_mean(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _exact_values(recipe: Recipe) -> Recipe:
+def _exact_values(recipe: R) -> R:
     """Robustness to values moved by nothing is L2."""
     if isinstance(recipe.bias, ValueRobust) and recipe.bias.radius == 0.0:
         return recipe.but(bias=L2())
     return recipe
 
 
-REWRITES: dict[str, Callable[[Recipe], Recipe]] = {
+REWRITES: dict[str, Rewrite] = {
     "a window of one is online": _online,
     "one linear map is a matrix": _matrix,
     "a decay that does nothing more": _plain_decay,

@@ -9,10 +9,10 @@ from recollect.choices.features.finite import Identity
 from recollect.choices.memory.base import Read, Stack
 
 if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+    from recollect.choices.questions import RecipeLike
 
 
-def _joint_rules(recipe: Recipe) -> Iterator[str]:
+def joint_rules(recipe: RecipeLike) -> Iterator[str]:
     """Rules that no single member can know."""
     memory, algorithm, retention = recipe.memory, recipe.algorithm, recipe.retention
     if recipe.nonparametric:
@@ -40,7 +40,7 @@ def _joint_rules(recipe: Recipe) -> Iterator[str]:
         yield from _read_rules(recipe)
 
 
-def _dual_rules(recipe: Recipe) -> Iterator[str]:
+def _dual_rules(recipe: RecipeLike) -> Iterator[str]:
     """What infinitely many features can do, whose weights are one row per key."""
     memory, algorithm, retention = recipe.memory, recipe.algorithm, recipe.retention
     what, read = f"{recipe.features.title} has infinitely many features", recipe.memory.read
@@ -78,7 +78,7 @@ def _dual_rules(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _gram_rules(recipe: Recipe) -> Iterator[str]:
+def _gram_rules(recipe: RecipeLike) -> Iterator[str]:
     """What a solve from a Gram matrix needs."""
     bias, features = recipe.bias, recipe.features
     if bias.affine is None or bias.affine[0] <= 0 or bias.probe is not None:
@@ -93,7 +93,7 @@ def _gram_rules(recipe: Recipe) -> Iterator[str]:
         yield f"{recipe.algorithm.title} reads W φ(q): use memory.Read(), not memory.{brief}"
 
 
-def _nonparametric_rules(recipe: Recipe) -> Iterator[str]:
+def _nonparametric_rules(recipe: RecipeLike) -> Iterator[str]:
     memory = recipe.memory.title
     if recipe.context.kernel is None:
         yield (
@@ -119,7 +119,7 @@ def _nonparametric_rules(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _read_rules(recipe: Recipe) -> Iterator[str]:
+def _read_rules(recipe: RecipeLike) -> Iterator[str]:
     read, algorithm, decay = recipe.memory.read, recipe.algorithm, recipe.retention.decay
     if not recipe.memory.linear:
         yield (

@@ -15,7 +15,7 @@ from recollect.choices.member import (
 )
 
 if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+    from recollect.choices.questions import RecipeLike
 
 __all__ = ["Algorithm", "Inverse", "Step"]
 
@@ -178,15 +178,15 @@ class Algorithm(Member):
         """η_t as text, a function of the lifted key ``x`` and the error's slope, where `keyed`."""
         return f"{type(self).__name__.lower()}({x})"
 
-    def wide(self, recipe: Recipe) -> tuple[str, ...]:
+    def wide(self, recipe: RecipeLike) -> tuple[str, ...]:
         """Slots that are float64 whatever the inputs are, because what follows needs the digits."""
         return ()
 
-    def penalty(self, recipe: Recipe) -> str:
+    def penalty(self, recipe: RecipeLike) -> str:
         """What it adds to the objective, as text; nothing for most."""
         return ""
 
-    def solution(self, recipe: Recipe) -> tuple[str, ...]:
+    def solution(self, recipe: RecipeLike) -> tuple[str, ...]:
         """How W_t follows from the past, one equation a line, where it is not reached by steps."""
         return ()
 
@@ -214,7 +214,7 @@ class Algorithm(Member):
         own = f"{type(self).__name__.lower()}(g_{at})"
         return (f"g_{at} = {written(gradient.compact)}",), (Term((own,)),)
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         yield from self._undeclared(recipe)
         yield from self._unread()
@@ -241,7 +241,7 @@ class Algorithm(Member):
         if self.keyed:
             yield from self._key_rules(recipe)
 
-    def _undeclared(self, recipe: Recipe) -> Iterator[str]:
+    def _undeclared(self, recipe: RecipeLike) -> Iterator[str]:
         """What engines would have to assume of an algorithm that does not say it."""
         me, of, slots = self.title, self.momentum_of, self.slots
         own = type(self).update is not Algorithm.update
@@ -305,7 +305,7 @@ class Algorithm(Member):
         if numbers.get("momentum"):
             yield f"{me} has a momentum with axes {numbers['momentum']}: it is one per head"
 
-    def _key_rules(self, recipe: Recipe) -> Iterator[str]:
+    def _key_rules(self, recipe: RecipeLike) -> Iterator[str]:
         """A rate that depends on κ(k, k) solves for one association."""
         affine = recipe.bias.affine
         if affine is None or affine[0] <= 0:

@@ -14,7 +14,7 @@ from recollect.choices.fields import integer, number, option, quantity
 from recollect.choices.member import RecipeError, member
 
 if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+    from recollect.choices.questions import RecipeLike
 
 __all__ = ["Analytic", "LeastSquares", "Preconditioned", "smallest_ridge"]
 
@@ -36,7 +36,7 @@ class Analytic(Algorithm):
     full_batch = True
     curvature = True
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         if recipe.memory.degree is not None:
             return
@@ -69,7 +69,7 @@ class _Condensed(Algorithm):
         assert self.inverse is not None
         return self.inverse.slots
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         affine = recipe.bias.affine
         if affine is None or affine[0] <= 0 or recipe.bias.probe is not None:
@@ -90,7 +90,7 @@ class _Condensed(Algorithm):
                 "hold it: use context.Prefix()"
             )
 
-    def _statistics(self, recipe: Recipe) -> tuple[str, ...]:
+    def _statistics(self, recipe: RecipeLike) -> tuple[str, ...]:
         key, W = recipe.features.lift("k_t"), recipe.memory.letter
         kept = "γ_t " if recipe.context.forgets else ""
         weight = "w_t " if recipe.context.weighs else ""
@@ -163,17 +163,17 @@ class LeastSquares(_Condensed):
     def inverse(self) -> Inverse:  # type: ignore[override]
         return Inverse(ridge=self.form, every=self.every)
 
-    def wide(self, recipe: Recipe) -> tuple[str, ...]:
+    def wide(self, recipe: RecipeLike) -> tuple[str, ...]:
         return ("gram", "inverse", "kept") if self._fades(recipe) else ()
 
-    def penalty(self, recipe: Recipe) -> str:
+    def penalty(self, recipe: RecipeLike) -> str:
         rest = "‖W − W_0‖²"
         return f"½ ρ_t {rest}" if self._fades(recipe) else f"½ {self._times(rest)}"
 
-    def _fades(self, recipe: Recipe) -> bool:
+    def _fades(self, recipe: RecipeLike) -> bool:
         return self.form != "constant" and recipe.context.forgets
 
-    def solution(self, recipe: Recipe) -> tuple[str, ...]:
+    def solution(self, recipe: RecipeLike) -> tuple[str, ...]:
         W = recipe.memory.letter
         weight = "ρ_t I" if self._fades(recipe) else self._times("I")
         lines = (f"{W}_t = {W}_0 + E_t (G_t + {weight})⁻¹", *self._statistics(recipe))
@@ -228,7 +228,7 @@ class Preconditioned(_Condensed):
                 "'diagonal' and 'spectral' have powers"
             )
 
-    def solution(self, recipe: Recipe) -> tuple[str, ...]:
+    def solution(self, recipe: RecipeLike) -> tuple[str, ...]:
         ridge, p, W = self._lambda, figure(self.power), recipe.memory.letter
         lines = (f"{W}_t = {W}_0 + E_t B_t", *self._statistics(recipe))
         if self.kind == "identity":

@@ -18,7 +18,7 @@ from recollect.choices.fields import integer, option, quantity
 from recollect.choices.member import RecipeError, member
 
 if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+    from recollect.choices.questions import RecipeLike
 
 __all__ = ["GradientDescent", "Implicit", "Momentum", "Normalized"]
 
@@ -27,7 +27,7 @@ def _per(algorithm: GradientDescent | Momentum) -> tuple[str, ...]:
     return ("V",) if algorithm.per == "value" else ()
 
 
-def _rate(
+def step_size(
     default: float | str = "token",
     init: float = 0.5,
     letter: str = "η",
@@ -45,10 +45,10 @@ def _rate(
     )
 
 
-class _Descent(Algorithm):
+class Descent(Algorithm):
     """Joint checks of the algorithms that follow a gradient."""
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         if self.splits and (recipe.bias.affine is None or not recipe.memory.linear):
             yield (
@@ -59,7 +59,7 @@ class _Descent(Algorithm):
 
 
 @member
-class GradientDescent(_Descent):
+class GradientDescent(Descent):
     """A_t = α_t A_{t−1} − η_t g_t.
 
     Args:
@@ -77,7 +77,7 @@ class GradientDescent(_Descent):
 
     batch: int = integer(1, at_least=1, size=True)
     steps: int = integer(1, at_least=1)
-    lr: float | str = _rate(axes=_per)
+    lr: float | str = step_size(axes=_per)
     per: str = option("head", "value")
     reduce: str = option("sum", "mean")
     offset: float | str = quantity(0.0, axes=("b",), kinds=("static",), init=0.0, letter="o")
@@ -95,7 +95,7 @@ class GradientDescent(_Descent):
                 "algorithm.GradientDescent(offset=...) corrects the mean: set reduce='mean'"
             )
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         if recipe.context.horizon is None and (self.batch > 1 or self.reduce == "mean"):
             yield (
@@ -105,7 +105,7 @@ class GradientDescent(_Descent):
 
 
 @member
-class Momentum(_Descent):
+class Momentum(Descent):
     """S_t = θ_t S_{t−1} − η_t g_t, A_t = α_t A_{t−1} + S_t (Titans).
 
     Args:
@@ -115,7 +115,7 @@ class Momentum(_Descent):
     """
 
     batch: int = integer(1, at_least=1, size=True)
-    lr: float | str = _rate(axes=_per)
+    lr: float | str = step_size(axes=_per)
     momentum: float | str = quantity("token", at_least=0, below=1, init=0.9, letter="θ")
     of: str = option("gradient", "value")
     per: str = option("head", "value")
@@ -148,7 +148,7 @@ class Momentum(_Descent):
         return (f"S_t = {line}",), (*erased, Term(("S_t",)))
 
 
-class _Keyed(_Descent):
+class _Keyed(Descent):
     """Rules whose rate depends on κ(k, k): they solve for one association in closed form."""
 
     def pace(self, at: str = "t") -> float | str:
@@ -165,7 +165,7 @@ class Implicit(_Keyed):
         lr: δ ≥ 0: the gate ``"lr"``, a constant or a param.
     """
 
-    lr: float | str = _rate(letter="δ")
+    lr: float | str = step_size(letter="δ")
 
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
         return lr / (1 + lr * slope * kappa)
@@ -185,7 +185,7 @@ class Normalized(_Keyed):
         lr: μ ≥ 0; 1 by default.
     """
 
-    lr: float | str = _rate(1.0, init=1.0, letter="μ")
+    lr: float | str = step_size(1.0, init=1.0, letter="μ")
 
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
         zero = kappa == 0

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Slots, Step
-from recollect.choices.algorithm.descent import _Descent, _rate
+from recollect.choices.algorithm.descent import Descent, step_size
 from recollect.choices.equation_terms import Gradient, Term, Terms, figure, written
 from recollect.choices.fields import integer, number
 from recollect.choices.member import member
@@ -14,7 +14,7 @@ from recollect.choices.member import member
 __all__ = ["Adam", "RMSProp"]
 
 
-class _Elementwise(_Descent):
+class _Elementwise(Descent):
     """Optimizers of `torch.optim` that act entry by entry."""
 
 
@@ -27,7 +27,7 @@ class RMSProp(_Elementwise):
     """
 
     batch: int = integer(1, at_least=1, size=True)
-    lr: float | str = _rate(init=0.01)
+    lr: float | str = step_size(init=0.01)
     decay_rate: float = number(0.99, at_least=0, below=1)
     eps: float = number(1e-8, above=0)
 
@@ -52,7 +52,7 @@ class Adam(_Elementwise):
     """
 
     batch: int = integer(1, at_least=1, size=True)
-    lr: float | str = _rate(init=0.01)
+    lr: float | str = step_size(init=0.01)
     beta1: float = number(0.9, at_least=0, below=1)
     beta2: float = number(0.999, at_least=0, below=1)
     eps: float = number(1e-8, above=0)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Slots, Step
-from recollect.choices.algorithm.descent import _Descent, _rate
+from recollect.choices.algorithm.descent import Descent, step_size
 from recollect.choices.equation_terms import Gradient, Term, Terms, written
 from recollect.choices.fields import integer, option, quantity
 from recollect.choices.member import member
 
 if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+    from recollect.choices.questions import RecipeLike
 
 __all__ = ["Muon", "newton_schulz"]
 
@@ -44,7 +44,7 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
 
 
 @member
-class Muon(_Descent):
+class Muon(Descent):
     """Orthogonalised momentum, per linear map and head (ATLAS 32–33).
 
     ``scale="outer"``: S_t = θ_t S_{t−1} − g_t, A_t = α_t A_{t−1} + η_t NS(S_t).
@@ -57,7 +57,7 @@ class Muon(_Descent):
     """
 
     batch: int = integer(1, at_least=1, size=True)
-    lr: float | str = _rate(init=0.05)
+    lr: float | str = step_size(init=0.05)
     momentum: float | str = quantity("token", at_least=0, below=1, init=0.9, letter="θ")
     newton_steps: int = integer(5)  # type: ignore[assignment]
     scale: str = option("outer", "inner")
@@ -100,7 +100,7 @@ class Muon(_Descent):
         steps = self.newton_steps
         return (f"NS{steps}: {steps} Newton–Schulz step{'s' * (steps > 1)}, per map and head",)
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         if recipe.memory.diagonal:
             yield (

@@ -14,7 +14,7 @@ from recollect.choices.fields import Gate, Param, integer, option, quantity, slo
 from recollect.choices.member import Member, RecipeError, member
 
 if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+    from recollect.choices.questions import RecipeLike
 
 __all__ = ["Bias", "Probe"]
 
@@ -91,7 +91,7 @@ class Probe(Member):
         own = self.kernel is not None or self.heads > 1 or self.normalize != "none"
         return (*found, *((f"erased is {total}{scale}{kernel}",) if own else ()))
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         if not recipe.memory.linear:
             yield (
@@ -108,7 +108,7 @@ class Probe(Member):
                 f"{recipe.algorithm.title}"
             )
 
-    def _kernel_rules(self, recipe: Recipe) -> Iterator[str]:
+    def _kernel_rules(self, recipe: RecipeLike) -> Iterator[str]:
         features = recipe.features
         if features.finite:
             if self.kernel is not None or self.heads > 1 or self.normalize != "none":
@@ -184,7 +184,7 @@ class Bias(Member):
         if type(self).loss is Bias.loss and type(self).error is Bias.error:
             raise RecipeError(f"{self.title} must override loss or error")
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         inside = {name for part in self.parts() for name in part.numbers}
         for name, axes in self.numbers.items():

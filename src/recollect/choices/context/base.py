@@ -15,7 +15,7 @@ from recollect.choices.features.base import Kernel
 from recollect.choices.member import Member
 
 if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+    from recollect.choices.questions import RecipeLike
 
 __all__ = ["Context"]
 
@@ -152,7 +152,7 @@ class Context(Member):
             return ("γ_i^(t): the product of the decays of the tokens after i", *found)
         return found
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         alone = recipe.context is self and self.kernel is None
         if alone and not self.geometric:
@@ -181,7 +181,7 @@ class Context(Member):
         if self.geometric:
             yield from self._unread(recipe)
 
-    def _unread(self, recipe: Recipe) -> Iterator[str]:
+    def _unread(self, recipe: RecipeLike) -> Iterator[str]:
         """Numbers that nobody would read."""
         past: dict[str, tuple[str, ...]] = {"log_decay": (), "weight": ()}
         if recipe.context is not self:

@@ -12,7 +12,7 @@ from recollect.choices.fields import slot
 from recollect.choices.member import member
 
 if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+    from recollect.choices.questions import RecipeLike
 
 __all__ = ["Similar"]
 
@@ -34,7 +34,7 @@ class Similar(Context):
         spans = [part.horizon for part in self.within if part.horizon is not None]
         return min(spans) if spans else None
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         if not isinstance(self.kernel, Kernel):
             yield (

@@ -12,7 +12,7 @@ from recollect.choices.fields import option, quantity
 from recollect.choices.member import Member, member
 
 if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+    from recollect.choices.questions import RecipeLike
 
 __all__ = ["LinearMap", "Memory", "Read", "Stack"]
 
@@ -81,7 +81,7 @@ class Memory(Member):
         super().__post_init__()
         self._handed_params("forward")
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         if self.linear and self.shapes(2, 2) != (((2,),) if self.diagonal else ((2, 2),)):
             yield (

@@ -14,7 +14,7 @@ from recollect.choices.member import member
 from recollect.choices.memory.base import Memory
 
 if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+    from recollect.choices.questions import RecipeLike
 
 __all__ = ["LocalConstant", "LocalPolynomial"]
 
@@ -24,7 +24,7 @@ class _Local(Memory):
 
     letter = "w"
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         if not recipe.algorithm.solves:
             yield (
@@ -68,7 +68,7 @@ class LocalPolynomial(_Local):
 
     degree: int = integer(1, at_least=1)  # type: ignore[assignment]
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         affine = recipe.bias.affine
         if affine is None or affine[0] <= 0:

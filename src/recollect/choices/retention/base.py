@@ -13,7 +13,7 @@ from recollect.choices.fields import Gate, Param, Range, option, quantity
 from recollect.choices.member import Member, RecipeError, member
 
 if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+    from recollect.choices.questions import RecipeLike
 
 __all__ = ["Decay", "Keep", "Retention"]
 
@@ -67,7 +67,7 @@ class Retention(Member):
         """With ``every="batch"``: W_1 = link(A_1) replaces W° for tokens 2..b (MIRAS 30)."""
         return False
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         own = dict(self.numbers)
         for name in self.decay.numbers if self.decay is not None else ():
@@ -240,12 +240,12 @@ class Decay(Retention):
         scale = frozenset({_SCALE}) if self.factored else frozenset[str]()
         return super().static_quantities() | self.logs() | scale
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         yield from decay_conflicts(self, recipe)
 
 
-def decay_conflicts(decay: Decay, recipe: Recipe) -> Iterator[str]:
+def decay_conflicts(decay: Decay, recipe: RecipeLike) -> Iterator[str]:
     """Reasons why a decay of this shape cannot stand in the recipe."""
     if decay.when == "before":
         if recipe.algorithm.batch != 1:

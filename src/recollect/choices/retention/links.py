@@ -21,7 +21,7 @@ from recollect.choices.retention.base import Decay, Retention, Values
 from recollect.choices.retention.multiplier import multiplier, weighed
 
 if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+    from recollect.choices.questions import RecipeLike
 
 __all__ = ["Ball", "Bregman", "ElasticNet", "FDivergence", "Lq", "Simplex"]
 
@@ -37,7 +37,7 @@ def _power(x: Tensor, exponent: float) -> Tensor:
 class _Linked(Retention):
     """What the members with a mirror map share: a decay and ``every``."""
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         if recipe.memory.read != type(recipe.memory.read)():
             yield (
@@ -152,7 +152,7 @@ class Simplex(_Linked):
     def settles_first(self) -> bool:
         return True
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         yield from _constant_along(self.axis, self.decay, self.title)
 
@@ -317,7 +317,7 @@ class FDivergence(_Linked):
     def linked(self) -> bool:
         return True
 
-    def requires(self, recipe: Recipe) -> Iterator[str]:
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         yield from _constant_along(self.axis, self.decay, self.title)
 

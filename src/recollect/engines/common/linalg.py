@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recollect.choices.gradients import once
 
-__all__ = ["bmm", "inverse_power", "least", "plus"]
+__all__ = ["baddbmm", "bmm", "inverse_power", "least", "plus"]
 
 
 def inverse_power(S: Tensor, power: float) -> Tensor:
@@ -71,19 +71,10 @@ def least(covariance: Tensor) -> Tensor:
     return torch.where(bad, torch.nan, found)
 
 
-def _bmm(x: Tensor, y: Tensor) -> Tensor:
-    """Matrix products over both leading axes."""
-    return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).unflatten(0, x.shape[:2])
-
-
-def _baddbmm(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
-    """z + alpha x y over both leading axes."""
-    flat = torch.baddbmm(z.flatten(0, 1), x.flatten(0, 1), y.flatten(0, 1), alpha=alpha)
-    return flat.unflatten(0, x.shape[:2])
-
-
 def bmm(x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
     """Matrix products alpha x y over both leading axes."""
+    if alpha == 1.0:
+        return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).unflatten(0, x.shape[:2])
     none = x.new_empty(()).expand(x.shape[0] * x.shape[1], x.shape[-2], y.shape[-1])
     product = torch.baddbmm(none, x.flatten(0, 1), y.flatten(0, 1), beta=0, alpha=alpha)
     return product.unflatten(0, x.shape[:2])
@@ -95,8 +86,8 @@ def plus(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
     return z
 
 
-def _plus(x: Tensor, left: Tensor, right: Tensor, sign: int = 1) -> Tensor:
-    """x ± left @ right in one pass, over all leading axes at once."""
-    lead = x.shape[:-2]
-    flat = torch.baddbmm(x.flatten(0, -3), left.flatten(0, -3), right.flatten(0, -3), alpha=sign)
+def baddbmm(z: Tensor, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+    """z + alpha x y in one pass, over all leading axes."""
+    lead = z.shape[:-2]
+    flat = torch.baddbmm(z.flatten(0, -3), x.flatten(0, -3), y.flatten(0, -3), alpha=alpha)
     return flat.unflatten(0, lead)

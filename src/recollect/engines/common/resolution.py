@@ -4,6 +4,8 @@ After F tokens of decay γ the Gram matrix D holds weights from 1 down to γ^F, 
 needs the smallest. With G = D + ρI and P = G⁻¹, rounding in G moves W by about ε ‖G‖‖P‖, and a
 ridge raised by δ, where the dtype resolves no smaller, by at most δ‖P‖. `loss` takes both from
 diagonals that are at hand. What it says was calibrated: `docs/design/least-squares.md`.
+
+Local polynomials have a ridge that stays: `digits` is the dtype that holds it beside the monomials.
 """
 
 from __future__ import annotations
@@ -13,7 +15,19 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["RESET", "Unresolved", "check", "looks", "loss", "lost_within", "refuse"]
+from recollect.engines.common.problem import Problem, state_dtype
+
+__all__ = [
+    "RESET",
+    "Unresolved",
+    "check",
+    "digits",
+    "looks",
+    "loss",
+    "lost_within",
+    "refuse",
+    "ridged",
+]
 
 RESET = math.log(torch.finfo(torch.float32).tiny)
 """Log decays below this are −∞: they forget everything."""
@@ -81,3 +95,38 @@ def refuse(worst: float, *, row: int, token: int, head: int, title: str) -> Valu
         f"with them (relative error {lost:.0e}): decay less, use fewer features, refresh the ridge "
         "sooner (every=...), or use form='constant', whose ridge stays"
     )
+
+
+def digits(problem: Problem) -> torch.dtype:
+    """The dtype that holds the monomials of k − q of degree ≤ p, beside the ridge.
+
+    A covariance of monomials as large as r = (1 + |k| + |q|)^p is rounded by ε r². Where float32
+    would lose a thousandth of the ridge, the fit is made in float64; without a ridge it always is,
+    because rounding alone then says which directions the keys do not span.
+    """
+    dtype, degree = state_dtype(problem.q, problem.k, problem.v), problem.recipe.memory.degree
+    if not degree or dtype == torch.float64 or not looks(problem.q):
+        return dtype
+    held = [] if problem.state.buffer is None else [problem.state.buffer.k]
+    longest = [x.detach().norm(dim=-1).max() for x in (problem.q, problem.k, *held) if x.numel()]
+    size = (1.0 + float(sum(longest))) ** (2 * degree)
+    kept = torch.finfo(dtype).eps * size < 1e-3 * min(problem.recipe.ridge, 1.0)
+    return dtype if kept else torch.float64
+
+
+def ridged(covariance: Tensor, ridge: float, right: Tensor) -> Tensor:
+    """(C + λ)⁻¹ right for covariances ``[..., D, D]``.
+
+    Raises:
+        ValueError: the ridge is lost in the rounding of the covariance.
+    """
+    eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    factor, failed = torch.linalg.cholesky_ex(covariance + ridge * eye)
+    # A NaN that came in goes out, and is told of by name.
+    lost = (failed > 0) & right.isfinite().all(-1).all(-1)
+    if not torch.compiler.is_compiling() and bool(lost.any()):
+        raise ValueError(
+            f"local regression: a ridge of {ridge:g} is lost in {covariance.dtype} beside keys so "
+            "far from their query: normalise q and k, or take a larger ridge in algorithm.Analytic"
+        )
+    return torch.cholesky_solve(right, factor)

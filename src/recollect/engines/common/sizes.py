@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
+__all__ = ["Counted", "Sizes", "numel_of"]
+
 
 @dataclass(frozen=True, kw_only=True)
-class _Sizes:
+class Sizes:
     """All sizes of a call; ``shapes`` are those of the memory's weights."""
 
     K: int
@@ -26,7 +28,7 @@ class _Sizes:
     axes: dict[str, int]
 
     @classmethod
-    def of(cls, recipe: Recipe, *, K: int, V: int, H: int, T: int, B: int, G: int) -> _Sizes:
+    def of(cls, recipe: Recipe, *, K: int, V: int, H: int, T: int, B: int, G: int) -> Sizes:
         axes = recipe.axes(K, V)
         return cls(
             K=K,
@@ -52,35 +54,16 @@ class _Sizes:
     @property
     def weights(self) -> int:
         """Entries of the memory of one head."""
-        return sum(_numel(shape) for shape in self.shapes)
+        return sum(numel_of(shape) for shape in self.shapes)
 
 
-def _numel(shape: tuple[int, ...]) -> int:
+def numel_of(shape: tuple[int, ...]) -> int:
+    """Entries of a tensor of that shape."""
     size = 1
     for side in shape:
         size *= side
     return size
 
 
-_Count = tuple[dict[str, int], int, int, tuple[str, ...]]
-"""FLOPs of one row by part, of one decoded token, states that cross a border, notes."""
-
-
-class Sizes(Protocol):
-    """What is read of a call's sizes."""
-
-    @property
-    def K(self) -> int: ...
-    @property
-    def V(self) -> int: ...
-    @property
-    def H(self) -> int: ...
-    @property
-    def T(self) -> int: ...
-    @property
-    def B(self) -> int: ...
-    @property
-    def G(self) -> int: ...
-
-
 Counted = tuple[dict[str, int], int, int, tuple[str, ...]]
+"""FLOPs of one row by part, of one decoded token, states that cross a border, notes."""

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from recollect.choices.memory.base import LinearMap, Stack
-from recollect.engines import deep
-from recollect.engines.common.sizes import _Count, _Sizes
+from recollect.engines.common.sizes import Counted, Sizes
 from recollect.engines.deep.engine import chain_of, rule_of, way
 from recollect.report.units import readable
 
@@ -15,7 +14,8 @@ if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
 
-def _deep(recipe: Recipe, s: _Sizes) -> _Count:
+def flops(recipe: Recipe, s: Sizes) -> Counted:
+    """What a call takes, by inner batches: coefficients, or weights token by token."""
     memory = recipe.memory
     assert isinstance(memory, Stack)  # deep.refuses
     V = s.V + (memory.read.normalize != "none")
@@ -23,14 +23,14 @@ def _deep(recipe: Recipe, s: _Sizes) -> _Count:
     whole, rest = divmod(T, b)
     if whole and rest:
         whole, rest = whole + 1, 0  # the last inner batch is padded to the others' length
-    one = deep.batch_flops(recipe, maps, b, s.G)
-    last = deep.batch_flops(recipe, maps, rest, s.G, ends=False) if rest else dict.fromkeys(one, 0)
+    one = batch_flops(recipe, maps, b, s.G)
+    last = batch_flops(recipe, maps, rest, s.G, ends=False) if rest else dict.fromkeys(one, 0)
     parts = {name: s.H * (whole * one[name] + last[name]) for name in one}
     # A decoded token replays its open inner batch, half of it on average.
-    open_batch = deep.batch_flops(recipe, maps, (b + 1) // 2, s.G, ends=b == 1)
+    open_batch = batch_flops(recipe, maps, (b + 1) // 2, s.G, ends=b == 1)
     decode = s.H * s.n * sum(open_batch.values())
     notes: list[str] = []
-    price = deep.orthogonal(recipe, maps)
+    price = orthogonal(recipe, maps)
     if price:
         plain = (sum(one.values()) - one["Newton–Schulz"]) / b
         token = price if recipe.algorithm.every == "token" else price / b

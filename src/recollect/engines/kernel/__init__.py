@@ -3,6 +3,7 @@
 Each form says which recipes it is not for, and how it runs the others; the first that fits runs.
 """
 
+from recollect.engines.kernel.cost import flops
 from recollect.engines.kernel.engine import FORMS, Form, describes, read, refuses, run
 
-__all__ = ["FORMS", "Form", "describes", "read", "refuses", "run"]
+__all__ = ["FORMS", "Form", "describes", "flops", "read", "refuses", "run"]

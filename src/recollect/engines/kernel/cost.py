@@ -6,14 +6,15 @@ import math
 from typing import TYPE_CHECKING
 
 from recollect.engines.common.kernel_rows_cost import dual_flops
-from recollect.engines.common.sizes import Counted, Sizes, _Count, _Sizes
+from recollect.engines.common.sizes import Counted, Sizes
 from recollect.engines.kernel import attention, local_regression
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
 
-def _kernel(recipe: Recipe, s: _Sizes) -> _Count:
+def flops(recipe: Recipe, s: Sizes) -> Counted:
+    """What a call takes, of the form that runs the recipe."""
     if recipe.dual:
         return dual_flops(recipe, s)
     return gram_flops(recipe, s) if recipe.from_gram else local_flops(recipe, s)
@@ -45,7 +46,7 @@ def local_flops(recipe: Recipe, s: Sizes) -> Counted:
         if weighed or window:
             seen = attention.pairs(s.T, horizon, banded=banded, size=size)
     forward, decode = {"attention": each * seen * heads}, each * last * heads
-    more = sum(2 * s.K for part in recipe.context.within for name in part.reads)
+    more = sum(2 * s.K for part in recipe.context.within for _ in part.reads)
     if more:
         forward["gates"], decode = more * seen * s.H, decode + more * last * s.H
     notes: list[str] = []

@@ -42,8 +42,8 @@ from recollect.choices.gradients import once
 from recollect.engines.common.associations import look, values
 from recollect.engines.common.linalg import least
 from recollect.engines.common.problem import Problem
+from recollect.engines.common.resolution import digits, ridged
 from recollect.engines.kernel.attention import piece_size, seen, slices, weights_over
-from recollect.engines.reference.local_regression import digits, ridged
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe

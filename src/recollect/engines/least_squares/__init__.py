@@ -7,6 +7,7 @@ approximations of the inverse, go through products with the Gram matrices of all
 (`recollect.engines.conjugate`).
 """
 
+from recollect.engines.least_squares.cost import flops
 from recollect.engines.least_squares.engine import Cut, cut, describes, refuses, run
 
-__all__ = ["Cut", "cut", "describes", "refuses", "run"]
+__all__ = ["Cut", "cut", "describes", "flops", "refuses", "run"]

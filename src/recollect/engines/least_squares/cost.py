@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recollect.engines.common.sizes import _Count, _Sizes
-from recollect.engines.linear.cost import _plain
+from recollect.engines.common.sizes import Counted, Sizes
+from recollect.engines.linear.cost import simple_chunk_flops
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
 
-def _least_squares(recipe: Recipe, s: _Sizes) -> _Count:
-    """`recursion_backward` and `conjugate_gradient`; F³/3 for a factor."""
+def flops(recipe: Recipe, s: Sizes) -> Counted:
+    """What a call takes, by the recursion or by conjugate gradients; F³/3 for a factor."""
     algorithm, F, V, H, T, G = recipe.algorithm, s.F, s.V, s.H, s.T, s.G
     read, write = 2 * G * F * V, 2 * F * V
     inverse = algorithm.inverse
@@ -34,8 +34,8 @@ def _least_squares(recipe: Recipe, s: _Sizes) -> _Count:
         step = (4 * F * F + 2 * F * F + 2 * write + read) * H
         return {name: n * N * H for name, n in chunk.items()}, step, N, ()
     kind = "" if inverse.kind == "exact" else inverse.kind
-    attend = _plain(F, V, 64, 64 * G, sees=False)
-    product = sum(_plain(F, F, 64, 64 * G, sees=False).values())
+    attend = simple_chunk_flops(F, V, 64, 64 * G, sees=False)
+    product = sum(simple_chunk_flops(F, F, 64, 64 * G, sees=False).values())
     N = -(-T // 64) if T else 0
     parts = {"read": sum(attend.values()) * N * H}
     notes: tuple[str, ...] = ()

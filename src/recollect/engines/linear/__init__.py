@@ -7,6 +7,7 @@ sees the prediction) are independent of each other, so each becomes a memory of 
 row: correct, at V times the cost of the key products, which `describes` says.
 """
 
+from recollect.engines.linear.cost import flops
 from recollect.engines.linear.engine import describes, per_value_systems, refuses, run, scans
 
-__all__ = ["describes", "per_value_systems", "refuses", "run", "scans"]
+__all__ = ["describes", "flops", "per_value_systems", "refuses", "run", "scans"]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from recollect.engines.common.coefficients import Coefficients, shift
 from recollect.engines.common.decayed_products import causal_mask, decayed_gram, decayed_mix
-from recollect.engines.common.linalg import _plus
+from recollect.engines.common.linalg import baddbmm
 
 __all__ = ["Flow", "Streams", "solve"]
 
@@ -192,23 +192,23 @@ def solve(
     if flow.total_v is not None:
         y = y * flow.spread(flow.total_v.exp().to(y.dtype), queries, -2)
     if moments is not None:
-        y = _plus(y, flow.from_momentum(queries, predict=False), moments)
+        y = baddbmm(y, flow.from_momentum(queries, predict=False), moments)
     if streams.known is not None:
         direction, values = streams.known
         scores = flow.meet(queries, direction, predict=False)
         if flow.total_v is None:
-            y = _plus(y, scores, values)
+            y = baddbmm(y, scores, values)
         else:
             y = y + decayed_mix(scores, values, flow.total_v)
     if unknown is not None and streams.direction is not None:
         if x is None:
-            x = _plus(unknown.constant, unknown.of_start, starts, -1)
+            x = baddbmm(unknown.constant, unknown.of_start, starts, -1)
             if moments is not None and unknown.of_momentum is not None:
-                x = _plus(x, unknown.of_momentum, moments, -1)
+                x = baddbmm(x, unknown.of_momentum, moments, -1)
         scores = flow.meet(
             queries, streams.direction, predict=False, at_once=streams.erases_at_once
         )
-        y = _plus(y, scores, x)
+        y = baddbmm(y, scores, x)
     return y, Z, Zs
 
 
@@ -272,7 +272,7 @@ def _scan(
     into_end = into_momentum = None
     if unknown is not None and streams.direction is not None:
         into_end = flow.to_end(streams.direction, at_once=streams.erases_at_once).mT
-        M = _plus(M, into_end, unknown.of_start, -1)
+        M = baddbmm(M, into_end, unknown.of_start, -1)
         added = into_end @ unknown.constant
         N = added if N is None else N + added
         if Zs is not None and not streams.erases_at_once:

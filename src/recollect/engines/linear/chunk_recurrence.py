@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.gradients import again
-from recollect.engines.common.linalg import _baddbmm, _bmm
+from recollect.engines.common.linalg import baddbmm, bmm
 
 __all__ = ["Pieces", "Plan", "run"]
 
@@ -134,7 +134,7 @@ def _forward(
         inverse = None if p.system is None else _inverse(p.system)
         states, u = _states(p, inverse, Z)
         Z = states[-1]
-        out = _bmm(p.Q, states[:-1])
+        out = bmm(p.Q, states[:-1])
         out.flatten(0, 1).baddbmm_(p.scores.flatten(0, 1), u.flatten(0, 1))
         y[:, start:stop] = plan.finish(out, stop - start)
         if keep:
@@ -167,17 +167,17 @@ def _pull(p: Pieces, starts: Tensor, dy: Tensor, dZ: Tensor) -> tuple[list[Tenso
     states[n] = dZ
     steps, ends = states.unbind(0), states[1:]  # gradients of the states at the borders
     factors = (None,) * n if p.e is None else p.e.unbind(0)
-    from_scores = _bmm(p.scores.mT, dy)
+    from_scores = bmm(p.scores.mT, dy)
     if p.X is None or p.system is None:
         for i in reversed(range(n)):
             now, after, e = steps[i], steps[i + 1], factors[i]
             now.add_(after) if e is None else now.addcmul_(after, e)
-        grads = [_bmm(dy, p.c.mT).tril_(), _bmm(dy, starts.mT), _bmm(p.c, ends.mT)]
+        grads = [bmm(dy, p.c.mT).tril_(), bmm(dy, starts.mT), bmm(p.c, ends.mT)]
         from_scores.flatten(0, 1).baddbmm_(p.D.flatten(0, 1), ends.flatten(0, 1))
         grads.append(from_scores)
     else:
         inverse = _inverse(p.system)
-        u = _bmm(inverse, _baddbmm(p.c, p.X, starts, alpha=-1))
+        u = bmm(inverse, baddbmm(p.c, p.X, starts, alpha=-1))
         lost = torch.empty_like(u)  # −w
         back, across = inverse.mT.unbind(0), p.X.mT.unbind(0)
         rest, D = from_scores.unbind(0), p.D.unbind(0)
@@ -186,8 +186,8 @@ def _pull(p: Pieces, starts: Tensor, dy: Tensor, dZ: Tensor) -> tuple[list[Tenso
             torch.bmm(back[i], rest[i].baddbmm_(D[i], after), out=lost[i])
             now.add_(after) if e is None else now.addcmul_(after, e)
             now.baddbmm_(across[i], lost[i].neg_())
-        grads = [_bmm(lost, u.mT).tril_(-1), _bmm(dy, u.mT), _bmm(lost, starts.mT)]
-        grads += [_bmm(dy, starts.mT), _bmm(u, ends.mT), -lost]
+        grads = [bmm(lost, u.mT).tril_(-1), bmm(dy, u.mT), bmm(lost, starts.mT)]
+        grads += [bmm(dy, starts.mT), bmm(u, ends.mT), -lost]
     if p.e is not None:
         grads.append((starts * ends).sum_to_size(p.e.shape))
     return grads, steps[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recollect.engines.common.sizes import _Count, _Sizes
+from recollect.engines.common.sizes import Counted, Sizes
 from recollect.engines.linear.chunked import chunk_length
 from recollect.engines.linear.engine import per_value_systems, scans
 from recollect.engines.linear.scan import GROUP
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
 
-def _linear(recipe: Recipe, s: _Sizes) -> _Count:
+def flops(recipe: Recipe, s: Sizes) -> Counted:
+    """What a call takes, in chunks, as a scan, or token by token; see `recollect.cost`."""
     affine, decay, algorithm = recipe.bias.affine, recipe.retention.decay, recipe.algorithm
     assert affine is not None  # linear.refuses
     if scans(recipe):
@@ -40,7 +41,7 @@ def _linear(recipe: Recipe, s: _Sizes) -> _Count:
     plain = not (moving or probe or c > 1 or over_values)
 
     def chunk(C: int) -> dict[str, int]:
-        parts = _plain if plain else _flow
+        parts = simple_chunk_flops if plain else _flow
         of = algorithm.momentum_of
         counted = parts(F, V, C * c, C * s.G, sees=sees, probe=probe, moving=moving, of=of)
         return {**counted, "coefficients": 2 * C**3 if moving else 0}
@@ -55,14 +56,14 @@ def _linear(recipe: Recipe, s: _Sizes) -> _Count:
     return forward, token + bonus + first, N, tuple(notes)
 
 
-def _read_extras(recipe: Recipe, s: _Sizes) -> tuple[int, int]:
+def _read_extras(recipe: Recipe, s: Sizes) -> tuple[int, int]:
     """FLOPs of the bonus, per token, and of reading before the first write, per call."""
     read = recipe.memory.read
     bonus = 2 * s.G * s.F * s.H if read.bonus != 0.0 else 0
     return bonus, 2 * s.G * s.F * s.V * s.H if read.when == "before" and s.T else 0
 
 
-def _scan(recipe: Recipe, s: _Sizes) -> _Count:
+def _scan(recipe: Recipe, s: Sizes) -> Counted:
     """Entry by entry: only the read of a matrix is a product."""
     bonus, first = _read_extras(recipe, s)
     token = 0 if recipe.memory.diagonal else 2 * s.G * s.F * s.V * s.H + bonus
@@ -79,7 +80,10 @@ def _token(F: int, V: int, c: int, G: int, *, sees: bool, probe: bool) -> int:
     return 2 * F * V * ((3 if sees else 1) * c + G)
 
 
-def _plain(F: int, V: int, R: int, J: int, *, sees: bool, **_: object) -> dict[str, int]:
+def simple_chunk_flops(
+    F: int, V: int, R: int, J: int, *, sees: bool, **_: object
+) -> dict[str, int]:
+    """`recollect.engines.linear.chunk_simple`: R rows written and J read in one chunk."""
     return {
         "gram": 2 * R * R * F if sees else 0,
         "inverse": R**3 if sees else 0,

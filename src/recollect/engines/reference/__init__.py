@@ -14,6 +14,7 @@ the
 inner batch is selected per row by ``torch.where``.
 """
 
+from recollect.engines.reference.cost import flops
 from recollect.engines.reference.engine import read, run
 
-__all__ = ["read", "run"]
+__all__ = ["flops", "read", "run"]

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.kernel_rows_cost import dual_flops
-from recollect.engines.common.sizes import _Count, _numel, _Sizes
+from recollect.engines.common.sizes import Counted, Sizes, numel_of
 from recollect.report.units import readable
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
 
-def _reference(recipe: Recipe, s: _Sizes) -> _Count:
+def flops(recipe: Recipe, s: Sizes) -> Counted:
+    """What a call takes, token by token."""
     if recipe.dual:
         return dual_flops(recipe, s)
     if recipe.nonparametric or recipe.from_gram:
@@ -21,7 +22,7 @@ def _reference(recipe: Recipe, s: _Sizes) -> _Count:
         horizon = recipe.context.horizon
         pairs = sum(min(t, horizon or t) for t in range(1, s.T + 1))
         return {"attention": each * pairs}, each * min(s.T + 1, horizon or s.T + 1), 0, ()
-    first = sum(_numel(shape) for shape in _firsts(recipe, s))
+    first = sum(numel_of(shape) for shape in _firsts(recipe, s))
     forward, backward = 2 * s.weights, 2 * (2 * s.weights - first)
     read = s.G * 2 * s.weights
     if recipe.algorithm.condenses:
@@ -62,7 +63,7 @@ def _reference(recipe: Recipe, s: _Sizes) -> _Count:
     return counted, decode, s.T, tuple(notes)
 
 
-def _firsts(recipe: Recipe, s: _Sizes) -> tuple[tuple[int, ...], ...]:
+def _firsts(recipe: Recipe, s: Sizes) -> tuple[tuple[int, ...], ...]:
     """Shapes of the maps that read the key itself: nothing is propagated through them."""
     memory = recipe.memory
     if isinstance(memory, Stack):
@@ -74,6 +75,6 @@ def _newton_schulz(shape: tuple[int, ...], recipe: Recipe) -> int:
     steps = recipe.algorithm.newton_steps
     if steps == 0 or len(shape) < 2:
         return 0
-    rows, columns = shape[0], _numel(shape[1:])
+    rows, columns = shape[0], numel_of(shape[1:])
     small, large = min(rows, columns), max(rows, columns)
     return steps * (4 * small * small * large + 2 * small**3)

@@ -14,10 +14,10 @@ from recollect.choices.context.weights import Weights
 from recollect.engines.common.associations import look, values
 from recollect.engines.common.linalg import least
 from recollect.engines.common.problem import Problem, state_dtype
-from recollect.engines.common.resolution import looks
+from recollect.engines.common.resolution import digits, ridged
 from recollect.state.state import State
 
-__all__ = ["attend", "digits", "local", "regress", "regression", "ridged"]
+__all__ = ["attend", "local", "regress", "regression"]
 
 
 def local(problem: Problem) -> tuple[Tensor, State]:
@@ -78,23 +78,6 @@ def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tenso
     return (recipe.bias.optimum * y).to(problem.v.dtype)
 
 
-def digits(problem: Problem) -> torch.dtype:
-    """The dtype that holds the monomials of k − q of degree ≤ p, beside the ridge.
-
-    A covariance of monomials as large as r = (1 + |k| + |q|)^p is rounded by ε r². Where float32
-    would lose a thousandth of the ridge, the fit is made in float64; without a ridge it always is,
-    because rounding alone then says which directions the keys do not span.
-    """
-    dtype, degree = state_dtype(problem.q, problem.k, problem.v), problem.recipe.memory.degree
-    if not degree or dtype == torch.float64 or not looks(problem.q):
-        return dtype
-    held = [] if problem.state.buffer is None else [problem.state.buffer.k]
-    longest = [x.detach().norm(dim=-1).max() for x in (problem.q, problem.k, *held) if x.numel()]
-    size = (1.0 + float(sum(longest))) ** (2 * degree)
-    kept = torch.finfo(dtype).eps * size < 1e-3 * min(problem.recipe.ridge, 1.0)
-    return dtype if kept else torch.float64
-
-
 def _log_total(parts: list[Weights], query: slice, past: slice) -> Tensor | float:
     """log of the product of the positive weights, ``[B, H, 1 or G, m]``."""
     total: Tensor | float = 0.0
@@ -120,24 +103,6 @@ def _coefficients(X: Tensor, p: Tensor, ridge: float) -> Tensor:
     else:
         slopes = least(covariance) @ mean.unsqueeze(-1)
     return 1 - (centred @ slopes).squeeze(-1)
-
-
-def ridged(covariance: Tensor, ridge: float, right: Tensor) -> Tensor:
-    """(C + λ)⁻¹ right for covariances ``[..., D, D]``.
-
-    Raises:
-        ValueError: the ridge is lost in the rounding of the covariance.
-    """
-    eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    factor, failed = torch.linalg.cholesky_ex(covariance + ridge * eye)
-    # A NaN that came in goes out, and is told of by name.
-    lost = (failed > 0) & right.isfinite().all(-1).all(-1)
-    if not torch.compiler.is_compiling() and bool(lost.any()):
-        raise ValueError(
-            f"local regression: a ridge of {ridge:g} is lost in {covariance.dtype} beside keys so "
-            "far from their query: normalise q and k, or take a larger ridge in algorithm.Analytic"
-        )
-    return torch.cholesky_solve(right, factor)
 
 
 def regression(problem: Problem) -> tuple[Tensor, State]:
