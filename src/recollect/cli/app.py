@@ -9,19 +9,24 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import recollect as rc
 from recollect.recipe.files import load_recipe
 
-try:
-    import rich  # noqa: F401
+if TYPE_CHECKING:
     import typer
-except ModuleNotFoundError as error:  # the extra [cli]
-    if (error.name or "").partition(".")[0] not in ("rich", "typer"):
-        raise
-    COMMANDS: tuple[Callable[..., None], ...] = ()
 else:
+    try:
+        import rich  # noqa: F401
+        import typer
+    except ModuleNotFoundError as error:  # the extra [cli]
+        if (error.name or "").partition(".")[0] not in ("rich", "typer"):
+            raise
+        typer = None
+
+COMMANDS: tuple[Callable[..., None], ...] = ()
+if typer is not None:
     from recollect.cli.bench import bench
     from recollect.cli.compare import compare
     from recollect.cli.describe import explain, sizes, zoo
@@ -30,7 +35,6 @@ else:
     from recollect.cli.train import train
 
     COMMANDS = (zoo, explain, compare, reproduce, train, sizes, generate, bench)
-
 
 __all__ = ["COMMANDS", "build", "load_recipe", "main"]
 

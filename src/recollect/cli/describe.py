@@ -11,6 +11,7 @@ import rich.box
 import rich.console
 import rich.progress
 import rich.table
+import rich.text
 import typer
 
 import recollect as rc
