@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 import recollect as rc
 from recollect.bench.suites import SUITES, Shape
-from recollect.bench.suites.registry import _gates, _params, _tensors
+from recollect.bench.suites.calls import gates_of, params_of, tensors
 from recollect.cli import build
 
 
@@ -112,8 +112,8 @@ def test_what_bench_times_is_what_the_recipe_means() -> None:
     shape = Shape(T=16, H=2, K=4, V=4)
     cases = {case.name: case for case in SUITES["linear"].cases(shape)}
     recipe = rc.zoo.get("gated_delta_net").recipe
-    q, k, v = _tensors(shape, grad=True)
-    gates = _gates(recipe, shape, grad=True)
+    q, k, v = tensors(shape, grad=True)
+    gates = gates_of(recipe, shape, grad=True)
     expected, _ = rc.recall(recipe, q, k, v, gates, method="reference")
     # float32, 16 tokens: rounding only.
     torch.testing.assert_close(cases["gated_delta_net"].make()(), expected, rtol=1e-4, atol=1e-5)
@@ -136,8 +136,8 @@ def test_bench_times_every_row_of_a_matrix_memory() -> None:
         decay = recipe.retention.decay
         K = 16 if decay is not None and decay.per == "entry" else 8
         sizes = replace(shape, K=K)
-        q, k, v = _tensors(sizes, grad=False, n=recipe.associations)
-        gates, params = _gates(recipe, sizes, grad=False), _params(recipe, sizes)
+        q, k, v = tensors(sizes, grad=False, n=recipe.associations)
+        gates, params = gates_of(recipe, sizes, grad=False), params_of(recipe, sizes)
         expected, _ = rc.recall(recipe, q, k, v, gates, params=params, method="reference")
         found = cases[name].make()()
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

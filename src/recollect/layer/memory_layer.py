@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,51 +15,31 @@ from torch.nn import functional
 from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
 from recollect.engines.select import select
-from recollect.layer.complex_decay import Phase, check_phase, turn
+from recollect.layer.checks import check_options, check_sizes, check_state, check_tokens
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import Number
 from recollect.layer.initial_memory import InitialMemory, InitialPairs
 from recollect.layer.options import LayerOptions
-from recollect.layer.rotary import angles, rotate
-from recollect.layer.state import LayerState
-from recollect.layer.ties import OWNED, Ties, check_ties, scaled
+from recollect.layer.rotation import (
+    Phase,
+    angles,
+    check_phase,
+    positions,
+    rotate,
+    shares_angle,
+    turn,
+)
+from recollect.layer.state import Associations, LayerState
+from recollect.layer.ties import OWNED, Ties, scaled
 from recollect.layer.token_shift import TokenShift
-from recollect.recall.checks import check_mask
 from recollect.recall.packing import Rows, compact, scatter
 from recollect.recall.recall import recall
 from recollect.recall.transforms import refuse_transforms
 from recollect.recipe.recipe import Recipe
-from recollect.state.state import State
-from recollect.typing import Gates, Params
 
 __all__ = ["MemoryLayer"]
 
 NORM_EPS = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Associations:
-    """What a layer hands to its memory, and what it needs afterwards.
-
-    Attributes:
-        q, k, v, gates, params: as `recollect.recall` takes them.
-        plain: the values before any rotation. phase: the rotation's angles.
-        gated: what the output gate sees.
-        conv, turned, shift: what the next call continues from: the convolution's tail, the last
-            angle, the last token.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gates: dict[str, Tensor]
-    params: dict[str, Tensor]
-    plain: Tensor
-    phase: Tensor | None
-    gated: Tensor
-    conv: Tensor | None
-    turned: Tensor | None
-    shift: Tensor | None
 
 
 class MemoryLayer(nn.Module):
@@ -105,7 +85,7 @@ class MemoryLayer(nn.Module):
     ) -> None:
         super().__init__()
         options = LayerOptions() if options is None else options
-        _check_sizes(d_model, heads, kv_heads, head_dim, recipe, options)
+        check_sizes(d_model, heads, kv_heads, head_dim, recipe, options)
         self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads or heads
         self.head_dim = head_dim or options.key_dim or d_model // heads
         self.value_dim = value_dim or head_dim or d_model // heads
@@ -117,7 +97,7 @@ class MemoryLayer(nn.Module):
         self.recipe, self.options = recipe, options
         self.chunk_size, self.depth = chunk_size, depth
         self.method = method
-        self._check_options()
+        check_options(recipe, options)
 
         per_memory = self.kv_heads * recipe.associations
         self.sizes = [
@@ -183,7 +163,7 @@ class MemoryLayer(nn.Module):
             if declared.name in rules and rule == "rate":
                 options = replace(options, source="learned")
             sizes = self.recipe.axes(self.head_dim, self.value_dim)
-            if self._paired(declared):
+            if shares_angle(declared, self.recipe, self.options):
                 sizes = {axis: max(1, size // 2) for axis, size in sizes.items()}
             made[declared.name] = Number(
                 declared,
@@ -195,30 +175,6 @@ class MemoryLayer(nn.Module):
                 recipe=self.recipe,
             )
         return nn.ModuleDict(made)
-
-    def _paired(self, declared: Gate | Param) -> bool:
-        """Whether real and imaginary channels share this number, so that angles commute with it."""
-        if self.options.phase == "none":
-            return False
-        if self.recipe.memory.diagonal:
-            return declared.axes in (("F",), ("V",))
-        return declared.axes == ("F",) and declared.name in ("log_decay", "decay", "decay_scale")
-
-    def _check_options(self) -> None:
-        """Names in the options that the recipe knows nothing of, and ties that cannot be."""
-        names = [item.name for item in (*self.recipe.gates(), *self.recipe.params())]
-        for name, _ in self.options.gates:
-            if name not in names:
-                raise RecipeError(
-                    f"LayerOptions(gates=...) names {name!r}, which this recipe does not ask for; "
-                    f"it asks for: {', '.join(sorted(names)) or 'none'}"
-                )
-        check_ties(self.recipe, self.options)
-        if self.recipe.associations > 1 and (self.options.skip or self.options.qk == "ones"):
-            raise RecipeError(
-                "LayerOptions(skip=..., qk=...) speak of one association per token, and this "
-                f"recipe takes {self.recipe.associations}"
-            )
 
     @property
     def method(self) -> str:
@@ -267,59 +223,19 @@ class MemoryLayer(nn.Module):
         """
         if not torch.compiler.is_compiling():
             refuse_transforms(itertools.chain((x,), self.parameters()))
-        self._check(x, attention_mask, cu_seqlens)
-        self._check_state(x, state, cu_seqlens)
+        check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model)
+        check_state(
+            state,
+            rows=x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            tail=None if self.conv is None else (self.conv.width - 1, self.conv.channels),
+            phase=self.phase is not None,
+            shift=self.shift is not None,
+        )
         if attention_mask is None:
             return self._dense(x, state, None, cu_seqlens, output_state)
         rows = compact(attention_mask)
         y, after = self._dense(rows.gather(x), state, rows, None, output_state)
         return scatter(y, rows), after
-
-    def _check_state(self, x: Tensor, state: LayerState | None, borders: Tensor | None) -> None:
-        if state is None:
-            return
-        if not isinstance(state, LayerState):
-            raise ValueError(
-                f"state must be what this layer returned earlier, not {type(state).__name__}"
-            )
-        rows = x.shape[0] if borders is None else borders.shape[0] - 1
-        if state.rows != rows:
-            raise ValueError(f"the state has {state.rows} rows and this call {rows}")
-        wanted = None if self.conv is None else (self.conv.width - 1, self.conv.channels)
-        found = None if state.conv is None else tuple(state.conv.shape[1:])
-        if wanted != found:
-            raise ValueError(
-                f"this state belongs to another layer: its convolution tail is {found} and this "
-                f"layer's is {wanted}"
-            )
-        for name, has, needs in (
-            ("an angle", state.phase is not None, self.phase is not None),
-            ("a last token", state.shift is not None, self.shift is not None),
-        ):
-            if has != needs:
-                raise ValueError(
-                    f"this state belongs to another layer: {name} is "
-                    f"{'there' if has else 'missing'}"
-                )
-
-    def _check(self, x: Tensor, mask: Tensor | None, borders: Tensor | None) -> None:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
-                f"x must be a floating-point tensor [B, T, {self.d_model}], not {found}"
-            )
-        if x.dim() != 3 or x.shape[-1] != self.d_model:
-            raise ValueError(f"x must have shape [B, T, {self.d_model}], not {list(x.shape)}")
-        if mask is not None and borders is not None:
-            raise ValueError(
-                "attention_mask and cu_seqlens exclude each other: packed rows have no padding"
-            )
-        if mask is not None:
-            check_mask(mask, x.shape[0], x.shape[1])
-        if borders is not None and x.shape[0] != 1:
-            raise ValueError(
-                f"cu_seqlens packs documents in one row, so B must be 1, not {x.shape[0]}"
-            )
 
     def associations(
         self,
@@ -353,7 +269,8 @@ class MemoryLayer(nn.Module):
             own = k.unflatten(-1, (*lead, self.head_dim)) if self.sizes[1] else None
             k = own if own is not None else self.ties.keys(None, values, q)
         if options.rope is not None:
-            cos, sin = angles(self._positions(x, state, borders), self.head_dim, options.rope)
+            start = None if state is None else state.position
+            cos, sin = angles(positions(x, start, borders), self.head_dim, options.rope)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             values = {
                 n: rotate(g, cos, sin) if n in self.gates and self.gates[n].key else g
@@ -404,13 +321,16 @@ class MemoryLayer(nn.Module):
     ) -> tuple[Tensor, LayerState | None]:
         """Rows without padding, or padded on the right only."""
         told = self.associations(x, state, rows, borders)
-        y, memory = self._recall(
-            *(told.q, told.k, told.v),
-            gates=told.gates,
+        y, memory = recall(
+            self.recipe,
+            *(told.q, told.k, told.v, told.gates),
             params=told.params,
-            state=state,
-            mask=None if rows is None else rows.real,
-            borders=borders,
+            init=self.initial_memory if state is None else None,
+            state=None if state is None else state.memory,
+            method=self.method,
+            attention_mask=None if rows is None else rows.real,
+            cu_seqlens=borders,
+            chunk_size=self.chunk_size,
             output_state=output_state,
         )
         if told.phase is not None and self.recipe.memory.diagonal:
@@ -455,47 +375,9 @@ class MemoryLayer(nn.Module):
         for name, number in (*self.gates.items(), *self.params.items()):
             assert isinstance(number, Number)
             value = number(seen[name])
-            paired = self._paired(number.declared)
+            paired = shares_angle(number.declared, self.recipe, self.options)
             made[name] = torch.cat([value, value], dim=-1) if paired else value
         return made
-
-    def _recall(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Gates,
-        params: Params,
-        state: LayerState | None,
-        mask: Tensor | None,
-        borders: Tensor | None,
-        output_state: bool,
-    ) -> tuple[Tensor, State | None]:
-        """`recall` with what this layer holds."""
-        return recall(
-            self.recipe,
-            *(q, k, v),
-            gates,
-            params=params,
-            init=self.initial_memory if state is None else None,
-            state=None if state is None else state.memory,
-            method=self.method,
-            attention_mask=mask,
-            cu_seqlens=borders,
-            chunk_size=self.chunk_size,
-            output_state=output_state,
-        )
-
-    def _positions(self, x: Tensor, state: LayerState | None, borders: Tensor | None) -> Tensor:
-        """Index of each token in its document ``[B, T]`` (of padded tokens: anything)."""
-        steps = torch.arange(x.shape[1], device=x.device)
-        if borders is None:
-            return steps.expand(x.shape[:2]) if state is None else state.position[:, None] + steps
-        borders = borders.to(device=x.device, dtype=torch.long)
-        document = torch.bucketize(steps, borders[1:], right=True)
-        starts = borders[:-1] if state is None else borders[:-1] - state.position
-        return (steps - starts[document])[None]
 
     def extra_repr(self) -> str:
         """Sizes, and the engine that runs the recipe."""
@@ -504,30 +386,4 @@ class MemoryLayer(nn.Module):
         return (
             f"{self.d_model}, heads={self.heads}{grouped}, K={self.head_dim}, V={self.value_dim}, "
             f"method={self.method!r} ({engine})"
-        )
-
-
-def _check_sizes(
-    d_model: int,
-    heads: int,
-    kv_heads: int | None,
-    head_dim: int | None,
-    recipe: Recipe,
-    options: LayerOptions,
-) -> None:
-    if not isinstance(recipe, Recipe):
-        raise RecipeError(f"MemoryLayer needs an rc.Recipe, not {recipe!r}")
-    if not isinstance(options, LayerOptions):
-        raise RecipeError(f"MemoryLayer needs rc.LayerOptions, not {options!r}")
-    if d_model < 1 or heads < 1:
-        raise RecipeError(f"d_model and heads must be at least 1, not {d_model} and {heads}")
-    if head_dim is None and d_model % heads:
-        raise RecipeError(
-            f"d_model = {d_model} is no multiple of {heads} heads: choose other sizes, or give "
-            "head_dim"
-        )
-    if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
-        raise RecipeError(
-            f"heads = {heads} must be a multiple of kv_heads = {kv_heads}: several query heads "
-            "share one memory, never the other way"
         )

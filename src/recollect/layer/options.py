@@ -231,7 +231,7 @@ class LayerOptions:
         rope: base of the rotary position embedding on q and k, e.g. 10000.0; ``None`` is none.
         phase: a complex decay's angle per pair of channels: from the token (``"input"``), a learned
             constant (``"learned"``), or ``"none"``. Pairs (i, i + D/2) are then real and imaginary
-            parts, and share their decay; see `recollect.layer.complex_decay`.
+            parts, and share their decay; see `recollect.layer.rotation`.
         shift: every projection sees x_t + μ ⊙ (x_{t−1} − x_t), with a learned μ per channel
             (``"static"``), one that depends on the token too (``"input"``), or ``"none"``.
         skip: adds D ⊙ v to what is read, D learned per channel, 1 at the start.

@@ -1,4 +1,4 @@
-"""What a memory layer remembers between calls: its memory's state, and the convolution's tail."""
+"""What a memory layer hands to its memory, and what it remembers between calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,32 @@ from torch import Tensor
 from recollect.state.state import State
 from recollect.typing import Init
 
-__all__ = ["LayerState"]
+__all__ = ["Associations", "LayerState"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Associations:
+    """What a layer hands to its memory, and what it needs afterwards.
+
+    Attributes:
+        q, k, v, gates, params: as `recollect.recall` takes them.
+        plain: the values before any rotation. phase: the rotation's angles.
+        gated: what the output gate sees.
+        conv, turned, shift: what the next call continues from: the convolution's tail, the last
+            angle, the last token.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: dict[str, Tensor]
+    params: dict[str, Tensor]
+    plain: Tensor
+    phase: Tensor | None
+    gated: Tensor
+    conv: Tensor | None
+    turned: Tensor | None
+    shift: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,9 @@ query heads, several associations per token, and the normaliser. Engines see den
 rows.
 """
 
+# More than 400 lines: most of it is the contract of `recall` and `read`, which take the same
+# steps in the same order.
+
 from __future__ import annotations
 
 import dataclasses

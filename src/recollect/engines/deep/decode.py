@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.engines.deep.general import Layout, Memory, Method
 from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
+from recollect.engines.deep.segments import Layout, Memory, Method
 from recollect.engines.deep.step_coefficients import Table, tables
 from recollect.recipe.recipe import Recipe
 

@@ -24,9 +24,10 @@ from recollect.engines.common.problem import Problem
 from recollect.engines.deep.alignment import Grid, lay_out
 from recollect.engines.deep.chain.engine import Chain, slope_of
 from recollect.engines.deep.decode import decodes, step
-from recollect.engines.deep.general import Layout, Memory, Method, walk
+from recollect.engines.deep.general import walk
 from recollect.engines.deep.recompute import Part
 from recollect.engines.deep.recompute import run as run_groups
+from recollect.engines.deep.segments import Layout, Memory, Method
 from recollect.engines.deep.step_coefficients import Rule
 from recollect.state.state import State
 

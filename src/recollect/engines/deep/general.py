@@ -10,18 +10,14 @@ Three ways, by what the recipe needs:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from recollect.choices.memory.base import LinearMap, Stack
 from recollect.engines.deep.chain.engine import Chain, run_chain
 from recollect.engines.deep.gradient_factors import (
     Factors,
-    Points,
     Read,
     factors,
     plus_product,
@@ -29,118 +25,19 @@ from recollect.engines.deep.gradient_factors import (
     read_at,
     scaled,
 )
-from recollect.engines.deep.step_coefficients import Rule, Table, per_map, tables, window_rows
+from recollect.engines.deep.segments import (
+    Columns,
+    Layout,
+    Memory,
+    Method,
+    Segment,
+    Weights,
+    segment_of,
+)
+from recollect.engines.deep.step_coefficients import per_map, tables, window_rows
 from recollect.engines.deep.token_weights import TokenStep, advance
-from recollect.recipe.recipe import Recipe
 
-__all__ = ["Layout", "Memory", "Method", "walk"]
-
-Weights = list[Tensor]
-
-
-@dataclass(kw_only=True)
-class Memory:
-    """A and the slots, ``[P, out, in]`` per map."""
-
-    A: Weights
-    slots: dict[str, Weights]
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.A, *(w for slot in self.slots.values() for w in slot)]
-
-    def like(self, tensors: Sequence[Tensor]) -> Memory:
-        """The same structure around other tensors."""
-        maps = len(self.A)
-        parts = [list(tensors[i : i + maps]) for i in range(0, len(tensors), maps)]
-        return Memory(A=parts[0], slots=dict(zip(self.slots, parts[1:], strict=True)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """How a recipe runs: ``way`` is ``"table"``, ``"border"`` or ``"tokens"``.
-
-    Attributes:
-        settled: what is read at a token is the link of its own A.
-        split: the first token of a batch is a segment of its own (MIRAS 30).
-        chain: the memory as a chain of maps, where everything else is plain enough for `chain`.
-    """
-
-    recipe: Recipe
-    memory: Stack
-    maps: tuple[LinearMap, ...]
-    way: str
-    rule: Rule
-    settled: bool
-    split: bool
-    chain: Chain | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The tokens of consecutive inner batches, ready for the passes.
-
-    Attributes:
-        keys: by name, ``[N, B, H, b + c − 1, ·]``; the bias's numbers keep a trailing axis, and
-            raw keys are left out where they are the features.
-        steps: numbers of the step by name, ``[N, P, b, ...]``.
-        gamma: ``[N, P, b, c]``.
-        x: queries' features ``[N, B, H, b G, ·]``; raw: the queries, ``None`` where the same.
-        count: number of the token in its document from 1, ``[N, B, b]``.
-        commits: per batch whether its end is kept: for all rows, for none, or a mask ``[P, 1, 1]``.
-        params: the memory's own.
-    """
-
-    b: int
-    c: int
-    G: int
-    keys: Mapping[str, Tensor]
-    steps: Mapping[str, Tensor]
-    gamma: Tensor
-    x: Tensor
-    raw: Tensor | None
-    count: Tensor
-    commits: Sequence[bool | Tensor]
-    params: Mapping[str, Tensor]
-    outer: bool
-
-    def scalars(self, n: int, t: int) -> dict[str, Tensor]:
-        """Numbers of the step that a link may use, ``[B, H, 1, 1]``."""
-        B, H = self.x.shape[1:3]
-        return {name: x[n, :, t].view(B, H, 1, 1) for name, x in self.steps.items() if x.dim() == 3}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Columns:
-    """A map's coefficients batch by batch: what reads take (G rows per token), and the border.
-
-    Attributes:
-        a, m, C: ``[P, n G, 1 or R]``.
-        a_end, m_end, s: ``[P, 1, 1]``. C_end, D: ``[P, R, 1]``.
-        inner, outer, scale: as in `Table`, ``[P, ...]``.
-    """
-
-    a: Sequence[Tensor | None]
-    m: Sequence[Tensor | None]
-    C: Sequence[Tensor]
-    a_end: Sequence[Tensor | None]
-    m_end: Sequence[Tensor | None]
-    C_end: Sequence[Tensor]
-    s: Sequence[Tensor | None]
-    D: Sequence[Tensor | None]
-    inner: Sequence[Tensor | None]
-    outer: Sequence[Tensor | None]
-    scale: Sequence[Tensor | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Segment:
-    """Tokens ``start`` to ``stop`` of every batch, whose gradients are taken at the same W."""
-
-    start: int
-    stop: int
-    points: Sequence[Points]
-    queries: Sequence[tuple[Tensor, Tensor]]
-    columns: Sequence[_Columns]
+__all__ = ["walk"]
 
 
 def walk(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
@@ -175,80 +72,7 @@ class _Walk:
         self.N, self.B, self.H = layout.x.shape[:3]
         b = layout.b
         borders = [(0, 1), (1, b)] if method.split and b > 1 else [(0, b)]
-        self.segments = [self._segment(start, stop) for start, stop in borders]
-
-    def _segment(self, start: int, stop: int) -> _Segment:
-        layout, G = self.layout, self.layout.G
-        # One call makes the views of all batches; their gradients meet in one stack.
-        keys = {
-            name: x[:, :, :, start : stop + layout.c - 1].unbind(0)
-            for name, x in layout.keys.items()
-        }
-        names = [name for name in keys if name not in ("raw", "phi", "v")]
-        raw = keys.get("raw", keys["phi"])
-        points = [
-            Points(
-                phi=keys["phi"][n],
-                raw=raw[n],
-                v=keys["v"][n],
-                gates={name: keys[name][n] for name in names},
-            )
-            for n in range(self.N)
-        ]
-        x = layout.x[:, :, :, start * G : stop * G].unbind(0)
-        asked = x
-        if layout.raw is not None:
-            asked = layout.raw[:, :, :, start * G : stop * G].unbind(0)
-        return _Segment(
-            start=start,
-            stop=stop,
-            points=points,
-            queries=list(zip(x, asked, strict=True)),
-            columns=[] if self.method.way == "tokens" else self._columns(start, stop),
-        )
-
-    def _columns(self, start: int, stop: int) -> list[_Columns]:
-        layout, G, none = self.layout, self.layout.G, (None,) * self.N
-        numbers = {name: x[:, :, start:stop] for name, x in layout.steps.items()}
-        gamma = layout.gamma[:, :, start:stop]
-        found = tables(self.method.rule, self.method.maps, numbers, gamma, start=start)
-        memo: dict[int, _Columns] = {}
-
-        def each(x: Tensor | None) -> Sequence[Tensor | None]:
-            return none if x is None else x.unbind(0)
-
-        def rows(x: Tensor | None) -> Tensor | None:
-            return x if x is None or G == 1 else x.repeat_interleave(G, dim=2)
-
-        def shared(table: Table) -> _Columns:
-            a, m, s, D = (
-                None if x is None else x.unsqueeze(-1) for x in (table.a, table.m, table.s, table.D)
-            )
-            C = rows(table.C)
-            assert C is not None
-            return _Columns(
-                a=each(rows(a)),
-                m=each(rows(m)),
-                C=C.unbind(0),
-                a_end=each(None if a is None else a[:, :, -1:]),
-                m_end=each(None if m is None else m[:, :, -1:]),
-                C_end=table.C[:, :, -1].unsqueeze(-1).unbind(0),
-                s=each(None if s is None else s.unsqueeze(-1)),
-                D=each(D),
-                inner=none,
-                outer=none,
-                scale=none,
-            )
-
-        columns: list[_Columns] = []
-        for table in found:
-            if id(table.C) not in memo:
-                memo[id(table.C)] = shared(table)
-            own = {"inner": table.inner, "outer": table.outer, "scale": table.scale}
-            given = {name: x.unbind(0) for name, x in own.items() if x is not None}
-            one = memo[id(table.C)]
-            columns.append(dataclasses.replace(one, **given) if given else one)
-        return columns
+        self.segments = [segment_of(method, layout, start, stop) for start, stop in borders]
 
     # -- the recursion ------------------------------------------------------------------------
 
@@ -296,7 +120,7 @@ class _Walk:
         return w.unflatten(0, (self.B, self.H))
 
     def _factors(
-        self, n: int, segment: _Segment, W: Weights, *, free: bool = False
+        self, n: int, segment: Segment, W: Weights, *, free: bool = False
     ) -> list[Factors]:
         layout, decay = self.layout, self.retention.decay
         if decay is not None and decay.when == "before":
@@ -315,7 +139,7 @@ class _Walk:
         """The log decay of one token for every map, as a factor ``[P, out, in]``."""
         return _matrices(self.method, self.layout.steps, n, t)
 
-    def _read_all(self, n: int, segment: _Segment, W: Weights, each: int = 1) -> Tensor:
+    def _read_all(self, n: int, segment: Segment, W: Weights, each: int = 1) -> Tensor:
         x, raw = segment.queries[n]
         return read_at(self.method.memory, W, x, raw, self.layout.params, each)
 
@@ -324,7 +148,7 @@ class _Walk:
     def _tabled(
         self,
         n: int,
-        segment: _Segment,
+        segment: Segment,
         W: Weights,
         memory: Memory,
         *,
@@ -366,7 +190,7 @@ class _Walk:
         return y, after
 
     def _read_by_table(
-        self, n: int, segment: _Segment, rows: Sequence[Factors], W: Weights, memory: Memory
+        self, n: int, segment: Segment, rows: Sequence[Factors], W: Weights, memory: Memory
     ) -> Tensor:
         """The queries of a segment, each at its own weights, none of which is built."""
         moments = memory.slots.get("momentum")
@@ -391,7 +215,7 @@ class _Walk:
     def _end(
         self,
         n: int,
-        segment: _Segment,
+        segment: Segment,
         rows: Sequence[Factors],
         memory: Memory,
         *,
@@ -444,7 +268,7 @@ class _Walk:
     def _tokens(
         self,
         n: int,
-        segment: _Segment,
+        segment: Segment,
         W: Weights,
         memory: Memory,
         *,
@@ -500,7 +324,7 @@ def _matrices(method: Method, steps: Mapping[str, Tensor], n: int, t: int) -> We
 
 
 def _moved(
-    columns: _Columns, n: int, one: Factors, A: Tensor, S: Tensor | None, *, own: bool
+    columns: Columns, n: int, one: Factors, A: Tensor, S: Tensor | None, *, own: bool
 ) -> Tensor:
     """a_n A° + m_n S° + Σ C[n, i] δ_i h_iᵀ of one map."""
     a, m = columns.a_end[n], columns.m_end[n]

@@ -21,6 +21,8 @@ What is no softmax (a plain sum, a kernel that is no exponential) is two product
 are recomputed in the backward pass, so that memory stays O(T).
 """
 
+# More than 400 lines: the forms share their pieces, and which of them a call takes is decided here.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping

@@ -14,6 +14,8 @@ the same for a query, and a few times M V for the rest. The derivation is in
 ``docs/design/kernel-delta.md``.
 """
 
+# More than 400 lines: one walk over inner batches, whose steps share what it caches.
+
 from __future__ import annotations
 
 import dataclasses

@@ -22,6 +22,8 @@ constant has the value of x and its derivative. The backward pass recomputes one
 keeps x from the forward pass, and solves once more with the same matrix.
 """
 
+# More than 400 lines: two solvers of one system, and the gradient of both.
+
 from __future__ import annotations
 
 import dataclasses

@@ -9,14 +9,14 @@ row: correct, at V times the cost of the key products, which `describes` says.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from recollect.engines.common.problem import Problem, scaled, state_dtype
+from recollect.engines.common.problem import Problem, scaled
 from recollect.engines.linear.chunked import chunked
+from recollect.engines.linear.inputs import Numbers, numbers_of
 from recollect.engines.linear.recurrent import recurrent
 from recollect.engines.linear.scan import scan
 from recollect.state.state import State
@@ -115,94 +115,7 @@ def _after(problem: Problem, A: Tensor, S: Tensor | None) -> State:
     )
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Numbers:
-    """What the numeric core takes, ready to be split into channels."""
-
-    q: Tensor  # [B, T, H, G, F]
-    k: Tensor  # [B, T, H, F]
-    v: Tensor  # [B, T, H, V]
-    lr: Tensor | None  # [B, T, H] or [B, T, H, V]; None is 1
-    log_decay: Tensor | None = None  # [B, T, H], [.., F]; per entry [.., V, F], factored [.., V]
-    log_decay_value: Tensor | None = None
-    decay_scale: Tensor | None = None  # [H, V, F], the other factor of a decay per entry
-    momentum: Tensor | None = None
-    window: Tensor | None = None
-    k_past: Tensor | None = None
-    v_past: Tensor | None = None
-    past_mask: Tensor | None = None
-    probe: Tensor | None = None
-    erase: Tensor | None = None
-    A0: Tensor
-    S0: Tensor | None = None
-
-
-def _numbers(problem: Problem) -> _Numbers:
-    recipe, rates = problem.recipe, problem.rates
-    affine, decay = recipe.bias.affine, recipe.retention.decay
-    assert affine is not None
-    dtype = state_dtype(problem.q, problem.k, problem.v)
-    position = problem.positions()
-    phi_q = problem.phi(problem.q, "query", position)
-    phi_k = problem.phi(problem.k.unsqueeze(3), "key", position).squeeze(3)
-    lr = rates.get("lr", phi_k.new_ones(()).expand(phi_k.shape[:3]))
-    if recipe.algorithm.keyed:
-        lr = recipe.algorithm.rate(rates["lr"], phi_k.square().sum(-1), affine[0])
-    if recipe.context.horizon == 1 and "window" in rates:
-        # One association weighed by γ is a step of η γ.
-        lr = lr * (rates["window"] if lr.dim() == 4 else rates["window"][..., 0])
-    slots = problem.state.slots
-    found = _Numbers(
-        q=phi_q,
-        k=phi_k,
-        v=problem.v.to(dtype),
-        lr=lr,
-        momentum=rates.get("momentum"),
-        A0=problem.state.weights[0],
-        S0=slots["momentum"][0] if slots else None,
-    )
-    if decay is not None:
-        if decay.per == "value" and rates["log_decay"].dim() == 4:
-            found.log_decay_value = rates["log_decay"]
-        else:
-            found.log_decay = rates["log_decay"]
-        if decay.per == "key_value":
-            found.log_decay_value = rates["log_decay_value"]
-        if decay.factored and decay.per == "entry":
-            found.decay_scale = problem.params["decay_scale"].to(dtype)
-    if recipe.bias.probe is not None:
-        _add_probe(problem, found, position)
-    horizon = recipe.context.horizon
-    if horizon is not None and horizon > 1:
-        _add_window(problem, found, horizon)
-    return found
-
-
-def _add_probe(problem: Problem, found: _Numbers, position: Tensor) -> None:
-    probe, rates = problem.recipe.bias.probe, problem.rates
-    assert probe is not None
-    w = found.k
-    if probe.at == "token":
-        w = problem.phi(rates["probe"].unsqueeze(3), "key", position).squeeze(3)
-    rate = rates["erase"] if rates["erase"].dim() == 4 else rates["erase"].unsqueeze(-1)
-    found.probe = w
-    found.erase = rate * (w if probe.write == "probe" else found.k)
-
-
-def _add_window(problem: Problem, found: _Numbers, horizon: int) -> None:
-    shape = (*found.k.shape[:3], horizon)
-    found.window = problem.rates.get("window", found.k.new_ones(()).expand(shape))
-    buffer = problem.state.buffer
-    if buffer is None:
-        return
-    steps = torch.arange(buffer.k.shape[1], device=found.k.device) - buffer.k.shape[1]
-    position = (problem.state.position[:, None] + steps).clamp_min(0)
-    found.k_past = problem.phi(buffer.k.unsqueeze(3), "key", position).squeeze(3)
-    found.v_past = buffer.v.to(found.v.dtype)
-    found.past_mask = buffer.mask
-
-
-def _split_values(n: _Numbers) -> _Numbers:
+def _split_values(n: Numbers) -> Numbers:
     """Every value channel as a memory ``[1, F]`` of its own: H·V heads."""
     V = n.v.shape[-1]
 
@@ -230,7 +143,7 @@ def _split_values(n: _Numbers) -> _Numbers:
     A0, k, q = rows(n.A0), heads(n.k), heads(n.q)
     lr = channels(n.lr) if n.lr is not None and n.lr.dim() == 4 else heads(n.lr)
     assert values is not None and A0 is not None and k is not None and q is not None
-    return _Numbers(
+    return Numbers(
         q=q,
         k=k,
         v=values.unsqueeze(-1),
@@ -248,7 +161,7 @@ def _split_values(n: _Numbers) -> _Numbers:
     )
 
 
-def _call(problem: Problem, n: _Numbers, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _call(problem: Problem, n: Numbers, q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     recipe = problem.recipe
     decay, affine = recipe.retention.decay, recipe.bias.affine
     assert affine is not None
@@ -281,7 +194,7 @@ def _idle(problem: Problem, *numbers: Tensor) -> list[Tensor]:
     return [torch.where(live.view(*live.shape, *(1,) * (x.dim() - 2)), x, 0.0) for x in numbers]
 
 
-def _scan_entries(problem: Problem, n: _Numbers, q: Tensor) -> tuple[Tensor, Tensor, None]:
+def _scan_entries(problem: Problem, n: Numbers, q: Tensor) -> tuple[Tensor, Tensor, None]:
     """A matrix memory whose entries decay on their own, under a dot product."""
     affine = problem.recipe.bias.affine
     assert affine is not None and n.log_decay is not None
@@ -294,7 +207,7 @@ def _scan_entries(problem: Problem, n: _Numbers, q: Tensor) -> tuple[Tensor, Ten
 def _solve(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     """y, A and S of a matrix memory, by one call of the numeric core."""
     recipe = problem.recipe
-    n = _numbers(problem)
+    n = numbers_of(problem)
     shape = n.A0.shape
     split = per_value_systems(recipe)
     bonus = _bonus(problem, n)
@@ -312,7 +225,7 @@ def _solve(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     return (y if bonus is None else y + bonus), A, S
 
 
-def _read_in_order(problem: Problem, n: _Numbers) -> tuple[Tensor, Tensor, Tensor | None]:
+def _read_in_order(problem: Problem, n: Numbers) -> tuple[Tensor, Tensor, Tensor | None]:
     """Read after the write; or before it, which is the next query read one token early."""
     if problem.recipe.memory.read.when == "after" or n.q.shape[1] == 0:
         return _call(problem, n, n.q)
@@ -322,7 +235,7 @@ def _read_in_order(problem: Problem, n: _Numbers) -> tuple[Tensor, Tensor, Tenso
     return torch.cat([first.to(y.dtype), y[:, :-1]], dim=1), A, S
 
 
-def _bonus(problem: Problem, n: _Numbers) -> Tensor | None:
+def _bonus(problem: Problem, n: Numbers) -> Tensor | None:
     """⟨φ(q), u ⊙ φ(k)⟩ v of the current token (RWKV-6)."""
     if problem.recipe.memory.read.bonus == 0.0:
         return None
@@ -334,7 +247,7 @@ def _bonus(problem: Problem, n: _Numbers) -> Tensor | None:
 
 def _run_diagonal(problem: Problem) -> tuple[Tensor, State]:
     """A vector memory: K = V = 1 and a head per channel, or a scan over the channels."""
-    n = _numbers(problem)
+    n = numbers_of(problem)
     B, H, V = n.A0.shape
     if scans(problem.recipe):
         y, A = _scan_channels(problem, n)
@@ -352,7 +265,7 @@ def _run_diagonal(problem: Problem) -> tuple[Tensor, State]:
     k, v, lr = single(n.k), single(n.v), channels(n.lr)
     decay = channels(n.log_decay if n.log_decay is not None else n.log_decay_value)
     assert k is not None and v is not None
-    one = _Numbers(
+    one = Numbers(
         q=n.q.transpose(3, 4).flatten(2, 3).unsqueeze(-1),  # [B, T, H V, G, 1]
         k=k,
         v=v,
@@ -372,7 +285,7 @@ def _run_diagonal(problem: Problem) -> tuple[Tensor, State]:
     return y.to(problem.v.dtype), _after(problem, A.reshape(B, H, V), S)
 
 
-def _scan_channels(problem: Problem, n: _Numbers) -> tuple[Tensor, Tensor]:
+def _scan_channels(problem: Problem, n: Numbers) -> tuple[Tensor, Tensor]:
     """w_t = (α_t − a η_t k_t²) w_{t−1} + b η_t k_t v_t, y_t = w ⊙ q_t; α_t (1 − …) decayed before.
 
     With decay before, the error's own part of the factor is decayed too.

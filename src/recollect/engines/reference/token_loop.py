@@ -1,5 +1,7 @@
 """The reference's recursion, one token at a time; see `recollect.engines.reference`."""
 
+# More than 400 lines: one recursion, the definition, to be read in one piece.
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

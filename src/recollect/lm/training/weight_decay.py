@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from recollect.layer.complex_decay import Phase
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import Number
 from recollect.layer.initial_memory import InitialMemory, InitialPairs
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.layer.rotation import Phase
 from recollect.layer.ties import Ties
 from recollect.layer.token_shift import TokenShift
 

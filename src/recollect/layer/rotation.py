@@ -1,4 +1,6 @@
-"""Complex decays: the angle of the decay, taken into queries and keys (or values).
+"""Rotations of pairs of channels: rotary positions, and the angles of complex decays.
+
+Rotary positions are computed from the tokens' places: no table to size, save or lose.
 
 A memory whose decay is α_t e^{iθ_t} per complex channel turns while it decays. Seen from a frame
 that turns with it, with Θ_t = θ_1 + … + θ_t, it only decays: R(Θ) orthogonal and blockwise 2×2,
@@ -20,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recollect.choices.features.finite import Identity
+from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 
-__all__ = ["Phase", "check_phase", "turn"]
+__all__ = ["Phase", "angles", "check_phase", "positions", "rotate", "shares_angle", "turn"]
 
 BASE = 10000.0
 
@@ -131,5 +134,51 @@ def turn(x: Tensor, phase: Tensor, *, back: bool = False) -> Tensor:
     phase = phase.view(*phase.shape[:3], *(1,) * (x.dim() - 4), phase.shape[-1])
     cos, sin = phase.cos().to(x.dtype), phase.sin().to(x.dtype)
     sin = sin if back else -sin
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def shares_angle(declared: Gate | Param, recipe: Recipe, options: LayerOptions) -> bool:
+    """Whether real and imaginary channels share this number, so that angles commute with it."""
+    if options.phase == "none":
+        return False
+    if recipe.memory.diagonal:
+        return declared.axes in (("F",), ("V",))
+    return declared.axes == ("F",) and declared.name in ("log_decay", "decay", "decay_scale")
+
+
+def positions(x: Tensor, start: Tensor | None, borders: Tensor | None) -> Tensor:
+    """Index of each token in its document ``[B, T]`` (of padded tokens: anything).
+
+    Args:
+        x: tokens ``[B, T, ...]``. start: tokens seen before ``[B]``. borders: of packed documents.
+    """
+    steps = torch.arange(x.shape[1], device=x.device)
+    if borders is None:
+        return steps.expand(x.shape[:2]) if start is None else start[:, None] + steps
+    borders = borders.to(device=x.device, dtype=torch.long)
+    document = torch.bucketize(steps, borders[1:], right=True)
+    starts = borders[:-1] if start is None else borders[:-1] - start
+    return (steps - starts[document])[None]
+
+
+def angles(position: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin ``[B, T, size/2]`` of position · base^(−2i/size) (RoFormer, eq. 15).
+
+    Args:
+        position: ``[B, T]``, from 0.
+        size: channels per head, even.
+        base: 10000 in the paper.
+    """
+    exponent = torch.arange(0, size, 2, device=position.device, dtype=torch.float64) / size
+    # In float64 the phase of token 100,000 is still exact.
+    phase = position.unsqueeze(-1) * base**-exponent
+    return phase.cos(), phase.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + D/2) of ``x [B, T, ..., D]`` by its token's angles."""
+    shape = (*cos.shape[:2], *(1,) * (x.dim() - 3), cos.shape[-1])
+    cos, sin = cos.view(shape).to(x.dtype), sin.view(shape).to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -1,0 +1,172 @@
+"""The calls that suites time: their sizes, their inputs, and cases over the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recollect.bench.results import Case
+from recollect.cost import cost
+from recollect.engines.common.problem import Problem
+from recollect.engines.kernel import local_regression
+from recollect.recall.recall import recall
+from recollect.recipe.initial_params import initial_params
+from recollect.recipe.recipe import Recipe
+from recollect.state.initial import initial_state
+from recollect.zoo.preset import get
+
+__all__ = [
+    "Shape",
+    "gates_of",
+    "local_case",
+    "params_of",
+    "recall_case",
+    "sdpa_case",
+    "tensors",
+]
+
+_HALF_LIFE = 0.1  # decays between 0 and this per token, as logs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of one measured call; float32 unless ``dtype`` says otherwise."""
+
+    B: int = 1
+    T: int = 4096
+    H: int = 8
+    K: int = 64
+    V: int = 64
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+
+def tensors(shape: Shape, *, grad: bool, n: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """The same q, k (unit norm) and v for every case with n associations per token."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(size: int, several: int) -> Tensor:
+        lead = (shape.B, shape.T, shape.H, *([several] if several > 1 else []))
+        x = torch.randn(*lead, size, generator=generator)
+        return x.to(device=shape.device, dtype=shape.dtype)
+
+    q, k = (functional.normalize(draw(shape.K, m), dim=-1) for m in (1, n))
+    return tuple(x.requires_grad_(grad) for x in (q, k, draw(shape.V, n)))  # type: ignore[return-value]
+
+
+def gates_of(recipe: Recipe, shape: Shape, *, grad: bool) -> dict[str, Tensor]:
+    """Gates as a layer makes them at the start of training: steps in (0, 1), decays near 1."""
+    generator = torch.Generator().manual_seed(1)
+    sizes, n = recipe.axes(shape.K, shape.V), recipe.associations
+    found: dict[str, Tensor] = {}
+    for gate in recipe.gates():
+        several = recipe.per_association(gate)
+        axes = [*([n] if several else []), *(sizes[axis] for axis in gate.axes)]
+        u = torch.rand(shape.B, shape.T, shape.H, *axes, generator=generator)
+        if gate.name.startswith("log_decay"):
+            x = -_HALF_LIFE * u
+        elif gate.range.low is None:  # a key of its own, or an exponential input gate
+            x = functional.normalize(u - 0.5, dim=-1) if axes else u - 0.5
+        else:
+            x = 0.1 + 0.8 * u
+        found[gate.name] = x.to(device=shape.device).requires_grad_(grad)
+    return found
+
+
+def params_of(recipe: Recipe, shape: Shape) -> dict[str, Tensor]:
+    """Learned tensors as they start."""
+    return initial_params(
+        recipe,
+        H=shape.H,
+        K=shape.K,
+        V=shape.V,
+        generator=torch.Generator().manual_seed(2),
+        device=shape.device,
+    )
+
+
+def recall_case(name: str, label: str, shape: Shape, *, backward: bool = False) -> Case:
+    """A zoo recipe through `recollect.recall`, forward or forward and backward."""
+    recipe = get(name).recipe
+
+    def make() -> Callable[[], object]:
+        q, k, v = tensors(shape, grad=backward, n=recipe.associations)
+        gates, params = gates_of(recipe, shape, grad=backward), params_of(recipe, shape)
+
+        def forward() -> Tensor:
+            return recall(recipe, q, k, v, gates, params=params, output_state=False)[0]
+
+        return _stepper(forward, [q, k, v, *gates.values()]) if backward else forward
+
+    price = cost(recipe, B=shape.B, H=shape.H, T=shape.T, K=shape.K, V=shape.V)
+    flops = price.training if backward else price.total
+    moved = None if backward else float(price.moved)
+    return Case(name=label, make=make, flops=float(flops), bytes=moved)
+
+
+def sdpa_case(label: str, shape: Shape, *, backward: bool = False) -> Case:
+    """Causal `scaled_dot_product_attention` on contiguous ``[B, H, T, D]``, its best layout."""
+
+    def make() -> Callable[[], object]:
+        q, k, v = (
+            x.detach().transpose(1, 2).contiguous().requires_grad_(backward)
+            for x in tensors(shape, grad=False)
+        )
+
+        def forward() -> Tensor:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return _stepper(forward, [q, k, v]) if backward else forward
+
+    # Two products over the lower triangle; the backward pass has five.
+    products = 2 * shape.B * shape.H * shape.T * shape.T * (shape.K + shape.V) / 2
+    moved = shape.B * shape.H * shape.T * (2 * shape.K + 2 * shape.V) * shape.dtype.itemsize
+    return Case(
+        name=label,
+        make=make,
+        flops=products * (3.5 if backward else 1),
+        bytes=None if backward else float(moved),
+    )
+
+
+def _stepper(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Callable[[], object]:
+    def step() -> object:
+        y = forward()
+        return torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
+
+    return step
+
+
+def local_case(label: str, shape: Shape, *, solver: str) -> Case:
+    """Local linear attention by one of its solvers."""
+    recipe = get("local_linear_attention").recipe
+
+    def make() -> Callable[[], object]:
+        q, k, v = tensors(shape, grad=False)
+        length = shape.K**0.5
+        state = initial_state(
+            recipe,
+            B=shape.B,
+            H=shape.H,
+            K=shape.K,
+            V=shape.V,
+            dtype=shape.dtype,
+            device=torch.device(shape.device),
+        )
+        problem = Problem(
+            recipe=recipe,
+            q=(length * q).unsqueeze(3),
+            k=length * k,
+            v=v,
+            rates={},
+            params={},
+            state=state,
+        )
+        return lambda: local_regression.attend(problem, solver=solver)
+
+    price = cost(recipe, B=shape.B, H=shape.H, T=shape.T, K=shape.K, V=shape.V)
+    return Case(name=label, make=make, flops=float(price.total), bytes=None)

@@ -1,0 +1,212 @@
+"""What `diagnose` finds: curves by head, the first fault, and what should be looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from recollect.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from recollect.report.figures import FigureFiles
+
+__all__ = ["OVERSHOOT", "Diagnosis", "Fault", "short"]
+
+OVERSHOOT = 2.0
+GROWS = 100.0  # times its start: a norm that is on its way out of every range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """The first value that is not finite.
+
+    Attributes:
+        what: which tensor: ``"x"``, ``"q"``, ``"gate lr"``, ``"param ..."``, ``"memory W1"``,
+            ``"output"``.
+        row, token, head: where; ``None`` where the tensor has no such axis. A memory's token is
+            that of the first output that is not finite, or else the last of its inner batch.
+        gate: the gate behind it, as far as can be told.
+        why: in words.
+    """
+
+    what: str
+    row: int | None = None
+    token: int | None = None
+    head: int | None = None
+    gate: str | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        named = (("token", self.token), ("head", self.head), ("row", self.row))
+        place = ", ".join(f"{name} {value}" for name, value in named if value is not None)
+        gate = f", gate {self.gate!r}" if self.gate else ""
+        return f"{self.what} is not finite{' at ' + place if place else ''}{gate}: {self.why}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What was measured; curves are means over the rows of the batch, on the CPU.
+
+    Attributes:
+        recipe: the layer's. engine: what ran it. batch: b, tokens per inner batch.
+        places: tokens written when norms were taken ``[P]``: the borders of inner batches.
+        memory: norm of the state A by map ``[P, H]``; empty where a memory keeps associations.
+        slots: norm of the algorithm's own state (momentum, moments) over all maps ``[P, H]``.
+        surprise: loss before the write ``[T, H]``. step: effective step ``[T, H]``, see the module.
+            NaN from the first fault on; the step also in an inner batch that is still open.
+        saturated: by gate, share of its values within a hundredth of an end of its range, ``[H]``.
+            A decay is at an end where it keeps 99 % over the whole sequence, or 1 % per token.
+        first: the first value that is not finite, or ``None``.
+    """
+
+    recipe: Recipe
+    engine: str
+    batch: int
+    places: Tensor
+    memory: Mapping[str, Tensor]
+    slots: Mapping[str, Tensor]
+    surprise: Tensor
+    step: Tensor
+    saturated: Mapping[str, Tensor] = field(default_factory=dict)
+    first: Fault | None = None
+
+    @property
+    def heads(self) -> int:
+        """H, number of memories."""
+        return self.surprise.shape[1]
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What should be looked at, worst first; empty when nothing was found."""
+        found = [] if self.first is None else [str(self.first)]
+        for head in range(self.heads):
+            steps = self.step[:, head]
+            steps = steps[steps.isfinite()]
+            over = (steps > OVERSHOOT).double().mean().item() if len(steps) else 0.0
+            if over:
+                found.append(
+                    f"head {head}: {over:.0%} of the writes overshoot, the largest removes "
+                    f"{short(steps.max().item())} times the error: smaller steps, or shorter keys"
+                )
+            elif len(steps) and steps.abs().max() < 1e-3:
+                found.append(f"head {head}: next to nothing is written: larger steps")
+            for name, norm in {**self.memory, **self.slots}.items():
+                ends = norm[norm[:, head].isfinite(), head]
+                if len(ends) > 1 and ends[-1] > GROWS * ends[0].clamp_min(1.0):
+                    found.append(
+                        f"head {head}: the norm of {name} grows from {short(ends[0].item())} to "
+                        f"{short(ends[-1].item())}: faster decays, or a retention that bounds it"
+                    )
+                elif len(ends) > 1 and ends[-1] < 1e-2 * ends[0]:
+                    found.append(
+                        f"head {head}: the norm of {name} fades from {short(ends[0].item())} to "
+                        f"{short(ends[-1].item())}: slower decays, or larger steps"
+                    )
+        for name, share in self.saturated.items():
+            for head in (share > 0.5).nonzero().flatten().tolist():
+                found.append(f"head {head}: gate {name!r} is saturated at {share[head]:.0%}")
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: lists, NaN as null."""
+        return {
+            "recipe": self.recipe.to_dict(),
+            "engine": self.engine,
+            "batch": self.batch,
+            "places": self.places.tolist(),
+            "memory": {name: _listed(x) for name, x in self.memory.items()},
+            "slots": {name: _listed(x) for name, x in self.slots.items()},
+            "surprise": _listed(self.surprise),
+            "step": _listed(self.step),
+            "saturated": {name: _listed(x) for name, x in self.saturated.items()},
+            "first": None if self.first is None else vars(self.first),
+            "findings": list(self.findings),
+        }
+
+    def __str__(self) -> str:
+        T = len(self.surprise)
+        head = (
+            f"engine {self.engine}, {self.heads} heads, {T} tokens, inner batches of {self.batch}"
+        )
+        columns = {
+            "head": [str(h) for h in range(self.heads)],
+            **{f"‖{name}‖": self._ends(norm) for name, norm in self.memory.items()},
+            **{f"‖{name}‖": self._ends(norm) for name, norm in self.slots.items()},
+            "surprise": self._thirds(self.surprise),
+            "step": self._thirds(self.step),
+            **{f"{name} at an end": _shares(x) for name, x in self.saturated.items()},
+        }
+        widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
+        lines = [head, "  ".join(f"{name:<{widths[name]}}" for name in columns).rstrip()]
+        for row in zip(*columns.values(), strict=True):
+            cells = (f"{cell:<{w}}" for cell, w in zip(row, widths.values(), strict=True))
+            lines.append("  ".join(cells).rstrip())
+        lines += ["norms: first and last; surprise and step: means of the first and last third"]
+        findings = self.findings or ("nothing to report: all values are finite",)
+        return "\n".join([*lines, *(f"- {line}" for line in findings)])
+
+    def _ends(self, norm: Tensor) -> list[str]:
+        return [f"{short(a)} → {short(b)}" for a, b in zip(*norm[[0, -1]].tolist(), strict=True)]
+
+    def _thirds(self, curve: Tensor) -> list[str]:
+        third = max(len(curve) // 3, 1)
+        ends = [part.nanmean(0).tolist() for part in (curve[:third], curve[-third:])]
+        return [f"{short(a)} → {short(b)}" for a, b in zip(*ends, strict=True)]
+
+    def figure(self, title: str = "") -> FigureFiles:
+        """Norms, surprise and steps over the tokens, one line per head.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        from recollect.report.figures import Series
+        from recollect.report.panels import Panel, panel_figure
+
+        def lines(x: Tensor, curves: Tensor) -> list[Series]:
+            places = x.tolist()
+            return [
+                Series(name=f"head {h}", x=places, y=curves[:, h].tolist())
+                for h in range(self.heads)
+            ]
+
+        tokens = torch.arange(1, len(self.surprise) + 1)
+        panels = [
+            *(
+                Panel(y=f"norm of {name}", series=lines(self.places, norm))
+                for name, norm in {**self.memory, **self.slots}.items()
+            ),
+            Panel(y="surprise", series=lines(tokens, _smooth(self.surprise))),
+            Panel(
+                y="effective step",
+                series=lines(tokens, _smooth(self.step)),
+                baselines={"error gone": 1.0, "overshoots": OVERSHOOT},
+            ),
+        ]
+        return panel_figure(panels, x="tokens", title=title or self.recipe.memory.at("k_t"))
+
+
+def _listed(x: Tensor) -> Any:
+    if x.dim() > 1:
+        return [_listed(row) for row in x]
+    return [v if math.isfinite(v) else None for v in x.tolist()]
+
+
+def short(value: float) -> str:
+    """Three digits, or a dash where there is nothing."""
+    return "–" if math.isnan(value) else f"{value:.3g}"
+
+
+def _shares(x: Tensor) -> list[str]:
+    return [f"{share:.0%}" for share in x.tolist()]
+
+
+def _smooth(curve: Tensor) -> Tensor:
+    """Running means over a fiftieth of the tokens: single tokens would hide the course."""
+    width = max(len(curve) // 50, 1)
+    padded = torch.nn.functional.pad(curve.T, (width - 1, 0), value=torch.nan)
+    return padded.unfold(-1, width, 1).nanmean(-1).T

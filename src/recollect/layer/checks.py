@@ -1,0 +1,108 @@
+"""What a `MemoryLayer` refuses, and why: sizes, options, tokens, and states of other layers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from recollect.choices.member import RecipeError
+from recollect.layer.options import LayerOptions
+from recollect.layer.state import LayerState
+from recollect.layer.ties import check_ties
+from recollect.recall.checks import check_mask
+from recollect.recipe.recipe import Recipe
+
+__all__ = ["check_options", "check_sizes", "check_state", "check_tokens"]
+
+
+def check_sizes(
+    d_model: int,
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int | None,
+    recipe: Recipe,
+    options: LayerOptions,
+) -> None:
+    """Whether a layer can have these sizes."""
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"MemoryLayer needs an rc.Recipe, not {recipe!r}")
+    if not isinstance(options, LayerOptions):
+        raise RecipeError(f"MemoryLayer needs rc.LayerOptions, not {options!r}")
+    if d_model < 1 or heads < 1:
+        raise RecipeError(f"d_model and heads must be at least 1, not {d_model} and {heads}")
+    if head_dim is None and d_model % heads:
+        raise RecipeError(
+            f"d_model = {d_model} is no multiple of {heads} heads: choose other sizes, or give "
+            "head_dim"
+        )
+    if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+        raise RecipeError(
+            f"heads = {heads} must be a multiple of kv_heads = {kv_heads}: several query heads "
+            "share one memory, never the other way"
+        )
+
+
+def check_options(recipe: Recipe, options: LayerOptions) -> None:
+    """Names in the options that the recipe knows nothing of, and ties that cannot be."""
+    names = [item.name for item in (*recipe.gates(), *recipe.params())]
+    for name, _ in options.gates:
+        if name not in names:
+            raise RecipeError(
+                f"LayerOptions(gates=...) names {name!r}, which this recipe does not ask for; "
+                f"it asks for: {', '.join(sorted(names)) or 'none'}"
+            )
+    check_ties(recipe, options)
+    if recipe.associations > 1 and (options.skip or options.qk == "ones"):
+        raise RecipeError(
+            "LayerOptions(skip=..., qk=...) speak of one association per token, and this "
+            f"recipe takes {recipe.associations}"
+        )
+
+
+def check_tokens(x: Tensor, mask: Tensor | None, borders: Tensor | None, *, d_model: int) -> None:
+    """Whether tokens, and what says where documents are, have the shapes that a layer takes."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x must be a floating-point tensor [B, T, {d_model}], not {found}")
+    if x.dim() != 3 or x.shape[-1] != d_model:
+        raise ValueError(f"x must have shape [B, T, {d_model}], not {list(x.shape)}")
+    if mask is not None and borders is not None:
+        raise ValueError(
+            "attention_mask and cu_seqlens exclude each other: packed rows have no padding"
+        )
+    if mask is not None:
+        check_mask(mask, x.shape[0], x.shape[1])
+    if borders is not None and x.shape[0] != 1:
+        raise ValueError(f"cu_seqlens packs documents in one row, so B must be 1, not {x.shape[0]}")
+
+
+def check_state(
+    state: LayerState | None,
+    *,
+    rows: int,
+    tail: tuple[int, int] | None,
+    phase: bool,
+    shift: bool,
+) -> None:
+    """Whether a state continues this layer, which has these parts (``tail``: its convolution's)."""
+    if state is None:
+        return
+    if not isinstance(state, LayerState):
+        raise ValueError(
+            f"state must be what this layer returned earlier, not {type(state).__name__}"
+        )
+    if state.rows != rows:
+        raise ValueError(f"the state has {state.rows} rows and this call {rows}")
+    found = None if state.conv is None else tuple(state.conv.shape[1:])
+    if tail != found:
+        raise ValueError(
+            f"this state belongs to another layer: its convolution tail is {found} and this "
+            f"layer's is {tail}"
+        )
+    for name, has, needs in (
+        ("an angle", state.phase is not None, phase),
+        ("a last token", state.shift is not None, shift),
+    ):
+        if has != needs:
+            raise ValueError(
+                f"this state belongs to another layer: {name} is {'there' if has else 'missing'}"
+            )

@@ -1,0 +1,160 @@
+"""The layout: which module imports which, how many stand side by side, how long they are."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+import importlib
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import recollect
+
+SRC = Path(recollect.__file__).parent
+MOVED = {
+    "recollect.compress": "recollect.recall.compress",
+    "recollect.experiments.fitting": "recollect.experiments.framework.fitting",
+    "recollect.experiments.models": "recollect.experiments.framework.task_models",
+    "recollect.experiments.protocol": "recollect.experiments.framework.experiment",
+    "recollect.lm.counts": "recollect.lm.model.counts",
+    "recollect.lm.groups": "recollect.lm.training.weight_decay",
+    "recollect.lm.plan": "recollect.lm.training.plan",
+    "recollect.lm.tokenizers": "recollect.lm.data.tokenizers",
+}
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """What each module imports anywhere in it, for types too; other packages by first name."""
+    paths = {module_name(path, root): path for path in root.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {one.name for one in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0 and node.module, f"{name}: imports are absolute"
+                for one in node.names:
+                    full = f"{node.module}.{one.name}"
+                    found.add(full if full in paths else node.module)
+        graph[name] = {x if x.split(".")[0] == root.name else x.split(".")[0] for x in found}
+        graph[name] -= {name}
+    return graph
+
+
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    return import_graph(SRC)
+
+
+def test_the_graph_sees_imports_for_types_and_inside_functions(tmp_path: Path) -> None:
+    package = tmp_path / "p"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.b import B\n"
+    )
+    (package / "b.py").write_text("class B:\n    def f(self):\n        from p import a\n")
+    found = import_graph(package)
+    assert found == {"p": set(), "p.a": {"typing", "p.b"}, "p.b": {"p.a"}}
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(found).prepare()
+
+
+def test_choices_and_recipes_imported_each_other() -> None:
+    graphlib.TopologicalSorter(graph()).prepare()  # raises CycleError, with the circle
+
+
+def test_the_reference_stands_on_common_alone() -> None:
+    """An allow-list, also of what its imports import, and of other packages."""
+    allowed = ("engines.reference", "engines.common", "choices", "recipe", "state", "typing")
+    seen: set[str] = set()
+    todo = {name for name in graph() if name.startswith("recollect.engines.reference")}
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        todo |= {x for x in graph().get(name, set()) if x.startswith("recollect.")} - seen
+    ours = {name.removeprefix("recollect.") for name in seen}
+    # Notes of costs write numbers with their units.
+    strange = {name for name in ours - {"report.units"} if not _within(name, allowed)}
+    assert not strange
+    theirs = {x for name in seen for x in graph()[name] if x.split(".")[0] != "recollect"}
+    assert theirs - set(sys.stdlib_module_names) == {"torch"}
+
+
+def _within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def test_no_import_trails_behind_code() -> None:
+    trailing = [
+        f"{path.relative_to(SRC)}:{number}"
+        for path in sorted(SRC.rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if "noqa" in line and "E402" in line
+    ]
+    assert not trailing
+
+
+def test_no_package_has_more_than_twelve_files_side_by_side() -> None:
+    packages = [path.parent for path in SRC.rglob("__init__.py")]
+    sizes = {
+        str(package.relative_to(SRC)): sum(x.name != "__init__.py" for x in package.glob("*.py"))
+        for package in packages
+    }
+    assert {name: n for name, n in sizes.items() if n > 12}.keys() == {"tasks", "zoo"}
+
+
+def test_a_file_above_400_lines_says_why() -> None:
+    for path in sorted(SRC.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if text.count("\n") <= 400:
+            continue
+        head = text[: text.index("from __future__")]
+        assert "# More than 400 lines:" in head, f"{path.relative_to(SRC)}: split it, or say why"
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_an_old_path_is_the_new_module_and_says_so(
+    old: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = importlib.import_module(MOVED[old])
+    monkeypatch.delitem(sys.modules, old, raising=False)
+    with pytest.warns(DeprecationWarning, match=f"^{old} is called {MOVED[old]} now$") as told:
+        module = importlib.import_module(old)
+    assert module is new
+    assert len(told) == 1
+
+
+def test_the_warning_points_at_who_imports_the_old_path(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("\nfrom recollect.compress import rewrite\nprint(rewrite.__module__)\n")
+    run = subprocess.run(
+        [sys.executable, "-W", "default::DeprecationWarning", str(script)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(SRC.parent)},
+    )
+    assert run.stdout == "recollect.recall.compress\n"
+    assert "mine.py:2: DeprecationWarning: recollect.compress is called" in run.stderr
+
+
+def test_the_package_itself_uses_no_old_path() -> None:
+    users = {name for name, found in graph().items() if found & MOVED.keys()}
+    assert not users
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        for name in ("recollect.lm", "recollect.experiments", "recollect.cli"):
+            importlib.import_module(name)
