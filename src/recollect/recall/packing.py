@@ -51,7 +51,7 @@ def scatter(y: Tensor, rows: Rows) -> Tensor:
     return torch.zeros_like(y).scatter(1, rows.index.view(shape).expand_as(y), y)
 
 
-Call = Callable[[Tensor, Tensor, Tensor, Gates, Tensor | None, State | None], tuple[Tensor, State]]
+Call = Callable[[Tensor, Tensor, Tensor, Gates, Rows | None, State | None], tuple[Tensor, State]]
 
 
 def pack_rows(
@@ -97,7 +97,7 @@ def pack_rows(
             take(k),
             take(v),
             {name: take(x, fills[name]) for name, x in gates.items()},
-            size,
+            rows,
             here,
         )
         pieces.append(y[rows.real])

@@ -37,7 +37,7 @@ from recollect.recall.checks import (
     check_values,
 )
 from recollect.recall.lowering import lower
-from recollect.recall.packing import compact, pack_rows, scatter
+from recollect.recall.packing import Rows, compact, pack_rows, scatter
 from recollect.recall.transforms import refuse_transforms
 from recollect.recipe.recipe import Recipe
 from recollect.state.initial import initial_state
@@ -134,7 +134,7 @@ def recall(
         )
 
     def call(
-        q: Tensor, k: Tensor, v: Tensor, gates: Gates, lengths: Tensor | None, start: State | None
+        q: Tensor, k: Tensor, v: Tensor, gates: Gates, rows: Rows | None, start: State | None
     ) -> tuple[Tensor, State]:
         return _run(
             recipe,
@@ -144,7 +144,8 @@ def recall(
             params=params,
             init=init,
             state=start,
-            lengths=lengths,
+            rows=rows,
+            packed=cu_seqlens is not None,
             causal=causal,
             chunk_size=chunk_size,
             output_state=output_state,
@@ -157,9 +158,7 @@ def recall(
     elif attention_mask is not None:
         rows = compact(attention_mask)
         squeezed = {name: rows.gather(x, fills[name]) for name, x in gates.items()}
-        y, after = call(
-            rows.gather(q), rows.gather(k), rows.gather(v), squeezed, rows.lengths, state
-        )
+        y, after = call(rows.gather(q), rows.gather(k), rows.gather(v), squeezed, rows, state)
         y = scatter(y, rows)
     else:
         y, after = call(q, k, v, gates, None, state)
@@ -177,7 +176,8 @@ def _run(
     params: Params,
     init: Init | None,
     state: State | None,
-    lengths: Tensor | None,
+    rows: Rows | None,
+    packed: bool,
     causal: bool,
     chunk_size: int | None,
     output_state: bool,
@@ -207,7 +207,9 @@ def _run(
         v=v,
         rates=rates,
         params=params,
-        lengths=lengths,
+        lengths=None if rows is None else rows.lengths,
+        places=None if rows is None else rows.index,
+        packed=packed,
         state=state,
         chunk_size=chunk_size,
         continues=output_state or not causal,

@@ -148,7 +148,8 @@ class LeastSquares(_Condensed):
     refused, because F tokens of strong decay leave less of the oldest than float64 resolves.
 
     Raises (by `recollect.recall`):
-        ValueError: such decays; on a GPU and under `torch.compile` nobody looks.
+        ValueError: such decays. Nobody looks under `torch.compile`, nor on a GPU at calls of one
+            token.
     """
 
     ridge: float | str = _ridge()

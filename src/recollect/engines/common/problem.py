@@ -34,6 +34,8 @@ class Problem:
         rates: every number of the recipe by engine-side name (decays as logs), ``[B, T, H, ...]``.
         params: learned tensors ``[H, ...]``.
         lengths: real tokens per row ``[B]`` (the rest is padding on the right), or ``None``.
+        places: ``[B, T]`` where each token stands in the caller's row, or ``None`` where it stands
+            there as it does here. packed: whether rows are documents of the caller's only row.
         state: where to start.
         chunk_size: an execution detail, or ``None`` for the engine's own.
         steps_per_token: associations that stand as tokens of their own, so that features see the
@@ -50,6 +52,8 @@ class Problem:
     params: Mapping[str, Tensor]
     state: State
     lengths: Tensor | None = None
+    places: Tensor | None = None
+    packed: bool = False
     chunk_size: int | None = None
     steps_per_token: int = 1
     continues: bool = True
@@ -68,6 +72,13 @@ class Problem:
         """Position of each row after this call, ``[B]``."""
         seen = self.k.shape[1] if self.lengths is None else self.lengths
         return self.state.position + seen
+
+    def place(self, row: int, token: int) -> tuple[int, int]:
+        """Row and token as the caller counts them."""
+        token //= self.steps_per_token
+        if self.places is not None:
+            token = int(self.places[row, token])
+        return 0 if self.packed else row, token
 
     def phi(self, x: Tensor, side: str, position: Tensor) -> Tensor:
         """Lift ``x [B, T, H, N, K]`` in the state's dtype."""

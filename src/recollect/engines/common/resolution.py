@@ -11,6 +11,7 @@ Local polynomials have a ridge that stays: `digits` is the dtype that holds it b
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,13 +21,13 @@ from recollect.engines.common.problem import Problem, state_dtype
 __all__ = [
     "RESET",
     "Unresolved",
-    "check",
     "digits",
     "looks",
     "loss",
     "lost_within",
     "refuse",
     "ridged",
+    "unresolved",
 ]
 
 RESET = math.log(torch.finfo(torch.float32).tiny)
@@ -36,16 +37,21 @@ MOST = 2e-5
 """The largest loss at which outputs count as the minimum."""
 
 
-class Unresolved(Exception):
-    """A dtype does not hold the digits: at which end of a chunk (slot), row and head."""
+@dataclass(frozen=True, kw_only=True)
+class Unresolved:
+    """A dtype does not hold the digits: in which of several losses, of which row and head."""
 
-    def __init__(self, slot: int, row: int, head: int, worst: float) -> None:
-        super().__init__(f"slot {slot}, row {row}, head {head}: {worst:.1e}")
-        self.slot, self.row, self.head, self.worst = slot, row, head, worst
+    index: int
+    row: int
+    head: int
+    worst: float
 
 
 def looks(x: Tensor) -> bool:
-    """Whether numbers may be looked at: a GPU would have to wait, a compiled graph would break."""
+    """Whether numbers may be looked at, token by token.
+
+    A GPU would have to wait at each; a compiled graph would break.
+    """
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -72,28 +78,26 @@ def lost_within(A: Tensor, half: Tensor) -> Tensor:
     return torch.finfo(A.dtype).eps * left.amax(-1)
 
 
-def check(lost: Tensor, *, end: int = 0, chunk: int = 1) -> None:
-    """Raise `Unresolved` where a `loss`, ``[B, H]`` or ``[n, B, H]`` of chunks, is too large.
-
-    Args:
-        end: slot after the first of these chunks. chunk: slots of a chunk.
-    """
-    if not lost.numel() or float(lost.detach().max()) <= MOST:
-        return
-    lost = lost.detach().reshape(-1, *lost.shape[-2:])
+def unresolved(lost: Tensor) -> Unresolved | None:
+    """The first `loss` of ``[n, B, H]`` that is too large. A GPU has to wait for the answer."""
+    lost = lost.detach()
+    if not lost.numel() or float(lost.max()) <= MOST:
+        return None
     first = (~(lost <= MOST)).int().argmax()  # also where it is no number
-    place, row, head = (int(x) for x in torch.unravel_index(first, lost.shape))
-    raise Unresolved(max(end + place * chunk - 1, 0), row, head, float(lost[place, row, head]))
+    index, row, head = (int(x) for x in torch.unravel_index(first, lost.shape))
+    return Unresolved(index=index, row=row, head=head, worst=float(lost[index, row, head]))
 
 
-def refuse(worst: float, *, row: int, token: int, head: int, title: str) -> ValueError:
-    """The sentence."""
-    lost = worst if worst < 1 else 1.0  # also where it is no number
+def refuse(problem: Problem, lost: Unresolved, *, token: int) -> ValueError:
+    """The sentence, with the row and the token as the caller counts them."""
+    worst = lost.worst if lost.worst < 1 else 1.0  # also where it is no number
+    row, token = problem.place(lost.row, token)
     return ValueError(
-        f"{title} is not determined at row {row}, token {token}, head {head}: decays this strong "
-        "leave less of older tokens than float64 resolves beside new ones, and the ridge fades "
-        f"with them (relative error {lost:.0e}): decay less, use fewer features, refresh the ridge "
-        "sooner (every=...), or use form='constant', whose ridge stays"
+        f"{problem.recipe.algorithm.title} is not determined at row {row}, token {token}, head "
+        f"{lost.head}: decays this strong leave less of older tokens than float64 resolves beside "
+        f"new ones, and the ridge fades with them (relative error {worst:.0e}): decay less, use "
+        "fewer features, refresh the ridge sooner (every=...), or use form='constant', whose ridge "
+        "stays"
     )
 
 

@@ -9,7 +9,6 @@ approximations of the inverse, go through products with the Gram matrices of all
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,21 +16,33 @@ from torch import Tensor
 
 from recollect.choices.algorithm.closed_form import smallest_ridge
 from recollect.engines.common.problem import Problem
-from recollect.engines.common.resolution import RESET, Unresolved, check, looks, loss, refuse
+from recollect.engines.common.resolution import RESET, Unresolved, looks, loss, refuse, unresolved
 from recollect.engines.common.ridge import association, ridge_of
 from recollect.engines.least_squares.conjugate_gradient import approximate, how
+from recollect.engines.least_squares.cutting import (
+    CHUNK,
+    Cut,
+    aligned,
+    cut,
+    gentle,
+    halves,
+    read_facts,
+    taken,
+)
 from recollect.engines.least_squares.recursion_backward import recursion
 from recollect.engines.least_squares.recursion_forward import Spans
-from recollect.engines.reference.least_squares import condensed
 from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["Cut", "cut", "describes", "refuses", "run"]
+__all__ = ["describes", "refuses", "run"]
 
-CHUNK, LEAST = 64, 8
-"""Tokens per chunk when nobody asks, measured; and under the strongest decays in float32."""
+HOPELESS, DOUBTFUL = 8.0, 4.0
+"""What F tokens decay by together above which float32 is not tried, and where nobody may look.
+
+e^−4 leaves a spread (`common.resolution`) of about 30.
+"""
 
 STALE = 1e3
 """The spread of eigenvalues above which decoding inverts the system at every token."""
@@ -71,12 +82,6 @@ def _every(recipe: Recipe) -> int:
     return inverse.every
 
 
-def _starts_anew(problem: Problem) -> bool:
-    """Whether a decay of 0 is among several tokens."""
-    logs = problem.rates["log_decay"]
-    return problem.recipe.context.forgets and logs.shape[1] > 1 and bool((logs < RESET).any())
-
-
 def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the final state."""
     B, T, H, G, _ = problem.q.shape
@@ -84,9 +89,6 @@ def run(problem: Problem) -> tuple[Tensor, State]:
         return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), problem.after()
     if not _recurs(problem.recipe):
         y, weights, slots = approximate(problem)
-    elif _starts_anew(problem):
-        # Within a chunk there is no place for it; the definition says it token by token.
-        return condensed(problem)
     else:
         y, weights, slots = _recursive(problem)
     seen = (problem.end > 0)[:, None, None, None]
@@ -100,100 +102,6 @@ def run(problem: Problem) -> tuple[Tensor, State]:
         slots={name: (rows(x, state.slots[name][0]),) for name, x in slots.items()},
     )
     return y.to(problem.v.dtype), after
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
-    """Where tokens stand once spans begin at multiples of one length.
-
-    Attributes:
-        chunk: C. per_span: chunks of a span, 0 without spans. slots: tokens in all, with gaps.
-        place: ``[B, T]`` slot of each token, or ``None`` where they stand as they are.
-        ends: ``[spans, B]``, which rows reach the end of a span.
-    """
-
-    chunk: int
-    per_span: int
-    slots: int
-    place: Tensor | None
-    ends: Tensor | None
-
-
-def cut(problem: Problem, every: int, dtype: torch.dtype) -> Cut:
-    """Cut a call into chunks, and rows that stand at different places of their span into step."""
-    T = problem.k.shape[1]
-    wanted = _gentle(problem, dtype)
-    if every == 0:
-        chunk = min(wanted, T)
-        return Cut(chunk=chunk, per_span=0, slots=-(-T // chunk) * chunk, place=None, ends=None)
-    per_span = -(-every // wanted)
-    chunk = -(-every // per_span)
-    length = per_span * chunk
-    phase = problem.state.position % every  # [B]
-    steps = torch.arange(T, device=phase.device)
-    index = phase[:, None] + steps
-    place = index // every * length + index % every
-    moves = length != every or bool((phase != 0).any())
-    furthest = int(place[:, -1].max()) + 1 if moves else T
-    spans = -(-furthest // length)
-    slots = -(-furthest // chunk) * chunk
-    last = problem.end - (problem.state.position - phase)  # tokens from the first span's start
-    border = torch.arange(1, spans + 1, device=phase.device) * every
-    ends = last[None, :] >= border[:, None]
-    return Cut(
-        chunk=chunk,
-        per_span=per_span,
-        slots=slots,
-        place=place if moves else None,
-        ends=ends,
-    )
-
-
-def _gentle(problem: Problem, dtype: torch.dtype) -> int:
-    """Tokens of a chunk: as many as decay by no more than the dtype can take apart again.
-
-    Inside a chunk, what is left of a decayed past is told from noise by subtraction. Looking at the
-    decays costs one synchronisation on a GPU.
-    """
-    wanted = problem.chunk_size or CHUNK
-    if not problem.recipe.context.forgets:
-        return wanted
-    logs = problem.rates["log_decay"].detach()
-    bound, least = (12.0, 1) if dtype == torch.float64 else (4.0, LEAST)
-    total = _total(logs)
-    while wanted > least and _strongest(total, wanted) > bound:
-        wanted //= 2
-    return wanted
-
-
-def _total(logs: Tensor) -> Tensor:
-    """Sums of log decays before each token and after the last, ``[B, T + 1, H]``."""
-    return torch.nn.functional.pad(logs.double().clamp_min(-1000.0).cumsum(1), (0, 0, 1, 0))
-
-
-def _strongest(total: Tensor, tokens: int) -> float:
-    """The most that so many tokens in a row decay by."""
-    step = min(tokens, total.shape[1] - 1)
-    return float((total[:, :-step] - total[:, step:]).max())
-
-
-def _aligned(x: Tensor, at: Cut) -> Tensor:
-    """``[B, T, ...] -> [B, slots, ...]``, zeros in between."""
-    if at.place is None:
-        missing = at.slots - x.shape[1]
-        if missing == 0:
-            return x
-        return torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1)
-    index = at.place.view(*at.place.shape, *(1,) * (x.dim() - 2)).expand_as(x)
-    return x.new_zeros(x.shape[0], at.slots, *x.shape[2:]).scatter(1, index, x)
-
-
-def _taken(y: Tensor, at: Cut, tokens: int) -> Tensor:
-    """The way back."""
-    if at.place is None:
-        return y[:, :tokens]
-    index = at.place.view(*at.place.shape, *(1,) * (y.dim() - 2))
-    return y.gather(1, index.expand(-1, -1, *y.shape[2:]))
 
 
 def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -218,63 +126,63 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     kept = torch.where(fresh[..., 0, 0], 1.0, slots["kept"])
     inverse = torch.where(fresh, torch.diag_embed(1 / ridge), slots["inverse"])
     M, D = state.weights[0].mT, slots["gram"]
-    forgets = recipe.context.forgets
-    if forgets and k.shape[1] == 1 and (not looks(k) or bool((logs < RESET).any())):
-        # In numbers alone, because a GPU that decodes should not wait.
-        anew = (logs[:, 0] < RESET)[..., None, None]
-        M, D = torch.where(anew, origin, M), torch.where(anew, 0.0, D)
-        kept = torch.where(anew[..., 0, 0], 1.0, kept)
-        inverse = torch.where(anew, torch.diag_embed(1 / ridge), inverse)
-        logs = torch.where(anew[:, None, :, 0, 0], 0.0, logs)
+    forgets, tokens = recipe.context.forgets, k.shape[1]
+    asked, features = problem.chunk_size or CHUNK, k.shape[-1]
+    facts, anew = None, None
+    if forgets and tokens > 1:
+        facts = read_facts(problem, logs, (*halves(asked), features), every=every)
+    if forgets and (facts.anew if facts else not looks(k) or bool((logs < RESET).any())):
+        # One token's in numbers alone, because a GPU that decodes should not wait.
+        anew = logs < RESET
+        logs = torch.where(anew, 0.0, logs)
+        first = anew[:, 0, :, None, None]
+        M, D = torch.where(first, origin, M), torch.where(first, 0.0, D)
+        kept = torch.where(anew[:, 0], 1.0, kept)
+        inverse = torch.where(first, torch.diag_embed(1 / ridge), inverse)
     given = (q, k, v, logs, ridge, M, D, kept, origin)
     wide, narrow = torch.float64, k.dtype
-    step = k.shape[1] == 1 and not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+    step = tokens == 1 and not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+    compiling = torch.compiler.is_compiling()
+    looked = forgets and (looks(k) or (tokens > 1 and not compiling))
     # What a chunk loses of its own, single tokens do not.
-    ways = [(narrow, problem), (wide, problem), (wide, dataclasses.replace(problem, chunk_size=1))]
-    if narrow == wide or (forgets and (step or _strong(problem))):
+    ways = [(narrow, asked), (wide, asked), (wide, 1)]
+    bound = DOUBTFUL if compiling else HOPELESS
+    if narrow == wide or (forgets and (facts is None or facts.most[features] > bound)):
         ways = ways[1:]
-    for dtype, asked in ways:
-        try:
-            P, *numbers = (x.to(dtype) for x in (inverse, *given))
-            if step:
-                y, M, D, rho, P = _step(problem, every, P, *numbers)
-            else:
-                y, M, D, rho, P = _chunks(asked, every, P.detach(), *numbers)
-        except Unresolved as lost:
-            if not all(bool(x.isfinite().all()) for x in (k, logs, ridge, D)):
-                y = problem.v.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
-                return y, state.weights[0], slots  # what went in as no number is refused for that
-            if asked is ways[-1][1] or step:
-                raise refuse(
-                    lost.worst,
-                    row=lost.row,
-                    token=lost.slot,
-                    head=lost.head,
-                    title=recipe.algorithm.title,
-                ) from None
+    if step:
+        ways = ways[:1]
+
+    def attempt(dtype: torch.dtype, size: int) -> tuple[Cut, tuple[Tensor, ...], Unresolved | None]:
+        P, *numbers = (x.to(dtype) for x in (inverse, *given))
+        if step:
+            at, (*found, losses) = Cut(chunk=1, slots=1), _step(problem, every, P, *numbers)
         else:
+            size = size if facts is None else gentle(facts, size, dtype)
+            in_step = facts is not None and facts.in_step
+            at = cut(problem, size, every=every, in_step=in_step, anew=anew)
+            *found, losses = _chunks(problem, at, P.detach(), *numbers)
+        return at, tuple(found), unresolved(losses) if looked else None
+
+    at, (y, M, D, rho, P), lost = attempt(*ways[0])
+    for way in ways[1:]:
+        if lost is None:
             break
-    else:
-        raise AssertionError("the last way returns or raises")
+        at, (y, M, D, rho, P), lost = attempt(*way)
+    if lost is not None:
+        if not all(bool(x.isfinite().all()) for x in (k, logs, ridge, slots["gram"])):
+            y = problem.v.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
+            return y, state.weights[0], slots  # what went in as no number is refused for that
+        real = tokens if problem.lengths is None else int(problem.lengths[lost.row])
+        raise refuse(problem, lost, token=at.last(lost.row, lost.index, real))
     held = recipe.algorithm.wide(recipe)
     found = {"gram": D, "origin": origin.mT, "kept": rho, "inverse": P}
     found = {name: x.to(wide if name in held else narrow) for name, x in found.items()}
     return y, M.mT.to(narrow), found
 
 
-def _strong(problem: Problem) -> bool:
-    """Whether decays are too strong for float32 where the outcome cannot be looked at.
-
-    F tokens that decay by e^−4 together have a spread (`common.resolution`) of about 30.
-    """
-    logs = problem.rates["log_decay"].detach()
-    features = problem.recipe.features.dim(problem.k.shape[-1])
-    return not looks(logs) and _strongest(_total(logs), features) > 4.0
-
-
 def _chunks(
     problem: Problem,
-    every: int,
+    at: Cut,
     P: Tensor,
     q: Tensor,
     k: Tensor,
@@ -285,29 +193,22 @@ def _chunks(
     D: Tensor,
     kept: Tensor,
     origin: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs and `recursion_backward`'s state after all tokens."""
-    if problem.recipe.context.forgets and looks(P):
-        # What a call before has left may need more digits than its own tokens.
-        G = D + torch.diag_embed(kept.unsqueeze(-1) * ridge)
-        check(loss(G, P, torch.zeros_like(kept)))
-    at = cut(problem, every, k.dtype)
+) -> tuple[Tensor, ...]:
+    """Outputs, `recursion_backward`'s state after all tokens, and what is lost ``[1 + n, B, H]``.
+
+    The first loss is that of the state from before: what a call has left may need more digits than
+    the next one's tokens.
+    """
+    tokens, forgets = k.shape[1], problem.recipe.context.forgets
     spans = Spans(
-        chunk=at.chunk,
-        every=at.per_span,
-        ends=at.ends,
-        forgets=problem.recipe.context.forgets,
-        continues=problem.continues,
+        chunk=at.chunk, ends=at.ends, anew=at.anew, forgets=forgets, continues=problem.continues
     )
-    q, k, v, logs = (_aligned(x, at) for x in (q, k, v, logs))
-    try:
-        y, *after = recursion(q, k, v, logs, ridge, M, D, kept, origin, inverse=P, spans=spans)
-    except Unresolved as lost:
-        slots = torch.arange(problem.k.shape[1]) if at.place is None else at.place[lost.row]
-        lost.slot = int((slots < lost.slot).sum().clamp_max(len(slots) - 1))
-        raise
-    M, D, kept, P = after
-    return _taken(y, at, problem.k.shape[1]), M, D, kept, P
+    q, k, v, logs = (aligned(x, at) for x in (q, k, v, logs))
+    y, *after, lost = recursion(q, k, v, logs, ridge, M, D, kept, origin, inverse=P, spans=spans)
+    if forgets:
+        G = D + torch.diag_embed(kept.unsqueeze(-1) * ridge)
+        lost = torch.cat([loss(G, P, torch.zeros_like(kept)).detach().unsqueeze(0), lost])
+    return taken(y, at, tokens), *after, lost
 
 
 def _step(
@@ -323,11 +224,12 @@ def _step(
     D: Tensor,
     kept: Tensor,
     origin: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """One token by the Sherman–Morrison formula, and the border's rule where a span ends.
 
-    In O(F (F + V)), beside an inverse at a border. Written apart from the chunks' recursion,
-    because decoding is bound by the number of operations.
+    Returns what `_chunks` does; nothing is lost where no system is inverted. In O(F (F + V)), and
+    an inverse at a border. Written apart from the chunks' recursion, because decoding is bound by
+    the number of operations.
     """
     forgets, W, origin = problem.recipe.context.forgets, M.mT, origin.mT
     key, value = k[:, 0], v[:, 0]  # [B, H, F], [B, H, V]
@@ -354,6 +256,7 @@ def _step(
         size = D.diagonal(dim1=-2, dim2=-1).sum(-1) + target * ridge.sum(-1)
         inverse = P.diagonal(dim1=-2, dim2=-1).sum(-1)
         fixed = fixed | (size * inverse > STALE * P.shape[-1] ** 2)
+    lost = kept.new_zeros(0, *kept.shape)
     if D.device.type != "cpu" or bool(fixed.any()):
         G = D + torch.diag_embed(target.unsqueeze(-1) * ridge)
         fresh = torch.cholesky_inverse(torch.linalg.cholesky_ex(G)[0])
@@ -362,6 +265,6 @@ def _step(
         W = W - ((W - origin) * by.unsqueeze(-2)) @ fresh
         P = torch.where(fixed[..., None, None], fresh, P)
         kept = torch.where(fixed, target, kept)
-        if forgets and looks(P):
-            check(loss(G, P, raised))
-    return y, W.mT, D, kept, P
+        if forgets:
+            lost = loss(G, P, raised).unsqueeze(0)
+    return y, W.mT, D, kept, P, lost

@@ -14,6 +14,8 @@ from P = (D + ρI)⁻¹ of its Gram matrix. At a *border* ρ is raised from κλ
 
     P ← (D + τλ)⁻¹,   M ← M − (τ − κ) P λ (M − M₀)
 
+Where a memory starts anew, a chunk starts from D = 0, ρ = λ and M = M₀ in place of what was.
+
 Backward works on the statistics G = D + ρI and J = WG, on which everything above is linear. With
 z_t = P_t q_t, m_t = W_tᵀ ȳ_t, U = ∂/∂J, N = −∂/∂G and g_i = a_C/a_i the decay from i to the end::
 
@@ -59,7 +61,7 @@ def recursion(
     *,
     inverse: Tensor,
     spans: Spans,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Outputs and the state after all tokens.
 
     Args:
@@ -70,7 +72,8 @@ def recursion(
         inverse: (D + ρI)⁻¹; the gradient goes through what it is the inverse of.
 
     Returns:
-        y ``[B, S, H, G, V]``, M, D, kept and the inverse.
+        y ``[B, S, H, G, V]``, M, D, kept and the inverse, and what each chunk has lost
+        (`common.resolution`), ``[n, B, H]``; nothing is lost without decay, and n = 0.
     """
     layout = Layout.of(q, spans)
     tensors = (q, k, v, log_decay, ridge, M, D, kept, origin)
@@ -89,7 +92,8 @@ class _Recursion(torch.autograd.Function):
     def forward(ctx: Any, layout: Layout, inverse: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         out, saved = forward(layout, inverse, *tensors, keep=True)
         ctx.layout, ctx.kept = layout, saved
-        _, M, D, kept, P = out
+        _, M, D, kept, P, lost = out
+        ctx.mark_non_differentiable(lost)
         ctx.save_for_backward(*tensors, M, D, kept, P)
         return out
 
@@ -110,7 +114,7 @@ def _backward(
     grads: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     q, k, v, log_decay, ridge, M0, D0, kept, origin = tensors
-    dy, dM, dD, dkept, dP = grads
+    dy, dM, dD, dkept, dP, _ = grads
     flat = layout.heads
     F, V = k.shape[-1], v.shape[-1]
     lam, W0 = flat(ridge), flat(origin).mT  # [BH, F], [BH, V, F]
@@ -132,6 +136,7 @@ def _backward(
     C = layout.spans.chunk
     shape = (layout.B, layout.H)
     chunks = k.shape[1] // C
+    anew = None if layout.spans.anew is None else layout.spans.anew.flatten(1)
     # ∂/∂log γ of a chunk's tokens beside the flow: through κ at the next border.
     own = torch.zeros(chunks, *shape, dtype=torch.float64, device=k.device)
     drop = torch.zeros_like(own)
@@ -166,6 +171,13 @@ def _backward(
             own[chunk] = opened.view(shape)
             later[i] = both
             both = both * ends[i] + add[i]
+            if anew is not None:
+                # What was before has no part in G = λ and J = λW₀.
+                fresh = torch.where(anew[chunk, :, None, None], both, 0.0)
+                dlam = dlam + (fresh[:, :V] * W0).sum(-2)
+                dlam = dlam - fresh[:, V:].diagonal(dim1=-2, dim2=-1)
+                dW0 = dW0 + fresh[:, :V] * lam.unsqueeze(-2)
+                both, opened = both - fresh, torch.where(anew[chunk], 0.0, opened)
         keys = layout.split(k[:, start:stop]).contiguous()
         values = layout.split(v[:, start:stop]).contiguous()
         near = torch.cat([plus(bmm(T.mT, z), S.mT, m), bmm(S.mT, Y).neg_()], dim=-1)
@@ -182,7 +194,7 @@ def _backward(
         dv[:, start:stop] = layout.join(near[..., F:])
         fall = (near[..., :F] * keys).sum(-1) + (near[..., F:] * values).sum(-1)
         falls[:, start:stop] = layout.join(fall.double() / 2)
-    dlog = _decays(flow.view(shape), falls, drop, own, C)
+    dlog = _decays(flow.view(shape), falls, drop, own, layout.spans)
     G0 = flat(D0) + torch.diag_embed(flat(kept)[:, None] * lam)
     U, N = both.split([V, F], dim=-2)
     dM0 = G0 @ U.mT
@@ -196,8 +208,17 @@ def _backward(
     return dq, dk, dv, dlog.to(log_decay.dtype), dlam, dM0, dG0, dkept0, dW0
 
 
-def _decays(flow: Tensor, falls: Tensor, drop: Tensor, own: Tensor, C: int) -> Tensor:
+def _decays(flow: Tensor, falls: Tensor, drop: Tensor, own: Tensor, spans: Spans) -> Tensor:
     """∂/∂log γ ``[B, S, H]``: the flow from the end, less what falls out on the way."""
+    C = spans.chunk
+    if spans.anew is not None:
+        # All that is left at a new start falls out there.
+        left, within = flow, falls.unflatten(1, (-1, C)).sum(2)
+        drop = drop.clone()
+        for i in reversed(range(len(drop))):
+            left = left - drop[i] - within[:, i]
+            if i:
+                drop[i - 1] += torch.where(spans.anew[i], left, 0.0)
     within = falls.flip(1).cumsum(1).flip(1)
     later = drop.flip(0).cumsum(0).flip(0).repeat_interleave(C, dim=0)  # [S, B, H]
     mine = own.repeat_interleave(C, dim=0)

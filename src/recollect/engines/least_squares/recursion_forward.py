@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recollect.choices.algorithm.closed_form import smallest_ridge
 from recollect.engines.common.linalg import bmm, plus
-from recollect.engines.common.resolution import check, looks, loss, lost_within
+from recollect.engines.common.resolution import loss, lost_within
 
 __all__ = ["Kept", "Layout", "Spans", "forward"]
 
@@ -24,23 +24,19 @@ class Spans:
 
     Attributes:
         chunk: C, tokens of a chunk; the number of tokens is a multiple of it.
-        every: chunks of a span, at whose end the ridge is refreshed; 0 for never.
-        ends: ``[spans, B]``, which rows reach the end of a span.
+        ends: ``[n, B]``, which rows reach the end of a span with a chunk, at which the ridge is
+            refreshed; ``None`` for never.
+        anew: ``[n, B, H]``, which memories start anew with a chunk: D = 0, ρ = λ, W = W₀; ``None``
+            for none.
         forgets: whether there is any decay; without, there is nothing to refresh.
         continues: whether the Gram matrix after all tokens will be looked at.
     """
 
     chunk: int
-    every: int
     ends: Tensor | None
+    anew: Tensor | None = None
     forgets: bool
     continues: bool = True
-
-    def border(self, chunk: int) -> int | None:
-        """Index of the span that ends with this chunk."""
-        if self.every == 0 or (chunk + 1) % self.every:
-            return None
-        return chunk // self.every
 
 
 @dataclass(frozen=True)
@@ -65,6 +61,7 @@ class Kept:
     solved: list[Tensor]  # [n, BH, C, F + V]: −X and R
     factors: list[Tensor]  # [n, BH, C, C]
     borders: list[Border]
+    lost: list[Tensor]  # [n, BH], `common.resolution`
 
 
 # -- laying out ----------------------------------------------------------------------------------
@@ -167,6 +164,7 @@ class _Group:
         solved: ``[n, BH, C, F + V]``: 0 and the values; then −K P and V − K M; then −X and R.
         states: ``[n + 1, BH, F, F + V]``: P and M before each chunk and after the last.
         factors: L, ``[n, BH, C, C]``, or L⁻¹ where there is decay; where they are kept.
+        anew: ``[n, BH]``, which memories start anew with a chunk.
     """
 
     first: int
@@ -176,6 +174,7 @@ class _Group:
     solved: Tensor
     states: Tensor
     factors: Tensor | None
+    anew: Tensor | None
 
     @property
     def least(self) -> float:
@@ -197,15 +196,16 @@ def forward(
     origin: Tensor,
     *,
     keep: bool,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Kept]:
-    """Outputs and end state as `recursion_backward.recursion`, and what backward needs."""
+) -> tuple[tuple[Tensor, ...], Kept]:
+    """All that `recursion_backward.recursion` returns, and what backward needs."""
     spans, C = layout.spans, layout.spans.chunk
     F, V = k.shape[-1], v.shape[-1]
     ridge, origin = layout.heads(ridge), layout.heads(origin)
     Z = torch.cat([layout.heads(inverse), layout.heads(M)], dim=-1)  # [BH, F, F + V]
     D, kappa = layout.heads(D), layout.heads(kept)
     y = v.new_empty(*q.shape[:-1], V)
-    saved = Kept(states=[], solved=[], factors=[], borders=[])
+    saved = Kept(states=[], solved=[], factors=[], borders=[], lost=[])
+    anew = None if spans.anew is None else spans.anew.flatten(1)
     nothing = v.new_zeros(())
     for start, stop in layout.groups:
         keys = layout.split(k[:, start:stop])
@@ -219,6 +219,7 @@ def forward(
             solved=keys.new_empty(n, BH, C, F + V),
             states=keys.new_empty(n + 1, BH, F, F + V),
             factors=keys.new_empty(n, BH, C, C) if keep else None,
+            anew=None if anew is None else anew[start // C : stop // C],
         )
         group.solved[..., :F] = 0
         group.solved[..., F:] = layout.split(v[:, start:stop])
@@ -226,7 +227,7 @@ def forward(
         if not spans.forgets:
             _kept(group)
         else:
-            D, kappa = _forgetting(layout, group, D, kappa, ridge, origin, saved.borders)
+            D, kappa = _forgetting(layout, group, D, kappa, ridge, origin, saved)
         Z = group.states[-1]
         # Rounding leaves P a little unsymmetric, and the recursion would feed on that.
         Z[..., :F] = (Z[..., :F] + Z[..., :F].mT) / 2
@@ -242,10 +243,10 @@ def forward(
         flat = k.transpose(1, 2).flatten(0, 1)
         D = torch.baddbmm(D, flat.mT, flat)
     P, M = Z.split([F, V], dim=-1)
-    M, D, kappa, P = (
-        x.unflatten(0, (layout.B, layout.H)) for x in (M.clone(), D, kappa, P.clone())
-    )
-    return (y, M, D, kappa, P), saved
+    shape = (layout.B, layout.H)
+    M, D, kappa, P = (x.unflatten(0, shape) for x in (M.clone(), D, kappa, P.clone()))
+    lost = torch.cat([*saved.lost, kappa.new_zeros(0, *shape).flatten(1)]).unflatten(1, shape)
+    return (y, M, D, kappa, P, lost), saved
 
 
 def _kept(group: _Group) -> None:
@@ -298,36 +299,38 @@ def _forgetting(
     kappa: Tensor,
     ridge: Tensor,
     origin: Tensor,
-    borders: list[Border],
+    saved: Kept,
 ) -> tuple[Tensor, Tensor]:
     """Chunks with decay: every P comes from its Gram matrix, so only M is sequential.
 
     P − XᵀX would lose what strong decay leaves of it. A chunk takes M to T M + U with
     T = I − XᵀL⁻¹K and U = XᵀL⁻¹V, which all chunks find at once; then R = L⁻¹(V − K M).
     """
-    F = group.keys.shape[-1]
+    F, anew = group.keys.shape[-1], group.anew
     ends = group.reach[..., -1]
     systems = _grams(group.keys, group.logs)
-    for gram, end in zip(systems.unbind(0), ends.unbind(0), strict=True):
+    carried = ends if anew is None else torch.where(anew, 0.0, ends)
+    for gram, end in zip(systems.unbind(0), carried.unbind(0), strict=True):
         D = gram.addcmul_(D, end[:, None, None])
     D = D.clone()
-    found = _borders(layout, group.first, systems, ends, kappa, ridge)
-    borders += found
+    found = _borders(layout, group, systems, kappa, ridge)
+    saved.borders += found
     kappa = found[-1].after
     after = torch.stack([border.after for border in found])
     systems.diagonal(dim1=-2, dim2=-1).add_(after.unsqueeze(-1) * ridge)
     P = _inverse(systems)
     group.states[1:, ..., :F] = P
+    if anew is not None:
+        fresh = torch.diag_embed(1 / ridge)
+        starts = group.states[:-1, ..., :F]
+        starts.copy_(torch.where(anew[..., None, None], fresh, starts))
     KP = bmm(group.keys, group.states[:-1, ..., :F])
     A = bmm(KP, group.keys.mT)
     A.diagonal(dim1=-2, dim2=-1).add_(group.reach)
     _floor(A, group.reach, group.least)
     half = _halves(A)
-    if looks(A):
-        floor = torch.stack([border.floor for border in found]) * ridge.mean(-1)
-        lost = torch.maximum(loss(systems, P, floor), lost_within(A, half))
-        C = layout.spans.chunk
-        check(lost.unflatten(1, (layout.B, layout.H)), end=(group.first + 1) * C, chunk=C)
+    floor = torch.stack([border.floor for border in found]) * ridge.mean(-1)
+    saved.lost.append(torch.maximum(loss(systems, P, floor), lost_within(A, half)))
     if group.factors is not None:
         group.factors = half
     X = bmm(half, KP)
@@ -337,13 +340,10 @@ def _forgetting(
     step[..., :F].neg_().diagonal(dim1=-2, dim2=-1).add_(1)
     _raise(step, P, found, ridge, origin)
     states = group.states[..., F:]
-    for before, then, (T, U) in zip(
-        states[:-1].unbind(0),
-        states[1:].unbind(0),
-        (x.split([F, x.shape[-1] - F], dim=-1) for x in step.unbind(0)),
-        strict=True,
-    ):
-        torch.baddbmm(U, T, before, out=then)
+    for i, (T, U) in enumerate(x.split([F, x.shape[-1] - F], dim=-1) for x in step.unbind(0)):
+        if anew is not None:
+            states[i] = torch.where(anew[i, :, None, None], origin, states[i])
+        torch.baddbmm(U, T, states[i], out=states[i + 1])
     torch.neg(X, out=group.solved[..., :F])
     rest = whitened[..., F:].contiguous()
     group.solved[..., F:] = plus(rest, whitened[..., :F], states[:-1], alpha=-1)
@@ -357,23 +357,23 @@ def _grams(keys: Tensor, logs: Tensor) -> Tensor:
 
 
 def _borders(
-    layout: Layout, first: int, grams: Tensor, ends: Tensor, kappa: Tensor, ridge: Tensor
+    layout: Layout, group: _Group, grams: Tensor, kappa: Tensor, ridge: Tensor
 ) -> list[Border]:
     """What happens to ρ after each chunk, from the Gram matrices there."""
-    spans = layout.spans
+    spans, ends = layout.spans, group.reach[..., -1]
     floors = smallest_ridge(grams).squeeze(-1) / ridge.mean(-1)  # [n, BH]
     found: list[Border] = []
-    for index, (least, end) in enumerate(zip(floors.unbind(0), ends.unbind(0), strict=True)):
+    for i, (least, end) in enumerate(zip(floors.unbind(0), ends.unbind(0), strict=True)):
+        if group.anew is not None:
+            kappa = torch.where(group.anew[i], 1.0, kappa)
         kappa = kappa * end
         fixed, target = least > kappa, torch.maximum(kappa, least)
         floor = torch.where(fixed, least, 0.0)
-        span = spans.border(first + index)
-        if span is not None:
-            assert spans.ends is not None
-            reached = spans.ends[span].repeat_interleave(layout.H)
+        if spans.ends is not None:
+            reached = spans.ends[group.first + i].repeat_interleave(layout.H)
             target = torch.where(reached, 1.0, target)
             fixed = fixed | reached
-        found.append(Border(first + index, kappa, target, fixed, floor))
+        found.append(Border(group.first + i, kappa, target, fixed, floor))
         kappa = target
     return found
 

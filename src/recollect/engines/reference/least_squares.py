@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recollect.choices.algorithm.closed_form import smallest_ridge
 from recollect.engines.common.problem import Problem
-from recollect.engines.common.resolution import RESET, Unresolved, check, looks, loss, refuse
+from recollect.engines.common.resolution import RESET, loss, refuse, unresolved
 from recollect.engines.common.ridge import Statistics, association, dense, ridge_of
 from recollect.state.state import State
 
@@ -104,15 +104,14 @@ def condensed(problem: Problem) -> tuple[Tensor, State]:
 
 
 def _resolved(problem: Problem, now: Statistics, floor: Tensor, t: int) -> None:
-    """Refuse a token that leaves no digits."""
-    if not looks(now.gram):
+    """Refuse a token that leaves no digits. On a GPU its dense solve waits anyway."""
+    if torch.compiler.is_compiling():
         return
     system = now.system.detach()
-    try:
-        check(loss(system, torch.linalg.inv_ex(system)[0], floor * now.ridge.mean(-1)))
-    except Unresolved as lost:
-        title = problem.recipe.algorithm.title
-        raise refuse(lost.worst, row=lost.row, token=t, head=lost.head, title=title) from None
+    lost = loss(system, torch.linalg.inv_ex(system)[0], floor * now.ridge.mean(-1))
+    found = unresolved(lost.unsqueeze(0))
+    if found is not None:
+        raise refuse(problem, found, token=t)
 
 
 def _chosen(rows: Tensor, new: Statistics, old: Statistics) -> Statistics:
