@@ -153,8 +153,12 @@ def cost(
 
     Args:
         recipe: the regression problem.
-        K: key channels. V: value channels. H: memories. T: tokens. B: rows.
-        G: query heads per memory.
+        K: key channels, ≥ 1.
+        V: value channels, ≥ 1.
+        H: memories (heads of keys and values), ≥ 1.
+        T: tokens, ≥ 0.
+        B: rows, ≥ 1.
+        G: query heads per memory, ≥ 1.
         dtype_bytes: of q, k and v: 2, 4 or 8; states have 4, or 8 when these have 8.
         method: as for `recollect.recall`.
 

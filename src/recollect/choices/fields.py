@@ -243,7 +243,15 @@ def integer(
     optional: bool = False,
     size: bool = False,
 ) -> Any:
-    """Field for a whole number with a lower bound; ``size`` as in `Domain`."""
+    """Field for a whole number with a lower bound; ``size`` as in `Domain`.
+
+    Args:
+        default: its value when it is not given; required when omitted.
+        at_least: the least value allowed.
+        optional: whether ``None`` is allowed.
+        size: whether it only makes the same thing larger (a window's length), so that systems are
+            known by name whatever it is.
+    """
 
     def check(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
@@ -266,7 +274,16 @@ def number(
     at_most: float | None = None,
     optional: bool = False,
 ) -> Any:
-    """Field for a finite real constant (never a gate) with bounds."""
+    """Field for a finite real constant (never a gate) with bounds.
+
+    Args:
+        default: its value when it is not given; required when omitted.
+        above: an exclusive lower bound.
+        at_least: an inclusive lower bound.
+        below: an exclusive upper bound.
+        at_most: an inclusive upper bound.
+        optional: whether ``None`` is allowed.
+    """
     span = Range(
         low=above if above is not None else at_least,
         high=below if below is not None else at_most,
@@ -285,7 +302,13 @@ def number(
 
 
 def option(default: Any, *options: str, optional: bool = False) -> Any:
-    """Field for one word out of several; ``default`` is among them."""
+    """Field for one word out of several; ``default`` is among them.
+
+    Args:
+        default: the word it holds when none is given.
+        *options: the words allowed beside the default.
+        optional: whether ``None`` is allowed.
+    """
     words = tuple(word for word in dict.fromkeys((default, *options)) if word is not None)
 
     def check(value: Any) -> str:
@@ -319,7 +342,14 @@ def text(default: Any = dataclasses.MISSING) -> Any:
 
 
 def slot(default: Any, kind: str, *, optional: bool = False, many: bool = False) -> Any:
-    """Field for another member (or a tuple of members) of the given kind."""
+    """Field for another member (or a tuple of members) of the given kind.
+
+    Args:
+        default: the member it holds when none is given; ``None`` with ``optional``.
+        kind: the choice it belongs to: ``"retention"``, ``"features"``, ``"context"``, ...
+        optional: whether ``None`` is allowed.
+        many: whether it holds a tuple of members.
+    """
 
     def one(value: Any) -> Member:
         from recollect.choices.member import Member  # which is made of these fields

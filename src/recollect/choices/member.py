@@ -212,7 +212,12 @@ class Member:
         return found | {gate.name: gate.axes for gate in self.gates()}
 
     def varies(self, name: str, neutral: float) -> bool:
-        """Whether it declares that number, and as anything but the constant ``neutral``."""
+        """Whether it declares that number, and as anything but the constant ``neutral``.
+
+        Args:
+            name: as engines know it: ``"lr"``, ``"log_decay"``.
+            neutral: the constant that would change nothing.
+        """
         return name in self.numbers and self.constants().get(name) != neutral
 
     def field_of(self, name: str) -> str | None:
@@ -246,6 +251,10 @@ class Member:
         """How a quantity stands in an equation: its number, or its letter.
 
         A gate carries the index of its token, ``η_t``; a param does not.
+
+        Args:
+            field: name of a quantity's field.
+            at: index of the token that a gate carries.
         """
         value = getattr(self, field)
         (spec,) = (f.metadata.get(RULE) for f in self._fields() if f.name == field)

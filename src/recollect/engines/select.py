@@ -112,6 +112,7 @@ def select(recipe: Recipe, method: str = "auto") -> Selection:
     """Choose an engine for a recipe.
 
     Args:
+        recipe: to be run.
         method: ``"auto"``, ``"reference"``, or an engine's name.
 
     Raises:

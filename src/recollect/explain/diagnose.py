@@ -243,6 +243,7 @@ def diagnose(layer: MemoryLayer, x: Tensor) -> Diagnosis:
 
     Raises:
         ValueError: x of another shape, or without a token.
+        RecipeError: something else than a `MemoryLayer`.
     """
     if not isinstance(layer, MemoryLayer):
         raise RecipeError(

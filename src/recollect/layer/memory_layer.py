@@ -330,6 +330,12 @@ class MemoryLayer(nn.Module):
         """What tokens ``x`` memorise and ask, as `recollect.recall` takes it.
 
         Rows are without padding, or padded on the right only.
+
+        Args:
+            x: tokens ``[B, T, d_model]``.
+            state: of the tokens before.
+            rows: which rows are shorter than T, and how long they are.
+            borders: ``[N + 1]`` borders of N documents packed in one row.
         """
         options, n = self.options, self.recipe.associations
         lengths = None if rows is None else rows.lengths

@@ -72,7 +72,12 @@ class LayerState:
     def to(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LayerState:
-        """Move; ``dtype`` applies to floating-point tensors."""
+        """Move; ``dtype`` applies to floating-point tensors.
+
+        Args:
+            device: where tensors go; they stay when omitted.
+            dtype: of floating-point tensors; theirs when omitted.
+        """
         return self.map(
             lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None)
         )
@@ -81,6 +86,10 @@ class LayerState:
         """Rows where ``mask [B]`` is True start anew, their memory from ``init``.
 
         ``layer.initial_memory`` gives the ``init`` of a layer that learned one.
+
+        Args:
+            mask: ``[B]``, True where a row starts anew.
+            init: initial memory, as for `recollect.recall`; zeros when omitted.
         """
         rows = mask.to(self.position.device).view(-1, 1, 1)
         beside = {n: torch.where(rows, 0.0, x).to(x.dtype) for n, x in self._beside.items()}

@@ -104,7 +104,15 @@ class Prompt:
 
     @torch.no_grad()
     def extended(self, model: RecollectForCausalLM, more: Tensor) -> Prompt:
-        """This text and ``more [B, t]`` after it, read but for the last column."""
+        """This text and ``more [B, t]`` after it, read but for the last column.
+
+        Args:
+            model: which reads; the one that read this text.
+            more: token ids ``[B, t]``.
+
+        Raises:
+            ValueError: rows that are not this text's.
+        """
         told = self.inputs(more)
         ids, mask, seen = told["input_ids"], told["attention_mask"], self.cache.seen
         cache = told["past_key_values"]
@@ -180,6 +188,10 @@ class Prompt:
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: RecollectForCausalLM) -> Prompt:
         """Read what `save` wrote, onto the model's device.
+
+        Args:
+            path: a file that `save` wrote.
+            model: the model that read the text.
 
         Raises:
             CheckpointError: a file that is cut short, altered, or of another model.

@@ -294,6 +294,7 @@ def read(
 
     Raises:
         RecipeError: neither or both of ``state`` and ``init``; gates the read needs are missing.
+        ValueError: queries that do not fit the state, or something else in its place.
     """
     refuse_transforms((q, *_tensors(gates), *_tensors(params)))
     check_recipe(recipe)

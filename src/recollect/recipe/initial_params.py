@@ -37,8 +37,12 @@ def initial_params(
 
     Args:
         recipe: whose params.
-        H: memories. K, V: key and value channels.
+        H: memories.
+        K: key channels.
+        V: value channels.
         generator: of the drawn ones; torch's global one when omitted.
+        dtype: of the result.
+        device: of the result; the CPU when omitted.
 
     Raises:
         RecipeError: sizes that the recipe cannot have.

@@ -121,13 +121,23 @@ class State:
     def to(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
-        """Move; ``dtype`` applies to floating-point tensors."""
+        """Move; ``dtype`` applies to floating-point tensors.
+
+        Args:
+            device: where tensors go; they stay when omitted.
+            dtype: of floating-point tensors; theirs when omitted.
+        """
         return self.map(
             lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None)
         )
 
     def reset(self, mask: Tensor, init: Init | None = None) -> State:
-        """Rows where ``mask [B]`` is True start anew, from ``init`` (zeros when omitted)."""
+        """Rows where ``mask [B]`` is True start anew, from ``init`` (zeros when omitted).
+
+        Args:
+            mask: ``[B]``, True where a row starts anew.
+            init: initial memory, as for `recollect.recall`; zeros when omitted.
+        """
         rows = mask.to(self.position.device)
         starts = [torch.zeros_like(w) for w in self.weights]
         given = () if init is None else (init,) if isinstance(init, Tensor) else tuple(init)

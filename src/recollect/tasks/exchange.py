@@ -39,6 +39,10 @@ def spread_keys(n: int, d: int) -> Tensor:
     soft maximum of the inner products from a fixed start (seconds, then remembered); n vectors need
     inner products of at least √((n − d)/(d(n − 1))) (Welch), so that 64 need d ≥ 33.
 
+    Args:
+        n: vectors, ≥ 1.
+        d: size of each, ≥ 1.
+
     Raises:
         ValueError: sizes for which no such keys are known.
     """

@@ -140,8 +140,17 @@ def needles(
 ) -> tuple[Tensor, Tensor]:
     """Draw prompts as bytes, see `needle_prompts`.
 
+    Args:
+        config: of the prompts.
+        haystack: sentences of a text (`recollect.tasks.sentences`); ``passkey`` needs none.
+        batch: B, how many.
+        generator: the only source of randomness, on the CPU.
+
     Returns:
         ``(inputs, labels)``, int64 ``[B, length − 1]``, with labels at the answer's bytes: the
         value and the full stop that ends it.
+
+    Raises:
+        ValueError: a negative batch; no sentences; a length that holds too little.
     """
     return as_bytes(needle_prompts(config, haystack, batch, generator), config.length)

@@ -141,9 +141,18 @@ def story_bytes(
 ) -> tuple[Tensor, Tensor]:
     """`story_prompts` as bytes.
 
+    Args:
+        config: of the stories.
+        background: sentences of a text (`recollect.tasks.sentences`).
+        batch: B, how many.
+        generator: the only source of randomness, on the CPU.
+
     Returns:
         ``(inputs, labels)``, int64 ``[B, length − 1]``, with labels at the answer's bytes: the word
         and the full stop that ends it.
+
+    Raises:
+        ValueError: a negative batch; no sentences; a length that holds too little.
     """
     return as_bytes(story_prompts(config, background, batch, generator), config.length)
 

@@ -98,6 +98,7 @@ def words(config: WordConfig, batch: int, generator: torch.Generator) -> tuple[T
     """Uniform words and their running products.
 
     Args:
+        config: of the words.
         batch: words.
         generator: the only source of randomness.
 

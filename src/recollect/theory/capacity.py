@@ -122,6 +122,14 @@ def fit_error(
     steps on all weights, from three random starts, the best of them; their result is a bound on
     what exists, from the side of what was found. Kernels: an interpolation of the Gram matrix.
 
+    Args:
+        recipe: whose memory and features are fitted.
+        count: N, pairs.
+        K: key channels.
+        V: value channels.
+        seed: of the pairs, of drawn params and of random starts.
+        unit: whether keys have length 1.
+
     Cost: O(N² F), or 300 solves of the number of weights.
 
     Raises:

@@ -29,7 +29,8 @@ def best_memory(w_k: Tensor, w_v: Tensor, second_moment: Tensor) -> Tensor:
     """S* of AM 46, ``[..., V, K]``.
 
     Args:
-        w_k: ``[..., K, D]``. w_v: ``[..., V, D]``.
+        w_k: ``[..., K, D]``.
+        w_v: ``[..., V, D]``.
         second_moment: Σ ``[D, D]``.
 
     Raises:
@@ -55,7 +56,8 @@ def approach(
     Args:
         recipe: a matrix memory.
         x: inputs ``[T, D]``.
-        w_k: ``[H, K, D]``. w_v: ``[H, V, D]``: one head, or several.
+        w_k: ``[H, K, D]``, one head or several.
+        w_v: ``[H, V, D]``.
         at: the times t at which to look, increasing, up to T.
         gates: as `recall` takes them, ``[1, T, H, ...]``.
         second_moment: Σ; that of ``x`` when omitted.
@@ -90,8 +92,9 @@ def normalized_update_norms(k: Tensor, v: Tensor, *, temperature: float) -> Tens
     t²‖S_t − S_{t−1}‖² = ‖v_t‖²κ_tt − 2⟨v_t, S_{t−1}φ_t⟩ + ‖S_{t−1}‖². They vanish like 1/t.
 
     Args:
-        k: ``[T, K]``. v: ``[T, V]``.
-        temperature: τ.
+        k: keys ``[T, K]``.
+        v: values ``[T, V]``.
+        temperature: τ > 0.
 
     Returns:
         ``[T]``, with S_0 = 0.

@@ -69,7 +69,8 @@ def general_form(
 
     Args:
         recipe: a matrix memory over finite features with inner batches of one token.
-        k: ``[T, K]``, or ``[T, n, K]`` with n associations per token. v: likewise; float64.
+        k: float64 ``[T, K]``, or ``[T, n, K]`` with n associations per token.
+        v: float64 ``[T, V]``, or ``[T, n, V]``.
         gates: as `recall` takes them, ``[1, T, 1, ...]``.
         params: as `recall` takes them.
 

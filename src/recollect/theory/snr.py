@@ -62,7 +62,12 @@ class Sampled:
     trials: int
 
     def agrees(self, expected: float, *, errors: float = 5.0) -> bool:
-        """Whether ``expected`` is within so many standard errors."""
+        """Whether ``expected`` is within so many standard errors.
+
+        Args:
+            expected: the value to compare with.
+            errors: how many standard errors are allowed.
+        """
         return abs(self.value - expected) <= errors * self.error
 
 
@@ -105,6 +110,12 @@ def needed_size(
     At τ = √K the exponent is 2(√K − 1), so K = (1 + ½ log(N/level))². With a fixed τ > 1 it is
     τ² log(N/level)/(2(τ − 1)).
 
+    Args:
+        kernel: ``"linear"``, ``"relu"`` or ``"exp"``.
+        others: N, associations beside the one asked for.
+        level: the SNR⁻¹ to reach, > 0.
+        temperature: τ; ``None`` is √K.
+
     Raises:
         ValueError: SoLU, which has no closed form, or τ ≤ 1, at which no size is enough.
     """
@@ -140,6 +151,9 @@ def averaged_inverse_snr(
     exponential kernel loses nearly all of its precision.
 
     Args:
+        kernel: ``"linear"``, ``"relu"``, ``"exp"`` or ``"solu"``.
+        others: N, associations beside the one asked for.
+        size: K, channels of all heads together when ``sliced``, else of each.
         heads: h; a divisor of ``size`` when ``sliced``.
         sliced: whether heads share K channels or have K each.
         temperature: of one head; ``None`` is the root of its own size.
@@ -253,6 +267,10 @@ def recipe_kernel(recipe: Recipe, K: int) -> tuple[KernelName, float | None] | N
 
     The memory must add up v_j κ(k_j, ·) with one weight for all: a matrix, the dot-product bias,
     nothing forgotten, no denominator. The kernel is recognised by its values, not by its name.
+
+    Args:
+        recipe: to look at.
+        K: size of keys, ≥ 2.
     """
     plain = (
         not recipe.nonparametric
@@ -302,6 +320,10 @@ def truncation_order(largest: float, tolerance: float) -> int:
     The least m with |exp(x) − Σ_{i≤m} xⁱ/i!| ≤ tolerance · exp(x) for all 0 ≤ x ≤ ``largest``. With
     products q·k/√K of standard normal vectors, x ~ N(0, 1): at the rounding error of bfloat16, 2⁻⁸,
     two standard deviations take order 7 and three order 8, which is where AM saw the series end.
+
+    Args:
+        largest: the greatest x, ≥ 0.
+        tolerance: relative error, > 0.
 
     Raises:
         ValueError: a tolerance that is not above 0, or a negative range.

@@ -30,9 +30,10 @@ def ftrl(losses: Sequence[Loss], regularizer: Loss, *, eta: float, start: Tensor
     """The FTRL sequence W_1 … W_T, ``[T, n]``.
 
     Args:
-        losses: ℓ_1 … ℓ_T. regularizer: R, strictly convex.
+        losses: ℓ_1 … ℓ_T.
+        regularizer: R, strictly convex.
         eta: η > 0.
-        start: where each search begins; the minimum does not depend on it.
+        start: where each search begins ``[n]``; the minimum does not depend on it.
 
     Cost: T searches of a few solves of n × n.
 
@@ -104,9 +105,10 @@ def memory_losses(
     """ℓ_t(W) = loss(W k_t, v_t) of a matrix memory, one per token.
 
     Args:
-        bias_loss: of a prediction and a value ``[V]``, e.g.
-            ``lambda p, v: recipe.bias.loss(p, v, {})``.
-        k: ``[T, K]``. v: ``[T, V]``.
+        bias_loss: of a prediction and a value ``[V]``, e.g. ``lambda p, v: recipe.bias.loss(p, v,
+            {})``.
+        k: keys ``[T, K]``.
+        v: values ``[T, V]``.
     """
 
     def make(key: Tensor, value: Tensor) -> Loss:
@@ -116,7 +118,12 @@ def memory_losses(
 
 
 def linearized(loss: Loss, at: Tensor) -> Loss:
-    """W ↦ ⟨∇ℓ(at), W − at⟩, with which FTRL and ½‖W‖² are gradient descent."""
+    """W ↦ ⟨∇ℓ(at), W − at⟩, with which FTRL and ½‖W‖² are gradient descent.
+
+    Args:
+        loss: ℓ, of a weight vector ``[n]``.
+        at: the point ``[n]`` at which it is linearised.
+    """
     slope = _gradient(loss, at)
     return lambda w: slope @ (w - at)
 

@@ -160,6 +160,10 @@ def match_parameters(configs: Sequence[RecollectConfig], target: int) -> list[Re
 
     Widths are multiples of 8, so counts agree to within 12 · hidden_size · num_hidden_layers.
 
+    Args:
+        configs: one per model; they are left as they are.
+        target: trained numbers to come near to.
+
     Raises:
         ValueError: a model that has more parameters than ``target`` even with the narrowest MLP.
     """

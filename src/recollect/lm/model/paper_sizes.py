@@ -65,7 +65,8 @@ def paper_config(size: str, recipes: Named, **sizes: Any) -> RecollectConfig:
 
     Args:
         size: ``"170M"``, ``"340M"``, ``"760M"`` or ``"1.3B"``.
-        recipes: as in `RecollectConfig.from_recipes`. sizes: in place of the size's own.
+        recipes: as in `RecollectConfig.from_recipes`.
+        **sizes: fields of `RecollectConfig`, in place of the size's own.
 
     Raises:
         ValueError: an unknown size.

@@ -30,7 +30,8 @@ def parameter_groups(model: nn.Module, *, weight_decay: float = 0.1) -> list[dic
     module: what is not recollect's own decays when it has two axes or more.
 
     Args:
-        model: the model. weight_decay: of the first group.
+        model: the model.
+        weight_decay: of the first group, ≥ 0.
 
     Returns:
         Two groups, ``{"params": ..., "weight_decay": ...}``; an empty one is left out.
