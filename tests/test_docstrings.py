@@ -1,21 +1,28 @@
-"""What is public says what its arguments are."""
+"""What is public says what its arguments are, and shows itself in an example that runs."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import doctest
 import importlib
 import inspect
+import pkgutil
 import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
+
+import recollect as rc
+from recollect.choices import member
 
 # Faces of the package beside the modules that `rc` names.
 FACES = ("recollect", *(f"recollect.{n}" for n in ("bench", "layer", "recall", "recipe", "report")))
@@ -97,13 +104,16 @@ def explained(docstring: str) -> set[str]:
 def raises(function: Callable[..., Any]) -> set[str]:
     """Names of the errors that a function's own text raises and does not catch."""
     found: set[str] = set()
-    nodes: list[ast.AST] = [ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))]
+    (top,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
+    nodes: list[ast.AST] = list(ast.iter_child_nodes(top))
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             found.add(ast.unparse(node.exc.func))
-        children = list(ast.iter_child_nodes(node))
-        nodes += [x for x in children if not isinstance(node, ast.Try) or x not in node.body]
+        if isinstance(node, ast.FunctionDef):  # what it makes raises when it is called
+            continue
+        caught = node.body if isinstance(node, ast.Try) else []
+        nodes += [child for child in ast.iter_child_nodes(node) if child not in caught]
     return found
 
 
@@ -140,3 +150,53 @@ def test_every_error_is_announced(name: str) -> None:
     said = " ".join(text.partition("\nRaises:\n")[2] for text in one.docstrings)
     missing = {error for error in errors if error not in said}
     assert not missing, f"{name} raises {sorted(missing)} and does not say so"
+
+
+def examples() -> dict[str, doctest.DocTest]:
+    """Every docstring of the package with lines that begin with ``>>>``; commands apart."""
+    finder, found = doctest.DocTestFinder(exclude_empty=True), {}
+    for module in pkgutil.walk_packages(rc.__path__, "recollect."):
+        if not module.name.startswith("recollect.cli"):
+            known = {"rc": rc, "torch": torch, "__name__": "__main__"}
+            for test in finder.find(importlib.import_module(module.name), globs=known):
+                if test.examples:
+                    found[test.name] = test
+    return found
+
+
+EXAMPLES = examples()
+SHOWN = {
+    rc.lm: ("Prompt", "RecollectCache", "RecollectConfig", "RecollectForCausalLM"),
+    rc.tasks: (),
+    rc.theory: (),
+}
+"""Faces whose functions are all shown, with the classes that are."""
+
+
+def shown() -> Iterator[tuple[str, Any]]:
+    yield from ((f"rc.{name}", getattr(rc, name)) for name in rc.__all__)
+    for face, classes in SHOWN.items():
+        for name in face.__all__:
+            if inspect.isfunction(getattr(face, name)) or name in classes:
+                yield f"{face.__name__}.{name}", getattr(face, name)
+
+
+@pytest.mark.parametrize(("name", "value"), list(shown()))
+def test_every_main_name_has_an_example(name: str, value: Any) -> None:
+    """A name of `rc`, and a function of its language models, tasks and theory, shows itself."""
+    where = value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{value.__name__}"
+    assert where in EXAMPLES, f"{name} has no Examples section"
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_every_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a docstring shows is what comes out. Files of an example lie in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    # Its members are those of the package and its own, whatever other tests have registered.
+    own = {n: cls for n, cls in member.all_members().items() if "recollect." in cls.__module__}
+    monkeypatch.setattr(member, "_REGISTRY", own)
+    told: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    failed, tried = runner.run(EXAMPLES[name], out=told.append)
+    assert tried
+    assert not failed, "".join(told)

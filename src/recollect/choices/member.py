@@ -65,7 +65,14 @@ __all__ = [
 
 
 class RecipeError(ValueError):
-    """A recipe, or a member of one, that has no meaning: says what conflicts and what would fit."""
+    """A recipe, or a member of one, that has no meaning: says what conflicts and what would fit.
+
+    Examples:
+        >>> rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=-1.0))
+        Traceback (most recent call last):
+            ...
+        recollect.choices.member.RecipeError: algorithm.GradientDescent(lr=...) must be ...
+    """
 
 
 MemberError = RecipeError
@@ -331,6 +338,19 @@ def member(cls: M) -> M:
 
     Raises:
         RecipeError: the name is taken by another class, or the class extends no choice.
+
+    Examples:
+        >>> @rc.member
+        ... class Cubic(rc.bias.Bias):
+        ...     scale = rc.number(1.0, above=0)
+        ...
+        ...     def loss(self, prediction, value, gates):
+        ...         return self.scale * (prediction - value).abs().pow(3).sum(-1) / 3
+        ...
+        >>> Cubic(scale=2).brief
+        'Cubic(scale=2)'
+        >>> rc.select(rc.Recipe(bias=Cubic())).engine.name
+        'deep'
     """
     if not issubclass(cls, Member) or not cls.choice:
         raise RecipeError(

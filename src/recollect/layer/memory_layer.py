@@ -87,6 +87,16 @@ class MemoryLayer(nn.Module):
     Raises:
         RecipeError: sizes or options that do not fit the recipe.
         ValueError: an unknown method.
+
+    Examples:
+        >>> recipe = rc.Recipe(retention=rc.retention.Decay(when="before"))
+        >>> layer = rc.MemoryLayer(8, 2, recipe)
+        >>> x = torch.randn(1, 6, 8)
+        >>> y, state = layer(x)
+        >>> first, state = layer(x[:, :4])
+        >>> rest, state = layer(x[:, 4:], state)
+        >>> torch.allclose(torch.cat([first, rest], 1), y, atol=1e-5)
+        True
     """
 
     def __init__(

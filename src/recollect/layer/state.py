@@ -24,6 +24,18 @@ class LayerState:
             other; ``None`` without one.
         phase: cumulated angle of a complex decay ``[B, H, D/2]`` in float64, or ``None``.
         shift: the last token ``[B, 1, d_model]`` for the token shift, or ``None``.
+
+    Examples:
+        >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, heads=2)
+        >>> y, state = layer(torch.randn(2, 5, 8))
+        >>> state.position
+        tensor([5, 5])
+        >>> y, state = layer(torch.randn(2, 1, 8), state)
+        >>> state.position
+        tensor([6, 6])
+        >>> state = state.reset(torch.tensor([True, False]))
+        >>> state.position
+        tensor([0, 6])
     """
 
     memory: State

@@ -37,13 +37,6 @@ SILENT = ("method", "use_cache", "dtype", "architectures", "transformers_version
 class Prompt:
     """A text with the states of a model that has read it, but for its last columns.
 
-    ::
-
-        prompt = rc.lm.Prompt.read(model, ids)
-        model.generate(**prompt.inputs(question))      # any number of times
-        prompt.save("prompt.safetensors", model)
-        prompt = rc.lm.Prompt.load("prompt.safetensors", model)
-
     Args:
         input_ids: tokens ``[B, T]``.
         cache: of the first ``cache.seen`` ≤ T columns.
@@ -51,6 +44,20 @@ class Prompt:
 
     Raises:
         ValueError: parts that do not fit together.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> model = rc.lm.RecollectForCausalLM(config).eval()
+        >>> prompt = rc.lm.Prompt.read(model, torch.tensor([[1, 2, 3]]))
+        >>> question = torch.tensor([[4, 5]])
+        >>> model.generate(**prompt.inputs(question), max_new_tokens=2, do_sample=False).shape
+        torch.Size([1, 7])
+        >>> _ = prompt.save("prompt.safetensors", model)
+        >>> rc.lm.Prompt.load("prompt.safetensors", model).input_ids
+        tensor([[1, 2, 3]])
     """
 
     input_ids: Tensor

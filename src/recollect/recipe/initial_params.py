@@ -46,6 +46,12 @@ def initial_params(
 
     Raises:
         RecipeError: sizes that the recipe cannot have.
+
+    Examples:
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr="static"))
+        >>> params = rc.initial_params(recipe, H=2, K=4, V=4)
+        >>> {name: tuple(x.shape) for name, x in params.items()}
+        {'lr': (2,)}
     """
     sizes = {} if recipe.nonparametric else recipe.axes(K, V)
     found: dict[str, Tensor] = {}

@@ -65,6 +65,13 @@ class Recipe:
 
     Raises:
         RecipeError: choices that contradict each other, naming both and what would fit.
+
+    Examples:
+        >>> recipe = rc.Recipe(bias=rc.bias.L2(), retention=rc.retention.Decay(when="before"))
+        >>> [gate.name for gate in recipe.gates()]
+        ['log_decay', 'lr']
+        >>> recipe == rc.Recipe.from_json(recipe.to_json())
+        True
     """
 
     memory: Memory = field(default_factory=Matrix)

@@ -59,6 +59,16 @@ class State:
         cache: what the last engine may spare the next one; each can do without, it is not saved.
         log_scale: running maximum m of a stabilised memory ``[B, H]``; A is stored times exp(−m).
         sizes: (H, K, V).
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> lr = torch.full((1, 4, 2), 0.5)
+        >>> y, state = rc.recall(rc.Recipe(), q, k, v, {"lr": lr})
+        >>> state.position, state.weights[0].shape
+        (tensor([4]), torch.Size([1, 2, 8, 8]))
+        >>> again = rc.State.from_dict(state.to_dict())
+        >>> torch.equal(again.weights[0], state.weights[0])
+        True
     """
 
     weights: Weights

@@ -45,6 +45,12 @@ def spread_keys(n: int, d: int) -> Tensor:
 
     Raises:
         ValueError: sizes for which no such keys are known.
+
+    Examples:
+        >>> keys = rc.tasks.spread_keys(64, 36)
+        >>> off = keys @ keys.T - torch.eye(64)
+        >>> round(float(off.abs().max()), 4)
+        0.1111
     """
     if 1 <= n <= d:
         return torch.eye(n, d, dtype=torch.float64)
@@ -136,6 +142,12 @@ def exchange(
     Raises:
         ValueError: sizes for which `spread_keys` knows no keys, a negative number of swaps, or
             swaps of fewer than two keys.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> stream = rc.tasks.exchange(4, 8, 3, draw)
+        >>> stream.k.shape, stream.final.shape
+        (torch.Size([7, 8]), torch.Size([4]))
     """
     one_of("exchange", ("any", "first"), ask=ask)
     if swaps > 0 and n < 2:

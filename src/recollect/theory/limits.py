@@ -35,6 +35,11 @@ def best_memory(w_k: Tensor, w_v: Tensor, second_moment: Tensor) -> Tensor:
 
     Raises:
         torch.linalg.LinAlgError: keys that do not span K dimensions.
+
+    Examples:
+        >>> w_k, M = torch.randn(4, 6), torch.randn(3, 4)
+        >>> torch.allclose(rc.theory.best_memory(w_k, M @ w_k, torch.eye(6)), M, atol=1e-4)
+        True
     """
     cross = w_v @ second_moment @ w_k.mT
     own = w_k @ second_moment @ w_k.mT
@@ -67,6 +72,14 @@ def approach(
 
     Raises:
         RecipeError: a memory that is not one matrix.
+
+    Examples:
+        >>> recipe = rc.zoo.get("delta_net").recipe
+        >>> x = torch.randn(64, 6, dtype=torch.float64)
+        >>> w_k, w_v = torch.randn(2, 1, 4, 6, dtype=torch.float64) / 6
+        >>> gates = {"lr": torch.full((1, 64, 1), 0.1, dtype=torch.float64)}
+        >>> rc.theory.approach(recipe, x, w_k, w_v, at=[8, 64], gates=gates).shape
+        torch.Size([2, 1])
     """
     k, v = (torch.einsum("hkd,td->thk", w, x)[None] for w in (w_k, w_v))
     sigma = x.mT @ x / len(x) if second_moment is None else second_moment
@@ -100,6 +113,12 @@ def normalized_update_norms(k: Tensor, v: Tensor, *, temperature: float) -> Tens
         ``[T]``, with S_0 = 0.
 
     Cost: O(T² (K + V)).
+
+    Examples:
+        >>> k, v = torch.randn(2, 32, 4)
+        >>> norms = rc.theory.normalized_update_norms(k, v, temperature=2.0)
+        >>> norms.shape, bool(norms[-1] < norms[0])
+        (torch.Size([32]), True)
     """
     kappa = (k @ k.mT / temperature).exp()
     values = v @ v.mT

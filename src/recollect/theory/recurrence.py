@@ -78,6 +78,13 @@ def general_form(
 
     Raises:
         RecipeError: a memory that is not one matrix, or a step that is not of this form, saying so.
+
+    Examples:
+        >>> k, v = torch.randn(2, 3, 4, dtype=torch.float64)
+        >>> gates = {"lr": torch.full((1, 3, 1), 0.5, dtype=torch.float64)}
+        >>> first, *_ = rc.theory.general_form(rc.Recipe(), k, v, gates=gates)
+        >>> torch.allclose(first.A @ first.before @ first.B + first.C, first.after)
+        True
     """
     T, K, V = len(k), k.shape[-1], v.shape[-1]
     q = k if k.dim() == 2 else k[:, 0]

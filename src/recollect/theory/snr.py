@@ -86,6 +86,12 @@ def inverse_snr(
 
     Raises:
         ValueError: a number out of range, or another kernel.
+
+    Examples:
+        >>> rc.theory.inverse_snr("linear", others=32, size=64)
+        0.5
+        >>> rc.theory.inverse_snr("exp", others=32, size=64) < 1e-4
+        True
     """
     if kernel not in get_args(KernelName):
         raise ValueError(f"inverse_snr: kernel must be one of {get_args(KernelName)}, not {kernel}")
@@ -118,6 +124,10 @@ def needed_size(
 
     Raises:
         ValueError: SoLU, which has no closed form, or τ ≤ 1, at which no size is enough.
+
+    Examples:
+        >>> rc.theory.needed_size("linear", others=64, level=0.5)
+        128.0
     """
     ratio = others / level
     if kernel in ("linear", "relu"):
@@ -160,6 +170,12 @@ def averaged_inverse_snr(
 
     Raises:
         ValueError: heads that do not divide the size.
+
+    Examples:
+        >>> rc.theory.averaged_inverse_snr("linear", others=32, size=64, heads=4)
+        0.5
+        >>> rc.theory.averaged_inverse_snr("linear", others=32, size=64, heads=4, sliced=False)
+        0.125
     """
     if heads < 1 or (sliced and size % heads):
         raise ValueError(f"averaged_inverse_snr: {heads} heads do not divide a size of {size}")
@@ -196,6 +212,13 @@ def kernel_inverse_snr(
         others, size: N and K.
         generator: the only source of randomness.
         trials: products drawn.
+
+    Examples:
+        >>> sampled = rc.theory.kernel_inverse_snr(
+        ...     lambda x: x, others=8, size=16, generator=torch.Generator().manual_seed(0)
+        ... )
+        >>> sampled.agrees(rc.theory.inverse_snr("linear", others=8, size=16))
+        True
     """
     x = torch.randn(trials, generator=generator, dtype=torch.float64) * math.sqrt(size)
     peak = float(kappa(torch.tensor([float(size)], dtype=torch.float64)).square())
@@ -234,6 +257,14 @@ def measured_inverse_snr(
 
     Raises:
         RecipeError: a gate that the recipe does not have.
+
+    Examples:
+        >>> recipe = rc.zoo.get("linear_attention").recipe
+        >>> sampled = rc.theory.measured_inverse_snr(
+        ...     recipe, others=8, K=16, V=16, generator=torch.Generator().manual_seed(0)
+        ... )
+        >>> sampled.agrees(rc.theory.inverse_snr("linear", others=8, size=16))
+        True
     """
 
     def normal(size: int) -> Tensor:
@@ -271,6 +302,10 @@ def recipe_kernel(recipe: Recipe, K: int) -> tuple[KernelName, float | None] | N
     Args:
         recipe: to look at.
         K: size of keys, ≥ 2.
+
+    Examples:
+        >>> rc.theory.recipe_kernel(rc.Recipe(bias=rc.bias.DotProduct()), 8)
+        ('linear', None)
     """
     plain = (
         not recipe.nonparametric
@@ -327,6 +362,10 @@ def truncation_order(largest: float, tolerance: float) -> int:
 
     Raises:
         ValueError: a tolerance that is not above 0, or a negative range.
+
+    Examples:
+        >>> rc.theory.truncation_order(2.0, 2**-8), rc.theory.truncation_order(3.0, 2**-8)
+        (7, 8)
     """
     if tolerance <= 0 or largest < 0:
         raise ValueError(

@@ -39,6 +39,15 @@ def ftrl(losses: Sequence[Loss], regularizer: Loss, *, eta: float, start: Tensor
 
     Raises:
         ValueError: η ≤ 0; a minimum that Newton steps do not find.
+
+    Examples:
+        >>> start = torch.zeros(2, dtype=torch.float64)
+        >>> targets = torch.eye(2, dtype=torch.float64)
+        >>> losses = [lambda w, z=z: 0.5 * (w - z).square().sum() for z in targets]
+        >>> half = lambda w: 0.5 * w.square().sum()
+        >>> rc.theory.ftrl(losses, half, eta=1.0, start=start)
+        tensor([[0.5000, 0.0000],
+                [0.3333, 0.3333]], dtype=torch.float64)
     """
     _check(eta)
     found: list[Tensor] = []
@@ -66,6 +75,15 @@ def learning_retaining(
 
     Raises:
         ValueError: as for `ftrl`.
+
+    Examples:
+        >>> start = torch.zeros(2, dtype=torch.float64)
+        >>> targets = torch.eye(2, dtype=torch.float64)
+        >>> losses = [lambda w, z=z: 0.5 * (w - z).square().sum() for z in targets]
+        >>> half = lambda w: 0.5 * w.square().sum()
+        >>> first = rc.theory.learning_retaining(losses, half, eta=1.0, start=start)
+        >>> torch.allclose(first, rc.theory.ftrl(losses, half, eta=1.0, start=start))
+        True
     """
     _check(eta)
 
@@ -109,6 +127,13 @@ def memory_losses(
             {})``.
         k: keys ``[T, K]``.
         v: values ``[T, V]``.
+
+    Examples:
+        >>> k, v = torch.randn(2, 3, 4, dtype=torch.float64)
+        >>> losses = rc.theory.memory_losses(lambda p, value: rc.bias.L2().loss(p, value, {}), k, v)
+        >>> nothing = torch.zeros(16, dtype=torch.float64)
+        >>> len(losses), bool(losses[0](nothing) == 0.5 * v[0].square().sum())
+        (3, True)
     """
 
     def make(key: Tensor, value: Tensor) -> Loss:
@@ -123,6 +148,12 @@ def linearized(loss: Loss, at: Tensor) -> Loss:
     Args:
         loss: ℓ, of a weight vector ``[n]``.
         at: the point ``[n]`` at which it is linearised.
+
+    Examples:
+        >>> at = torch.tensor([1.0, 2.0])
+        >>> flat = rc.theory.linearized(lambda w: 0.5 * w.square().sum(), at)
+        >>> flat(at), flat(at + 1)
+        (tensor(0.), tensor(3.))
     """
     slope = _gradient(loss, at)
     return lambda w: slope @ (w - at)

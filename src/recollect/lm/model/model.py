@@ -28,6 +28,15 @@ class RecollectModel(RecollectPreTrainedModel):
 
     Raises:
         RecipeError: sizes that do not fit a recipe.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> model = rc.lm.RecollectModel(config)
+        >>> model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+        torch.Size([1, 3, 16])
     """
 
     _unread = frozenset({"lm_head.weight"})
@@ -107,6 +116,18 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
 
     Raises:
         RecipeError: sizes that do not fit a recipe.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> model = rc.lm.RecollectForCausalLM(config).eval()
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> bool(model(ids, labels=ids).loss > 0)
+        True
+        >>> model.generate(ids, max_new_tokens=2, do_sample=False).shape
+        torch.Size([1, 5])
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012

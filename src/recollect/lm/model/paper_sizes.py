@@ -70,6 +70,11 @@ def paper_config(size: str, recipes: Named, **sizes: Any) -> RecollectConfig:
 
     Raises:
         ValueError: an unknown size.
+
+    Examples:
+        >>> config = rc.lm.paper_config("170M", "gated_delta_net", vocab_size=1000)
+        >>> config.hidden_size, config.num_hidden_layers, config.vocab_size
+        (768, 12, 1000)
     """
     found = paper_size(size)
     own = {

@@ -36,9 +36,16 @@ def parameter_groups(model: nn.Module, *, weight_decay: float = 0.1) -> list[dic
     Returns:
         Two groups, ``{"params": ..., "weight_decay": ...}``; an empty one is left out.
 
-    Example::
-
-        optimizer = torch.optim.AdamW(rc.lm.parameter_groups(model), lr=3e-3)
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> model = rc.lm.RecollectForCausalLM(config)
+        >>> groups = rc.lm.parameter_groups(model, weight_decay=0.1)
+        >>> optimizer = torch.optim.AdamW(groups, lr=3e-3)
+        >>> [group["weight_decay"] for group in groups]
+        [0.1, 0.0]
     """
     names = set(decayed_names(model))
     decayed = [p for name, p in _trained(model) if name in names]
