@@ -1,4 +1,4 @@
-"""The command line: ``recollect zoo``, ``recollect explain``.
+"""The command line: the application that collects all commands.
 
 A command is a function in `COMMANDS`; what it needs beyond torch it imports itself. Refusals leave
 with exit code 2 and one sentence.

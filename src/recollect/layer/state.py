@@ -1,4 +1,4 @@
-"""What a memory layer remembers between calls: its memory's state, and the convolution's tail."""
+"""State of a memory layer between calls: the memory's state and the convolution's last inputs."""
 
 from __future__ import annotations
 

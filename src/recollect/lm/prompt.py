@@ -1,4 +1,4 @@
-"""Prompts that were read: states on disk, from which generation resumes.
+"""Cached prompts: states on disk, from which generation resumes.
 
 One file, written under its name only when it is whole: the tensors of all states as safetensors,
 and beside them, as JSON in the same file's metadata, what they belong to. Reading one runs nothing.
@@ -35,7 +35,7 @@ SILENT = ("method", "use_cache", "dtype", "architectures", "transformers_version
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prompt:
-    """A text with the states of a model that has read it, but for its last columns.
+    """A prompt and the model's states after all but its last token.
 
     Args:
         input_ids: tokens ``[B, T]``.

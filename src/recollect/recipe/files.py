@@ -1,4 +1,4 @@
-"""Recipes in files of one's own: JSON or TOML, read as data."""
+"""Recipes in JSON or TOML files, read as data."""
 
 from __future__ import annotations
 

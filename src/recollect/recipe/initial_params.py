@@ -1,4 +1,4 @@
-"""Where params start: one value, values along an axis, or numbers that are drawn.
+"""Initial values of params: one value, values along an axis, or random draws.
 
 A feature map made of random directions states their law in ``Param.draw`` and holds no tensor. A
 layer draws them when it is built, keeps them with its weights (so a checkpoint has them) and, where

@@ -1,4 +1,4 @@
-"""What an algorithm is: the rule that turns inner gradients into steps."""
+"""Base class of algorithms: the rule that turns inner gradients into steps."""
 
 from __future__ import annotations
 

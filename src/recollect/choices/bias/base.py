@@ -1,4 +1,4 @@
-"""What an attentional bias is: the loss of one association, and its error."""
+"""Base class of attentional biases: the loss of one association, and its error."""
 
 from __future__ import annotations
 

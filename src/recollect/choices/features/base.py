@@ -1,4 +1,4 @@
-"""What features are: finite feature maps, and kernels with infinitely many features."""
+"""Base classes of features: finite feature maps, and kernels with infinitely many features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a memory is: a function of weights, and stacks of linear maps."""
+"""Base classes of memories: functions of weights, and stacks of linear maps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a retention is: how weights are kept, decayed and linked."""
+"""Base class of retentions, and decay: how weights are kept, decayed and linked."""
 
 from __future__ import annotations
 

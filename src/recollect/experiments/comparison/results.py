@@ -1,4 +1,4 @@
-"""What `compare` is told and what it gives: sizes, runs, a comparison, and who watches."""
+"""Inputs and results of `compare`: sizes, runs, a comparison, and progress."""
 
 from __future__ import annotations
 

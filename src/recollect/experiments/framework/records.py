@@ -1,4 +1,4 @@
-"""What an experiment measured: one record per cell of its grid and seed, and questions to them."""
+"""Measurements of an experiment: one record per grid cell and seed, and queries on them."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class StateLayer(CacheLayerMixin):
         """Nothing to fetch."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Only nothing can be taken back.
+        """Only crop to the current length is supported; a recurrent state cannot be rewound.
 
         Raises:
             ValueError: anything else.

@@ -1,4 +1,4 @@
-"""How many numbers a model has, in closed form."""
+"""Parameter counts of a model in closed form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training run is: four tables of a TOML file, checked before anything is loaded."""
+"""Training plans: four tables of a TOML file, checked before anything is loaded."""
 
 from __future__ import annotations
 

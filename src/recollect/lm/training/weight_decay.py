@@ -1,4 +1,4 @@
-"""Which weights decay: those of maps and embeddings, and none that a memory's moves rest on."""
+"""Weight-decay groups: projections and embeddings decay; gates and memories do not."""
 
 from __future__ import annotations
 
