@@ -7,6 +7,8 @@ decoding, a language model, and the experiments to judge it::
 
     recipe = rc.Recipe(bias=rc.bias.L2(), retention=rc.retention.Decay(when="before"))
     print(rc.explain(recipe))
+
+Examples in docstrings take ``rc`` and ``torch`` as imported; all of them run as tests.
 """
 
 from __future__ import annotations
@@ -15,25 +17,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from recollect.choices import algorithm, bias, context, features, memory, retention
-from recollect.choices.member import RecipeError, member, quantity
+from recollect.choices.fields import (
+    Gate,
+    Param,
+    flag,
+    integer,
+    number,
+    option,
+    quantity,
+    slot,
+)
+from recollect.choices.member import RecipeError, member
 from recollect.cost import Cost, cost
 from recollect.engines.least_squares.conjugate_gradient import (
     ConvergenceWarning,
     Solves,
     watch_solves,
 )
+from recollect.engines.select import select
 from recollect.explain.diagnose import Diagnosis, Fault, diagnose
 from recollect.explain.explain import Explanation, explain
 from recollect.layer import LayerState, MemoryLayer
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recall.recall import read, recall
+from recollect.recipe.files import load_recipe
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect import experiments, lm, tasks, theory, zoo
-    from recollect.experiments import compare
+    from recollect.experiments import compare, reproduce
 
 __version__ = "0.1.0"
 
@@ -43,10 +57,12 @@ __all__ = [
     "Diagnosis",
     "Explanation",
     "Fault",
+    "Gate",
     "GateOptions",
     "LayerOptions",
     "LayerState",
     "MemoryLayer",
+    "Param",
     "Recipe",
     "RecipeError",
     "Solves",
@@ -61,14 +77,22 @@ __all__ = [
     "experiments",
     "explain",
     "features",
+    "flag",
     "initial_params",
+    "integer",
     "lm",
+    "load_recipe",
     "member",
     "memory",
+    "number",
+    "option",
     "quantity",
     "read",
     "recall",
+    "reproduce",
     "retention",
+    "select",
+    "slot",
     "tasks",
     "theory",
     "watch_solves",
@@ -77,13 +101,14 @@ __all__ = [
 
 # Loaded on first use: they need optional dependencies, or cost time that a recipe does not.
 _MODULES = ("experiments", "lm", "tasks", "theory", "zoo")
+_EXPERIMENTS = ("compare", "reproduce")
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"recollect.{name}")
-    if name == "compare":
-        return importlib.import_module("recollect.experiments").compare
+    if name in _EXPERIMENTS:
+        return getattr(importlib.import_module("recollect.experiments"), name)
     raise AttributeError(f"module 'recollect' has no attribute {name!r}")
 
 

@@ -61,6 +61,11 @@ class Cost:
         moved: bytes that must be moved at the least: inputs, outputs, and states where they leave
             the processor (every chunk's start, or every token's).
         notes: what is dear about this recipe, and what these numbers rest on.
+
+    Examples:
+        >>> price = rc.cost(rc.Recipe(), K=16, V=16, H=2, T=128)
+        >>> price.engine, sum(price.state.values())
+        ('linear', 2056)
     """
 
     engine: str
@@ -147,8 +152,12 @@ def cost(
 
     Args:
         recipe: the regression problem.
-        K: key channels. V: value channels. H: memories. T: tokens. B: rows.
-        G: query heads per memory.
+        K: key channels, ≥ 1.
+        V: value channels, ≥ 1.
+        H: memories (heads of keys and values), ≥ 1.
+        T: tokens, ≥ 0.
+        B: rows, ≥ 1.
+        G: query heads per memory, ≥ 1.
         dtype_bytes: of q, k and v: 2, 4 or 8; states have 4, or 8 when these have 8.
         method: as for `recollect.recall`.
 
@@ -156,6 +165,16 @@ def cost(
         RecipeError: sizes that the recipe cannot have, a method that cannot run it, or an engine
         that states no cost.
         ValueError: a size below its least, or an unknown method.
+
+    Examples:
+        >>> price = rc.cost(rc.Recipe(), K=16, V=16, H=2, T=128)
+        >>> longer = rc.cost(rc.Recipe(), K=16, V=16, H=2, T=256)
+        >>> longer.total == 2 * price.total
+        True
+        >>> price.grows
+        0
+        >>> rc.cost(rc.zoo.get("softmax_attention").recipe, K=16, V=16, H=2, T=128).grows
+        257
     """
     given = {"K": K, "V": V, "H": H, "B": B, "G": G, "dtype_bytes": dtype_bytes}
     for name, size in given.items():

@@ -1,4 +1,4 @@
-"""What a benchmark found: times, ratios within rounds, rates, and how they are written down."""
+"""Results of a benchmark: times, ratios within rounds, rates, and their JSON and tables."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The six choices, one file each, and `member`: what every member of a choice is made of."""
+"""The six choices, one package each, and `member`: the base of every member of a choice."""

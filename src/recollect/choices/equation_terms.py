@@ -1,4 +1,4 @@
-"""Signed terms: what members hand to each other when a recipe writes itself down.
+"""Signed terms of equations, from which `explain` renders a recipe.
 
 A term is a signed number times factors, so that a minus never meets another minus as text. Members
 return terms (`Bias.error_terms`, `Memory.outer`, `Algorithm.moves`), and only `written` makes a

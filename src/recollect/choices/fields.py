@@ -75,6 +75,13 @@ class Gate:
         init: a sensible value to start learning from.
         travels: whether it belongs to the association (moves with it through a window) rather than
             to the step.
+
+    Examples:
+        >>> decay, lr = rc.Recipe(retention=rc.retention.Decay()).gates()
+        >>> decay.name, str(decay.range)
+        ('log_decay', '<= 0')
+        >>> lr.name, str(lr.range)
+        ('lr', '>= 0')
     """
 
     name: str
@@ -98,6 +105,11 @@ class Param:
     Attributes:
         draw: the law of entries that are drawn instead: `recollect.recipe.initial_params.start`.
         learned: whether a layer trains it unless its options say otherwise.
+
+    Examples:
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr="static"))
+        >>> recipe.params()[0].name, recipe.params()[0].init
+        ('lr', 0.5)
     """
 
     name: str
@@ -175,6 +187,18 @@ def quantity(
         log: the constant is α and the gate is its logarithm, named ``log_<name>``.
         kinds: which words are allowed beside a number; ``"log_token"`` asks for ``log_<name>``.
         letter: how an equation writes it; the field's name when omitted.
+
+    Examples:
+        >>> @rc.member
+        ... class LogCosh(rc.bias.Bias):
+        ...     scale = rc.quantity("token", above=0)
+        ...
+        ...     def loss(self, prediction, value, gates):
+        ...         s = gates["scale"]
+        ...         return (s**2 * torch.cosh((prediction - value) / s).log()).sum(-1)
+        ...
+        >>> [gate.name for gate in LogCosh().gates()], LogCosh(scale=2.0).gates()
+        (['scale'], ())
     """
     span = Range(
         low=above if above is not None else at_least,
@@ -241,7 +265,29 @@ def integer(
     optional: bool = False,
     size: bool = False,
 ) -> Any:
-    """Field for a whole number with a lower bound; ``size`` as in `Domain`."""
+    """Field for a whole number with a lower bound; ``size`` as in `Domain`.
+
+    Args:
+        default: its value when it is not given; required when omitted.
+        at_least: the least value allowed.
+        optional: whether ``None`` is allowed.
+        size: whether it only makes the same thing larger (a window's length), so that systems are
+            known by name whatever it is.
+
+    Examples:
+        >>> @rc.member
+        ... class Repeated(rc.features.Features):
+        ...     times: int = rc.integer(2, at_least=1)
+        ...
+        ...     def dim(self, K):
+        ...         return self.times * K
+        ...
+        ...     def phi(self, x, params, side, position):
+        ...         return x.repeat(1, 1, 1, 1, self.times)
+        ...
+        >>> Repeated(times=3).dim(4)
+        12
+    """
 
     def check(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
@@ -264,7 +310,30 @@ def number(
     at_most: float | None = None,
     optional: bool = False,
 ) -> Any:
-    """Field for a finite real constant (never a gate) with bounds."""
+    """Field for a finite real constant (never a gate) with bounds.
+
+    Args:
+        default: its value when it is not given; required when omitted.
+        above: an exclusive lower bound.
+        at_least: an inclusive lower bound.
+        below: an exclusive upper bound.
+        at_most: an inclusive upper bound.
+        optional: whether ``None`` is allowed.
+
+    Examples:
+        >>> @rc.member
+        ... class Scaled(rc.features.Features):
+        ...     factor: float = rc.number(1.0, above=0)
+        ...
+        ...     def dim(self, K):
+        ...         return K
+        ...
+        ...     def phi(self, x, params, side, position):
+        ...         return self.factor * x
+        ...
+        >>> Scaled(factor=2).factor
+        2.0
+    """
     span = Range(
         low=above if above is not None else at_least,
         high=below if below is not None else at_most,
@@ -283,7 +352,27 @@ def number(
 
 
 def option(default: Any, *options: str, optional: bool = False) -> Any:
-    """Field for one word out of several; ``default`` is among them."""
+    """Field for one word out of several; ``default`` is among them.
+
+    Args:
+        default: the word it holds when none is given.
+        *options: the words allowed beside the default.
+        optional: whether ``None`` is allowed.
+
+    Examples:
+        >>> @rc.member
+        ... class Periodic(rc.features.Features):
+        ...     wave: str = rc.option("sin", "cos")
+        ...
+        ...     def dim(self, K):
+        ...         return K
+        ...
+        ...     def phi(self, x, params, side, position):
+        ...         return x.sin() if self.wave == "sin" else x.cos()
+        ...
+        >>> Periodic(wave="cos").brief
+        'Periodic(wave="cos")'
+    """
     words = tuple(word for word in dict.fromkeys((default, *options)) if word is not None)
 
     def check(value: Any) -> str:
@@ -295,7 +384,22 @@ def option(default: Any, *options: str, optional: bool = False) -> Any:
 
 
 def flag(default: bool) -> Any:
-    """Field for true or false."""
+    """Field for true or false.
+
+    Examples:
+        >>> @rc.member
+        ... class Signs(rc.features.Features):
+        ...     zeros: bool = rc.flag(False)
+        ...
+        ...     def dim(self, K):
+        ...         return K
+        ...
+        ...     def phi(self, x, params, side, position):
+        ...         return x.sign() if self.zeros else torch.where(x < 0, -1.0, 1.0).to(x.dtype)
+        ...
+        >>> Signs().zeros
+        False
+    """
 
     def check(value: Any) -> bool:
         if not isinstance(value, bool):
@@ -317,7 +421,28 @@ def text(default: Any = dataclasses.MISSING) -> Any:
 
 
 def slot(default: Any, kind: str, *, optional: bool = False, many: bool = False) -> Any:
-    """Field for another member (or a tuple of members) of the given kind."""
+    """Field for another member (or a tuple of members) of the given kind.
+
+    Args:
+        default: the member it holds when none is given; ``None`` with ``optional``.
+        kind: the choice it belongs to: ``"retention"``, ``"features"``, ``"context"``, ...
+        optional: whether ``None`` is allowed.
+        many: whether it holds a tuple of members.
+
+    Examples:
+        >>> @rc.member
+        ... class Twice(rc.features.Features):
+        ...     inner: rc.features.Features = rc.slot(rc.features.Relu(), "features")
+        ...
+        ...     def dim(self, K):
+        ...         return 2 * self.inner.dim(K)
+        ...
+        ...     def phi(self, x, params, side, position):
+        ...         return self.inner.phi(x, params, side, position).repeat(1, 1, 1, 1, 2)
+        ...
+        >>> Twice(inner=rc.features.Silu()).dim(4)
+        8
+    """
     rule = Domain(kind="slot", words=(kind,), optional=optional, many=many)
     return dataclasses.field(default=default, metadata={RULE: rule, _DOMAIN: rule})
 

@@ -1,4 +1,4 @@
-"""Hand-written backward passes: what becomes of gradients that are to be differentiated again.
+"""Hand-written backward passes, and how gradients through them are differentiated again.
 
 A backward pass is asked for a gradient of its gradient under ``create_graph=True``, or not at all.
 It then does one of two things: it writes the same gradient in operations that autograd records

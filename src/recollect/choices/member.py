@@ -66,7 +66,14 @@ __all__ = [
 
 
 class RecipeError(ValueError):
-    """A recipe, or a member of one, that has no meaning: says what conflicts and what would fit."""
+    """A recipe, or a member of one, that has no meaning: says what conflicts and what would fit.
+
+    Examples:
+        >>> rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=-1.0))
+        Traceback (most recent call last):
+            ...
+        recollect.choices.member.RecipeError: algorithm.GradientDescent(lr=...) must be ...
+    """
 
 
 MemberError = RecipeError
@@ -215,7 +222,12 @@ class Member:
         return found | {gate.name: gate.axes for gate in self.gates()}
 
     def varies(self, name: str, neutral: float) -> bool:
-        """Whether it declares that number, and as anything but the constant ``neutral``."""
+        """Whether it declares that number, and as anything but the constant ``neutral``.
+
+        Args:
+            name: as engines know it: ``"lr"``, ``"log_decay"``.
+            neutral: the constant that would change nothing.
+        """
         return name in self.numbers and self.constants().get(name) != neutral
 
     def field_of(self, name: str) -> str | None:
@@ -249,6 +261,10 @@ class Member:
         """How a quantity stands in an equation: its number, or its letter.
 
         A gate carries the index of its token, ``η_t``; a param does not.
+
+        Args:
+            field: name of a quantity's field.
+            at: index of the token that a gate carries.
         """
         value = getattr(self, field)
         (spec,) = (f.metadata.get(RULE) for f in self._fields() if f.name == field)
@@ -325,6 +341,19 @@ def member(cls: M) -> M:
 
     Raises:
         RecipeError: the name is taken by another class, or the class extends no choice.
+
+    Examples:
+        >>> @rc.member
+        ... class Cubic(rc.bias.Bias):
+        ...     scale = rc.number(1.0, above=0)
+        ...
+        ...     def loss(self, prediction, value, gates):
+        ...         return self.scale * (prediction - value).abs().pow(3).sum(-1) / 3
+        ...
+        >>> Cubic(scale=2).brief
+        'Cubic(scale=2)'
+        >>> rc.select(rc.Recipe(bias=Cubic())).engine.name
+        'deep'
     """
     if not issubclass(cls, Member) or not cls.choice:
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""The commands that run things: ``recollect compare`` and ``recollect bench``."""
+"""`recollect compare`: recipes trained side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands share: the console, JSON output, and checks of options."""
+"""Shared by all commands: the console, JSON output, and checks of options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`recollect zoo`, `recollect explain` and `recollect sizes`: what there is, in words."""
+"""`recollect zoo`, `recollect explain` and `recollect sizes`: recipes and models in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``recollect generate``: text out of a saved model, as it comes."""
+"""`recollect generate`: text streamed from a saved model."""
 
 from __future__ import annotations
 

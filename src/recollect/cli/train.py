@@ -1,4 +1,4 @@
-"""``recollect train`` and ``recollect sizes``."""
+"""`recollect train`: a language model from a plan file."""
 
 from __future__ import annotations
 

@@ -121,11 +121,18 @@ def select(recipe: Recipe, method: str = "auto") -> Selection:
     """Choose an engine for a recipe.
 
     Args:
+        recipe: to be run.
         method: ``"auto"``, ``"reference"``, or an engine's name.
 
     Raises:
         ValueError: an unknown method.
         RecipeError: a method asked for by name that cannot run this recipe.
+
+    Examples:
+        >>> rc.select(rc.zoo.get("titans").recipe).engine.name
+        'deep'
+        >>> rc.select(rc.Recipe(), "reference").engine.name
+        'reference'
     """
     names = [engine.name for engine in ENGINES]
     if method not in ("auto", *names):

@@ -7,6 +7,12 @@
 
 What trains language models needs the extra ``lm`` and is loaded on first use, so that figures and
 tables of the papers need torch alone.
+
+Examples:
+    >>> "ttr-fig2" in rc.experiments.EXPERIMENTS
+    True
+    >>> rc.experiments.published_names()[:1]
+    ('atlas_table2',)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Progress of a reproduction in the terminal, and what it found."""
+"""Progress of a reproduction in the terminal, and its results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A recipe in words and equations: what it solves, how it moves, which engine runs it and why.
 
 Every line is made of what the members say about themselves (signed terms, see
-`recollect.choices.terms`), so a member of one's own explains itself like any other::
+`recollect.choices.equation_terms`), so a member of one's own explains itself like any other::
 
     >>> print(rc.explain("gated_delta_net"))
     gated_delta_net

@@ -49,6 +49,13 @@ def diagnose(layer: MemoryLayer, x: Tensor) -> Diagnosis:
 
     Raises:
         ValueError: x of another shape, or without a token.
+        RecipeError: something else than a `MemoryLayer`.
+
+    Examples:
+        >>> layer = rc.zoo.get("titans").build(d_model=8, heads=2)
+        >>> found = rc.diagnose(layer, torch.randn(1, 6, 8))
+        >>> sorted(found.memory), found.engine
+        (['W1', 'W2'], 'deep')
     """
     if not isinstance(layer, MemoryLayer):
         raise RecipeError(

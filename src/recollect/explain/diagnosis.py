@@ -32,6 +32,14 @@ class Fault:
             that of the first output that is not finite, or else the last of its inner batch.
         gate: the gate behind it, as far as can be told.
         why: in words.
+
+    Examples:
+        >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, heads=2)
+        >>> x = torch.randn(1, 6, 8)
+        >>> x[0, 3] = torch.nan
+        >>> fault = rc.diagnose(layer, x).first
+        >>> fault.what, fault.token
+        ('x', 3)
     """
 
     what: str
@@ -62,6 +70,12 @@ class Diagnosis:
         saturated: by gate, share of its values within a hundredth of an end of its range, ``[H]``.
             A decay is at an end where it keeps 99 % over the whole sequence, or 1 % per token.
         first: the first value that is not finite, or ``None``.
+
+    Examples:
+        >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, heads=2)
+        >>> found = rc.diagnose(layer, torch.randn(1, 6, 8))
+        >>> found.surprise.shape, found.first
+        (torch.Size([6, 2]), None)
     """
 
     recipe: Recipe

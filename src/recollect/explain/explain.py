@@ -72,6 +72,15 @@ class Explanation:
         properties: the answers to `PROPERTIES`.
         cost: the numbers behind the cost line, at K = V = 64.
         theory: what `recollect.theory` says of it at these sizes, with sources.
+
+    Examples:
+        >>> found = rc.explain(rc.Recipe())
+        >>> found.problem
+        '½‖W k_t − v_t‖²'
+        >>> found.engine
+        'linear'
+        >>> found.gates[0].name
+        'lr'
     """
 
     title: str
@@ -179,6 +188,12 @@ def explain(recipe: Recipe | str | _Preset, *, method: str = "auto") -> Explanat
 
     Raises:
         RecipeError: an unknown name, or a method that cannot run the recipe.
+
+    Examples:
+        >>> print(rc.explain("gated_delta_net").write[0])
+        W_t = α_t W_(t−1) − η_t (α_t W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ
+        >>> rc.explain(rc.Recipe(bias=rc.bias.Huber())).engine
+        'deep'
     """
     title, options, found = _resolve(recipe)
     selection = select(found, method)

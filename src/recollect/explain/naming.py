@@ -101,6 +101,7 @@ def named(recipe: Recipe, options: LayerOptions | None = None) -> tuple[tuple[Na
     """Architectures of the zoo with the same recipe, and how many there are.
 
     Args:
+        recipe: to look for in the zoo.
         options: of the layer, to name first the systems that share them.
     """
     from recollect import zoo

@@ -1,4 +1,4 @@
-"""Blocks: what stands around a sequence layer in a backbone."""
+"""Backbone blocks around a sequence layer: norms, residual connections and the MLP."""
 
 from __future__ import annotations
 

@@ -112,7 +112,18 @@ class FeedForward(nn.Module):
         *,
         output_state: bool = True,
     ) -> tuple[Tensor, LayerState | None]:
-        """As `MemoryLayer`; nothing is remembered but the number of tokens."""
+        """As `MemoryLayer`; nothing is remembered but the number of tokens.
+
+        Args:
+            x: tokens ``[B, T, d_model]``.
+            state: of the tokens before, for their number alone.
+            attention_mask: ``[B, T]``, nonzero at real tokens; outputs at others are 0.
+            cu_seqlens: ``[N + 1]`` borders of N documents packed in one row (B = 1).
+            output_state: False returns ``None`` in place of the state.
+
+        Raises:
+            ValueError: x or a mask of another shape.
+        """
         if x.dim() != 3 or x.shape[-1] != self.d_model:
             raise ValueError(f"x must have shape [B, T, {self.d_model}], not {list(x.shape)}")
         B, T = x.shape[:2]
@@ -156,7 +167,14 @@ def layer_of(
     """The layer that a recipe and its options ask for: one that is written, or one that is read.
 
     Args:
-        sizes: other keywords of `MemoryLayer`; a `FeedForward` has no use for them.
+        d_model: width of the tokens.
+        heads: query heads.
+        recipe: the regression problem each head solves.
+        options: what is not regression; ``persistent`` asks for a `FeedForward`.
+        **sizes: other keywords of `MemoryLayer`; a `FeedForward` has no use for them.
+
+    Raises:
+        RecipeError: sizes or options that do not fit the recipe.
     """
     if options.persistent:
         return FeedForward(d_model, heads, recipe, options)

@@ -1,4 +1,4 @@
-"""Numbers: the gates and params that a recipe declares, made from its declarations alone.
+"""Gate projections: modules that compute the gates and params that a recipe declares.
 
 A gate or param says its name, axes, range and initial value; from these follow its squashing, its
 shape and its bias. Defaults:

@@ -18,6 +18,11 @@ class InitialMemory(nn.Module):
     Entries of deviation scale · in^(−1/2), at scale 1, keep the lengths of what they multiply: a
     key of unit length meets hidden activations of unit length, so an inner step of size below 1
     does not overshoot.
+
+    Args:
+        heads: H, memories.
+        shapes: of the maps, without the head, in order of application.
+        scale: of the entries, > 0.
     """
 
     def __init__(self, heads: int, shapes: tuple[tuple[int, ...], ...], scale: float = 1.0) -> None:
@@ -48,7 +53,12 @@ class InitialPairs(nn.Module):
     length; anchors have the length that queries and keys have.
 
     Args:
-        heads: H. K, V: channels. pairs: m. length: of queries and keys.
+        heads: H, memories.
+        recipe: whose memory it is.
+        K: key channels.
+        V: value channels.
+        pairs: m, anchors.
+        length: ‖q‖ and ‖k‖, which anchors have too.
     """
 
     def __init__(

@@ -67,6 +67,16 @@ class MemoryLayer(nn.Module):
     Raises:
         RecipeError: sizes or options that do not fit the recipe.
         ValueError: an unknown method.
+
+    Examples:
+        >>> recipe = rc.Recipe(retention=rc.retention.Decay(when="before"))
+        >>> layer = rc.MemoryLayer(8, 2, recipe)
+        >>> x = torch.randn(1, 6, 8)
+        >>> y, state = layer(x)
+        >>> first, state = layer(x[:, :4])
+        >>> rest, state = layer(x[:, 4:], state)
+        >>> torch.allclose(torch.cat([first, rest], 1), y, atol=1e-5)
+        True
     """
 
     def __init__(
@@ -247,6 +257,12 @@ class MemoryLayer(nn.Module):
         """What tokens ``x`` memorise and ask, as `recollect.recall` takes it.
 
         Rows are without padding, or padded on the right only.
+
+        Args:
+            x: tokens ``[B, T, d_model]``.
+            state: of the tokens before.
+            rows: which rows are shorter than T, and how long they are.
+            borders: ``[N + 1]`` borders of N documents packed in one row.
         """
         options, n = self.options, self.recipe.associations
         lengths = None if rows is None else rows.lengths

@@ -96,6 +96,13 @@ class GateOptions:
 
     Raises:
         RecipeError: a value that its field refuses.
+
+    Examples:
+        >>> options = rc.LayerOptions(gates={"lr": rc.GateOptions(low=0.0, high=2.0)})
+        >>> layer = rc.MemoryLayer(8, 2, rc.Recipe(), options)
+        >>> y, state = layer(torch.randn(1, 4, 8))
+        >>> y.shape
+        torch.Size([1, 4, 8])
     """
 
     source: str | None = None
@@ -172,6 +179,13 @@ class Tie:
 
     Raises:
         RecipeError: a value that its field refuses.
+
+    Examples:
+        >>> tie = rc.Tie(target="k", source="log_decay", rule="complement")
+        >>> recipe = rc.Recipe(bias=rc.bias.DotProduct(), retention=rc.retention.Decay(per="key"))
+        >>> layer = rc.MemoryLayer(8, 2, recipe, rc.LayerOptions(ties=(tie,)))
+        >>> layer(torch.randn(1, 4, 8))[0].shape
+        torch.Size([1, 4, 8])
     """
 
     target: str
@@ -249,6 +263,12 @@ class LayerOptions:
 
     Raises:
         RecipeError: a value that its field refuses.
+
+    Examples:
+        >>> options = rc.LayerOptions(conv=0, rope=10000.0, output_gate="none")
+        >>> layer = rc.MemoryLayer(8, 2, rc.Recipe(), options)
+        >>> layer.options.conv, layer.options.qk_norm
+        (0, 'l2')
     """
 
     conv: int = 4

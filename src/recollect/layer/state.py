@@ -49,6 +49,18 @@ class LayerState:
             other; ``None`` without one.
         phase: cumulated angle of a complex decay ``[B, H, D/2]`` in float64, or ``None``.
         shift: the last token ``[B, 1, d_model]`` for the token shift, or ``None``.
+
+    Examples:
+        >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, heads=2)
+        >>> y, state = layer(torch.randn(2, 5, 8))
+        >>> state.position
+        tensor([5, 5])
+        >>> y, state = layer(torch.randn(2, 1, 8), state)
+        >>> state.position
+        tensor([6, 6])
+        >>> state = state.reset(torch.tensor([True, False]))
+        >>> state.position
+        tensor([0, 6])
     """
 
     memory: State
@@ -97,7 +109,12 @@ class LayerState:
     def to(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LayerState:
-        """Move; ``dtype`` applies to floating-point tensors."""
+        """Move; ``dtype`` applies to floating-point tensors.
+
+        Args:
+            device: where tensors go; they stay when omitted.
+            dtype: of floating-point tensors; theirs when omitted.
+        """
         return self.map(
             lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None)
         )
@@ -106,6 +123,10 @@ class LayerState:
         """Rows where ``mask [B]`` is True start anew, their memory from ``init``.
 
         ``layer.initial_memory`` gives the ``init`` of a layer that learned one.
+
+        Args:
+            mask: ``[B]``, True where a row starts anew.
+            init: initial memory, as for `recollect.recall`; zeros when omitted.
         """
         rows = mask.to(self.position.device).view(-1, 1, 1)
         beside = {n: torch.where(rows, 0.0, x).to(x.dtype) for n, x in self._beside.items()}

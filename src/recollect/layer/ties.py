@@ -1,4 +1,4 @@
-"""Ties: numbers, keys and probes of a layer that follow others, as `options.Tie` says."""
+"""Ties: gates, keys and probes computed from other gates or keys, as `options.Tie` says."""
 
 from __future__ import annotations
 

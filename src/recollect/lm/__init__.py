@@ -4,6 +4,14 @@ Importing this module registers it with `AutoConfig`, `AutoModel` and `AutoModel
 
     config = rc.lm.RecollectConfig.from_recipes("gated_delta_net", vocab_size=32000)
     model = rc.lm.RecollectForCausalLM(config)
+
+Examples:
+    >>> config = rc.lm.RecollectConfig.from_recipes(
+    ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
+    ...     num_attention_heads=2,
+    ... )
+    >>> rc.lm.RecollectForCausalLM(config)(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 32])
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompts that were read: states on disk, from which generation resumes.
+"""Cached prompts: states on disk, from which generation resumes.
 
 One file, written under its name only when it is whole: the tensors of all states as safetensors,
 and beside them, as JSON in the same file's metadata, what they belong to. Reading one runs nothing.
@@ -35,14 +35,7 @@ SILENT = ("method", "use_cache", "dtype", "architectures", "transformers_version
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prompt:
-    """A text with the states of a model that has read it, but for its last columns.
-
-    ::
-
-        prompt = rc.lm.Prompt.read(model, ids)
-        model.generate(**prompt.inputs(question))      # any number of times
-        prompt.save("prompt.safetensors", model)
-        prompt = rc.lm.Prompt.load("prompt.safetensors", model)
+    """A prompt and the model's states after all but its last token.
 
     Args:
         input_ids: tokens ``[B, T]``.
@@ -51,6 +44,20 @@ class Prompt:
 
     Raises:
         ValueError: parts that do not fit together.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> model = rc.lm.RecollectForCausalLM(config).eval()
+        >>> prompt = rc.lm.Prompt.read(model, torch.tensor([[1, 2, 3]]))
+        >>> question = torch.tensor([[4, 5]])
+        >>> model.generate(**prompt.inputs(question), max_new_tokens=2, do_sample=False).shape
+        torch.Size([1, 7])
+        >>> _ = prompt.save("prompt.safetensors", model)
+        >>> rc.lm.Prompt.load("prompt.safetensors", model).input_ids
+        tensor([[1, 2, 3]])
     """
 
     input_ids: Tensor
@@ -104,7 +111,15 @@ class Prompt:
 
     @torch.no_grad()
     def extended(self, model: RecollectForCausalLM, more: Tensor) -> Prompt:
-        """This text and ``more [B, t]`` after it, read but for the last column."""
+        """This text and ``more [B, t]`` after it, read but for the last column.
+
+        Args:
+            model: which reads; the one that read this text.
+            more: token ids ``[B, t]``.
+
+        Raises:
+            ValueError: rows that are not this text's.
+        """
         told = self.inputs(more)
         ids, mask, seen = told["input_ids"], told["attention_mask"], self.cache.seen
         cache = told["past_key_values"]
@@ -180,6 +195,10 @@ class Prompt:
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: RecollectForCausalLM) -> Prompt:
         """Read what `save` wrote, onto the model's device.
+
+        Args:
+            path: a file that `save` wrote.
+            model: the model that read the text.
 
         Raises:
             CheckpointError: a file that is cut short, altered, or of another model.

@@ -192,6 +192,19 @@ def replace_attention(
     Raises:
         RecipeError: a recipe that does not fit the decoder's sizes.
         ValueError: no such layer, or no attention module that could be replaced.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        ...     num_attention_heads=2,
+        ... )
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> swap = rc.lm.replace_attention(model, "gated_delta_net", layers=[-1])
+        >>> swap.layers[0].index, sorted(swap.layers[0].kept)
+        (1, ['k', 'o', 'q', 'v'])
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 32])
     """
     found = _attentions(model)
     if not found:

@@ -1,4 +1,4 @@
-"""Shorter caches: read what a kernel's memory holds, and write only that."""
+"""Compression of kernel memories: a state that keeps one pair per given key and its read."""
 
 from __future__ import annotations
 

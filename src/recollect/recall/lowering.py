@@ -1,4 +1,4 @@
-"""Lowering: what no engine needs to know is rewritten before and undone after.
+"""Lowering: rewrites of a call into a simpler problem for the engines, undone on the results.
 
 * Several associations per token become several tokens: decay on the first sub-step only, the read
   after the last.

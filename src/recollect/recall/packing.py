@@ -1,4 +1,4 @@
-"""Padding and packing, turned into what engines know: dense rows, padded on the right."""
+"""Padding and packed documents, converted to dense rows padded on the right."""
 
 from __future__ import annotations
 

@@ -99,6 +99,16 @@ def recall(
         run.
         ValueError: tensors whose shapes, devices or dtypes do not fit, or with NaN.
         RuntimeError: inside a transform of `torch.func`, or forward-mode derivatives.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=0.5))
+        >>> y, state = rc.recall(recipe, q, k, v)
+        >>> y.shape, state.position
+        (torch.Size([1, 4, 2, 8]), tensor([4]))
+        >>> exact, _ = rc.recall(recipe, q, k, v, method="reference")
+        >>> torch.allclose(y, exact, atol=1e-5)
+        True
     """
     refuse_transforms((q, k, v, *_tensors(gates), *_tensors(params)))
     check_recipe(recipe)
@@ -312,6 +322,15 @@ def read(
 
     Raises:
         RecipeError: neither or both of ``state`` and ``init``; gates the read needs are missing.
+        ValueError: queries that do not fit the state, or something else in its place.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=0.5))
+        >>> y, state = rc.recall(recipe, q, k, v)
+        >>> last = rc.read(recipe, q[:, -1:], state=state)
+        >>> torch.allclose(last, y[:, -1:], atol=1e-6)
+        True
     """
     refuse_transforms((q, *_tensors(gates), *_tensors(params)))
     check_recipe(recipe)

@@ -1,10 +1,11 @@
-"""Recipes in files of one's own: JSON or TOML, read as data."""
+"""Recipes in JSON or TOML files, read as data."""
 
 from __future__ import annotations
 
 import json
 import tomllib
 from collections.abc import Callable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,21 @@ from recollect.recipe.recipe import Recipe
 __all__ = ["load_recipe"]
 
 
-def load_recipe(path: Path) -> Recipe:
-    """The recipe in a JSON or TOML file, as `Recipe.to_dict` writes it; nothing in it is run.
+def load_recipe(path: str | PathLike[str]) -> Recipe:
+    r"""The recipe in a JSON or TOML file, as `Recipe.to_dict` writes it; nothing in it is run.
 
     Choices and fields that are left out take their defaults.
 
     Raises:
         RecipeError: no such file, neither JSON nor TOML, bad syntax, or no recipe.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("mine.toml").write_text('[bias]\nmember = "Huber"\n')
+        >>> rc.load_recipe("mine.toml").bias.brief
+        'Huber()'
     """
+    path = Path(path)
     readers: Mapping[str, Callable[[str], Any]] = {".json": json.loads, ".toml": tomllib.loads}
     suffix = path.suffix.lower()
     if suffix not in readers:

@@ -1,4 +1,4 @@
-"""Where params start: one value, values along an axis, or numbers that are drawn.
+"""Initial values of params: one value, values along an axis, or random draws.
 
 A feature map made of random directions states their law in ``Param.draw`` and holds no tensor. A
 layer draws them when it is built, keeps them with its weights (so a checkpoint has them) and, where
@@ -37,11 +37,21 @@ def initial_params(
 
     Args:
         recipe: whose params.
-        H: memories. K, V: key and value channels.
+        H: memories.
+        K: key channels.
+        V: value channels.
         generator: of the drawn ones; torch's global one when omitted.
+        dtype: of the result.
+        device: of the result; the CPU when omitted.
 
     Raises:
         RecipeError: sizes that the recipe cannot have.
+
+    Examples:
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr="static"))
+        >>> params = rc.initial_params(recipe, H=2, K=4, V=4)
+        >>> {name: tuple(x.shape) for name, x in params.items()}
+        {'lr': (2,)}
     """
     sizes = {} if recipe.nonparametric else recipe.axes(K, V)
     found: dict[str, Tensor] = {}

@@ -65,6 +65,13 @@ class Recipe:
 
     Raises:
         RecipeError: choices that contradict each other, naming both and what would fit.
+
+    Examples:
+        >>> recipe = rc.Recipe(bias=rc.bias.L2(), retention=rc.retention.Decay(when="before"))
+        >>> [gate.name for gate in recipe.gates()]
+        ['log_decay', 'lr']
+        >>> recipe == rc.Recipe.from_json(recipe.to_json())
+        True
     """
 
     memory: Memory = field(default_factory=Matrix)
@@ -261,6 +268,10 @@ class Recipe:
     def axes(self, K: int, V: int) -> dict[str, int]:
         """Sizes of the symbolic axes for keys of size K and values of size V.
 
+        Args:
+            K: key channels.
+            V: value channels.
+
         Raises:
             RecipeError: the memory needs K = V.
         """
@@ -278,7 +289,15 @@ class Recipe:
         return sizes | self.features.axes(K)
 
     def shapes(self, K: int, V: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the memory's weights, without batch and head."""
+        """Shapes of the memory's weights, without batch and head.
+
+        Args:
+            K: key channels.
+            V: value channels.
+
+        Raises:
+            RecipeError: the memory needs K = V.
+        """
         if self.nonparametric or self.from_gram:
             return ()
         F = self.axes(K, V)["F"]
@@ -296,6 +315,14 @@ class Recipe:
         """Shapes of the tensors of ``init``, without the head.
 
         Of a `dual` memory: ``pairs`` keys, the rows that go with them, then the other maps.
+
+        Args:
+            K: key channels.
+            V: value channels.
+            pairs: rows that a memory over a kernel's features starts with.
+
+        Raises:
+            RecipeError: the memory needs K = V.
         """
         widths = (K, *self.row_widths(V)) if self.dual else ()
         return (*((pairs, width) for width in widths), *self.shapes(K, V))

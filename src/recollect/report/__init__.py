@@ -1,4 +1,4 @@
-"""What an experiment leaves behind: figures, a page to read, and where it was measured."""
+"""Reports of experiments: figures, an HTML page, and the environment of the measurement."""
 
 from recollect.report.environment import Environment, describe_environment
 from recollect.report.figures import (

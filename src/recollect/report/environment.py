@@ -1,4 +1,4 @@
-"""Where a number was measured: device, versions, commit, date."""
+"""The environment of a measurement: device, versions, commit, date."""
 
 from __future__ import annotations
 

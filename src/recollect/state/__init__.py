@@ -1,1 +1,1 @@
-"""What a recipe remembers between calls."""
+"""The state of a recipe between calls."""

@@ -1,4 +1,4 @@
-"""Buffered associations: those that windows and open inner batches still need."""
+"""Buffered associations that windows and open inner batches still need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dual form: weights over infinitely many features, kept as the associations that made them.
+"""Dual form of weights over a kernel's features: the keys, and one row of weights per key.
 
 A map that reads features has W = Σ_i u_i φ(z_i)ᵀ, so W φ(x) = Σ_i u_i κ(z_i, x): one row u_i per
 key z_i is all there is to know. What is written next to it (momentum, the mass that a normaliser

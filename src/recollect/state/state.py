@@ -59,6 +59,16 @@ class State:
         cache: what the last engine may spare the next one; each can do without, it is not saved.
         log_scale: running maximum m of a stabilised memory ``[B, H]``; A is stored times exp(−m).
         sizes: (H, K, V).
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> lr = torch.full((1, 4, 2), 0.5)
+        >>> y, state = rc.recall(rc.Recipe(), q, k, v, {"lr": lr})
+        >>> state.position, state.weights[0].shape
+        (tensor([4]), torch.Size([1, 2, 8, 8]))
+        >>> again = rc.State.from_dict(state.to_dict())
+        >>> torch.equal(again.weights[0], state.weights[0])
+        True
     """
 
     weights: Weights
@@ -122,13 +132,23 @@ class State:
     def to(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
-        """Move; ``dtype`` applies to floating-point tensors."""
+        """Move; ``dtype`` applies to floating-point tensors.
+
+        Args:
+            device: where tensors go; they stay when omitted.
+            dtype: of floating-point tensors; theirs when omitted.
+        """
         return self.map(
             lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None)
         )
 
     def reset(self, mask: Tensor, init: Init | None = None) -> State:
-        """Rows where ``mask [B]`` is True start anew, from ``init`` (zeros when omitted)."""
+        """Rows where ``mask [B]`` is True start anew, from ``init`` (zeros when omitted).
+
+        Args:
+            mask: ``[B]``, True where a row starts anew.
+            init: initial memory, as for `recollect.recall`; zeros when omitted.
+        """
         rows = mask.to(self.position.device)
         starts = [torch.zeros_like(w) for w in self.weights]
         given = () if init is None else (init,) if isinstance(init, Tensor) else tuple(init)

@@ -4,6 +4,12 @@ A task over tokens gives pairs ``(inputs, labels)`` of int64 tensors ``[B, T]`` 
 ``labels[b, t]`` is the token that the model's output at position ``t`` should name: labels are
 already shifted. A label of :data:`IGNORE` asks for nothing at that position. A task over vectors
 gives a frozen dataclass of tensors.
+
+Examples:
+    >>> config = rc.tasks.MqarConfig(vocab=64, pairs=4, length=32)
+    >>> inputs, labels = rc.tasks.mqar(config, 2, torch.Generator().manual_seed(0))
+    >>> inputs.shape, int((labels != rc.tasks.IGNORE).sum())
+    (torch.Size([2, 32]), 8)
 """
 
 from recollect.tasks.cues import CueConfig, cues

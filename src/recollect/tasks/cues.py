@@ -95,6 +95,13 @@ def cues(config: CueConfig, batch: int, generator: torch.Generator) -> tuple[Ten
 
     Raises:
         ValueError: if ``batch`` is negative.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> config = rc.tasks.CueConfig(pairs=3, length=16, vocab_pairs=8)
+        >>> inputs, labels = rc.tasks.cues(config, 2, draw)
+        >>> inputs.shape, labels.shape
+        (torch.Size([2, 17]), torch.Size([2, 17]))
     """
     same_batch("cues", batch)
     P, C, device = config.pairs, config.cues, generator.device

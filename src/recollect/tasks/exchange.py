@@ -39,8 +39,18 @@ def spread_keys(n: int, d: int) -> Tensor:
     soft maximum of the inner products from a fixed start (seconds, then remembered); n vectors need
     inner products of at least √((n − d)/(d(n − 1))) (Welch), so that 64 need d ≥ 33.
 
+    Args:
+        n: vectors, ≥ 1.
+        d: size of each, ≥ 1.
+
     Raises:
         ValueError: sizes for which no such keys are known.
+
+    Examples:
+        >>> keys = rc.tasks.spread_keys(64, 36)
+        >>> off = keys @ keys.T - torch.eye(64)
+        >>> round(float(off.abs().max()), 4)
+        0.1111
     """
     if 1 <= n <= d:
         return torch.eye(n, d, dtype=torch.float64)
@@ -132,6 +142,12 @@ def exchange(
     Raises:
         ValueError: sizes for which `spread_keys` knows no keys, a negative number of swaps, or
             swaps of fewer than two keys.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> stream = rc.tasks.exchange(4, 8, 3, draw)
+        >>> stream.k.shape, stream.final.shape
+        (torch.Size([7, 8]), torch.Size([4]))
     """
     one_of("exchange", ("any", "first"), ask=ask)
     if swaps > 0 and n < 2:

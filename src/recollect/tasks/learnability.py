@@ -100,6 +100,13 @@ def mapping(
 
     Raises:
         ValueError: a negative batch.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> config = rc.tasks.MappingConfig(name="low_rank", size=8, length=16, rank=2)
+        >>> drawn = rc.tasks.mapping(config, 2, draw)
+        >>> drawn.inputs.shape, drawn.outputs.shape
+        (torch.Size([2, 16, 8]), torch.Size([2, 16, 8]))
     """
     same_batch("mapping", batch)
     d, device = config.size, generator.device

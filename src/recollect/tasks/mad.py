@@ -73,6 +73,13 @@ def mad(
 
     Raises:
         ValueError: a negative batch, or another split.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> config = rc.tasks.MadRecall(vocab=16, length=32)
+        >>> inputs, labels = rc.tasks.mad(config, 2, draw)
+        >>> inputs.shape, labels.shape
+        (torch.Size([2, 31]), torch.Size([2, 31]))
     """
     same_batch("mad", batch)
     one_of("mad", ("train", "test"), split=split)

@@ -240,6 +240,13 @@ def mad_settings(task: str) -> tuple[MadSetting, ...]:
 
     Raises:
         ValueError: another name, listing these.
+
+    Examples:
+        >>> settings = rc.tasks.mad_settings("compression")
+        >>> settings[0].axis, settings[0].config.length
+        ('', 32)
+        >>> sorted({setting.axis for setting in settings[1:]})
+        ['length', 'train', 'vocab']
     """
     one_of("mad_settings", tuple(_TASKS), task=task)
     config, train, axes = _TASKS[task]

@@ -122,6 +122,12 @@ def mqar_mix(
 
     Raises:
         ValueError: another recipe or length.
+
+    Examples:
+        >>> mix = rc.tasks.mqar_mix("one length", length=64)
+        >>> config, count = mix.test[0]
+        >>> config.length, config.pairs
+        (64, 4)
     """
     if recipe == "one length":
         if length not in _ONE_LENGTH:
@@ -158,6 +164,13 @@ def mqar(config: MqarConfig, batch: int, generator: torch.Generator) -> tuple[Te
 
     Raises:
         ValueError: if ``batch`` is negative.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> config = rc.tasks.MqarConfig(vocab=64, pairs=4, length=32)
+        >>> inputs, labels = rc.tasks.mqar(config, 2, draw)
+        >>> (labels != rc.tasks.IGNORE).sum(1)
+        tensor([4, 4])
     """
     if batch < 0:
         raise ValueError(f"mqar: batch must not be negative, got {batch}")

@@ -107,6 +107,13 @@ def needle_prompts(
 
     Raises:
         ValueError: a negative batch; no sentences.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> config = rc.tasks.NeedleConfig(name="passkey", length=400)
+        >>> (prompt,) = rc.tasks.needle_prompts(config, [], 1, draw)
+        >>> prompt.answer.rstrip('.') in prompt.text
+        True
     """
     same_batch("needles", batch)
     dice = Dice(generator)
@@ -140,8 +147,24 @@ def needles(
 ) -> tuple[Tensor, Tensor]:
     """Draw prompts as bytes, see `needle_prompts`.
 
+    Args:
+        config: of the prompts.
+        haystack: sentences of a text (`recollect.tasks.sentences`); ``passkey`` needs none.
+        batch: B, how many.
+        generator: the only source of randomness, on the CPU.
+
     Returns:
         ``(inputs, labels)``, int64 ``[B, length − 1]``, with labels at the answer's bytes: the
         value and the full stop that ends it.
+
+    Raises:
+        ValueError: a negative batch; no sentences; a length that holds too little.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> config = rc.tasks.NeedleConfig(name="passkey", length=400)
+        >>> inputs, labels = rc.tasks.needles(config, [], 2, draw)
+        >>> inputs.shape
+        torch.Size([2, 399])
     """
     return as_bytes(needle_prompts(config, haystack, batch, generator), config.length)

@@ -23,11 +23,20 @@ _BORDER = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 def sentences(corpus: TextCorpus, *, heldout: bool = False) -> tuple[str, ...]:
-    """The sentences of a text, in order: what hidden ones are put among.
+    r"""The sentences of a text, in order: what hidden ones are put among.
 
     Args:
         corpus: a text of `recollect.tasks.load_text`.
         heldout: those of the held-out part, to test on text that was not trained on.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> letters = "abcdefghijklmnop"
+        >>> lines = [f"The {a}{b} is near the {b}{a}. It waits." for a in letters for b in letters]
+        >>> _ = Path("text.txt").write_text("\n\n".join(lines))
+        >>> corpus = rc.tasks.load_text("text.txt")
+        >>> rc.tasks.sentences(corpus)[:2]
+        ('The ab is near the ba.', 'It waits.')
     """
     part = corpus.heldout if heldout else corpus.train
     text = bytes(part.tolist()).decode("utf-8", "replace")

@@ -73,6 +73,13 @@ def reach(
 
     Raises:
         ValueError: a negative batch.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> config = rc.tasks.ReachConfig(nodes=8)
+        >>> graphs = rc.tasks.reach(config, 2, draw)
+        >>> graphs.x.shape, graphs.labels.sum(1)
+        (torch.Size([2, 8, 8]), tensor([4, 4]))
     """
     same_batch("reach", batch)
     n, device = config.nodes, generator.device

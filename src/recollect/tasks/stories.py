@@ -98,6 +98,13 @@ def stories(config: StoryConfig, batch: int, generator: torch.Generator) -> tupl
 
     Raises:
         ValueError: a negative batch.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> config = rc.tasks.StoryConfig(task=1, facts=3)
+        >>> (story,) = rc.tasks.stories(config, 1, draw)
+        >>> len(story.facts), story.answer in " ".join(story.facts)
+        (3, True)
     """
     same_batch("stories", batch)
     dice = Dice(generator)
@@ -117,6 +124,14 @@ def story_prompts(
 
     Raises:
         ValueError: no background; a length too short for the story.
+
+    Examples:
+        >>> background = ["The sea is wide.", "A door stood open."]
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> config = rc.tasks.StoryConfig(task=1, facts=3, length=400)
+        >>> (prompt,) = rc.tasks.story_prompts(config, background, 1, draw)
+        >>> len(f"{prompt.text} {prompt.answer}".encode())
+        400
     """
     dice = Dice(generator)
     found: list[Prompt] = []
@@ -141,9 +156,26 @@ def story_bytes(
 ) -> tuple[Tensor, Tensor]:
     """`story_prompts` as bytes.
 
+    Args:
+        config: of the stories.
+        background: sentences of a text (`recollect.tasks.sentences`).
+        batch: B, how many.
+        generator: the only source of randomness, on the CPU.
+
     Returns:
         ``(inputs, labels)``, int64 ``[B, length − 1]``, with labels at the answer's bytes: the word
         and the full stop that ends it.
+
+    Raises:
+        ValueError: a negative batch; no sentences; a length that holds too little.
+
+    Examples:
+        >>> background = ["The sea is wide.", "A door stood open."]
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> config = rc.tasks.StoryConfig(task=1, facts=3, length=400)
+        >>> inputs, labels = rc.tasks.story_bytes(config, background, 2, draw)
+        >>> inputs.shape
+        torch.Size([2, 399])
     """
     return as_bytes(story_prompts(config, background, batch, generator), config.length)
 

@@ -63,6 +63,13 @@ def swaps(config: SwapConfig, batch: int, generator: torch.Generator) -> tuple[T
 
     Raises:
         ValueError: a negative batch.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> config = rc.tasks.SwapConfig(items=3, length=6)
+        >>> inputs, labels = rc.tasks.swaps(config, 2, draw)
+        >>> inputs.shape, int(labels[labels >= 0].max())
+        (torch.Size([2, 6]), 2)
     """
     same_batch("swaps", batch)
     device = generator.device

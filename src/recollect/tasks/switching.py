@@ -112,6 +112,13 @@ def switching(
 
     Raises:
         ValueError: a negative batch.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> config = rc.tasks.SwitchingConfig(size=4, length=16)
+        >>> drawn = rc.tasks.switching(config, 2, draw)
+        >>> drawn.k.shape, torch.equal(drawn.q[:, :-1], drawn.k[:, 1:])
+        (torch.Size([2, 16, 4]), True)
     """
     same_batch("switching", batch)
     K, device, wide = config.size, generator.device, torch.float64

@@ -58,7 +58,7 @@ class TextCorpus:
 
 
 def load_text(path: str | PathLike[str] | None = None) -> TextCorpus:
-    """Read a text and split it.
+    r"""Read a text and split it.
 
     Without a path, the text is the English documentation inside the installed Python and torch
     packages: prose only, at most 8 MB, gathered in a few seconds without importing anything. Its
@@ -77,6 +77,15 @@ def load_text(path: str | PathLike[str] | None = None) -> TextCorpus:
     Raises:
         FileNotFoundError: if there is no file at ``path``.
         ValueError: if it is a directory, empty, not UTF-8 text, or too short to split.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> letters = "abcdefghijklmnop"
+        >>> lines = [f"The {a}{b} is near the {b}{a}. It waits." for a in letters for b in letters]
+        >>> _ = Path("text.txt").write_text("\n\n".join(lines))
+        >>> corpus = rc.tasks.load_text("text.txt")
+        >>> corpus.source, len(corpus.train) > len(corpus.heldout)
+        ('text.txt', True)
     """
     if path is None:
         source = (
@@ -103,7 +112,7 @@ def load_text(path: str | PathLike[str] | None = None) -> TextCorpus:
 
 
 def bigram_bits_per_byte(corpus: TextCorpus) -> float:
-    """Bits per held-out byte of a smoothed byte bigram: the baseline that knows no context.
+    r"""Bits per held-out byte of a smoothed byte bigram: the baseline that knows no context.
 
     A byte b after a byte a has probability ``(n(a, b) + s p(b)) / (n(a) + s)``, where n counts the
     training part and p is its add-one unigram. The strength s is the power of two that does best on
@@ -115,6 +124,15 @@ def bigram_bits_per_byte(corpus: TextCorpus) -> float:
 
     Returns:
         The mean of −log₂ probability over all held-out bytes but the first.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> letters = "abcdefghijklmnop"
+        >>> lines = [f"The {a}{b} is near the {b}{a}. It waits." for a in letters for b in letters]
+        >>> _ = Path("text.txt").write_text("\n\n".join(lines))
+        >>> corpus = rc.tasks.load_text("text.txt")
+        >>> 0 < rc.tasks.bigram_bits_per_byte(corpus) < 8
+        True
     """
     train, heldout = corpus.train, corpus.heldout
     cut = train.numel() - train.numel() // 10
@@ -129,7 +147,7 @@ def bigram_bits_per_byte(corpus: TextCorpus) -> float:
 def batches(
     corpus: TextCorpus, *, length: int, batch: int, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless training batches: windows that begin anywhere, with equal probability.
+    r"""Endless training batches: windows that begin anywhere, with equal probability.
 
     Args:
         corpus: the text.
@@ -142,6 +160,18 @@ def batches(
 
     Raises:
         ValueError: at the call, if a window is longer than the training part or a size is below 1.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> letters = "abcdefghijklmnop"
+        >>> lines = [f"The {a}{b} is near the {b}{a}. It waits." for a in letters for b in letters]
+        >>> _ = Path("text.txt").write_text("\n\n".join(lines))
+        >>> corpus = rc.tasks.load_text("text.txt")
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> endless = rc.tasks.batches(corpus, length=16, batch=2, generator=draw)
+        >>> inputs, labels = next(endless)
+        >>> torch.equal(inputs[:, 1:], labels[:, :-1])
+        True
     """
     _check_sizes("batches", length, batch)
     room = corpus.train.numel() - length
@@ -164,7 +194,7 @@ def batches(
 def heldout_windows(
     corpus: TextCorpus, *, length: int, batch: int, limit: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The held-out part, once, in order: each of its bytes but the first is a label exactly once.
+    r"""The held-out part, once, in order: each of its bytes but the first is a label exactly once.
 
     Args:
         corpus: the text.
@@ -179,6 +209,17 @@ def heldout_windows(
 
     Raises:
         ValueError: at the call, if a size is below 1.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> letters = "abcdefghijklmnop"
+        >>> lines = [f"The {a}{b} is near the {b}{a}. It waits." for a in letters for b in letters]
+        >>> _ = Path("text.txt").write_text("\n\n".join(lines))
+        >>> corpus = rc.tasks.load_text("text.txt")
+        >>> windows = list(rc.tasks.heldout_windows(corpus, length=16, batch=2))
+        >>> asked = sum(int((labels != rc.tasks.IGNORE).sum()) for _, labels in windows)
+        >>> asked == len(corpus.heldout) - 1
+        True
     """
     _check_sizes("heldout_windows", length, batch)
     if limit is not None and limit < 1:

@@ -69,6 +69,11 @@ def word_problem(name: str, length: int = 32) -> WordConfig:
 
     Raises:
         ValueError: another name, listing these.
+
+    Examples:
+        >>> config = rc.tasks.word_problem("S3", length=8)
+        >>> config.items, config.group
+        (3, 'symmetric')
     """
     one_of("word_problem", tuple(_NAMES), name=name)
     items, group = _NAMES[name]
@@ -98,6 +103,7 @@ def words(config: WordConfig, batch: int, generator: torch.Generator) -> tuple[T
     """Uniform words and their running products.
 
     Args:
+        config: of the words.
         batch: words.
         generator: the only source of randomness.
 
@@ -108,6 +114,13 @@ def words(config: WordConfig, batch: int, generator: torch.Generator) -> tuple[T
 
     Raises:
         ValueError: a negative batch.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> config = rc.tasks.word_problem("S3", length=8)
+        >>> inputs, labels = rc.tasks.words(config, 2, draw)
+        >>> inputs.shape, int(labels[0, 0]) == rc.tasks.IGNORE
+        (torch.Size([2, 9]), True)
     """
     same_batch("words", batch)
     compose = products(config.items, config.group)

@@ -11,6 +11,10 @@
 | `exchange` | when exchanged states are followed exactly (AM theorem 1) |
 | `conditioning` | how errors of similarities spread (AM 50–52) |
 | `findings` | which of these speak of a given recipe |
+
+Examples:
+    >>> rc.theory.inverse_snr("linear", others=32, size=64)
+    0.5
 """
 
 from recollect.theory.capacity import (

@@ -49,6 +49,11 @@ class Capacity:
         exact: whether generic pairs are known to reach it; otherwise it is an upper bound, which
             `feature_rank` sharpens where the memory is linear in its weights.
         why: in words.
+
+    Examples:
+        >>> bound = rc.theory.capacity_bound(rc.Recipe(), 8, 8)
+        >>> bound.pairs, bound.exact
+        (8, True)
     """
 
     pairs: float
@@ -62,6 +67,13 @@ def capacity_bound(recipe: Recipe, K: int, V: int) -> Capacity:
     Args:
         recipe: the memory and features of it.
         K, V: sizes of keys and values.
+
+    Examples:
+        >>> rc.theory.capacity_bound(rc.Recipe(), 8, 8).pairs
+        8
+        >>> lifted = rc.Recipe(features=rc.features.Polynomial(degree=2))
+        >>> rc.theory.capacity_bound(lifted, 8, 8).pairs
+        45
     """
     if recipe.nonparametric:
         return Capacity(pairs=math.inf, exact=False, why="every pair is kept, and none is averaged")
@@ -86,6 +98,10 @@ def feature_rank(recipe: Recipe, K: int, *, unit: bool = False, seed: int = 0) -
         seed: of keys and params.
 
     Cost: O(F³).
+
+    Examples:
+        >>> rc.theory.feature_rank(rc.Recipe(features=rc.features.Polynomial(degree=2)), 4)
+        15
     """
     count = recipe.features.dim(K) + 8
     k, _ = _pairs(count, K, 1, seed, unit=unit)
@@ -100,6 +116,10 @@ def stated_bound(widths: list[int], K: int, V: int) -> float:
     Args:
         widths: d_h^(1), …, d_h^(L+1): sizes between layers, the last one the output's.
         K, V: sizes of keys and values.
+
+    Examples:
+        >>> rc.theory.stated_bound([8, 8], 8, 8)
+        4096
     """
     total = sum(min(widths[i:-1]) * widths[i + 1] for i in range(len(widths) - 1))
     return K * V * total
@@ -122,10 +142,24 @@ def fit_error(
     steps on all weights, from three random starts, the best of them; their result is a bound on
     what exists, from the side of what was found. Kernels: an interpolation of the Gram matrix.
 
+    Args:
+        recipe: whose memory and features are fitted.
+        count: N, pairs.
+        K: key channels.
+        V: value channels.
+        seed: of the pairs, of drawn params and of random starts.
+        unit: whether keys have length 1.
+
     Cost: O(N² F), or 300 solves of the number of weights.
 
     Raises:
         RecipeError: a memory that keeps associations; ask `stream_error`.
+
+    Examples:
+        >>> rc.theory.fit_error(rc.Recipe(), 4, K=4, V=4) < 1e-6
+        True
+        >>> rc.theory.fit_error(rc.Recipe(), 8, K=4, V=4) > 0.1
+        True
     """
     if recipe.nonparametric:
         raise RecipeError(
@@ -221,6 +255,11 @@ def stream_error(
 
     Raises:
         ValueError: more orthogonal keys than dimensions.
+
+    Examples:
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=1.0))
+        >>> rc.theory.stream_error(recipe, 4, K=4, V=4, orthogonal=True) < 1e-6
+        True
     """
     k, v = _pairs(count, K, V, seed, unit=True)
     if orthogonal:
@@ -244,6 +283,10 @@ def capacity(error: Callable[[int], float], *, most: int, tolerance: float = 1e-
 
     Raises:
         ValueError: ``most`` below 1.
+
+    Examples:
+        >>> rc.theory.capacity(lambda n: rc.theory.fit_error(rc.Recipe(), n, K=4, V=4), most=8)
+        4
     """
     if most < 1:
         raise ValueError(f"capacity: most must be at least 1, got {most}")

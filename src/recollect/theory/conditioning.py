@@ -23,6 +23,12 @@ class Conditioning:
     Attributes:
         write: A₁ ``[T, T]``, unit lower triangular. read: A₂ ``[T, T]``.
         u: A₁⁻¹ v ``[T, V]``. v: ``[T, V]``.
+
+    Examples:
+        >>> k, v = torch.randn(2, 6, 8, dtype=torch.float64)
+        >>> found = rc.theory.conditioning(k @ k.T / 8, v)
+        >>> found.number >= 1
+        True
     """
 
     write: Tensor
@@ -74,6 +80,12 @@ def conditioning(
         rate: β.
 
     Cost: O(T³).
+
+    Examples:
+        >>> k, v = torch.randn(2, 6, 8, dtype=torch.float64)
+        >>> found = rc.theory.conditioning(k @ k.T / 8, v)
+        >>> torch.allclose(found.write @ found.u, v)
+        True
     """
     eye = torch.eye(len(v), dtype=v.dtype)
     first = eye + rate * similarities.tril(-1)

@@ -53,6 +53,12 @@ def exchange_margin(keys: Tensor, dtype: torch.dtype) -> Margin:
     Args:
         keys: unit vectors.
         dtype: of keys and of their products.
+
+    Examples:
+        >>> keys = rc.tasks.spread_keys(64, 36)
+        >>> margin = rc.theory.exchange_margin(keys, torch.float32)
+        >>> round(margin.spread, 4), margin.total < 0.5
+        (0.1111, True)
     """
     n, d = keys.shape
     gram = (keys.double() @ keys.double().T) - torch.eye(n, dtype=torch.float64)
@@ -67,6 +73,12 @@ def wrong_answers(recipe: Recipe, stream: Exchange, *, method: str = "auto") -> 
         recipe: one that asks for no gates, e.g. a kernel with constant rates.
         stream: of `recollect.tasks.exchange`.
         method: as for `recall`.
+
+    Examples:
+        >>> stream = rc.tasks.exchange(4, 8, 3, torch.Generator().manual_seed(0))
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=1.0))
+        >>> rc.theory.wrong_answers(recipe, stream)
+        (0, 0)
     """
     q, k, v = (x[None, :, None] for x in (stream.q, stream.k, stream.v))
     with torch.no_grad():

@@ -21,6 +21,10 @@ def findings(recipe: Recipe, K: int, V: int) -> tuple[str, ...]:
     Args:
         recipe: any; where theory is silent there are no lines.
         K, V: sizes that the numbers are for.
+
+    Examples:
+        >>> print(rc.theory.findings(rc.Recipe(), 8, 8)[0])
+        can hold 8 pairs exactly: 8 features (ATLAS 3.1)
     """
     try:
         return tuple(_findings(recipe, K, V))

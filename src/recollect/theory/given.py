@@ -1,4 +1,4 @@
-"""Numbers for a recipe that is measured without a layer around it."""
+"""Gate values for a recipe that is measured without a layer."""
 
 from __future__ import annotations
 

@@ -29,11 +29,17 @@ def best_memory(w_k: Tensor, w_v: Tensor, second_moment: Tensor) -> Tensor:
     """S* of AM 46, ``[..., V, K]``.
 
     Args:
-        w_k: ``[..., K, D]``. w_v: ``[..., V, D]``.
+        w_k: ``[..., K, D]``.
+        w_v: ``[..., V, D]``.
         second_moment: Σ ``[D, D]``.
 
     Raises:
         torch.linalg.LinAlgError: keys that do not span K dimensions.
+
+    Examples:
+        >>> w_k, M = torch.randn(4, 6), torch.randn(3, 4)
+        >>> torch.allclose(rc.theory.best_memory(w_k, M @ w_k, torch.eye(6)), M, atol=1e-4)
+        True
     """
     cross = w_v @ second_moment @ w_k.mT
     own = w_k @ second_moment @ w_k.mT
@@ -55,7 +61,8 @@ def approach(
     Args:
         recipe: a matrix memory.
         x: inputs ``[T, D]``.
-        w_k: ``[H, K, D]``. w_v: ``[H, V, D]``: one head, or several.
+        w_k: ``[H, K, D]``, one head or several.
+        w_v: ``[H, V, D]``.
         at: the times t at which to look, increasing, up to T.
         gates: as `recall` takes them, ``[1, T, H, ...]``.
         second_moment: Σ; that of ``x`` when omitted.
@@ -65,6 +72,14 @@ def approach(
 
     Raises:
         RecipeError: a memory that is not one matrix.
+
+    Examples:
+        >>> recipe = rc.zoo.get("delta_net").recipe
+        >>> x = torch.randn(64, 6, dtype=torch.float64)
+        >>> w_k, w_v = torch.randn(2, 1, 4, 6, dtype=torch.float64) / 6
+        >>> gates = {"lr": torch.full((1, 64, 1), 0.1, dtype=torch.float64)}
+        >>> rc.theory.approach(recipe, x, w_k, w_v, at=[8, 64], gates=gates).shape
+        torch.Size([2, 1])
     """
     k, v = (torch.einsum("hkd,td->thk", w, x)[None] for w in (w_k, w_v))
     sigma = x.mT @ x / len(x) if second_moment is None else second_moment
@@ -90,13 +105,20 @@ def normalized_update_norms(k: Tensor, v: Tensor, *, temperature: float) -> Tens
     t²‖S_t − S_{t−1}‖² = ‖v_t‖²κ_tt − 2⟨v_t, S_{t−1}φ_t⟩ + ‖S_{t−1}‖². They vanish like 1/t.
 
     Args:
-        k: ``[T, K]``. v: ``[T, V]``.
-        temperature: τ.
+        k: keys ``[T, K]``.
+        v: values ``[T, V]``.
+        temperature: τ > 0.
 
     Returns:
         ``[T]``, with S_0 = 0.
 
     Cost: O(T² (K + V)).
+
+    Examples:
+        >>> k, v = torch.randn(2, 32, 4)
+        >>> norms = rc.theory.normalized_update_norms(k, v, temperature=2.0)
+        >>> norms.shape, bool(norms[-1] < norms[0])
+        (torch.Size([32]), True)
     """
     kappa = (k @ k.mT / temperature).exp()
     values = v @ v.mT

@@ -30,6 +30,11 @@ def output_bound(q: Tensor, k: Tensor, v: Tensor, *, ridge: float = 0.0) -> Tens
 
     Raises:
         ValueError: a negative ridge.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 6, 2, 4)
+        >>> rc.theory.output_bound(q, k, v).shape
+        torch.Size([1, 6, 2])
     """
     if ridge < 0:
         raise ValueError(f"output_bound: ridge must be at least 0, got {ridge}")
@@ -51,5 +56,9 @@ def linear_attention_growth(tokens: Tensor, *, size: int, value_norm: float = 1.
         tokens: t.
         size: K.
         value_norm: ‖v‖.
+
+    Examples:
+        >>> rc.theory.linear_attention_growth(torch.tensor([4.0, 16.0]), size=4)
+        tensor([1., 2.])
     """
     return value_norm * (tokens / size).sqrt()

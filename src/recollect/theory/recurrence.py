@@ -69,7 +69,8 @@ def general_form(
 
     Args:
         recipe: a matrix memory over finite features with inner batches of one token.
-        k: ``[T, K]``, or ``[T, n, K]`` with n associations per token. v: likewise; float64.
+        k: float64 ``[T, K]``, or ``[T, n, K]`` with n associations per token.
+        v: float64 ``[T, V]``, or ``[T, n, V]``.
         gates: as `recall` takes them, ``[1, T, 1, ...]``.
         params: as `recall` takes them.
 
@@ -77,6 +78,13 @@ def general_form(
 
     Raises:
         RecipeError: a memory that is not one matrix, or a step that is not of this form, saying so.
+
+    Examples:
+        >>> k, v = torch.randn(2, 3, 4, dtype=torch.float64)
+        >>> gates = {"lr": torch.full((1, 3, 1), 0.5, dtype=torch.float64)}
+        >>> first, *_ = rc.theory.general_form(rc.Recipe(), k, v, gates=gates)
+        >>> torch.allclose(first.A @ first.before @ first.B + first.C, first.after)
+        True
     """
     T, K, V = len(k), k.shape[-1], v.shape[-1]
     q = k if k.dim() == 2 else k[:, 0]

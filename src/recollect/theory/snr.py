@@ -62,7 +62,12 @@ class Sampled:
     trials: int
 
     def agrees(self, expected: float, *, errors: float = 5.0) -> bool:
-        """Whether ``expected`` is within so many standard errors."""
+        """Whether ``expected`` is within so many standard errors.
+
+        Args:
+            expected: the value to compare with.
+            errors: how many standard errors are allowed.
+        """
         return abs(self.value - expected) <= errors * self.error
 
 
@@ -81,6 +86,12 @@ def inverse_snr(
 
     Raises:
         ValueError: a number out of range, or another kernel.
+
+    Examples:
+        >>> rc.theory.inverse_snr("linear", others=32, size=64)
+        0.5
+        >>> rc.theory.inverse_snr("exp", others=32, size=64) < 1e-4
+        True
     """
     if kernel not in get_args(KernelName):
         raise ValueError(f"inverse_snr: kernel must be one of {get_args(KernelName)}, not {kernel}")
@@ -105,8 +116,18 @@ def needed_size(
     At τ = √K the exponent is 2(√K − 1), so K = (1 + ½ log(N/level))². With a fixed τ > 1 it is
     τ² log(N/level)/(2(τ − 1)).
 
+    Args:
+        kernel: ``"linear"``, ``"relu"`` or ``"exp"``.
+        others: N, associations beside the one asked for.
+        level: the SNR⁻¹ to reach, > 0.
+        temperature: τ; ``None`` is √K.
+
     Raises:
         ValueError: SoLU, which has no closed form, or τ ≤ 1, at which no size is enough.
+
+    Examples:
+        >>> rc.theory.needed_size("linear", others=64, level=0.5)
+        128.0
     """
     ratio = others / level
     if kernel in ("linear", "relu"):
@@ -140,12 +161,21 @@ def averaged_inverse_snr(
     exponential kernel loses nearly all of its precision.
 
     Args:
+        kernel: ``"linear"``, ``"relu"``, ``"exp"`` or ``"solu"``.
+        others: N, associations beside the one asked for.
+        size: K, channels of all heads together when ``sliced``, else of each.
         heads: h; a divisor of ``size`` when ``sliced``.
         sliced: whether heads share K channels or have K each.
         temperature: of one head; ``None`` is the root of its own size.
 
     Raises:
         ValueError: heads that do not divide the size.
+
+    Examples:
+        >>> rc.theory.averaged_inverse_snr("linear", others=32, size=64, heads=4)
+        0.5
+        >>> rc.theory.averaged_inverse_snr("linear", others=32, size=64, heads=4, sliced=False)
+        0.125
     """
     if heads < 1 or (sliced and size % heads):
         raise ValueError(f"averaged_inverse_snr: {heads} heads do not divide a size of {size}")
@@ -182,6 +212,13 @@ def kernel_inverse_snr(
         others, size: N and K.
         generator: the only source of randomness.
         trials: products drawn.
+
+    Examples:
+        >>> sampled = rc.theory.kernel_inverse_snr(
+        ...     lambda x: x, others=8, size=16, generator=torch.Generator().manual_seed(0)
+        ... )
+        >>> sampled.agrees(rc.theory.inverse_snr("linear", others=8, size=16))
+        True
     """
     x = torch.randn(trials, generator=generator, dtype=torch.float64) * math.sqrt(size)
     peak = float(kappa(torch.tensor([float(size)], dtype=torch.float64)).square())
@@ -220,6 +257,14 @@ def measured_inverse_snr(
 
     Raises:
         RecipeError: a gate that the recipe does not have.
+
+    Examples:
+        >>> recipe = rc.zoo.get("linear_attention").recipe
+        >>> sampled = rc.theory.measured_inverse_snr(
+        ...     recipe, others=8, K=16, V=16, generator=torch.Generator().manual_seed(0)
+        ... )
+        >>> sampled.agrees(rc.theory.inverse_snr("linear", others=8, size=16))
+        True
     """
 
     def normal(size: int) -> Tensor:
@@ -253,6 +298,14 @@ def recipe_kernel(recipe: Recipe, K: int) -> tuple[KernelName, float | None] | N
 
     The memory must add up v_j κ(k_j, ·) with one weight for all: a matrix, the dot-product bias,
     nothing forgotten, no denominator. The kernel is recognised by its values, not by its name.
+
+    Args:
+        recipe: to look at.
+        K: size of keys, ≥ 2.
+
+    Examples:
+        >>> rc.theory.recipe_kernel(rc.Recipe(bias=rc.bias.DotProduct()), 8)
+        ('linear', None)
     """
     plain = (
         not recipe.nonparametric
@@ -303,8 +356,16 @@ def truncation_order(largest: float, tolerance: float) -> int:
     products q·k/√K of standard normal vectors, x ~ N(0, 1): at the rounding error of bfloat16, 2⁻⁸,
     two standard deviations take order 7 and three order 8, which is where AM saw the series end.
 
+    Args:
+        largest: the greatest x, ≥ 0.
+        tolerance: relative error, > 0.
+
     Raises:
         ValueError: a tolerance that is not above 0, or a negative range.
+
+    Examples:
+        >>> rc.theory.truncation_order(2.0, 2**-8), rc.theory.truncation_order(3.0, 2**-8)
+        (7, 8)
     """
     if tolerance <= 0 or largest < 0:
         raise ValueError(

@@ -30,14 +30,24 @@ def ftrl(losses: Sequence[Loss], regularizer: Loss, *, eta: float, start: Tensor
     """The FTRL sequence W_1 … W_T, ``[T, n]``.
 
     Args:
-        losses: ℓ_1 … ℓ_T. regularizer: R, strictly convex.
+        losses: ℓ_1 … ℓ_T.
+        regularizer: R, strictly convex.
         eta: η > 0.
-        start: where each search begins; the minimum does not depend on it.
+        start: where each search begins ``[n]``; the minimum does not depend on it.
 
     Cost: T searches of a few solves of n × n.
 
     Raises:
         ValueError: η ≤ 0; a minimum that Newton steps do not find.
+
+    Examples:
+        >>> start = torch.zeros(2, dtype=torch.float64)
+        >>> targets = torch.eye(2, dtype=torch.float64)
+        >>> losses = [lambda w, z=z: 0.5 * (w - z).square().sum() for z in targets]
+        >>> half = lambda w: 0.5 * w.square().sum()
+        >>> rc.theory.ftrl(losses, half, eta=1.0, start=start)
+        tensor([[0.5000, 0.0000],
+                [0.3333, 0.3333]], dtype=torch.float64)
     """
     _check(eta)
     found: list[Tensor] = []
@@ -65,6 +75,15 @@ def learning_retaining(
 
     Raises:
         ValueError: as for `ftrl`.
+
+    Examples:
+        >>> start = torch.zeros(2, dtype=torch.float64)
+        >>> targets = torch.eye(2, dtype=torch.float64)
+        >>> losses = [lambda w, z=z: 0.5 * (w - z).square().sum() for z in targets]
+        >>> half = lambda w: 0.5 * w.square().sum()
+        >>> first = rc.theory.learning_retaining(losses, half, eta=1.0, start=start)
+        >>> torch.allclose(first, rc.theory.ftrl(losses, half, eta=1.0, start=start))
+        True
     """
     _check(eta)
 
@@ -104,9 +123,17 @@ def memory_losses(
     """ℓ_t(W) = loss(W k_t, v_t) of a matrix memory, one per token.
 
     Args:
-        bias_loss: of a prediction and a value ``[V]``, e.g.
-            ``lambda p, v: recipe.bias.loss(p, v, {})``.
-        k: ``[T, K]``. v: ``[T, V]``.
+        bias_loss: of a prediction and a value ``[V]``, e.g. ``lambda p, v: recipe.bias.loss(p, v,
+            {})``.
+        k: keys ``[T, K]``.
+        v: values ``[T, V]``.
+
+    Examples:
+        >>> k, v = torch.randn(2, 3, 4, dtype=torch.float64)
+        >>> losses = rc.theory.memory_losses(lambda p, value: rc.bias.L2().loss(p, value, {}), k, v)
+        >>> nothing = torch.zeros(16, dtype=torch.float64)
+        >>> len(losses), bool(losses[0](nothing) == 0.5 * v[0].square().sum())
+        (3, True)
     """
 
     def make(key: Tensor, value: Tensor) -> Loss:
@@ -116,7 +143,18 @@ def memory_losses(
 
 
 def linearized(loss: Loss, at: Tensor) -> Loss:
-    """W ↦ ⟨∇ℓ(at), W − at⟩, with which FTRL and ½‖W‖² are gradient descent."""
+    """W ↦ ⟨∇ℓ(at), W − at⟩, with which FTRL and ½‖W‖² are gradient descent.
+
+    Args:
+        loss: ℓ, of a weight vector ``[n]``.
+        at: the point ``[n]`` at which it is linearised.
+
+    Examples:
+        >>> at = torch.tensor([1.0, 2.0])
+        >>> flat = rc.theory.linearized(lambda w: 0.5 * w.square().sum(), at)
+        >>> flat(at), flat(at + 1)
+        (tensor(0.), tensor(3.))
+    """
     slope = _gradient(loss, at)
     return lambda w: slope @ (w - at)
 

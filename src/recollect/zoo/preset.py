@@ -91,9 +91,10 @@ class Preset:
         """A layer of this system with fresh weights.
 
         Args:
-            d_model: width. heads: query heads.
+            d_model: width of the tokens.
+            heads: query heads.
             options: in place of the preset's own, e.g. ``replace(preset.options, conv=0)``.
-            overrides: other keywords of `MemoryLayer`: kv_heads, head_dim, value_dim, method,
+            **overrides: other keywords of `MemoryLayer`: kv_heads, head_dim, value_dim, method,
                 chunk_size, depth.
 
         Raises:
@@ -125,6 +126,16 @@ def preset(
     """Decorator: register a function that returns recipe and options under its own name.
 
     Its docstring's first line is the summary, its module the family.
+
+    Args:
+        title: what the system is called.
+        row: its number in the table of architectures.
+        rule: its write rule in the paper's form.
+        references: whose it is.
+        fidelity: how close the recipe is to its source.
+
+    Raises:
+        RecipeError: a name that another preset has.
     """
 
     def register(make: Maker) -> Maker:

@@ -1,4 +1,4 @@
-"""Least squares against what stands in for it: speed, and what is lost between the two ends."""
+"""Benchmarks of least squares against its approximations: speed and accuracy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`recollect train` against the loop that anybody would write: forward, backward, step.
+"""`recollect train` against a plain PyTorch training loop: forward, backward, step.
 
 A run of `train` calls back after every step; there, one step of the bare loop is taken on a model
 of the same size, so that both are timed alternately in one thread. The clock of the run goes from

@@ -2,6 +2,11 @@
 
 The gradient g_t comes from the bias and the context; the algorithm turns it into the step that is
 added to the decayed memory, and keeps what it needs (momentum, moments) in named slots.
+
+Examples:
+    >>> recipe = rc.Recipe(algorithm=rc.algorithm.Momentum(lr=0.5))
+    >>> [gate.name for gate in recipe.gates()]
+    ['momentum']
 """
 
 from recollect.choices.algorithm.base import Algorithm, Inverse, Step

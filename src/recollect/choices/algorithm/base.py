@@ -1,4 +1,4 @@
-"""What an algorithm is: the rule that turns inner gradients into steps."""
+"""Base class of algorithms: the rule that turns inner gradients into steps."""
 
 from __future__ import annotations
 
@@ -71,7 +71,12 @@ class Inverse:
         return (*gram, "origin", *(("inverse", "kept") if self.recurs else ()))
 
     def slot_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of one of `slots` beside weights ``[out, in]``."""
+        """Shape of one of `slots` beside weights ``[out, in]``.
+
+        Args:
+            name: one of `slots`.
+            shape: of the weights, ``(out, in)``.
+        """
         out, inp = shape
         if name in ("origin", "kept"):
             return (out, inp) if name == "origin" else ()
@@ -137,7 +142,13 @@ class Algorithm(Member):
         return numbers.get("lr", numbers.get("log_lr", ()))
 
     def rate(self, lr: Tensor, kappa: Tensor, slope: float) -> Tensor:
-        """η_t given κ(k, k) and the error's slope a; only key-dependent rates override this."""
+        """η_t given κ(k, k) and the error's slope a; only key-dependent rates override this.
+
+        Args:
+            lr: the declared η_t, one number per association.
+            kappa: κ(k, k) of the lifted key, shaped like ``lr``.
+            slope: a of the error a·prediction − b·value.
+        """
         return lr
 
     @property
@@ -163,19 +174,42 @@ class Algorithm(Member):
         return None
 
     def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
-        """New slots and what is added to the decayed memory."""
+        """New slots and what is added to the decayed memory.
+
+        Args:
+            slots: the algorithm's own tensors by name, each ``[B, H, out, in]``.
+            step: what it sees at this token.
+        """
         return {}, -step.lr * step.gradient
 
     def settle(self, slots: Slots, lr: Tensor) -> Tensor:
-        """The one step of a whole inner batch when ``every == "batch"``, from its last slots."""
+        """The one step of a whole inner batch when ``every == "batch"``, from its last slots.
+
+        Args:
+            slots: its tensors by name after the last token of the batch.
+            lr: η of that token, broadcast to ``[B, H, out, in]``.
+
+        Raises:
+            RecipeError: an algorithm that moves at every token.
+        """
         raise RecipeError(f"{self.title} moves at every token")
 
     def slot_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of one slot beside weights of that shape."""
+        """Shape of one slot beside weights of that shape.
+
+        Args:
+            name: one of `slots`.
+            shape: of the weights of one map, ``(out, in)``.
+        """
         return shape if self.inverse is None else self.inverse.slot_shape(name, shape)
 
     def rate_text(self, x: str, slope: float) -> str:
-        """η_t as text, a function of the lifted key ``x`` and the error's slope, where `keyed`."""
+        """η_t as text, a function of the lifted key ``x`` and the error's slope, where `keyed`.
+
+        Args:
+            x: the lifted key as it is written, e.g. ``"φ(k_t)"``.
+            slope: a of the error a·prediction − b·value.
+        """
         return f"{type(self).__name__.lower()}({x})"
 
     def wide(self, recipe: RecipeLike) -> tuple[str, ...]:
@@ -208,6 +242,10 @@ class Algorithm(Member):
         """The equations of its own state, and the terms it adds to the decayed memory.
 
         An algorithm whose `update` is its own is written as a function of g_t unless it says more.
+
+        Args:
+            gradient: g_t as signed terms.
+            at: index of the token, e.g. ``"t"``.
         """
         if self.momentum_of == "none":
             return (), gradient.scaled(self.pace(at), -1.0)

@@ -1,4 +1,4 @@
-"""Algorithm: how the objective is minimised, one step per token.
+"""Gradient descent, momentum, and steps whose rate depends on the key.
 
 The gradient g_t comes from the bias and the context; the algorithm turns it into the step that is
 added to the decayed memory, and keeps what it needs (momentum, moments) in named slots.

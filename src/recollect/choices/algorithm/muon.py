@@ -28,6 +28,10 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
 
     X ← aX + (b XXᵀ + c (XXᵀ)²) X from S/(‖S‖_F + 1e-7), on the smaller side, in S's own dtype. Zero
     steps are the identity, without normalisation.
+
+    Args:
+        S: matrices ``[..., out, in]``.
+        steps: iterations, ≥ 0; five are customary.
     """
     if steps == 0:
         return S

@@ -3,6 +3,11 @@
 A bias states a ``loss`` of the prediction, or its gradient ``error``, or both; autograd supplies
 what is not stated. Its gates travel with the association, and arrive with a trailing axis (1, or V
 per channel) so that they broadcast against ``[..., V]``.
+
+Examples:
+    >>> error = rc.bias.L2().error(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 2.0]), {})
+    >>> error
+    tensor([1., 0.])
 """
 
 from recollect.choices.bias.base import Bias, Probe

@@ -1,4 +1,4 @@
-"""What an attentional bias is: the loss of one association, and its error."""
+"""Base class of attentional biases: the loss of one association, and its error."""
 
 from __future__ import annotations
 
@@ -150,11 +150,26 @@ class Bias(Member):
     probe: Probe | None = None
 
     def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
-        """ℓ ``[...]`` of ``prediction`` and ``value`` ``[..., V]``."""
+        """ℓ ``[...]`` of ``prediction`` and ``value`` ``[..., V]``.
+
+        Args:
+            prediction: M(W; φ(k)), ``[..., V]``.
+            value: v, ``[..., V]``.
+            gates: this bias's own numbers by name, each broadcastable to ``[..., V]``.
+
+        Raises:
+            RecipeError: a bias that states only its `error`.
+        """
         raise RecipeError(f"{self.title} states no loss")
 
     def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
-        """∂ℓ/∂prediction ``[..., V]``; by autograd from `loss` unless overridden."""
+        """∂ℓ/∂prediction ``[..., V]``; by autograd from `loss` unless overridden.
+
+        Args:
+            prediction: M(W; φ(k)), ``[..., V]``.
+            value: v, ``[..., V]``.
+            gates: this bias's own numbers by name, each broadcastable to ``[..., V]``.
+        """
         with torch.enable_grad():
             point = prediction if prediction.requires_grad else prediction.detach()
             point = point.requires_grad_() if not point.requires_grad else point
@@ -210,6 +225,10 @@ class Bias(Member):
 
         A loss whose error is a·prediction − b·value is known up to a constant: (a/2)‖p − (b/a)v‖²,
         or −b⟨p, v⟩ when a = 0.
+
+        Args:
+            prediction: how M(W; φ(k)) is written, e.g. ``"W k_t"``.
+            value: how v is written, e.g. ``"v_t"``.
         """
         if self.affine is None:
             return (Term((f"{self.name}({prediction}, {value})",)),)
@@ -220,7 +239,12 @@ class Bias(Member):
         return (Term((f"½‖{difference}‖²",), a),)
 
     def error_terms(self, prediction: str, value: str) -> Terms:
-        """∂ℓ/∂prediction as signed terms; the one with the prediction comes first."""
+        """∂ℓ/∂prediction as signed terms; the one with the prediction comes first.
+
+        Args:
+            prediction: how M(W; φ(k)) is written, e.g. ``"W k_t"``.
+            value: how v is written, e.g. ``"v_t"``.
+        """
         if self.affine is None:
             return (Term((f"{self.name}′({prediction}, {value})",)),)
         a, b = self.affine

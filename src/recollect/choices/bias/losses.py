@@ -1,4 +1,4 @@
-"""Attentional bias: what counts as an error on one association.
+"""Losses of one association: dot product, L2, Lp, Huber and value-robust.
 
 A bias states a ``loss`` of the prediction, or its gradient ``error``, or both; autograd supplies
 what is not stated. Its gates travel with the association, and arrive with a trailing axis (1, or V

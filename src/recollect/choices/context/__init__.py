@@ -3,6 +3,10 @@
 A context that restricts others (`Similar`'s ``within``) states its weights once, in `Context.over`;
 engines ask whether they are positive, a product of a factor of the query and one of the
 association, or a plain horizon, and never which context it is.
+
+Examples:
+    >>> rc.context.Window(size=4).horizon, rc.context.Online().horizon, rc.context.Prefix().horizon
+    (4, 1, None)
 """
 
 from recollect.choices.context.base import Context

@@ -1,4 +1,4 @@
-"""What a context is: which associations a token learns from, and how much."""
+"""Base class of contexts: which associations a token learns from, and their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a context sees of the associations when it weighs them for a query."""
+"""Associations as a context sees them when it computes their log weights for a query."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context: which associations count at time t, and how much.
+"""Contexts of the newest association, a sliding window, or all of the past.
 
 A context that restricts others (`Similar`'s ``within``) states its weights once, in `Context.over`;
 engines ask whether they are positive, a product of a factor of the query and one of the

@@ -1,6 +1,12 @@
 """Features: how keys and queries are lifted before the memory sees them.
 
 A finite map answers ``dim`` and ``phi``; an infinite one (a *kernel*) answers ``kappa`` only.
+
+Examples:
+    >>> rc.features.Taylor(order=2).dim(4)
+    15
+    >>> rc.features.Exponential().finite
+    False
 """
 
 from recollect.choices.features.base import Features, Kernel

@@ -1,4 +1,4 @@
-"""What features are: finite feature maps, and kernels with infinitely many features."""
+"""Base classes of features: finite feature maps, and kernels with infinitely many features."""
 
 from __future__ import annotations
 
@@ -37,7 +37,12 @@ class Features(Member):
         self._handed_params("phi")
 
     def similarity(self, k: str, q: str) -> str:
-        """How κ(q, k) is written in an equation."""
+        """How κ(q, k) is written in an equation.
+
+        Args:
+            k: how the key is written, e.g. ``"k_i"``.
+            q: how the query is written, e.g. ``"q_t"``.
+        """
         return f"{self.lift(q)}·{self.lift(k)}"
 
     @property
@@ -65,11 +70,22 @@ class Features(Member):
             params: this map's learned tensors, each ``[H, ...]``.
             side: ``"key"`` or ``"query"``, for maps that treat them apart.
             position: index of the token in its document, ``[B, T]``, from 0.
+
+        Raises:
+            NotImplementedError: a kernel, whose features are infinitely many.
         """
         raise NotImplementedError(f"{self.title} must override phi")
 
     def kappa(self, q: Tensor, k: Tensor) -> Tensor:
-        """κ(q, k) for every pair: ``[..., M, K], [..., N, K] -> [..., M, N]``."""
+        """κ(q, k) for every pair: ``[..., M, K], [..., N, K] -> [..., M, N]``.
+
+        Args:
+            q: queries ``[..., M, K]``.
+            k: keys ``[..., N, K]``.
+
+        Raises:
+            NotImplementedError: features known only through `phi`.
+        """
         raise NotImplementedError(f"{self.title} has no closed kernel; use phi")
 
     def lift(self, x: str) -> str:
@@ -104,7 +120,15 @@ class Kernel(Features):
         raise ValueError(f"{self.title} has infinitely many features")
 
     def log_kappa(self, q: Tensor, k: Tensor) -> Tensor:
-        """log κ(q, k), shaped like `kappa`, so that a softmax over it never overflows."""
+        """log κ(q, k), shaped like `kappa`, so that a softmax over it never overflows.
+
+        Args:
+            q: queries ``[..., M, K]``.
+            k: keys ``[..., N, K]``.
+
+        Raises:
+            NotImplementedError: a kernel that may be negative or zero.
+        """
         raise NotImplementedError(f"{self.title} is not known to be positive; use kappa")
 
     @property

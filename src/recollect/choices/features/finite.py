@@ -1,4 +1,4 @@
-"""Features: how keys and queries are lifted before the memory sees them.
+"""Feature maps in closed form: identity, elementwise functions and polynomials.
 
 A finite map answers ``dim`` and ``phi``; an infinite one (a *kernel*) answers ``kappa`` only.
 """

@@ -2,6 +2,12 @@
 
 A finite memory answers its weights' shapes and a `forward`. Memories made of linear maps extend
 `Stack` and state a program over `apply(l, h)`; engines that know linear maps run any such program.
+
+Examples:
+    >>> rc.memory.Matrix().shapes(4, 3)
+    ((3, 4),)
+    >>> rc.memory.MLP(depth=2, expansion=2).shapes(4, 4)
+    ((8, 4), (4, 8))
 """
 
 from recollect.choices.memory.base import LinearMap, Memory, Read, Stack

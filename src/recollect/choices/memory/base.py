@@ -1,4 +1,4 @@
-"""What a memory is: a function of weights, and stacks of linear maps."""
+"""Base classes of memories: functions of weights, and stacks of linear maps."""
 
 from __future__ import annotations
 
@@ -90,7 +90,16 @@ class Memory(Member):
             )
 
     def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the weights (without ``[B, H]``) for F input features and V outputs."""
+        """Shapes of the weights (without ``[B, H]``) for F input features and V outputs.
+
+        Args:
+            F: input features.
+            V: outputs.
+
+        Raises:
+            NotImplementedError: a memory that keeps associations instead of weights.
+            RecipeError: sizes that the memory cannot have.
+        """
         raise NotImplementedError(f"{self.title} has no weights")
 
     def forward(
@@ -100,11 +109,25 @@ class Memory(Member):
 
         ``raw`` is the key or query before features; ``params`` are this memory's own, each
         ``[H, ...]``.
+
+        Args:
+            weights: one tensor ``[B, H, *shape]`` per entry of `shapes`.
+            x: lifted keys or queries ``[B, H, N, F]``.
+            raw: the same before features, ``[B, H, N, K]``.
+            params: this memory's own learned tensors by name, each ``[H, ...]``.
+
+        Raises:
+            NotImplementedError: a memory that keeps associations instead of weights.
         """
         raise NotImplementedError(f"{self.title} has no weights")
 
     def function(self, F: int, V: int) -> Forward:
-        """`forward`, bound to its sizes; overridden where the structure depends on them."""
+        """`forward`, bound to its sizes; overridden where the structure depends on them.
+
+        Args:
+            F: input features.
+            V: outputs.
+        """
         return self.forward
 
     def basis(self, difference: Tensor) -> Tensor:
@@ -118,13 +141,19 @@ class Memory(Member):
         """How M(W; x) is written in an equation.
 
         Args:
-            x: the lifted key or query; ``raw``: the same before features, where they differ.
+            x: the lifted key or query.
+            raw: the same before features, where they differ.
             W: what stands for the weights, e.g. ``"α_t W_(t−1)"``; their letter when omitted.
         """
         return f"M({W or self.letter}; {x})"
 
     def outer(self, error: str, x: str) -> str | None:
-        """How ∂⟨error, M(W; x)⟩/∂W is written; ``None`` where that is no short product."""
+        """How ∂⟨error, M(W; x)⟩/∂W is written; ``None`` where that is no short product.
+
+        Args:
+            error: how the error is written.
+            x: how the lifted key is written.
+        """
         return None
 
 
@@ -164,11 +193,29 @@ class Stack(Memory):
         return any(one.bias for one in self.maps(1, 1))
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
-        """The linear maps in order of application."""
+        """The linear maps in order of application.
+
+        Args:
+            F: input features.
+            V: outputs.
+
+        Raises:
+            NotImplementedError: a subclass that does not state its maps.
+        """
         raise NotImplementedError(f"{self.title} must state its maps")
 
     def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        """M(x), calling ``apply(l, h)`` for the l-th linear map on ``h [B, H, N, in]``."""
+        """M(x), calling ``apply(l, h)`` for the l-th linear map on ``h [B, H, N, in]``.
+
+        Args:
+            apply: ``apply(l, h)`` is the l-th map of `maps` on ``h [B, H, N, in]``.
+            x: lifted keys or queries ``[B, H, N, F]``.
+            raw: the same before features, ``[B, H, N, K]``.
+            params: this memory's own learned tensors by name, each ``[H, ...]``.
+
+        Raises:
+            NotImplementedError: a subclass that does not state its program.
+        """
         raise NotImplementedError(f"{self.title} must state its program")
 
     def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""Memory: what function stores the associations, and how it is read.
+"""Memories made of linear maps: matrix, vector, MLP and gated MLP.
 
 A finite memory answers its weights' shapes and a `forward`. Memories made of linear maps extend
 `Stack` and state a program over `apply(l, h)`; engines that know linear maps run any such program.

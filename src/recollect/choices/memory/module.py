@@ -58,7 +58,15 @@ class Module(Memory):
             )
 
     def template(self, F: int, V: int) -> nn.Module:
-        """A fresh module on the meta device: structure without values."""
+        """A fresh module on the meta device: structure without values.
+
+        Args:
+            F: input features.
+            V: outputs.
+
+        Raises:
+            RecipeError: a module with buffers.
+        """
         with torch.device("meta"):
             module = _FACTORIES[self.factory](F, V)
         if any(True for _ in module.buffers()):

@@ -2,6 +2,12 @@
 
 A retention is a decay α and, for most members, a mirror map ``link`` from the dual state A to the
 weights W that are read. Members that rebuild A from W override ``advance``.
+
+Examples:
+    >>> [gate.name for gate in rc.retention.Decay().gates()]
+    ['log_decay']
+    >>> rc.retention.Lq(q=4).linked, rc.retention.Keep().linked
+    (True, False)
 """
 
 from recollect.choices.retention.base import Decay, Keep, Retention

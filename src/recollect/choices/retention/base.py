@@ -1,4 +1,4 @@
-"""What a retention is: how weights are kept, decayed and linked."""
+"""Base class of retentions, and decay: how weights are kept, decayed and linked."""
 
 from __future__ import annotations
 
@@ -45,11 +45,23 @@ class Retention(Member):
             )
 
     def link(self, A: Tensor, gates: Values) -> Tensor:
-        """W = link(A) of one map, ``[..., out, in]``; gates come as ``[..., 1, 1]``."""
+        """W = link(A) of one map, ``[..., out, in]``; gates come as ``[..., 1, 1]``.
+
+        Args:
+            A: the dual state of one map, ``[..., out, in]``.
+            gates: this retention's numbers by name, each ``[..., 1, 1]``.
+        """
         return A
 
     def advance(self, A: Tensor, step: Tensor, log_decay: Tensor | None, gates: Values) -> Tensor:
-        """A_t from A_{t−1} and the algorithm's step: α_t A_{t−1} + step."""
+        """A_t from A_{t−1} and the algorithm's step: α_t A_{t−1} + step.
+
+        Args:
+            A: the state before, ``[..., out, in]``.
+            step: what the algorithm adds, ``[..., out, in]``.
+            log_decay: log α_t ≤ 0, broadcastable to A; ``None`` where nothing decays.
+            gates: this retention's numbers by name, each ``[..., 1, 1]``.
+        """
         return step + (A if log_decay is None else log_decay.exp() * A)
 
     @property
@@ -101,9 +113,11 @@ class Retention(Member):
         """The equations that lead from the old state to the new.
 
         Args:
-            old: name of the state before, e.g. ``"A_(t−1)"``; ``new``: after.
-            step: what the algorithm adds.
-            at: index of the decay's token. vector: as in `Decay.on`.
+            old: name of the state before, e.g. ``"A_(t−1)"``.
+            new: name of the state after.
+            step: what the algorithm adds, as signed terms.
+            at: index of the decay's token.
+            vector: as in `Decay.on`.
         """
         if self.additive:
             kept = Term((old,)) if self.decay is None else self.decay.on(old, at, vector=vector)
@@ -190,6 +204,8 @@ class Decay(Retention):
         """The decayed state: α_t A, A Diag(α_t), Diag(α_t) A.
 
         Args:
+            state: how the state is written.
+            at: index of the token.
             vector: whether the state has one row, so that every channel is an entry.
         """
         alpha = self.symbol("rate", at)

@@ -1,4 +1,4 @@
-"""Retention: what keeps the memory near its past and bounded.
+"""Retentions with a mirror map or a projection: Lq, simplex, elastic net, Bregman, ball.
 
 A retention is a decay α and, for most members, a mirror map ``link`` from the dual state A to the
 weights W that are read. Members that rebuild A from W override ``advance``.

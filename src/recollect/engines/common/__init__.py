@@ -1,1 +1,1 @@
-"""What all engines share: the problem, its coefficients, products and solves."""
+"""Shared by all engines: the problem, its coefficients, products and solves."""

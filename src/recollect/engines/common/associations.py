@@ -1,4 +1,4 @@
-"""The associations that queries see: a buffer's and the new ones in one run of slots."""
+"""Associations visible to the queries: buffered and new ones as one sequence."""
 
 from __future__ import annotations
 

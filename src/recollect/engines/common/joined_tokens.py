@@ -1,4 +1,4 @@
-"""What the reference takes from a problem: its tokens joined to the buffer's, and its memory."""
+"""The tokens of a problem joined to the buffered ones, as the reference reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What memories over a kernel's features cost; see `recollect.cost`, whose conventions these are.
+"""FLOPs of memories over a kernel's features, in the conventions of `recollect.cost`.
 
 Per pair of tokens, with M channels in all maps that read the features (V for a matrix):
 

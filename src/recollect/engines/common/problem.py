@@ -1,4 +1,4 @@
-"""What an engine is handed: one recipe, checked tensors, every number resolved."""
+"""The input of an engine: one recipe, checked tensors, every number resolved per token."""
 
 from __future__ import annotations
 

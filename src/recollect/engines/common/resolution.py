@@ -1,4 +1,4 @@
-"""Whether a dtype holds the digits of a least-squares problem whose past and ridge fade.
+"""Whether a dtype is precise enough for least squares whose past and ridge decay.
 
 After F tokens of decay γ the Gram matrix D holds weights from 1 down to γ^F, and W = J (D + ρI)⁻¹
 needs the smallest. With G = D + ρI and P = G⁻¹, rounding in G moves W by about ε ‖G‖‖P‖, and a

@@ -17,7 +17,7 @@ __all__ = ["Statistics", "association", "dense", "ridge_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What the past comes down to.
+    """Sufficient statistics of the past.
 
     Attributes:
         gram: D ``[B, H, F, F]``. residual: E ``[B, H, V, F]``.

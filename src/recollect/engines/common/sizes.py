@@ -1,4 +1,4 @@
-"""Sizes and counts that the prices of engines are made of."""
+"""Sizes and operation counts from which each engine states its cost."""
 
 from __future__ import annotations
 

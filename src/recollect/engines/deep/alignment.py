@@ -1,4 +1,4 @@
-"""Tokens on the grid of inner batches: every row's batches begin in the same columns.
+"""Alignment of tokens to inner batches, so that every row's batches share their columns.
 
 Rows differ in how far their open inner batch has come (padding, packing). Each row is therefore
 moved so that its open batch begins in column 0, with what the buffer holds of that batch in front

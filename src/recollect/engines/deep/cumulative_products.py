@@ -1,4 +1,4 @@
-"""Products of consecutive numbers as one matrix per head: P[t, i] = x_{i+1} ⋯ x_t.
+"""Cumulative products of consecutive numbers as a matrix per head: P[t, i] = x_{i+1} ⋯ x_t.
 
 The rows follow from each other, P[t] = x_t P[t − 1] + e_t, which is exact for numbers that are
 exactly 0 (a momentum may be) and needs no logarithm. Their gradient is

@@ -1,4 +1,4 @@
-"""One token inside an inner batch, with the factors that earlier tokens of the batch left behind.
+"""Decoding one token inside an inner batch, from cached gradient factors of its earlier tokens.
 
 All gradients of an inner batch are taken at W°, so h and δ of its tokens stay as they are until the
 border. A step that makes one token keeps them in the state's cache: the next computes one key's

@@ -1,4 +1,4 @@
-"""One inner batch after another: gradients at W°, reads of its tokens, the memory at its end.
+"""The general path: a loop over inner batches of gradients at W°, reads and updates.
 
 Three ways, by what the recipe needs:
 

@@ -1,4 +1,4 @@
-"""Passes through the linear maps of a memory: factors of the gradients, and reads.
+"""Low-rank factors of the gradients of a memory's linear maps, and reads through the maps.
 
 A linear map's gradient at one association is δ hᵀ, its output's gradient times its input, so no
 weight of a single token is ever built. δ comes from one backward pass of all tokens through the

@@ -1,4 +1,4 @@
-"""Inner batches in groups, each computed once more in the backward pass.
+"""Activation recomputation: inner batches in groups, recomputed in the backward pass.
 
 Training keeps the inputs and the memory at the border of every group, O(T d + (T/b/g) |W|), g inner
 batches a group; what a group needs inside is made again when its gradient is asked for. Gradients

@@ -1,4 +1,4 @@
-"""The memory of every token of an inner batch, built one after another.
+"""Explicit weights of every token of an inner batch, computed token by token.
 
 Gradients still come as factors from one batched pass; what cannot be a coefficient is done with the
 members' own functions, as the reference does it: the algorithm's update, the retention's advance,

@@ -1,4 +1,4 @@
-"""Rows of a kernel matrix, a block of tokens at a time: what those tokens weigh each key by.
+"""Causal kernel-matrix products computed for one block of query tokens at a time.
 
 A row is made of κ(x_t, z_i) over the keys that token t may see: all before it (``strict``, what is
 erased), or itself too (what is read). It may be divided by its sum over the keys' mass, decays

@@ -1,4 +1,4 @@
-"""How far back a decay leaves anything to see.
+"""Cutoff beyond which decay makes softmax weights negligible.
 
 With logits q_t·k_i + d_ti, |q·k| ≤ L and d_tt = 0 for a query's own association, association i has
 at most e^(2L + d_ti) of the softmax. Where that is below ε^2.5 it changes no digit of float32 or

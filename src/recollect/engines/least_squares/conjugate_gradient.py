@@ -30,7 +30,18 @@ __all__ = ["ConvergenceWarning", "Solves", "approximate", "how", "watch_solves"]
 
 
 class ConvergenceWarning(UserWarning):
-    """Conjugate gradients stopped at their limit before they reached their tolerance."""
+    """Conjugate gradients stopped at their limit before they reached their tolerance.
+
+    Examples:
+        >>> import warnings
+        >>> layer = rc.zoo.get("mesa_net").build(d_model=8, heads=1)
+        >>> with warnings.catch_warnings(record=True) as caught, rc.watch_solves(limit=1):
+        ...     warnings.simplefilter("always", rc.ConvergenceWarning)
+        ...     _ = layer(torch.randn(1, 4, 8))
+        ...
+        >>> caught[0].category.__name__
+        'ConvergenceWarning'
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +52,14 @@ class Solves:
         systems: how many there were. iterations: of all of them together.
         residual: the largest ‖(D + λ)z − q‖ / ‖q‖ at the end. tolerance: what was asked for.
         unsolved: how many systems were above it.
+
+    Examples:
+        >>> layer = rc.zoo.get("mesa_net").build(d_model=8, heads=1)
+        >>> with rc.watch_solves() as reports:
+        ...     y, state = layer(torch.randn(1, 4, 8))
+        ...
+        >>> reports[0].systems, reports[0].unsolved
+        (4, 0)
     """
 
     systems: int
@@ -74,12 +93,6 @@ def watch_solves(
 ) -> Generator[list[Solves]]:
     """Set how far iterative solvers go inside the ``with`` block, and collect what they report.
 
-    ::
-
-        with rc.watch_solves(tolerance=1e-3, limit=30) as reports:
-            layer(x)
-        print(reports[0].iterations)
-
     Args:
         tolerance: relative residual, in (0, 1), at which a system is solved; 1e-5 in float32 and
             1e-12 in float64 if omitted.
@@ -88,6 +101,14 @@ def watch_solves(
 
     Raises:
         ValueError: a number out of its range.
+
+    Examples:
+        >>> layer = rc.zoo.get("mesa_net").build(d_model=8, heads=1)
+        >>> with rc.watch_solves(tolerance=1e-3, limit=30) as reports:
+        ...     y, state = layer(torch.randn(1, 4, 8))
+        ...
+        >>> reports[0].residual <= reports[0].tolerance
+        True
     """
     if tolerance is not None and not 0 < tolerance < 1:
         raise ValueError(f"watch_solves(tolerance=...) must be in (0, 1), not {tolerance!r}")

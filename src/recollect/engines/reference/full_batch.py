@@ -1,4 +1,4 @@
-"""The reference on all of the past at once: full-batch descent."""
+"""The reference for full-batch descent on all of the past."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference where statistics of fixed size stand for the past: one dense solve a token.
+"""The reference for least squares from sufficient statistics: one dense solve per token.
 
 Per head, with ρ the ridge and W_0 its centre::
 

@@ -75,6 +75,15 @@ def compare(
     Raises:
         ValueError: no models, a name twice, an unknown task, or no process to train them in.
         RecipeError: an unknown zoo name.
+
+    Examples:
+        >>> sizes = rc.experiments.Sizes(
+        ...     width=16, depth=1, heads=1, length=48,
+        ...     schedule=rc.experiments.Schedule(steps=2, batch=2, lr=1e-3),
+        ... )
+        >>> found = rc.compare(["linear_attention", "delta_net"], ["mqar"], sizes={"mqar": sizes})
+        >>> [(run.model, run.finished) for run in found.of("mqar")]
+        [('linear_attention', True), ('delta_net', True)]
     """
     chosen = [named(model) for model in models]
     names = [name for name, _, _ in chosen]

@@ -135,8 +135,16 @@ def save_comparison(
 ) -> dict[str, Path]:
     """Write ``report.html``, ``results.json``, ``results.csv`` and the figures into a folder.
 
+    Args:
+        comparison: what `compare` returned.
+        out: the folder; it is made where it is missing.
+        command: the command line to print on the page.
+
     Returns:
         Paths by what they are. Every file is written whole or not at all.
+
+    Raises:
+        OSError: a folder that cannot be written.
     """
     folder = Path(out)
     sections: list[Table | Figure | Note] = []

@@ -1,4 +1,4 @@
-"""What `compare` is told and what it gives: sizes, runs, a comparison, and who watches."""
+"""Inputs and results of `compare`: sizes, runs, a comparison, and progress."""
 
 from __future__ import annotations
 
@@ -52,6 +52,17 @@ class Sizes:
         key_dim: int | None = None,
     ) -> Sizes:
         """These sizes with what is given replaced; ``tokens`` sets the steps, rounded up.
+
+        Args:
+            steps: of the optimizer.
+            lr: peak learning rate.
+            width: channels per token of the model.
+            depth: layers.
+            heads: query heads per layer.
+            length: tokens per example.
+            batch: examples per step.
+            tokens: to train on, in place of ``steps``.
+            key_dim: K, size of queries and keys.
 
         Raises:
             ValueError: a size below 1, or both steps and tokens.
@@ -163,16 +174,37 @@ class Watcher(Protocol):
     """Whoever shows progress; with several processes, several runs are on their way at once."""
 
     def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
-        """A model starts."""
+        """A model starts.
+
+        Args:
+            task: name of the task.
+            model: name of the model.
+            parameters: trained numbers.
+            steps: that it will take.
+        """
 
     def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
-        """A step was taken; of another process not every step is told."""
+        """A step was taken; of another process not every step is told.
+
+        Args:
+            task: name of the task.
+            model: name of the model.
+            step: number of the step, from 1.
+            loss: in nats, ``None`` where it was not read.
+            history: what was measured so far.
+        """
 
     def end(self, run: ModelRun) -> None:
         """A model is done, or was stopped."""
 
     def fail(self, task: str, model: str, reason: str) -> None:
-        """A model could not be trained, begun or not."""
+        """A model could not be trained, begun or not.
+
+        Args:
+            task: name of the task.
+            model: name of the model.
+            reason: in a sentence.
+        """
 
 
 class Nobody:

@@ -1,1 +1,1 @@
-"""What every experiment is made of: runs, prices, records, reports, and task models."""
+"""The framework of experiments: runs, costs, records, reports, and task models."""

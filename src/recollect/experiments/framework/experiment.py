@@ -147,7 +147,15 @@ class Experiment:
     tables: tuple[str, ...] = ()
 
     def config(self, scale: Scale, *, seeds: int | None = None) -> dict[str, Any]:
-        """The configuration of a scale, with another number of seeds if one is given."""
+        """The configuration of a scale, with another number of seeds if one is given.
+
+        Args:
+            scale: ``"smoke"``, ``"small"`` or ``"paper"``.
+            seeds: in place of the configuration's number, ≥ 1.
+
+        Raises:
+            ValueError: fewer than one seed.
+        """
         config = dict(self.configs[scale])
         if seeds is not None:
             if seeds < 1:

@@ -1,4 +1,4 @@
-"""What a run will cost before it is started: FLOPs, memory and time of every cell and seed."""
+"""Cost of a run before it starts: FLOPs, memory and time of every cell and seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work done in processes of one thread each, which may be interrupted and may die.
+"""A pool of worker processes with one thread each, robust to interrupts and crashes.
 
 Small models are measured faster so: two processes get more done than one with two threads.
 """
@@ -195,7 +195,7 @@ class _Pool(Generic[Item, Result]):
         return lost, self.how_it_died()
 
     def died(self) -> bool:
-        """Whether a process has ended, which none does by itself before its pool is shut down."""
+        """Whether a worker has exited; workers never exit normally before shutdown."""
         return any(process.exitcode is not None for process in self.own)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""What an experiment measured: one record per cell of its grid and seed, and questions to them."""
+"""Measurements of an experiment: one record per grid cell and seed, and queries on them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,13 @@ class Results:
         scale: str = "small",
         config: Mapping[str, Any] | None = None,
     ) -> Results:
-        """Results from (cell, seed, values)."""
+        """Results from (cell, seed, values).
+
+        Args:
+            rows: what was measured, one triple per cell and seed.
+            scale: ``"smoke"``, ``"small"`` or ``"paper"``.
+            config: the configuration of that scale.
+        """
         records = tuple(Record(cell=cell, seed=seed, values=values) for cell, seed, values in rows)
         return cls(records=records, scale=scale, config=config or {})
 
@@ -123,6 +129,10 @@ class Results:
     def along(self, name: str, **cell: str | float | bool) -> list[Any]:
         """The values that an axis of the grid takes, in the order they were run.
 
+        Args:
+            name: of the axis.
+            **cell: what the grid varies, by name; records that agree with all of it count.
+
         Raises:
             Missing: it takes none.
         """
@@ -144,6 +154,10 @@ class Results:
     def each(self, measure: str, **cell: str | float | bool) -> list[float]:
         """A number for each seed.
 
+        Args:
+            measure: name of a measured number.
+            **cell: what the grid varies, by name; records that agree with all of it count.
+
         Raises:
             Missing: it was not measured.
         """
@@ -155,6 +169,10 @@ class Results:
     def mean(self, measure: str, **cell: str | float | bool) -> float:
         """The mean over seeds.
 
+        Args:
+            measure: name of a measured number.
+            **cell: what the grid varies, by name; records that agree with all of it count.
+
         Raises:
             Missing: it was not measured.
         """
@@ -164,6 +182,10 @@ class Results:
     def best(self, measure: str, **cell: str | float | bool) -> float:
         """The largest over seeds (and over whatever the cell leaves open).
 
+        Args:
+            measure: name of a measured number.
+            **cell: what the grid varies, by name; records that agree with all of it count.
+
         Raises:
             Missing: it was not measured.
         """
@@ -171,6 +193,10 @@ class Results:
 
     def worst(self, measure: str, **cell: str | float | bool) -> float:
         """The smallest over seeds (and over whatever the cell leaves open); NaN if one is.
+
+        Args:
+            measure: name of a measured number.
+            **cell: what the grid varies, by name; records that agree with all of it count.
 
         Raises:
             Missing: it was not measured.
@@ -180,6 +206,10 @@ class Results:
 
     def curves(self, measure: str, **cell: str | float | bool) -> list[list[float]]:
         """A curve for each seed.
+
+        Args:
+            measure: name of a measured curve.
+            **cell: what the grid varies, by name; records that agree with all of it count.
 
         Raises:
             Missing: it was not measured.
@@ -193,6 +223,10 @@ class Results:
         self, measure: str, **cell: str | float | bool
     ) -> tuple[list[float], list[float], list[float]]:
         """Mean, least and greatest of a curve over seeds, up to the shortest one's end.
+
+        Args:
+            measure: name of a measured curve.
+            **cell: what the grid varies, by name; records that agree with all of it count.
 
         Raises:
             Missing: it was not measured.

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its results as JSON and CSV, the figure and a page."""
+"""The report of a run: results as JSON and CSV, the figure and an HTML page."""
 
 from __future__ import annotations
 

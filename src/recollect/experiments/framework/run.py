@@ -1,4 +1,4 @@
-"""One run of an experiment, and who watches it."""
+"""One run of an experiment, and the interface for progress."""
 
 from __future__ import annotations
 

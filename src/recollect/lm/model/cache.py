@@ -88,7 +88,7 @@ class StateLayer(CacheLayerMixin):
         """Nothing to fetch."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Only nothing can be taken back.
+        """Only crop to the current length is supported; a recurrent state cannot be rewound.
 
         Raises:
             ValueError: anything else.
@@ -127,6 +127,19 @@ class RecollectCache(Cache):
     Args:
         states: one per layer; none before the first token.
         seen: columns of the batch so far, padding included.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> model = rc.lm.RecollectForCausalLM(config).eval()
+        >>> cache = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+        >>> cache.get_seq_length()
+        3
+        >>> out = model(torch.tensor([[4]]), past_key_values=cache, use_cache=True)
+        >>> out.past_key_values.get_seq_length(), cache.get_seq_length()
+        (4, 3)
     """
 
     def __init__(self, states: Iterable[LayerState] = (), seen: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Saved models, looked at before they are loaded: what is wrong with one is said in a sentence.
+"""Checks of saved models before loading, with errors that say what is wrong.
 
 A checkpoint is ``config.json`` and safetensors: data, whose reading runs nothing. Names, shapes and
 types are compared with what the configuration asks for before any weight is read, so that nothing

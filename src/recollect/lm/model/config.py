@@ -64,6 +64,17 @@ class RecollectConfig(PretrainedConfig):
 
     Raises:
         RecipeError: a recipe with an unregistered member, another schema, or an unknown name.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> config.layers, config.head_dim
+        (['gated_delta_net'], None)
+        >>> recipe, options = config.recipe("gated_delta_net")
+        >>> recipe == rc.zoo.get("gated_delta_net").recipe
+        True
     """
 
     model_type = "recollect"

@@ -1,4 +1,4 @@
-"""How many numbers a model has, in closed form."""
+"""Parameter counts of a model in closed form."""
 
 from __future__ import annotations
 
@@ -38,6 +38,15 @@ def count_parameters(config: RecollectConfig) -> dict[str, int]:
 
     Feed-forward memories with m pairs have 2 m D, D² for the matrix that joins several heads, and m
     or m / block further keys of D.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> parts = rc.lm.count_parameters(config)
+        >>> parts["embedding"], parts["norms"]
+        (1024, 48)
     """
     D, L = config.hidden_size, config.num_hidden_layers
     total = {
@@ -149,7 +158,17 @@ STEP = 8  # MLP widths stay multiples of this
 
 
 def parameter_count(config: RecollectConfig) -> int:
-    """Trained numbers of a model of this configuration, tied ones once; nothing is allocated."""
+    """Trained numbers of a model of this configuration, tied ones once; nothing is allocated.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> model = rc.lm.RecollectForCausalLM(config)
+        >>> rc.lm.parameter_count(config) == sum(p.numel() for p in model.parameters())
+        True
+    """
     with torch.device("meta"):
         model = RecollectForCausalLM(config)
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
@@ -160,8 +179,19 @@ def match_parameters(configs: Sequence[RecollectConfig], target: int) -> list[Re
 
     Widths are multiples of 8, so counts agree to within 12 · hidden_size · num_hidden_layers.
 
+    Args:
+        configs: one per model; they are left as they are.
+        target: trained numbers to come near to.
+
     Raises:
         ValueError: a model that has more parameters than ``target`` even with the narrowest MLP.
+
+    Examples:
+        >>> sizes = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+        >>> configs = [rc.lm.RecollectConfig.from_recipes(n, **sizes) for n in ("delta_net", "gla")]
+        >>> matched = rc.lm.match_parameters(configs, 20_000)
+        >>> [abs(rc.lm.parameter_count(config) - 20_000) < 12 * 16 for config in matched]
+        [True, True]
     """
     matched: list[RecollectConfig] = []
     for config in configs:

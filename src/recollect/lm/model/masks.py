@@ -1,4 +1,4 @@
-"""What a decoder's attention mask says of the new columns: which are real, where documents begin.
+"""Attention masks of a decoder: which new columns are real, and where documents begin.
 
 A causal mask with padding lets each real token see itself, and no padded one, so its diagonal is
 the padding; where it does not let a real token see the real one before, a document begins.

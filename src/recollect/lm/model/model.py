@@ -28,6 +28,15 @@ class RecollectModel(RecollectPreTrainedModel):
 
     Raises:
         RecipeError: sizes that do not fit a recipe.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> model = rc.lm.RecollectModel(config)
+        >>> model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+        torch.Size([1, 3, 16])
     """
 
     _unread = frozenset({"lm_head.weight"})
@@ -59,10 +68,11 @@ class RecollectModel(RecollectPreTrainedModel):
         """Hidden states after the last norm.
 
         Args:
-            input_ids: ``[B, T]``, or ``inputs_embeds [B, T, hidden_size]`` instead.
+            input_ids: ``[B, T]``, int64; this or ``inputs_embeds``.
             attention_mask: ``[B, T]`` (or with the columns before, as generation gives it), nonzero
                 at real tokens, padded on either side. Padding changes nothing.
             past_key_values: of an earlier call, to continue from.
+            inputs_embeds: ``[B, T, hidden_size]``, in place of ``input_ids``.
             use_cache: whether states come back; by default the configuration's word, and not while
                 training.
             cu_seqlens: ``[N + 1]`` borders of N documents packed in one row.
@@ -106,6 +116,18 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
 
     Raises:
         RecipeError: sizes that do not fit a recipe.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> model = rc.lm.RecollectForCausalLM(config).eval()
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> bool(model(ids, labels=ids).loss > 0)
+        True
+        >>> model.generate(ids, max_new_tokens=2, do_sample=False).shape
+        torch.Size([1, 5])
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -134,14 +156,21 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         """Logits, and the loss when there are labels.
 
         Args:
+            input_ids: ``[B, T]``, int64; this or ``inputs_embeds``.
+            attention_mask: ``[B, T]`` (or with the columns before, as generation gives it), nonzero
+                at real tokens, padded on either side. Padding changes nothing.
+            past_key_values: of an earlier call, to continue from.
+            inputs_embeds: ``[B, T, hidden_size]``, in place of ``input_ids``.
             labels: ``[B, T]``, the input's own tokens: they are shifted here; −100 asks nothing,
                 and neither does a token that nothing precedes (after padding, or the first of a
                 packed document).
+            use_cache: whether states come back; by default the configuration's word, and not while
+                training.
+            cu_seqlens: ``[N + 1]`` borders of N documents packed in one row.
+            output_hidden_states: whether the inputs of all blocks come back too.
             logits_to_keep: only the last so many positions, or those of an index; 0 is all.
             num_items_in_batch: what the summed loss is divided by, when an optimizer step takes
                 more than this batch.
-
-        The rest as in `RecollectModel`.
 
         Raises:
             ValueError: inputs that contradict each other.
@@ -195,6 +224,19 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
 
         With a cache, ``input_ids`` is the whole text so far, or the new columns beside an
         ``attention_mask`` of all of them. A cache of B rows continues n · B sequences (beams).
+
+        Args:
+            input_ids: ``[B, T]``, the whole text so far or the new columns.
+            next_sequence_length: new columns; counted from the mask when omitted.
+            past_key_values: of the columns that were read.
+            attention_mask: over all columns, read and new.
+            inputs_embeds: ``[B, T, hidden_size]``, in place of the first columns' tokens.
+            is_first_iteration: whether this is the prompt, though a cache is given.
+            **kwargs: ``use_cache`` and ``logits_to_keep``, as `forward` takes them; others are
+                ignored.
+
+        Raises:
+            ValueError: no column that the cache has not seen.
         """
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         new = next_sequence_length
@@ -229,9 +271,13 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         """`transformers.GenerationMixin.generate`, with its randomness as an argument.
 
         Args:
-            args, kwargs: as in transformers.
+            *args: as in transformers.
             generator: draws the seed of this call, and the global generators stay as they were;
                 without one, sampling reads those.
+            **kwargs: as in transformers.
+
+        Raises:
+            ValueError: a generator that is none of torch's.
         """
         if generator is None:
             return super().generate(*args, **kwargs)  # type: ignore[misc]

@@ -65,10 +65,16 @@ def paper_config(size: str, recipes: Named, **sizes: Any) -> RecollectConfig:
 
     Args:
         size: ``"170M"``, ``"340M"``, ``"760M"`` or ``"1.3B"``.
-        recipes: as in `RecollectConfig.from_recipes`. sizes: in place of the size's own.
+        recipes: as in `RecollectConfig.from_recipes`.
+        **sizes: fields of `RecollectConfig`, in place of the size's own.
 
     Raises:
         ValueError: an unknown size.
+
+    Examples:
+        >>> config = rc.lm.paper_config("170M", "gated_delta_net", vocab_size=1000)
+        >>> config.hidden_size, config.num_hidden_layers, config.vocab_size
+        (768, 12, 1000)
     """
     found = paper_size(size)
     own = {

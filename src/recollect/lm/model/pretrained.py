@@ -1,4 +1,4 @@
-"""What both models share: how they start, how they are loaded, and what may be done with them."""
+"""Base class of both models: initialisation, loading, and supported features."""
 
 from __future__ import annotations
 

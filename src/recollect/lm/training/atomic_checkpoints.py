@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and what is said when the disk is full.
+"""Checkpoints written atomically, with a clear error when the disk is full.
 
 The Trainer writes a checkpoint file by file under its name, so a kill leaves a folder that looks
 like a checkpoint and is none. Here it writes into a folder aside, which takes its name only when

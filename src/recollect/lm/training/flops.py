@@ -1,4 +1,4 @@
-"""How many operations a training step needs, and how many this device could do in the time."""
+"""FLOPs of a training step, and the device's throughput that they are compared with."""
 
 from __future__ import annotations
 

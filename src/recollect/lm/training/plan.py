@@ -1,4 +1,4 @@
-"""What a training run is: four tables of a TOML file, checked before anything is loaded."""
+"""Training plans: four tables of a TOML file, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -251,6 +251,18 @@ class TrainPlan:
 
     Raises:
         ValueError: tables that contradict each other.
+
+    Examples:
+        >>> plan = rc.lm.TrainPlan.from_dict(
+        ...     {
+        ...         "model": {"recipe": "gated_delta_net", "width": 16, "depth": 1, "heads": 2},
+        ...         "data": {"train": "text.txt", "context": 16},
+        ...         "optimizer": {"steps": 2, "batch": 2},
+        ...         "run": {"out": "runs/example", "save_every": 0},
+        ...     }
+        ... )
+        >>> plan.steps, plan.lr
+        (2, 0.003)
     """
 
     model: ModelPlan = field(default_factory=ModelPlan)
@@ -316,10 +328,17 @@ class TrainPlan:
 
 
 def load_plan(path: str | PathLike[str]) -> TrainPlan:
-    """The plan in a TOML file; nothing in it is run.
+    r"""The plan in a TOML file; nothing in it is run.
 
     Raises:
         ValueError: no such file, bad syntax, or what `TrainPlan.from_dict` refuses.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> lines = ["[data]", 'train = "text.txt"', "[optimizer]", "steps = 2"]
+        >>> _ = Path("run.toml").write_text("\n".join(lines))
+        >>> rc.lm.load_plan("run.toml").steps
+        2
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""What a plan asks for: a tokenizer, rows to train on and to measure on, a model to start from."""
+"""Preparation of a run: tokenizer, training and held-out rows, and the initial model."""
 
 from __future__ import annotations
 

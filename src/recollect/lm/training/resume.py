@@ -1,4 +1,4 @@
-"""Where a training run begins: an empty folder, or a checkpoint of the same plan and texts."""
+"""Resuming a training run: from nothing, or from a checkpoint of the same plan and texts."""
 
 from __future__ import annotations
 

@@ -120,6 +120,21 @@ def train(
             run; texts that changed since it was begun; a corrupt line, unless lines are skipped; a
             batch too large for the memory.
         CheckpointError: a full disk, and the last checkpoint stands; one that was altered.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("text.txt").write_text("a memory is a map from keys to values. " * 20)
+        >>> plan = rc.lm.TrainPlan.from_dict(
+        ...     {
+        ...         "model": {"recipe": "gated_delta_net", "width": 16, "depth": 1, "heads": 2},
+        ...         "data": {"train": "text.txt", "context": 16},
+        ...         "optimizer": {"steps": 2, "batch": 2},
+        ...         "run": {"out": "runs/example", "save_every": 0},
+        ...     }
+        ... )
+        >>> trained = rc.lm.train(plan)
+        >>> trained.steps, trained.folder.as_posix()
+        (2, 'runs/example/model')
     """
     say = say or (lambda sentence: None)
     out = Path(plan.run.out)

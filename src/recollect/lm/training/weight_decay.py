@@ -1,4 +1,4 @@
-"""Which weights decay: those of maps and embeddings, and none that a memory's moves rest on."""
+"""Weight-decay groups: projections and embeddings decay; gates and memories do not."""
 
 from __future__ import annotations
 
@@ -30,14 +30,22 @@ def parameter_groups(model: nn.Module, *, weight_decay: float = 0.1) -> list[dic
     module: what is not recollect's own decays when it has two axes or more.
 
     Args:
-        model: the model. weight_decay: of the first group.
+        model: the model.
+        weight_decay: of the first group, ≥ 0.
 
     Returns:
         Two groups, ``{"params": ..., "weight_decay": ...}``; an empty one is left out.
 
-    Example::
-
-        optimizer = torch.optim.AdamW(rc.lm.parameter_groups(model), lr=3e-3)
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> model = rc.lm.RecollectForCausalLM(config)
+        >>> groups = rc.lm.parameter_groups(model, weight_decay=0.1)
+        >>> optimizer = torch.optim.AdamW(groups, lr=3e-3)
+        >>> [group["weight_decay"] for group in groups]
+        [0.1, 0.0]
     """
     names = set(decayed_names(model))
     decayed = [p for name, p in _trained(model) if name in names]

@@ -1,4 +1,4 @@
-"""Activations between the maps of a chain: value, slope and bend, with as few passes as they take.
+"""Activations between the maps of a chain, with first and second derivatives.
 
 The exact GELU costs its error function; value and slope share it here, and the bend that the outer
 gradient needs is a polynomial times the same Gaussian.

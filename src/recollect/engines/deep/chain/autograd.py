@@ -1,7 +1,7 @@
-"""The one thing in a chain that is sequential: from border to border through the keys alone.
+"""The sequential part of the chain path: inner-batch boundaries, driven by keys only.
 
 Reads need the weights at every border, the inputs h and the gradients δ at the keys, and then none
-waits for another: all inner batches are read at once (`chain`). What is left to do one batch after
+waits for another: all inner batches are read at once (`engine`). What is left to do one batch after
 another is small, and written out here with its gradient, because batches of 16 tokens are bound by
 the number of operations. With M the stack of A and S of one map, per inner batch
 

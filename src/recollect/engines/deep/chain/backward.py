@@ -1,4 +1,4 @@
-"""The gradient of the walk from border to border; `borders` has the equations."""
+"""Backward of the recurrence over inner-batch boundaries; `autograd` has the equations."""
 
 from __future__ import annotations
 

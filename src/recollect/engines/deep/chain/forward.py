@@ -1,6 +1,6 @@
-"""From border to border through the keys of a chain: forward, and as autograd can follow it.
+"""Forward of the recurrence over inner-batch boundaries, and a form that autograd can follow.
 
-`borders` has the equations.
+`autograd` has the equations.
 """
 
 from __future__ import annotations
