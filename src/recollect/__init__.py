@@ -32,7 +32,7 @@ from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
 
 if TYPE_CHECKING:
-    from recollect import experiments, lm, tasks, theory, zoo
+    from recollect import experiments, lm, tasks, testing, theory, zoo
     from recollect.experiments import compare
 
 __version__ = "0.1.0"
@@ -70,13 +70,14 @@ __all__ = [
     "recall",
     "retention",
     "tasks",
+    "testing",
     "theory",
     "watch_solves",
     "zoo",
 ]
 
 # Loaded on first use: they need optional dependencies, or cost time that a recipe does not.
-_MODULES = ("experiments", "lm", "tasks", "theory", "zoo")
+_MODULES = ("experiments", "lm", "tasks", "testing", "theory", "zoo")
 
 
 def __getattr__(name: str) -> Any:
