@@ -46,7 +46,7 @@ from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
 
 if TYPE_CHECKING:
-    from recollect import experiments, lm, tasks, theory, zoo
+    from recollect import experiments, lm, tasks, testing, theory, zoo
     from recollect.experiments import compare, reproduce
 
 __version__ = "0.1.0"
@@ -94,13 +94,14 @@ __all__ = [
     "select",
     "slot",
     "tasks",
+    "testing",
     "theory",
     "watch_solves",
     "zoo",
 ]
 
 # Loaded on first use: they need optional dependencies, or cost time that a recipe does not.
-_MODULES = ("experiments", "lm", "tasks", "theory", "zoo")
+_MODULES = ("experiments", "lm", "tasks", "testing", "theory", "zoo")
 _EXPERIMENTS = ("compare", "reproduce")
 
 

@@ -7,9 +7,7 @@ all of this by being registered.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import random
 from collections.abc import Callable
 
 import pytest
@@ -18,46 +16,22 @@ from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
-from recollect.choices.features import Kernel
-from recollect.choices.fields import domain
-from recollect.choices.member import Member, decode, registered
-from recollect.choices.memory.maps import activation
-from recollect.recipe.recipe import CHOICES
+from recollect.choices.member import Member
 from recollect.recipe.rewrites import REWRITES
+from recollect.testing import declared, structure
+from recollect.testing.declared import EXACT, KINDS, normal
+from recollect.testing.draws import variants
+from recollect.testing.structure import lift
 
-EXACT = 1e-12  # the same formula, rounded differently
-KINDS = (*CHOICES, "read", "probe")
 MEMBERS = [cls for kind in KINDS for cls in generate.members(kind)]
-
-
-def variants(cls: type[Member], count: int) -> list[Member]:
-    """Random members of a class: as it is by default, then ``count`` draws that are valid."""
-    rng = random.Random(cls.__name__)
-    found: list[Member] = []
-    for _ in range(50 * count):
-        if len(found) == count:
-            break
-        try:
-            made = generate.draw_member(rng, cls)
-        except rc.RecipeError:
-            continue
-        if made not in found:
-            found.append(made)
-    assert found, f"no draw of {cls.__name__} is valid"
-    return found
 
 
 def of(kind: str, count: int = 6) -> list[pytest.param]:
     return [
         pytest.param(made, id=f"{type(made).__name__}-{i}")
         for cls in generate.members(kind)
-        for i, made in enumerate(variants(cls, count))
+        for i, made in enumerate(variants(cls, count, generate.POOL))
     ]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=g, dtype=torch.float64)
 
 
 # -- members are data --------------------------------------------------------------------------
@@ -65,154 +39,44 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("cls", MEMBERS, ids=lambda cls: cls.__name__)
 def test_members_are_frozen_hashable_data(cls: type[Member]) -> None:
-    for made in variants(cls, 8):
-        text = json.dumps(made.to_dict(), allow_nan=False)
-        again = decode(json.loads(text))
-        assert again == made
-        assert type(again) is cls
-        assert hash(again) == hash(made)
-        assert json.dumps(again.to_dict()) == text
-        for field in dataclasses.fields(made):  # type: ignore[arg-type]
-            assert field.name in made.to_dict()
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                setattr(made, field.name, None)
-    assert registered(cls.__name__) is cls
-    assert cls.__doc__
+    declared.check_data(cls, generate.POOL)
 
 
 @pytest.mark.parametrize("cls", MEMBERS, ids=lambda cls: cls.__name__)
 def test_members_take_keywords_and_refuse_unknown_ones(cls: type[Member]) -> None:
-    with pytest.raises(TypeError):
-        cls(1.0)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="typo"):
-        cls(typo=1.0)  # type: ignore[call-arg]
-    data = {**variants(cls, 1)[0].to_dict(), "typo": 1}
-    with pytest.raises(rc.RecipeError, match="typo"):
-        decode(data)
-
-
-def _bad(field: dataclasses.Field[object]) -> list[object]:
-    """Values that a declared field must refuse."""
-    rule = domain(field)
-    if rule is None:
-        spec = field.metadata.get("recollect")
-        if spec is None:
-            return []
-        bad: list[object] = ["word", True, math.nan, math.inf, [1.0], torch.ones(())]
-        low, high = spec.range.low, spec.range.high
-        bad += [] if low is None else [low - 0.5, *([low] if spec.range.low_open else [])]
-        return bad + (
-            [] if high is None else [high + 0.5, *([high] if spec.range.high_open else [])]
-        )
-    never: list[object] = [object(), torch.ones(()), *([] if rule.optional else [None])]
-    if rule.kind == "integer":
-        return [*never, 1.5, True, "2", int(rule.range.low or 0) - 1]
-    if rule.kind == "number":
-        low, high = rule.range.low, rule.range.high
-        never += [math.nan, math.inf, "2", True]
-        never += [] if low is None else [low - 0.5, *([low] if rule.range.low_open else [])]
-        return never + ([] if high is None else [high + 0.5])
-    if rule.kind == "slot":
-        return [*never, "L2", 1, rc.bias.L2] + ([rc.bias.L2()] if "bias" not in rule.words else [])
-    if rule.kind == "text":
-        return [*never, "", 1]
-    return [*never, "no such word", 2]
+    declared.check_keywords(cls, generate.POOL)
 
 
 @pytest.mark.parametrize("cls", MEMBERS, ids=lambda cls: cls.__name__)
 def test_bad_fields_are_refused_in_one_sentence(cls: type[Member]) -> None:
-    good = variants(cls, 1)[0]
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        for value in _bad(field):
-            with pytest.raises(rc.RecipeError) as caught:
-                dataclasses.replace(good, **{field.name: value})  # type: ignore[type-var]
-            message = str(caught.value)
-            assert cls.__name__ in message, message
-            assert field.name in message, message
-            assert "\n" not in message
+    declared.check_fields(cls, generate.POOL)
 
 
 @pytest.mark.parametrize("cls", MEMBERS, ids=lambda cls: cls.__name__)
 def test_declared_numbers_are_asked_for_once(cls: type[Member]) -> None:
     """Each quantity is a constant, or a gate, or a param, and its start lies in its range."""
-    for made in variants(cls, 12):
-        if any(isinstance(getattr(made, f.name), tuple) for f in dataclasses.fields(made)):  # type: ignore[arg-type]
-            continue  # a tuple may name one member twice; recipes refuse that
-        gates, params = made.gates(), made.params()
-        names = [g.name.removeprefix("log_") for g in gates]
-        names += [p.name for p in params]
-        names += [name.removeprefix("log_") for name in made.constants()]
-        assert len(names) == len(set(names)), names
-        for gate in gates:
-            assert gate.range.contains(gate.init), gate
-            assert gate.owner.split(".")[0] in KINDS
-        for param in params:
-            starts = param.init if isinstance(param.init, tuple) else (param.init,)
-            assert all(param.range.contains(start) for start in starts), param
+    for made in variants(cls, 12, generate.POOL):
+        declared.check_numbers(made)
 
 
 # -- bias --------------------------------------------------------------------------------------
 
 
-def _numbers(made: Member, count: int, V: int, seed: int) -> dict[str, Tensor]:
-    """A bias's numbers as they arrive: with a trailing axis of 1, or V."""
-    g = torch.Generator().manual_seed(seed)
-    found = {
-        name: torch.full((count, 1), value, dtype=torch.float64)
-        for name, value in made.constants().items()
-    }
-    for item in (*made.gates(), *made.params()):
-        u = torch.rand(count, V if item.axes else 1, generator=g, dtype=torch.float64)
-        log = item.name in made.logs()
-        found[f"log_{item.name}" if log else item.name] = 0.1 + (item.range.low or 0.0) + u
-    return found
-
-
 @pytest.mark.parametrize("bias", of("bias", 10))
 def test_bias_gradients(bias: rc.bias.Bias) -> None:
     """`error` is autograd's gradient of `loss`, and both are the central finite difference."""
-    count, V, h = 40, 3, 1e-6
-    p, v, gates = normal(count, V, seed=1), normal(count, V, seed=2), _numbers(bias, count, V, 3)
-    found = bias.error(p, v, gates)
-    assert found.shape == p.shape
-    if not bias.states_loss:
-        assert torch.isfinite(found).all()
-        return
-    point = p.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(bias.loss(point, v, gates).sum(), point)
-    torch.testing.assert_close(found, slope, atol=EXACT, rtol=EXACT)
-    for j in range(V):
-        step = h * torch.eye(V).double()[j]
-        ratio = (bias.loss(p + step, v, gates) - bias.loss(p - step, v, gates)) / (2 * h)
-        # Central differences err by h² f''' and by rounding/h ≈ 1e-10; kinks of measure zero (a
-        # threshold, a sign) are not hit by these draws, but e near 0 with p < 2 is steep.
-        near = (p - v)[:, j].abs() > 1e-3
-        torch.testing.assert_close(found[near, j], ratio[near], atol=1e-5, rtol=1e-5)
+    structure.check_bias_gradients(bias)
 
 
 @pytest.mark.parametrize("bias", of("bias", 10))
 def test_declared_affinity_is_true(bias: rc.bias.Bias) -> None:
-    p, v, gates = normal(20, 3, seed=1), normal(20, 3, seed=2), _numbers(bias, 20, 3, 3)
-    found = bias.error(p, v, gates)
-    if bias.affine is not None:
-        a, b = bias.affine
-        torch.testing.assert_close(found, a * p - b * v, atol=EXACT, rtol=EXACT)
-    if bias.separable:
-        changed = p.clone()
-        changed[:, 1:] += 1.0
-        assert torch.equal(bias.error(changed, v, gates)[:, 0], found[:, 0])
+    structure.check_affinity(bias)
 
 
 @pytest.mark.parametrize("bias", of("bias", 10))
 def test_bias_is_finite_at_a_perfect_prediction(bias: rc.bias.Bias) -> None:
     """e = 0: the error is finite, and so is its outer gradient."""
-    v, gates = normal(4, 3, seed=2), _numbers(bias, 4, 3, 3)
-    point = v.clone().requires_grad_()
-    found = bias.error(point, v, gates)
-    assert torch.isfinite(found).all()
-    if found.requires_grad:
-        (slope,) = torch.autograd.grad(found.sum(), point)
-        assert torch.isfinite(slope).all()
+    structure.check_perfect_prediction(bias)
 
 
 def test_a_loss_alone_supplies_its_error() -> None:
@@ -233,42 +97,24 @@ def test_a_loss_alone_supplies_its_error() -> None:
 # -- retention ---------------------------------------------------------------------------------
 
 
-def _link_gates(made: rc.retention.Retention) -> dict[str, Tensor]:
-    """Numbers of the step as a link sees them, ``[..., 1, 1]``."""
-    found = {name: torch.full((1, 1), x).double() for name, x in made.constants().items()}
-    for item in (*made.gates(), *made.params()):
-        found[item.name] = torch.full((1, 1), 0.3 + (item.range.low or 0.0)).double()
-    return found
-
-
 @pytest.mark.parametrize("retention", of("retention", 8))
-@pytest.mark.parametrize("size", [0.0, 1e-8, 1.0, 30.0])
+@pytest.mark.parametrize("size", structure.LINK_SIZES)
 def test_links_are_finite_and_differentiable(
     retention: rc.retention.Retention, size: float
 ) -> None:
-    A = (size * normal(2, 3, 4, seed=1)).requires_grad_()
-    W = retention.link(A, _link_gates(retention))
-    assert W.shape == A.shape
-    assert torch.isfinite(W).all()
-    (slope,) = torch.autograd.grad(W.square().sum() + W.sum(), A)
-    assert torch.isfinite(slope).all()
-    if not retention.linked:
-        assert torch.equal(W, A)
+    structure.check_link(retention, size)
 
 
 @pytest.mark.parametrize("retention", of("retention", 8))
 def test_link_gradients_are_those_of_finite_differences(
     retention: rc.retention.Retention,
 ) -> None:
-    A, direction, h = normal(3, 4, seed=1), normal(3, 4, seed=2), 1e-6
-    gates = _link_gates(retention)
-    point = A.clone().requires_grad_()
-    out = normal(3, 4, seed=3)
-    (slope,) = torch.autograd.grad((retention.link(point, gates) * out).sum(), point)
-    up, down = (retention.link(A + s * h * direction, gates) for s in (1, -1))
-    ratio = float(((up - down) * out).sum() / (2 * h))
-    # h² f''' + rounding/h ≈ 1e-9 times the slopes' size.
-    assert float((slope * direction).sum()) == pytest.approx(ratio, rel=1e-5, abs=1e-6)
+    structure.check_link_gradients(retention)
+
+
+@pytest.mark.parametrize("retention", of("retention", 8))
+def test_declared_sums_of_decay_and_step_are_true(retention: rc.retention.Retention) -> None:
+    structure.check_advance(retention)
 
 
 @pytest.mark.parametrize("axis", ["in", "out"])
@@ -387,43 +233,10 @@ def test_lq_survives_float32_powers(size: float) -> None:
 # -- memories and algorithms say what they are ---------------------------------------------------
 
 
-def _small(recipe: rc.Recipe, seed: int) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
-    """Weights ``[1, 1, ...]``, inputs ``[1, 1, 5, 4]`` and params of a memory with K = V = 4."""
-    g = torch.Generator().manual_seed(seed)
-    weights = [normal(1, 1, *shape, seed=seed + i) for i, shape in enumerate(recipe.shapes(4, 4))]
-    axes = recipe.axes(4, 4)
-    params = {
-        p.name: generate._param(p, (1, *(axes[a] for a in p.axes)), g) for p in recipe.params()
-    }
-    return weights, normal(1, 1, 5, 4, seed=seed + 9), params
-
-
 @pytest.mark.parametrize("memory", of("memory"))
 def test_declared_shapes_of_memories_are_true(memory: rc.memory.Memory) -> None:
     """``linear`` is W x and nothing else; a ``chain`` is its maps, its activation, a residual."""
-    if memory.degree is not None:
-        return
-    if memory.has_field("read"):  # how it is read is not what it is
-        memory = dataclasses.replace(memory, read=rc.memory.Read())  # type: ignore[call-arg]
-    recipe = rc.Recipe(memory=memory)
-    weights, x, params = _small(recipe, 3)
-    found = memory.function(4, 4)(weights, x, x, params)
-    if memory.linear:
-        W = weights[0]
-        expected = W.unsqueeze(-2) * x if memory.diagonal else x @ W.mT
-        torch.testing.assert_close(found, expected, atol=EXACT, rtol=EXACT)
-    if isinstance(memory, rc.memory.Stack):
-        assert memory.biases == any(m.bias for m in memory.maps(4, 4))
-        if memory.chain is not None:
-            h = x @ weights[0].mT
-            for W in weights[1:]:
-                h = activation(memory.chain)(h) @ W.mT
-            expected = x + h if memory.residual else h
-            torch.testing.assert_close(found, expected, atol=EXACT, rtol=EXACT)
-    moved = memory.function(4, 4)(weights, x, x + 1.0, params)
-    if isinstance(memory, rc.memory.Stack):
-        shift = torch.full_like(found, float(memory.residual))
-        torch.testing.assert_close(moved - found, shift, atol=EXACT, rtol=EXACT)
+    structure.check_memory(memory)
 
 
 @pytest.mark.parametrize("algorithm", of("algorithm"))
@@ -431,64 +244,15 @@ def test_declared_recursions_of_algorithms_are_true(
     algorithm: rc.algorithm.Algorithm,
 ) -> None:
     """`momentum_of` is the linear recursion that `update` takes."""
-    of, g, write = algorithm.momentum_of, normal(1, 1, 3, 4, seed=1), normal(1, 1, 3, 4, seed=2)
-    if of is None or algorithm.condenses or algorithm.solves:
-        return
-    assert algorithm.linear
-    old = {name: normal(1, 1, 3, 4, seed=3) for name in algorithm.slots}
-    lr, theta = torch.full((1, 1, 1, 1), 0.7).double(), torch.full((1, 1, 1, 1), 0.6).double()
-    new, step = algorithm.update(
-        old,
-        rc.algorithm.Step(
-            gradient=g, write=write, lr=lr, momentum=theta, count=torch.ones_like(lr)
-        ),
-    )
-    if of == "none":
-        assert new == {}
-        torch.testing.assert_close(step, -lr * g, atol=EXACT, rtol=EXACT)
-        return
-    S = theta * old["momentum"] - lr * (g if of == "gradient" else write)
-    torch.testing.assert_close(new["momentum"], S, atol=EXACT, rtol=EXACT)
-    expected = S if of == "gradient" else S - lr * (g - write)
-    torch.testing.assert_close(step, expected, atol=EXACT, rtol=EXACT)
+    structure.check_recursion(algorithm)
+
+
+@pytest.mark.parametrize("context", of("context"))
+def test_declared_weights_of_contexts_are_true(context: rc.context.Context) -> None:
+    structure.check_context(context)
 
 
 # -- features ----------------------------------------------------------------------------------
-
-
-def _phi(features: rc.features.Features, x: Tensor, params: dict[str, Tensor]) -> Tensor:
-    lifted = features.phi(
-        x.view(1, 1, 1, *x.shape), params, "key", torch.zeros(1, 1, dtype=torch.long)
-    )
-    return lifted[0, 0, 0]
-
-
-@pytest.mark.parametrize("features", of("features"))
-def test_features_have_their_width_and_kernel(features: rc.features.Features) -> None:
-    K = 4
-    q, k = normal(5, K, seed=1), normal(6, K, seed=2)
-    if isinstance(features, Kernel):
-        assert not features.finite
-        gram = features.kappa(torch.cat([q, k]), torch.cat([q, k]))
-        torch.testing.assert_close(gram, gram.T)
-        if features.definite:
-            assert torch.linalg.eigvalsh(gram).min() > -1e-9 * gram.abs().max()
-        if features.positive:
-            assert (gram > 0).all()
-            log = features.log_kappa(q, k)
-            torch.testing.assert_close(log.exp(), features.kappa(q, k), atol=0, rtol=EXACT)
-        return
-    axes = rc.Recipe(features=features).axes(K, K)
-    g = torch.Generator().manual_seed(0)
-    params = {
-        p.name: generate._param(p, (1, *(axes[a] for a in p.axes)), g) for p in features.params()
-    }
-    lifted = _phi(features, k, params)
-    assert lifted.shape == (6, features.dim(K))
-    assert lifted.dtype == torch.float64
-    if type(features).kappa is not rc.features.Features.kappa:
-        product = _phi(features, q, params) @ lifted.T
-        torch.testing.assert_close(product, features.kappa(q, k), atol=EXACT, rtol=EXACT)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3])
@@ -497,8 +261,8 @@ def test_polynomial_features_are_their_kernel(degree: int) -> None:
     raw = 0.3 * normal(1, degree + 1, seed=3)
     q, k = normal(5, K, seed=1), normal(6, K, seed=2)
     found = (
-        _phi(features, q, {"log_coefficients": raw})
-        @ _phi(features, k, {"log_coefficients": raw}).T
+        lift(features, q, {"log_coefficients": raw})
+        @ lift(features, k, {"log_coefficients": raw}).T
     )
     expected = sum(raw[0, i].exp() * (q @ k.T) ** i for i in range(degree + 1))
     torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)  # up to 35 terms
@@ -513,7 +277,7 @@ def test_taylor_features_are_the_exponentials_series(order: int, temperature: fl
     q, k = normal(5, 4, seed=1), normal(6, 4, seed=2)
     x = q @ k.T / (2.0 if temperature is None else temperature)
     expected = sum(x**i / math.factorial(i) for i in range(order + 1))
-    found = _phi(features, q, {}) @ _phi(features, k, {}).T
+    found = lift(features, q, {}) @ lift(features, k, {}).T
     torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
 
 

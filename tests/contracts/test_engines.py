@@ -18,9 +18,24 @@ from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
-from recollect.engines.select import ENGINES
+from recollect.engines.select import ENGINES, Engine
+from recollect.testing.engines import (
+    EXACT,
+    MASKS,
+    agree,
+    check_chunks_and_splits,
+    check_gradients_across_splits,
+    check_lengths,
+    check_masks,
+    check_packing,
+    check_refusal,
+    check_single_gradients,
+    check_strides,
+    check_turns,
+    fitting,
+)
 
-EXACT, SINGLE, SINGLE_GRADIENT, HALF = 1e-10, 1e-5, 1e-4, 2e-2
+SINGLE, SINGLE_GRADIENT, HALF = 1e-5, 1e-4, 2e-2
 
 L2, Dot = rc.bias.L2(), rc.bias.DotProduct()
 Read, Matrix, Vector, MLP = rc.memory.Read, rc.memory.Matrix, rc.memory.Vector, rc.memory.MLP
@@ -338,36 +353,6 @@ def able(recipes: dict[str, rc.Recipe]) -> list[pytest.param]:
     ]
 
 
-def fitting(recipe: rc.Recipe, **sizes: int) -> generate.Inputs:
-    """Inputs with K = V where the recipe needs it, and K ≠ V elsewhere."""
-    square = recipe.memory.diagonal or getattr(recipe.memory, "residual", False)
-    return generate.inputs(recipe, **{"K": 4, "V": 4 if square else 3, **sizes})
-
-
-def agree(
-    recipe: rc.Recipe,
-    x: generate.Inputs,
-    method: str,
-    tolerance: float = EXACT,
-    **options: object,
-) -> None:
-    """Outputs, final state and every gradient equal the reference's."""
-    expected, kept, slopes = generate.gradients(recipe, x, method="reference")
-    y, state, found = generate.gradients(recipe, x, method=method, **options)
-    assert generate.error(y, expected) < tolerance
-    assert generate.worst(generate.parts(state), generate.parts(kept))[0] < tolerance
-    wrong, name = generate.worst(found, slopes)
-    assert wrong < tolerance, f"gradient of {name}: {wrong:.1e}"
-
-
-def same(
-    found: tuple[Tensor, rc.State], expected: tuple[Tensor, rc.State], tolerance: float = EXACT
-) -> None:
-    assert generate.error(found[0], expected[0]) < tolerance
-    wrong, name = generate.worst(generate.parts(found[1]), generate.parts(expected[1]))
-    assert wrong < tolerance, f"state {name}: {wrong:.1e}"
-
-
 def test_the_lists_reach_every_engine() -> None:
     reached = {parameter.values[0] for parameter in able(RECIPES)}
     assert reached == {engine.name for engine in FAST}
@@ -396,9 +381,7 @@ def test_equals_the_reference(method: str, recipe: rc.Recipe) -> None:
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 200])
 @pytest.mark.parametrize(("method", "recipe"), able(ZOO))
 def test_lengths(method: str, recipe: rc.Recipe, T: int) -> None:
-    x = fitting(recipe, B=1, T=T, H=1)
-    with torch.no_grad():
-        same(generate.run(recipe, x, method=method), generate.run(recipe, x, method="reference"))
+    check_lengths(recipe, fitting(recipe, B=1, T=T, H=1), method)
 
 
 LONG = {
@@ -429,77 +412,29 @@ SOME = {**ZOO, **dict(list(STRUCTURES.items())[::4]), **dict(list(SOLVERS.items(
 @pytest.mark.parametrize(("method", "recipe"), able(SOME))
 def test_any_split_and_chunk(method: str, recipe: rc.Recipe) -> None:
     """Pieces of 0, 1 and more tokens, one token at a time, and chunks of any size."""
-    x = fitting(recipe, B=2, T=19, H=2)
-    with torch.no_grad():
-        whole = generate.run(recipe, x, method=method)
-        same(generate.split(recipe, x, [1, 1, 6, 17], [method]), whole)
-        same(generate.split(recipe, x, list(range(1, 19)), [method]), whole)
-        for chunk_size in (1, 2, 5, 16, 64):
-            same(generate.run(recipe, x, method=method, chunk_size=chunk_size), whole)
+    check_chunks_and_splits(recipe, fitting(recipe, B=2, T=19, H=2), method)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(SOME))
 def test_engines_continue_each_others_states(method: str, recipe: rc.Recipe) -> None:
-    x = fitting(recipe, B=1, T=11, H=2)
-    with torch.no_grad():
-        whole = generate.run(recipe, x, method="reference")
-        for order in (["reference", method], [method, "reference"]):
-            same(generate.split(recipe, x, [3, 4, 8], order), whole)
+    check_turns(recipe, fitting(recipe, B=1, T=11, H=2), method)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(LONG))
 def test_gradients_cross_splits(method: str, recipe: rc.Recipe) -> None:
-    x = fitting(recipe, B=1, T=11, H=1)
-    slopes = []
-    for cuts in ([], [4, 5]):
-        leaves = x.leaves()
-        y, _ = generate.split(recipe, leaves, cuts, [method])
-        named = leaves.tensors()
-        found = torch.autograd.grad(
-            y.square().sum(), list(named.values()), allow_unused=True, materialize_grads=True
-        )
-        slopes.append(dict(zip(named, found, strict=True)))
-    assert generate.worst(slopes[1], slopes[0])[0] < EXACT
-
-
-MASKS = {
-    "left": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1]]),
-    "right": torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]]),
-    "gaps": torch.tensor([[0, 1, 0, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]]),
-}
+    check_gradients_across_splits(recipe, fitting(recipe, B=1, T=11, H=1), method)
 
 
 @pytest.mark.parametrize("where", MASKS)
 @pytest.mark.parametrize(("method", "recipe"), able(SOME))
 def test_masked_rows_run_alone(method: str, recipe: rc.Recipe, where: str) -> None:
-    x, mask = fitting(recipe, B=2, T=9, H=2), MASKS[where].bool()
-    y, state = generate.run(recipe, x, method=method, attention_mask=mask, chunk_size=4)
-    assert not y[~mask].any()
-    for row in range(2):
-        alone = x.rows(row).tokens(lambda a, row=row: a[:, mask[row]])
-        here, there = generate.run(recipe, alone, method=method)
-        assert generate.error(y[row : row + 1, mask[row]], here) < EXACT
-        if recipe.span is not None:  # an unbounded cache keeps its padding
-            kept = generate.parts(state.select(torch.tensor([row])))
-            assert generate.worst(kept, generate.parts(there))[0] < EXACT
+    check_masks(recipe, fitting(recipe, B=2, T=9, H=2), method, where)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(SOME))
 def test_packed_documents_run_alone(method: str, recipe: rc.Recipe) -> None:
     """Lengths 1, 0, 7 and 4, twice in a row: the second time they continue."""
-    x, borders = fitting(recipe, B=1, T=12, H=2), [0, 1, 1, 8, 12]
-    packed = torch.tensor(borders)
-    y, state = generate.run(recipe, x, method=method, cu_seqlens=packed)
-    y2, state2 = generate.run(recipe, x, method=method, cu_seqlens=packed, state=state)
-    for document, (start, stop) in enumerate(itertools.pairwise(borders)):
-        piece = x.cut(start, stop)
-        here, there = generate.run(recipe, piece, method=method)
-        assert generate.error(y[:, start:stop], here) < EXACT
-        here, there = generate.run(recipe, piece, method=method, state=there)
-        assert generate.error(y2[:, start:stop], here) < EXACT
-        if recipe.span is not None:  # an unbounded cache keeps its padding
-            kept = generate.parts(state2.select(torch.tensor([document])))
-            assert generate.worst(kept, generate.parts(there))[0] < EXACT
+    check_packing(recipe, fitting(recipe, B=1, T=12, H=2), method)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(SOME))
@@ -510,40 +445,14 @@ def test_grouped_heads(method: str, recipe: rc.Recipe) -> None:
 @pytest.mark.parametrize(("method", "recipe"), able(ZOO))
 def test_strides_do_not_matter(method: str, recipe: rc.Recipe) -> None:
     """Every second channel of a wider tensor, as a fused projection would hand over."""
-    x = fitting(recipe, B=2, T=9, H=2)
-
-    def strided(a: Tensor) -> Tensor:
-        wide = torch.full((*a.shape, 2), torch.nan, dtype=a.dtype)
-        wide[..., 0] = a
-        return wide[..., 0]
-
-    y, _, slopes = generate.gradients(recipe, x, method=method)
-    views = x.map(lambda a: strided(a).requires_grad_())
-    y2, state2 = generate.run(recipe, views, method=method)
-    found = torch.autograd.grad(
-        generate.loss(y2, state2),
-        list(views.tensors().values()),
-        allow_unused=True,
-        materialize_grads=True,
-    )
-    assert generate.error(y2, y) < EXACT
-    assert generate.worst(dict(zip(slopes, found, strict=True)), slopes)[0] < EXACT
+    check_strides(recipe, fitting(recipe, B=2, T=9, H=2), method)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(ZOO))
 def test_each_input_differentiates_alone(method: str, recipe: rc.Recipe) -> None:
     """A gradient does not depend on which other inputs ask for one."""
     x = fitting(recipe, B=1, T=6, H=2)
-    _, _, slopes = generate.gradients(recipe, x, method=method, chunk_size=4)
-    for name, a in x.tensors().items():
-        leaf = a.clone().requires_grad_()
-        y, state = generate.run(recipe, x.put({name: leaf}), method=method, chunk_size=4)
-        total = generate.loss(y, state)
-        if not total.requires_grad:
-            assert not slopes[name].any()
-            continue
-        (slope,) = torch.autograd.grad(total, leaf, allow_unused=True, materialize_grads=True)
-        assert generate.error(slope, slopes[name]) < EXACT, name
+    check_single_gradients(recipe, x, method=method, chunk_size=4)
 
 
 @pytest.mark.parametrize(("method", "recipe"), able(ZOO))
@@ -622,19 +531,12 @@ def test_strong_decays_keep_their_digits(method: str, recipe: rc.Recipe, spread:
 
 
 @pytest.mark.parametrize("engine", FAST, ids=lambda engine: engine.name)
-def test_refusals_state_their_reason(engine: object) -> None:
+def test_refusals_state_their_reason(engine: Engine) -> None:
     """A method asked for by name that cannot run says why, and which can."""
-    refused = 0
-    for name, recipe in RECIPES.items():
-        reasons = engine.refuses(recipe)  # type: ignore[attr-defined]
-        if not reasons:
-            continue
-        refused += 1
-        assert all(isinstance(reason, str) and len(reason) > 10 for reason in reasons), name
-        with pytest.raises(rc.RecipeError, match=r"these can: .*reference") as caught:
-            generate.run(recipe, fitting(recipe, B=1, T=1), method=engine.name)  # type: ignore[attr-defined]
-        assert reasons[0] in str(caught.value)
+    refused = [recipe for recipe in RECIPES.values() if engine.refuses(recipe)]
     assert refused
+    for recipe in refused:
+        check_refusal(recipe, engine)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,18 @@
+"""Contract suites for members, presets and engines of anybody's package.
+
+The library's own are held to the same functions. They need torch only, take seconds, and raise
+AssertionError with one sentence that names the member, preset or engine and what is false::
+
+    import recollect as rc
+
+    def test_my_member():
+        rc.testing.check_member(LogCosh)
+"""
+
+from __future__ import annotations
+
+from recollect.testing.engines import check_engine
+from recollect.testing.members import check_member
+from recollect.testing.presets import check_preset
+
+__all__ = ["check_engine", "check_member", "check_preset"]

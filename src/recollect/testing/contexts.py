@@ -1,0 +1,92 @@
+"""What a context declares of its weights, held to its own code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recollect.choices.context.base import Context
+from recollect.choices.context.weights import Scene, Weights
+from recollect.recipe.recipe import Recipe
+from recollect.testing.compare import require
+from recollect.testing.declared import normal, off
+from recollect.testing.inputs import draw_gate, draw_param
+
+__all__ = ["check_context"]
+
+
+def _scene(context: Context, T: int = 6) -> Scene:
+    """T associations of one document and the queries of their tokens."""
+    g = torch.Generator().manual_seed(4)
+    rates = {n: torch.full((1, T, 1), x).double() for n, x in context.constants().items()}
+    axes = {**Recipe().axes(4, 4), "c": context.horizon or 1}
+    for gate in context.gates():
+        rates[gate.name] = draw_gate(gate, (1, T, 1, *(axes[a] for a in gate.axes)), g)
+    logs = context.logs()
+    for param in context.params():
+        value = draw_param(param, (1, *(axes[a] for a in param.axes)), g)
+        value = value.expand(1, T, *value.shape)
+        rates[f"log_{param.name}" if param.name in logs else param.name] = (
+            value.log() if param.name in logs else value
+        )
+    position = torch.arange(T)[None]
+    return Scene(
+        q=normal(1, T, 1, 1, 4, seed=1),
+        k=normal(1, T, 1, 4, seed=2),
+        rates=rates,
+        asked=rates,
+        valid=torch.ones(1, T, dtype=torch.bool),
+        position=position,
+        where=position,
+        slots=torch.arange(T),
+        first=0,
+    )
+
+
+def _whole(weights: Weights, queries: slice, keys: slice) -> Tensor:
+    """Weights ``[C, m]`` of a piece, as numbers."""
+    if weights.log is not None:
+        found = weights.log(queries, keys).exp()
+    else:
+        assert weights.value is not None
+        found = weights.value(queries, keys)
+    size = (queries.stop - queries.start, keys.stop - keys.start)
+    return found.expand(1, 1, 1, *size)[0, 0, 0]
+
+
+def check_context(context: Context) -> None:
+    """The weights of `over` are the same piece by piece, and ``signed`` and ``hard`` are true."""
+    title = context.title
+    gates = {gate.name for gate in context.gates()}
+    unknown = sorted(set(context.reads) - gates)
+    require(not unknown, f"{title} reads the gate {unknown[:1]}, which it does not ask for")
+    if context.kernel is not None:
+        return
+    scene = _scene(context)
+    weights = context.over(scene)
+    if weights is None:
+        return
+    T = scene.q.shape[1]
+    past = torch.ones(T, T, dtype=torch.bool).tril()
+    whole = _whole(weights, slice(0, T), slice(0, T))
+    seen = whole[past]
+    require(not seen.isnan().any(), f"{title}: over() gives weights that are no numbers")
+    if not context.signed:
+        require((seen >= 0).all(), f"{title} declares signed=False, and a weight is negative")
+    if weights.hard:
+        sharp = ((seen == 0) | (seen == 1)).all()
+        require(sharp, f"{title} declares hard weights, and some are neither 0 nor 1")
+    for queries in (slice(0, 2), slice(2, T)):
+        for keys in (slice(0, 3), slice(3, T)):
+            piece, mask = _whole(weights, queries, keys), past[queries, keys]
+            wrong = off(piece[mask], whole[queries, keys][mask], 1e-10)
+            require(not wrong, f"{title}: a piece of over() is {wrong:.1e} off from the whole")
+    if weights.log is not None and weights.of_key is not None:
+        rest = weights.log(slice(0, T), slice(0, T))[0, 0, 0] - weights.of_key[0, :, 0]
+        bare = torch.where(past, rest - rest[:, :1], 0.0)
+        wrong = off(bare.nan_to_num(0.0), torch.zeros_like(bare), 1e-10)
+        require(
+            not wrong,
+            f"{title} declares of_key, and what is left of its log weights depends on the key by "
+            f"{wrong:.1e}",
+        )

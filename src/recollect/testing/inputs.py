@@ -1,0 +1,231 @@
+"""Arguments of `recall` for any recipe: random, small, inside the ranges that members declare."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recollect.choices.fields import Gate, Param
+from recollect.choices.member import RecipeError
+from recollect.recipe.initial_params import start
+from recollect.recipe.recipe import Recipe
+
+__all__ = [
+    "Inputs",
+    "draw_gate",
+    "draw_param",
+    "ill_posed",
+    "inputs",
+    "sizes",
+    "small_inputs",
+    "smaller",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Arguments of one call of `recall`.
+
+    Attributes:
+        q: queries ``[B, T, H·G, K]``. k, v: keys and values ``[B, T, H, (n,) K]``, ``[..., V]``.
+        gates, params: by name, as `recall` takes them.
+        init: the initial memory; ``None`` where the recipe keeps associations instead.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: dict[str, Tensor]
+    params: dict[str, Tensor]
+    init: tuple[Tensor, ...] | None
+
+    @property
+    def T(self) -> int:
+        """Tokens."""
+        return self.q.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by a name that says what it is."""
+        return {
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            **{f"gate {name}": x for name, x in self.gates.items()},
+            **{f"param {name}": x for name, x in self.params.items()},
+            **{f"init {i}": x for i, x in enumerate(self.init or ())},
+        }
+
+    def map(self, f: Any) -> Inputs:
+        """Apply ``f`` to every tensor."""
+        return Inputs(
+            q=f(self.q),
+            k=f(self.k),
+            v=f(self.v),
+            gates={name: f(x) for name, x in self.gates.items()},
+            params={name: f(x) for name, x in self.params.items()},
+            init=None if self.init is None else tuple(f(x) for x in self.init),
+        )
+
+    def put(self, changed: dict[str, Tensor]) -> Inputs:
+        """Other numbers under the names of `tensors`."""
+        named = iter({**self.tensors(), **changed}.values())
+        return self.map(lambda _: next(named))
+
+    def tokens(self, f: Any) -> Inputs:
+        """Apply ``f`` to the tensors that have tokens."""
+        gates = {name: f(x) for name, x in self.gates.items()}
+        return dataclasses.replace(self, q=f(self.q), k=f(self.k), v=f(self.v), gates=gates)
+
+    def cut(self, start: int, stop: int) -> Inputs:
+        """Tokens ``start`` to ``stop``."""
+        return self.tokens(lambda x: x[:, start:stop])
+
+    def rows(self, row: int) -> Inputs:
+        """One row of the batch."""
+        return self.tokens(lambda x: x[row : row + 1])
+
+    def leaves(self) -> Inputs:
+        """The same numbers as leaves that ask for gradients."""
+        return self.map(lambda x: x.detach().clone().requires_grad_())
+
+
+def ill_posed(recipe: Recipe) -> bool:
+    """Whether slopes are fitted to any number of associations without a ridge.
+
+    Then a draw may have fewer of them than coefficients, or barely as many: directions of rounding.
+    """
+    return bool(recipe.memory.degree) and recipe.algorithm.ridge == 0
+
+
+def sizes(recipe: Recipe, rng: random.Random) -> tuple[int, int]:
+    """Small K and V that the recipe's memory accepts; AssertionError where there are none."""
+    K, V = rng.randint(3, 5), rng.randint(3, 5)
+    options = [(K, V), (K, K)]
+    if recipe.features.finite:
+        options.append((K, recipe.features.dim(K)))
+    for K, V in options:
+        try:
+            recipe.shapes(K, V)
+        except RecipeError:
+            continue
+        return K, V
+    raise AssertionError(f"no small sizes fit {recipe}")
+
+
+def draw_gate(gate: Gate, shape: Sequence[int], g: torch.Generator) -> Tensor:
+    """Random values of a gate, inside its range."""
+    u = torch.rand(*shape, generator=g, dtype=torch.float64)
+    low, high = gate.range.low, gate.range.high
+    if low is not None and high is not None:
+        return low + (0.05 + 0.9 * u) * (high - low)
+    if high is not None:
+        return high - u
+    if low is not None:
+        return low + 0.02 + 0.4 * u
+    return gate.init + torch.randn(*shape, generator=g, dtype=torch.float64) * 0.3
+
+
+def draw_param(param: Param, shape: Sequence[int], g: torch.Generator) -> Tensor:
+    """Random values of a param, inside its range."""
+    u = torch.rand(*shape, generator=g, dtype=torch.float64)
+    low, high = param.range.low, param.range.high
+    if low is not None and high is not None:
+        return low + (0.3 + 0.65 * u) * (high - low)
+    if low is not None:
+        return low + 0.02 + 0.4 * u
+    jitter = torch.randn(*shape, generator=g, dtype=torch.float64) * 0.2
+    return start(param, tuple(shape), generator=g) + jitter
+
+
+def inputs(
+    recipe: Recipe,
+    *,
+    B: int = 2,
+    T: int = 7,
+    H: int = 2,
+    G: int = 1,
+    K: int = 4,
+    V: int = 4,
+    seed: int = 0,
+    zero: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> Inputs:
+    """Random arguments for a recipe: unit keys, gates and params inside their ranges.
+
+    Args:
+        recipe: whose arguments.
+        B: batch rows. T: tokens. H: memories. G: query heads per memory.
+        K, V: sizes of keys and values, which the recipe must take.
+        seed: of every random number.
+        zero: start from a memory of zeros instead of a random one.
+        dtype: of every tensor.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    n = recipe.associations
+    lead = (B, T, H, n) if n > 1 else (B, T, H)
+    unit = nn.functional.normalize
+    q, k = unit(normal(B, T, H * G, K), dim=-1), unit(normal(*lead, K), dim=-1)
+    v = 0.5 * normal(*lead, V)
+    axes = recipe.axes(K, V)
+    gates: dict[str, Tensor] = {}
+    for gate in recipe.gates():
+        several = (n,) if recipe.per_association(gate) else ()
+        shape = (B, T, H, *several, *(axes[axis] for axis in gate.axes))
+        value = draw_gate(gate, shape, g)
+        # A gate over K is a key: of unit length, as keys are, or its erasures diverge.
+        gates[gate.name] = unit(value, dim=-1) if gate.axes == ("K",) else value
+    params = {
+        param.name: draw_param(param, (H, *(axes[axis] for axis in param.axes)), g)
+        for param in recipe.params()
+    }
+    init = None
+    if not recipe.nonparametric:
+        size = 0.0 if zero else 0.4
+        pairs = 0 if zero and not recipe.needs_init() else 3
+        init = tuple(size * normal(H, *shape) for shape in recipe.starts(K, V, pairs=pairs))
+    made = Inputs(q=q, k=k, v=v, gates=gates, params=params, init=init)
+    return made.map(lambda x: x.to(dtype))
+
+
+def small_inputs(recipe: Recipe, index: int, *, longest: int = 9) -> Inputs:
+    """Inputs of random small sizes.
+
+    Args:
+        recipe: whose arguments.
+        index: of the draw. longest: the most tokens.
+    """
+    rng = random.Random(7 * index + 1)
+    K, V = sizes(recipe, rng)
+    return inputs(
+        recipe,
+        B=rng.randint(1, 2),
+        T=rng.randrange(3, longest + 1, 2),
+        H=rng.randint(1, 2),
+        G=rng.choice((1, 1, 2)),
+        K=K,
+        V=V,
+        seed=index,
+        zero=index % 4 == 0 and not recipe.needs_init(),
+    )
+
+
+def smaller(recipe: Recipe, x: Inputs, size: float = 0.05) -> Inputs:
+    """The same inputs with smaller values, memories and positive gates.
+
+    Args:
+        recipe: whose arguments. x: the inputs. size: what they are multiplied by.
+    """
+    scaled = {gate.name for gate in recipe.gates() if gate.range.low == 0 and not gate.range.high}
+    gates = {name: size * a if name in scaled else a for name, a in x.gates.items()}
+    init = None if x.init is None else tuple(size * a for a in x.init)
+    return dataclasses.replace(x, v=size * x.v, gates=gates, init=init)

@@ -1,0 +1,354 @@
+"""What engines rely on: the structure that a member declares, held to its own code.
+
+Engines never ask who a member is. They ask whether its error is affine, its memory linear, its link
+the identity, and run what the answer says instead of the member's code; so an answer that is not
+true is a wrong number. Each check raises AssertionError with one sentence that names the member and
+the false claim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from recollect.choices.algorithm.base import Algorithm, Step
+from recollect.choices.bias.base import Bias
+from recollect.choices.context.base import Context
+from recollect.choices.features.base import Features, Kernel
+from recollect.choices.member import Member
+from recollect.choices.memory.base import Memory, Read, Stack
+from recollect.choices.memory.maps import activation
+from recollect.choices.retention.base import Retention
+from recollect.recipe.recipe import Recipe
+from recollect.testing.compare import require
+from recollect.testing.contexts import check_context
+from recollect.testing.declared import normal, off
+from recollect.testing.inputs import draw_param
+
+__all__ = [
+    "CHECKS",
+    "LINK_SIZES",
+    "check_context",
+    "check_structure",
+    "lift",
+]
+
+
+def check_structure(made: Member) -> None:
+    """What a member declares of itself is true; see `CHECKS` for what is asked of each choice.
+
+    Raises:
+        AssertionError: the member and the claim that is false.
+    """
+    for kind, checks in CHECKS.items():
+        if isinstance(made, kind):
+            for check in checks:
+                check(made)
+
+
+# -- bias --------------------------------------------------------------------------------------
+
+
+def _numbers(made: Member, count: int, V: int, seed: int) -> dict[str, Tensor]:
+    """A bias's numbers as they arrive: with a trailing axis of 1, or V."""
+    g = torch.Generator().manual_seed(seed)
+    found = {
+        name: torch.full((count, 1), value, dtype=torch.float64)
+        for name, value in made.constants().items()
+    }
+    for item in (*made.gates(), *made.params()):
+        u = torch.rand(count, V if item.axes else 1, generator=g, dtype=torch.float64)
+        log = item.name in made.logs()
+        found[f"log_{item.name}" if log else item.name] = 0.1 + (item.range.low or 0.0) + u
+    return found
+
+
+def check_bias_gradients(bias: Bias) -> None:
+    """`error` is autograd's gradient of `loss`, and both are the central finite difference."""
+    count, V, h = 40, 3, 1e-6
+    p, v, gates = normal(count, V, seed=1), normal(count, V, seed=2), _numbers(bias, count, V, 3)
+    found = bias.error(p, v, gates)
+    require(found.shape == p.shape, f"{bias.title}: error has another shape than the prediction")
+    if not bias.states_loss:
+        require(torch.isfinite(found).all(), f"{bias.title}: error is not finite")
+        return
+    point = p.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(bias.loss(point, v, gates).sum(), point)
+    wrong = off(found, slope)
+    require(not wrong, f"{bias.title}: error is not the gradient of loss, but {wrong:.1e} off")
+    for j in range(V):
+        step = h * torch.eye(V).double()[j]
+        ratio = (bias.loss(p + step, v, gates) - bias.loss(p - step, v, gates)) / (2 * h)
+        # Central differences err by h² f''' and by rounding/h ≈ 1e-10; kinks of measure zero (a
+        # threshold, a sign) are not hit by these draws, but e near 0 with p < 2 is steep.
+        near = (p - v)[:, j].abs() > 1e-3
+        wrong = off(found[near, j], ratio[near], 1e-5)
+        require(not wrong, f"{bias.title}: error is not the slope of loss, but {wrong:.1e} off")
+
+
+def check_affinity(bias: Bias) -> None:
+    """``affine`` and ``separable`` are true of `error`."""
+    p, v, gates = normal(20, 3, seed=1), normal(20, 3, seed=2), _numbers(bias, 20, 3, 3)
+    found = bias.error(p, v, gates)
+    if bias.affine is not None:
+        a, b = bias.affine
+        wrong = off(found, a * p - b * v)
+        require(
+            not wrong,
+            f"{bias.title} declares affine=({a:g}, {b:g}), and its error is not "
+            f"{a:g}·prediction − {b:g}·value, but {wrong:.1e} off",
+        )
+    if bias.separable:
+        changed = p.clone()
+        changed[:, 1:] += 1.0
+        alone = torch.equal(bias.error(changed, v, gates)[:, 0], found[:, 0])
+        require(
+            alone,
+            f"{bias.title} declares separable, and the error of one value channel depends on the "
+            "prediction of another",
+        )
+
+
+def check_perfect_prediction(bias: Bias) -> None:
+    """e = 0: the error is finite, and so is its outer gradient."""
+    v, gates = normal(4, 3, seed=2), _numbers(bias, 4, 3, 3)
+    point = v.clone().requires_grad_()
+    found = bias.error(point, v, gates)
+    where = "where the prediction is the value"
+    require(torch.isfinite(found).all(), f"{bias.title}: error is not finite {where}")
+    if found.requires_grad:
+        (slope,) = torch.autograd.grad(found.sum(), point)
+        require(torch.isfinite(slope).all(), f"{bias.title}: error has no finite slope {where}")
+
+
+# -- retention ---------------------------------------------------------------------------------
+
+
+def _link_gates(made: Retention) -> dict[str, Tensor]:
+    """Numbers of the step as a link sees them, ``[..., 1, 1]``."""
+    found = {name: torch.full((1, 1), x).double() for name, x in made.constants().items()}
+    for item in (*made.gates(), *made.params()):
+        found[item.name] = torch.full((1, 1), 0.3 + (item.range.low or 0.0)).double()
+    return found
+
+
+def check_link(retention: Retention, size: float = 1.0) -> None:
+    """The link is finite and differentiable, and the identity where ``linked`` is false.
+
+    Args:
+        retention: the member.
+        size: of the entries of A.
+    """
+    A = (size * normal(2, 3, 4, seed=1)).requires_grad_()
+    W = retention.link(A, _link_gates(retention))
+    at = f"{retention.title}: link(A) of entries of size {size:g}"
+    require(W.shape == A.shape, f"{at} has another shape than A")
+    require(torch.isfinite(W).all(), f"{at} is not finite")
+    (slope,) = torch.autograd.grad(W.square().sum() + W.sum(), A)
+    require(torch.isfinite(slope).all(), f"{at} has no finite gradient")
+    if not retention.linked:
+        wrong = float((W - A).detach().abs().max())
+        require(
+            torch.equal(W, A),
+            f"{retention.title} declares linked=False, which is W = A, and its link is not the "
+            f"identity, but {wrong:.1e} off",
+        )
+
+
+def check_link_gradients(retention: Retention) -> None:
+    """The link's gradient is its slope."""
+    A, direction, h = normal(3, 4, seed=1), normal(3, 4, seed=2), 1e-6
+    gates = _link_gates(retention)
+    point = A.clone().requires_grad_()
+    out = normal(3, 4, seed=3)
+    (slope,) = torch.autograd.grad((retention.link(point, gates) * out).sum(), point)
+    up, down = (retention.link(A + s * h * direction, gates) for s in (1, -1))
+    ratio, found = float(((up - down) * out).sum() / (2 * h)), float((slope * direction).sum())
+    # h² f''' + rounding/h ≈ 1e-9 times the slopes' size.
+    close = abs(found - ratio) <= max(1e-6, 1e-5 * abs(ratio))
+    require(close, f"{retention.title}: link has gradient {found:.8g} and slope {ratio:.8g}")
+
+
+def check_advance(retention: Retention) -> None:
+    """Where ``additive`` is declared, `advance` is α A + step."""
+    if not retention.additive:
+        return
+    A, step, decay = normal(2, 3, 4, seed=1), normal(2, 3, 4, seed=2), -normal(2, 1, 1).abs()
+    for log_decay, kept in ((None, A), (decay, decay.exp() * A)):
+        wrong = off(retention.advance(A, step, log_decay, _link_gates(retention)), kept + step)
+        require(
+            not wrong,
+            f"{retention.title} declares additive, which is A_t = α A_(t−1) + step, and its "
+            f"advance is {wrong:.1e} off",
+        )
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+def check_memory(memory: Memory) -> None:
+    """``linear`` is W x and nothing else; a ``chain`` is its maps, its activation, a residual."""
+    if memory.degree is not None:
+        return
+    if memory.has_field("read"):  # how it is read is not what it is
+        memory = dataclasses.replace(memory, read=Read())  # type: ignore[call-arg]
+    title = memory.title
+    weights = [normal(1, 1, *shape, seed=3 + i) for i, shape in enumerate(memory.shapes(4, 4))]
+    sizes = Recipe().axes(4, 4)
+    g = torch.Generator().manual_seed(3)
+    params = {p.name: draw_param(p, (1, *(sizes[a] for a in p.axes)), g) for p in memory.params()}
+    x = normal(1, 1, 5, 4, seed=12)
+    found = memory.function(4, 4)(weights, x, x, params)
+    require(found.shape == x.shape, f"{title}: forward gives {tuple(found.shape)} and not [..., V]")
+    if memory.linear:
+        W = weights[0]
+        wrong = off(found, W.unsqueeze(-2) * x if memory.diagonal else x @ W.mT)
+        product = "w ⊙ x" if memory.diagonal else "W x"
+        require(
+            not wrong,
+            f"{title} declares linear, which is M(W; x) = {product}, and its forward is "
+            f"{wrong:.1e} off",
+        )
+    if not isinstance(memory, Stack):
+        return
+    biases = any(one.bias for one in memory.maps(4, 4))
+    require(
+        memory.biases == biases, f"{title} declares biases={memory.biases}, and its maps do not"
+    )
+    if memory.chain is not None:
+        h = x @ weights[0].mT
+        for W in weights[1:]:
+            h = activation(memory.chain)(h) @ W.mT
+        wrong = off(found, x + h if memory.residual else h)
+        require(
+            not wrong,
+            f"{title} declares chain={memory.chain!r}, which is its maps with that activation "
+            f"between them, and its program is {wrong:.1e} off",
+        )
+    moved = memory.function(4, 4)(weights, x, x + 1.0, params) - found
+    wrong = off(moved, torch.full_like(found, float(memory.residual)))
+    require(
+        not wrong,
+        f"{title} declares residual={memory.residual}, and what the raw key adds is {wrong:.1e} "
+        "off",
+    )
+
+
+# -- algorithm ---------------------------------------------------------------------------------
+
+
+def check_recursion(algorithm: Algorithm) -> None:
+    """`momentum_of` is the linear recursion that `update` takes, on the slots that it declares."""
+    title, of = algorithm.title, algorithm.momentum_of
+    if algorithm.condenses or algorithm.solves:
+        return
+    g, write = normal(1, 1, 3, 4, seed=1), normal(1, 1, 3, 4, seed=2)
+    old = {
+        name: normal(1, 1, *algorithm.slot_shape(name, (3, 4)), seed=3).abs()
+        for name in algorithm.slots
+    }
+    lr, theta = torch.full((1, 1, 1, 1), 0.7).double(), torch.full((1, 1, 1, 1), 0.6).double()
+    one = torch.ones_like(lr)
+    asked = Step(gradient=g, write=write, lr=lr, momentum=theta, count=one)
+    new, step = algorithm.update(old, asked)
+    shapes = {name: x.shape for name, x in new.items()}
+    kept = {name: x.shape for name, x in old.items()}
+    require(shapes == kept, f"{title}: update gives other slots than {algorithm.slots} declares")
+    require(step.shape == g.shape, f"{title}: update gives a step of another shape than gradients")
+    if of is None:
+        return
+    require(algorithm.linear, f"{title} declares momentum_of={of!r} and linear=False")
+    if of == "none":
+        wrong, how = off(step, -lr * g), "−η g"
+        require(not new, f"{title} declares momentum_of='none' and moves slots")
+    else:
+        S = theta * old["momentum"] - lr * (g if of == "gradient" else write)
+        wrong = off(new["momentum"], S)
+        how = "S = θ S − η g" if of == "gradient" else "S = θ S − η g of the write only"
+        wrong = max(wrong, off(step, S if of == "gradient" else S - lr * (g - write)))
+    require(
+        not wrong,
+        f"{title} declares momentum_of={of!r}, which is {how}, and its update is {wrong:.1e} off",
+    )
+
+
+# -- features ----------------------------------------------------------------------------------
+
+
+def lift(features: Features, x: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+    """φ of keys ``[N, K]``, ``[N, F]``, for one head at position 0."""
+    lifted = features.phi(
+        x.view(1, 1, 1, *x.shape), params, "key", torch.zeros(1, 1, dtype=torch.long)
+    )
+    return lifted[0, 0, 0]
+
+
+def check_kernel(kernel: Kernel) -> None:
+    """``definite``, ``positive``, ``nonnegative`` and `exponent` are true of `kappa`."""
+    q, k = normal(5, 4, seed=1), normal(6, 4, seed=2)
+    title, both = kernel.title, torch.cat([q, k])
+    require(not kernel.finite, f"{title} is a kernel and declares finite")
+    gram = kernel.kappa(both, both)
+    require(not off(gram, gram.T, 1e-7), f"{title}: κ(q, k) is not κ(k, q)")
+    if kernel.definite:
+        least = float(torch.linalg.eigvalsh(gram).min() / gram.abs().max())
+        require(least > -1e-9, f"{title} declares definite, and κ has the eigenvalue {least:.1e}")
+    if kernel.nonnegative:
+        require(
+            (gram >= 0).all(), f"{title} declares nonnegative, and κ is {float(gram.min()):.1e}"
+        )
+    if kernel.positive:
+        require((gram > 0).all(), f"{title} declares positive, and κ is {float(gram.min()):.1e}")
+        wrong = off(kernel.log_kappa(q, k).exp() / kernel.kappa(q, k), torch.ones(5, 6).double())
+        require(not wrong, f"{title}: log_kappa is not the logarithm of kappa")
+    exponent = kernel.exponent(4)
+    if exponent is not None:
+        a, b = exponent
+        lengths = q.square().sum(-1).unsqueeze(-1) + k.square().sum(-1).unsqueeze(-2)
+        wrong = off(kernel.log_kappa(q, k), a * q @ k.T + b * lengths, 1e-11)
+        require(
+            not wrong,
+            f"{title} declares exponent=({a:g}, {b:g}), which is log κ = {a:g} q·k + "
+            f"{b:g} (‖q‖² + ‖k‖²), and is {wrong:.1e} off",
+        )
+
+
+def check_features(features: Features) -> None:
+    """φ has ``dim`` features, and φ(q)·φ(k) is `kappa` where that is stated; kernels see above."""
+    if isinstance(features, Kernel):
+        check_kernel(features)
+        return
+    K, title = 4, features.title
+    q, k = normal(5, K, seed=1), normal(6, K, seed=2)
+    axes = Recipe(features=features).axes(K, K)
+    g = torch.Generator().manual_seed(0)
+    params = {p.name: draw_param(p, (1, *(axes[a] for a in p.axes)), g) for p in features.params()}
+    lifted, width = lift(features, k, params), features.dim(K)
+    require(
+        lifted.shape == (6, width),
+        f"{title} declares dim({K}) = {width}, and phi gives {lifted.shape[-1]} features",
+    )
+    require(lifted.dtype == torch.float64, f"{title}: phi of float64 gives {lifted.dtype}")
+    if type(features).kappa is not Features.kappa:
+        wrong = off(lift(features, q, params) @ lifted.T, features.kappa(q, k))
+        require(not wrong, f"{title} states kappa, and φ(q)·φ(k) is {wrong:.1e} off")
+
+
+LINK_SIZES = (0.0, 1e-8, 1.0, 30.0)
+
+CHECKS = {
+    Bias: (check_bias_gradients, check_affinity, check_perfect_prediction),
+    Retention: (
+        *(lambda made, size=size: check_link(made, size) for size in LINK_SIZES),
+        check_link_gradients,
+        check_advance,
+    ),
+    Memory: (check_memory,),
+    Algorithm: (check_recursion,),
+    Features: (check_features,),
+    Context: (check_context,),
+}
+"""What is asked of the members of each choice."""

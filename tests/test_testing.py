@@ -1,0 +1,412 @@
+"""`recollect.testing` passes what is right, and catches what is wrong by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tests.contracts import outside
+from torch import Tensor
+
+import recollect as rc
+from recollect.choices.member import Member
+from recollect.choices.memory import LinearMap
+from recollect.choices.memory.base import Apply
+from recollect.engines import select
+from recollect.recipe.recipe import CHOICES
+
+Values = Mapping[str, Tensor]
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members that these tests define do not stay."""
+    monkeypatch.setattr(rc.choices.member, "_REGISTRY", dict(rc.choices.member._REGISTRY))
+
+
+# -- what is right -----------------------------------------------------------------------------
+
+OUTSIDE = [
+    value
+    for value in vars(outside).values()
+    if isinstance(value, type) and value.__module__ == outside.__name__
+]
+
+
+def test_every_choice_has_a_member_outside_of_the_package() -> None:
+    assert {cls.choice for cls in OUTSIDE} == set(CHOICES)
+
+
+@pytest.mark.parametrize("cls", OUTSIDE, ids=lambda cls: cls.__name__)
+def test_a_member_written_outside_of_the_package_passes(cls: type[Member]) -> None:
+    rc.testing.check_member(cls, count=3)
+
+
+@pytest.mark.parametrize("name", ["delta_net", "softmax_attention", "titans"])
+def test_a_preset_passes(name: str) -> None:
+    rc.testing.check_preset(rc.zoo.get(name))
+
+
+@pytest.mark.parametrize("engine", select.ENGINES[:-1], ids=lambda engine: engine.name)
+def test_an_engine_passes(engine: select.Engine) -> None:
+    recipes = {
+        "linear": [rc.Recipe(), rc.Recipe(retention=rc.retention.Decay(per="value"))],
+        "least_squares": [rc.zoo.get("rls").recipe],
+        "kernel": [rc.zoo.get("softmax_attention").recipe],
+        "deep": [rc.zoo.get("titans").recipe.but(algorithm=rc.algorithm.Momentum(batch=3))],
+    }
+    others = [recipe for name in recipes for recipe in recipes[name] if name != engine.name]
+    rc.testing.check_engine(engine, recipes=[*recipes[engine.name], *others], least=1)
+
+
+def test_it_is_loaded_on_first_use_and_needs_torch_alone() -> None:
+    code = (
+        "import sys, recollect as rc\n"
+        "assert 'recollect.testing' not in sys.modules\n"
+        "rc.testing.check_member\n"
+        "assert not {'pytest', 'hypothesis', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+def test_its_examples_run() -> None:
+    from recollect.testing import engines, members, presets
+
+    for module in (engines, members, presets):
+        outcome = doctest.testmod(module)
+        assert outcome.attempted > 0
+        assert outcome.failed == 0
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/testing.md"])
+def test_the_examples_of_the_pages_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("somebodys_package")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    rc.choices.member._REGISTRY.pop("LogCosh", None)  # another test's
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    for block in blocks:
+        exec(compile(block, page, "exec", dont_inherit=True), vars(module))
+    (test,) = (value for name, value in vars(module).items() if name.startswith("test_"))
+    test()
+
+
+def test_the_sentence_on_the_page_is_the_one_that_is_said() -> None:
+    @rc.member
+    class Smooth(rc.bias.Bias):
+        """The page's bias, and what it says of it."""
+
+        affine = (1.0, 1.0)
+        corner: float | str = rc.quantity("token", above=0, init=0.5)
+
+        def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+            return ((prediction - value).square() + gates["corner"].square()).sqrt().sum(-1)
+
+    with pytest.raises(AssertionError) as found:
+        rc.testing.check_member(Smooth)
+    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    claim, _, amount = str(found.value).rpartition(", but ")
+    assert re.fullmatch(r"\S+ off", amount)
+    assert f"AssertionError: {claim}, but " in page
+
+
+# -- what is wrong -----------------------------------------------------------------------------
+
+
+def caught(cls: type[Member], sentence: str) -> None:
+    """One sentence that names the member and the false claim."""
+    with pytest.raises(AssertionError) as found:
+        rc.testing.check_member(cls, count=3)
+    said = str(found.value)
+    assert f"{cls.choice}.{cls.__name__}" in said
+    assert re.search(sentence, said), said
+    assert "\n" not in said
+
+
+def test_a_bias_that_claims_affine_and_is_not() -> None:
+    @rc.member
+    class Bent(rc.bias.Bias):
+        """Saturates, and says that it does not."""
+
+        affine = (1.0, 1.0)
+
+        def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+            return torch.tanh(prediction - value)
+
+    caught(Bent, r"declares affine=\(1, 1\), and its error is not 1·prediction − 1·value")
+
+
+def test_a_bias_whose_error_is_not_the_gradient_of_its_loss() -> None:
+    @rc.member
+    class Doubled(rc.bias.Bias):
+        """½‖e‖², whose error forgets the half."""
+
+        def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+            return 0.5 * (prediction - value).square().sum(-1)
+
+        def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+            return 2 * (prediction - value)
+
+    caught(Doubled, "error is not the gradient of loss")
+
+
+def test_a_rate_per_value_channel_that_acts_per_head() -> None:
+    @rc.member
+    class Averaged(rc.algorithm.Algorithm):
+        """Descent whose rates per value channel are averaged."""
+
+        lr: float | str = rc.quantity("token", at_least=0, init=0.5, axes=("V",))
+
+        def update(
+            self, slots: Values, step: rc.algorithm.Step
+        ) -> tuple[dict[str, Tensor], Tensor]:
+            return {}, -step.lr.mean(-2, keepdim=True) * step.gradient
+
+    caught(Averaged, r"the number 'lr' with axes \('V',\), and ignores them")
+
+
+def test_a_number_per_value_channel_of_which_one_is_read() -> None:
+    @rc.member
+    class Narrow(rc.bias.Bias):
+        """½ s_1 ‖e‖²."""
+
+        strength: float | str = rc.quantity("token", at_least=0, init=1.0, axes=("V",))
+
+        def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+            strength = gates["strength"][..., :1]
+            return 0.5 * (strength * (prediction - value).square()).sum(-1)
+
+    caught(Narrow, r"the number 'strength' with axes \('V',\), and ignores them")
+
+
+def test_a_memory_that_says_linear_and_is_not() -> None:
+    @rc.member
+    class Curved(rc.memory.Memory):
+        """M(x) = W tanh(x), called linear."""
+
+        linear = True
+
+        def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
+            return ((V, F),)
+
+        def forward(
+            self, weights: Sequence[Tensor], x: Tensor, raw: Tensor, params: Values
+        ) -> Tensor:
+            return torch.tanh(x) @ weights[0].mT
+
+    caught(Curved, r"declares linear, which is M\(W; x\) = W x, and its forward is")
+
+
+def test_a_memory_that_says_chain_and_is_none() -> None:
+    @rc.member
+    class Unchained(rc.memory.Stack):
+        """W1 relu(W2 x), which says tanh."""
+
+        @property
+        def chain(self) -> str:
+            return "tanh"
+
+        def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
+            return (
+                LinearMap(name="W2", out=3, inp=F, first=True, last=False),
+                LinearMap(name="W1", out=V, inp=3, first=False, last=True),
+            )
+
+        def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+            return apply(1, torch.relu(apply(0, x)))
+
+    caught(Unchained, "declares chain='tanh'")
+
+
+@pytest.mark.parametrize("kind", ["gate", "param"])
+def test_a_number_that_is_declared_and_never_read(kind: str) -> None:
+    given = "token" if kind == "gate" else "static"
+
+    @rc.member
+    class Deaf(rc.bias.Bias):
+        """½‖e‖², and a scale that stays unread."""
+
+        scale: float | str = rc.quantity(given, kinds=(given,), above=0, init=1.0)
+
+        def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+            return 0.5 * (prediction - value).square().sum(-1)
+
+    caught(Deaf, "declares the number 'scale', and nothing reads it")
+
+
+def test_a_retention_whose_link_is_not_the_identity_that_it_says() -> None:
+    @rc.member
+    class Quiet(rc.retention.Retention):
+        """W = tanh(A), and says W = A."""
+
+        @property
+        def linked(self) -> bool:
+            return False
+
+        def link(self, A: Tensor, gates: Values) -> Tensor:
+            return torch.tanh(A)
+
+    caught(Quiet, "declares linked=False, which is W = A, and its link is not the identity")
+
+
+def test_a_retention_that_says_additive_and_is_not() -> None:
+    @rc.member
+    class Rebuilt(rc.retention.Retention):
+        """A_t = A/2 + step, and says that nothing is done to A."""
+
+        @property
+        def additive(self) -> bool:
+            return True
+
+        def advance(
+            self, A: Tensor, step: Tensor, log_decay: Tensor | None, gates: Values
+        ) -> Tensor:
+            return 0.5 * A + step
+
+    caught(Rebuilt, "declares additive")
+
+
+def test_an_algorithm_that_says_momentum_and_takes_another_step() -> None:
+    @rc.member
+    class Eased(rc.algorithm.Algorithm):
+        """Nesterov's step, which says that it is plain momentum."""
+
+        lr: float | str = rc.quantity("token", at_least=0, init=0.3)
+        momentum: float | str = rc.quantity(0.5, at_least=0, below=1, init=0.5)
+
+        slots = ("momentum",)
+        momentum_of = "gradient"
+
+        def update(
+            self, slots: Values, step: rc.algorithm.Step
+        ) -> tuple[dict[str, Tensor], Tensor]:
+            push = -step.lr * step.gradient
+            S = step.momentum * slots["momentum"] + push
+            return {"momentum": S}, step.momentum * S + push
+
+    caught(Eased, "declares momentum_of='gradient'")
+
+
+def test_a_feature_map_of_another_width_than_it_says() -> None:
+    @rc.member
+    class Wider(rc.features.Features):
+        """[x, x²], which says K."""
+
+        def phi(self, x: Tensor, params: Values, side: str, position: Tensor) -> Tensor:
+            return torch.cat([x, x.square()], dim=-1)
+
+    caught(Wider, r"declares dim\(4\) = 4, and phi gives 8 features")
+
+
+def test_a_kernel_that_says_definite_and_is_not() -> None:
+    @rc.member
+    class Indefinite(rc.features.Kernel):
+        """κ = −‖q − k‖²."""
+
+        definite = True
+
+        def kappa(self, q: Tensor, k: Tensor) -> Tensor:
+            lengths = q.square().sum(-1).unsqueeze(-1) + k.square().sum(-1).unsqueeze(-2)
+            return 2 * q @ k.transpose(-1, -2) - lengths
+
+    caught(Indefinite, "declares definite, and κ has the eigenvalue")
+
+
+def test_a_context_that_says_hard_and_is_not() -> None:
+    from recollect.choices.context.weights import Scene, Weights
+
+    @rc.member
+    class Soft(rc.context.Context):
+        """Weighs by age, and says 0 or 1."""
+
+        restricts = True
+
+        @property
+        def horizon(self) -> None:
+            return None
+
+        def over(self, scene: Scene) -> Weights:
+            def log(queries: slice, keys: slice) -> Tensor:
+                age = scene.where[:, queries, None] - scene.position[:, None, keys]
+                return -age.clamp_min(0).to(scene.q.dtype)[:, None, None]
+
+            return Weights(log=log, hard=True)
+
+    caught(Soft, "declares hard weights")
+
+
+def test_a_loss_that_fails_names_its_member() -> None:
+    @rc.member
+    class Failing(rc.bias.Bias):
+        """Asks for a number that it does not declare."""
+
+        def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+            return (gates["absent"] * (prediction - value)).sum(-1)
+
+    caught(Failing, "KeyError: 'absent'")
+
+
+def test_a_preset_whose_layer_is_not_causal() -> None:
+    """Token by token it computes something else."""
+
+    class Backwards(torch.nn.Module):
+        def forward(self, x: Tensor, state: object = None) -> tuple[Tensor, object]:
+            return x.flip(1).cumsum(1).flip(1), state
+
+    @dataclasses.dataclass(frozen=True)
+    class Preset:
+        name: str = "backwards"
+        recipe: rc.Recipe = dataclasses.field(default_factory=rc.Recipe)
+
+        def build(self, d_model: int, heads: int) -> torch.nn.Module:
+            return Backwards()
+
+    with pytest.raises(AssertionError, match="preset backwards: a layer's outputs in inference"):
+        rc.testing.check_preset(Preset())
+
+
+WRONG = {
+    "outputs": lambda y, state: (1.01 * y, state),
+    "state": lambda y, state: (y, dataclasses.replace(state, weights=(1.01 * state.weights[0],))),
+    "gradient": lambda y, state: (y.detach() + 0.5 * (y - y.detach()), state),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_engine_that_is_not_the_reference(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = select.ENGINES[0]
+    wrong = dataclasses.replace(linear, run=lambda problem: WRONG[what](*linear.run(problem)))
+    monkeypatch.setattr(select, "ENGINES", (wrong, *select.ENGINES[1:]))
+    with pytest.raises(AssertionError, match=rf"engine linear on Recipe.*{what}") as found:
+        rc.testing.check_engine(wrong, recipes=[rc.Recipe()], least=1)
+    assert "\n" not in str(found.value)
+
+
+def test_an_engine_that_refuses_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    mute = dataclasses.replace(select.ENGINES[0], refuses=lambda recipe: ["no"])
+    monkeypatch.setattr(select, "ENGINES", (mute, *select.ENGINES[1:]))
+    with pytest.raises(AssertionError, match="refuses a recipe without a reason"):
+        rc.testing.check_engine(mute, recipes=[rc.Recipe()])
+
+
+def test_what_is_no_member_preset_or_engine_is_refused() -> None:
+    class Bare(rc.bias.Bias):
+        """Not decorated."""
+
+    with pytest.raises(rc.RecipeError, match=r"decorated with @rc\.member"):
+        rc.testing.check_member(Bare)
+    with pytest.raises(rc.RecipeError, match="takes a preset with a recipe"):
+        rc.testing.check_preset(rc.Recipe())  # type: ignore[arg-type]
+    with pytest.raises(rc.RecipeError, match="is not among"):
+        rc.testing.check_engine(dataclasses.replace(select.ENGINES[0], name="other"))
+    with pytest.raises(AssertionError, match=r"accepts 0 of the recipes .* hand recipes="):
+        rc.testing.check_engine(select.ENGINES[0], recipes=[])
