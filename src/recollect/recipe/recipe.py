@@ -211,23 +211,23 @@ class Recipe:
     def _statics(self) -> frozenset[str]:
         return frozenset().union(*(part.static_quantities() for part in self.members()))
 
-    @property
+    @cached_property
     def associations(self) -> int:
         """n, associations per token."""
         return 1 if self.context.horizon is None else self.algorithm.steps
 
-    @property
+    @cached_property
     def nonparametric(self) -> bool:
         """Whether the memory keeps associations instead of weights."""
         return self.memory.degree is not None
 
-    @property
+    @cached_property
     def dual(self) -> bool:
         """Whether maps read infinitely many features, so that their weights are rows by key."""
         infinite = not self.nonparametric and not self.features.finite
         return infinite and self.context.horizon is not None
 
-    @property
+    @cached_property
     def from_gram(self) -> bool:
         """Whether a matrix over a kernel's features is solved for all of the past at every token.
 
@@ -236,7 +236,7 @@ class Recipe:
         infinite = not self.nonparametric and not self.features.finite
         return infinite and self.context.horizon is None
 
-    @property
+    @cached_property
     def ridge(self) -> float:
         """λ of a solver in units of the error's slope; 0 where there is none."""
         affine = self.bias.affine
@@ -244,7 +244,7 @@ class Recipe:
         ridge = self.algorithm.ridge
         return 0.0 if isinstance(ridge, str) else ridge / slope
 
-    @property
+    @cached_property
     def history(self) -> int | None:
         """Past associations that later tokens or reads still need; ``None`` for all."""
         horizon = self.context.horizon
@@ -253,12 +253,12 @@ class Recipe:
         # A window of weights has already written its newest association; attention has not.
         return horizon if self.nonparametric else horizon - 1
 
-    @property
+    @cached_property
     def span(self) -> int | None:
         """Raw associations a state must hold: history and open inner batch; ``None`` for all."""
         return None if self.history is None else (self.algorithm.batch - 1) + self.history
 
-    @property
+    @cached_property
     def at_border(self) -> bool:
         """Whether the link acts only at the borders of inner batches longer than one token."""
         return (

@@ -31,7 +31,7 @@ def leaves_inference(problem: Problem, *more: Tensor, inner_gradients: bool) -> 
         return False
     if torch.is_inference_mode_enabled():
         return inner_gradients
-    return any(x.is_inference() for x in (*tensors(problem), *more))
+    return any(map(Tensor.is_inference, (*tensors(problem), *more)))
 
 
 @contextmanager

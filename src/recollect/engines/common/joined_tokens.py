@@ -110,4 +110,8 @@ def tensors(problem: Problem) -> list[Tensor]:
 
 def wants_gradient(problem: Problem) -> bool:
     """Whether anybody can ask for an outer gradient; otherwise no graph is kept."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors(problem))
+    if torch.is_grad_enabled():
+        for x in tensors(problem):  # called often: no generator
+            if x.requires_grad:
+                return True
+    return False

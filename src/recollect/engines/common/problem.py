@@ -21,7 +21,10 @@ __all__ = ["Problem", "resolve", "scaled", "state_dtype"]
 
 def state_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 when any input is float64, else float32: states never live in half precision."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    for t in tensors:  # called often: no generator
+        if t.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
