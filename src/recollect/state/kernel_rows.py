@@ -31,7 +31,8 @@ class Dual:
         k: keys ``[B, n, H, K]``.
         rows: u of every map that reads the features, ``[B, n, H, out]`` each.
         slots: the algorithm's state by name, shaped like ``rows``.
-        mass: what each key adds to a normaliser ``[B, n, H]``: 1, decayed like the memory.
+        mass: what each key adds to a normaliser ``[B, n, H]``: 1, decayed like the memory, but 0
+            only where nothing of the key is left (α was 0, and no step has reached its row since).
         mask: ``[B, n]``, False where a slot holds nothing (its numbers are then 0).
     """
 

@@ -33,6 +33,7 @@ class Spec:
         strict: a token does not see its own key.
         heads: keys x per token.
         block: tokens whose rows exist at a time.
+        steep: decays inside a block are too strong for differences of sums in the keys' dtype.
     """
 
     kernel: Kernel
@@ -40,6 +41,7 @@ class Spec:
     strict: bool
     heads: int
     block: int
+    steep: bool = False
 
     def rows(
         self,
@@ -61,10 +63,14 @@ class Spec:
         dark = torch.ones(C, C, dtype=torch.bool, device=x.device).triu(0 if self.strict else 1)
         dark = dark if heads == 1 else dark.repeat_interleave(heads, dim=0)
         exponent = self.kernel.exponent(x.shape[-1])
+        faded = (not self.normalize and exponent is None) or self.steep
+        fade = None
+        if faded and logs is not None and seen is not None:
+            fade = seen.repeat_interleave(heads, dim=1).unsqueeze(-1) + logs.unsqueeze(1)
+            fade = fade.to(x.dtype)
         if not self.normalize and exponent is None:
             found = self.kernel.kappa(x, k)
-            if logs is not None and seen is not None:
-                fade = seen.repeat_interleave(heads, dim=1).unsqueeze(-1) + logs.unsqueeze(1)
+            if fade is not None:
                 fade[..., start:].masked_fill_(dark, -torch.inf)
                 return found * fade.exp()
             if found.requires_grad:  # a kernel may keep its values for its own gradient
@@ -76,10 +82,12 @@ class Spec:
             found = (exponent[0] * x) @ k.mT
         else:
             found = self.kernel.log_kappa(x, k)
-        if logs is not None:
+        if fade is not None:
+            found = found + fade
+        elif logs is not None:
             found = found + logs.unsqueeze(1)
         if not self.normalize:
-            if seen is not None:
+            if seen is not None and fade is None:
                 found = found + seen.repeat_interleave(heads, dim=1).unsqueeze(-1)
             found[..., start:].masked_fill_(dark, -torch.inf)
             return found.exp_() if not found.requires_grad else found.exp()
@@ -135,10 +143,13 @@ def _take(spec: Spec, cut: _Cut, x: Tensor, k: Tensor, logs: Any, seen: Any) -> 
     )
 
 
-def _relative(parts: Parts) -> Parts:
-    """Logs relative to the block's start: differences of long sums, in the keys' dtype."""
+def _relative(spec: Spec, parts: Parts) -> Parts:
+    """Logs relative to the block's start: differences of long sums, in the keys' dtype.
+
+    Steep ones stay in float64: of two that are −6000, float32 would keep three decimals.
+    """
     x, k, logs, seen = parts
-    if logs is None or seen is None:
+    if logs is None or seen is None or spec.steep:
         return parts
     here = seen[:, :1].detach()
     return x, k, (logs + here).to(x.dtype), (seen - here).to(x.dtype)
@@ -191,7 +202,7 @@ def _substitute(
     if not differentiable:
         U[:, :n] = past
     for cut in _cuts(T, n, spec.block):
-        parts = _relative(_take(spec, cut, x, k, logs, seen))
+        parts = _relative(spec, _take(spec, cut, x, k, logs, seen))
         rows, mine = spec.rows(*parts, cut.start), scale[:, cut.s : cut.e]
         right = write[:, cut.s : cut.e]
         if spec.heads == 1:  # scale what was summed, not every weight
@@ -237,7 +248,7 @@ class _Solve(torch.autograd.Function):
             parts = sums.leaves(cut)
             mine = scale[:, cut.s : cut.e].detach().requires_grad_()
             with torch.enable_grad():
-                B = _mixed(spec.rows(*_relative(parts), cut.start), mine, spec.heads)
+                B = _mixed(spec.rows(*_relative(spec, parts), cut.start), mine, spec.heads)
             b = B.detach()
             r = torch.linalg.solve_triangular(
                 b[..., cut.start :].mT, g[:, cut.start : cut.stop], upper=True, unitriangular=True
@@ -275,7 +286,7 @@ def _products(
     T = x.shape[1] // spec.heads
     found: list[Tensor] = []
     for cut in _cuts(T, u.shape[1] - T, spec.block):
-        parts = _relative(_take(spec, cut, x, k, logs, seen))
+        parts = _relative(spec, _take(spec, cut, x, k, logs, seen))
         found.append(torch.bmm(spec.rows(*parts, cut.start), u[:, : cut.stop]))
     return torch.cat(found, dim=1)
 
@@ -299,7 +310,7 @@ class _Attend(torch.autograd.Function):
         for cut in _cuts(T, u.shape[1] - T, spec.block):
             parts = sums.leaves(cut)
             with torch.enable_grad():
-                R = spec.rows(*_relative(parts), cut.start)
+                R = spec.rows(*_relative(spec, parts), cut.start)
             above = dy[:, cut.s * G : cut.e * G]
             du[:, : cut.stop].baddbmm_(R.detach().mT, above)
             sums.pull(cut, R, torch.bmm(above, u[:, : cut.stop].mT), parts)

@@ -29,6 +29,7 @@ from torch.nn import functional
 from recollect.choices.features.base import Kernel
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.coefficients import Coefficients, coefficients
+from recollect.engines.common.decayed_keys import counts, least, with_enough_digits
 from recollect.engines.common.joined_tokens import join, wants_gradient
 from recollect.engines.common.problem import Problem
 from recollect.state.kernel_rows import Dual
@@ -60,7 +61,16 @@ def describes(recipe: Recipe) -> str:
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
-    """Outputs ``[B, T, H, G, V]`` and the state after the last token."""
+    """Outputs ``[B, T, H, G, V]`` and the state after the last token.
+
+    Raises:
+        ValueError: float64 does not hold what a decay has left and what is read needs.
+    """
+    return with_enough_digits(_run, problem)
+
+
+def _run(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tensor]:
+    """The same in one dtype, and whether something counted that it does not hold."""
     position, lengths = problem.state.position, problem.lengths
     B, T, H, G, _ = problem.q.shape
     V = problem.v.shape[-1]
@@ -68,17 +78,20 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     assert dual is not None
     even = lengths is None and (B < 2 or bool((position == position[0]).all()))
     if B and even and bool(dual.mask.all()):
-        return _Deep(problem).through()
+        return _Deep(problem, lacking).through()
     outputs: list[Tensor] = []
     states: list[State] = []
+    lost = torch.zeros((), dtype=torch.bool, device=problem.k.device)
     for row in range(B):  # rows that stand elsewhere in their inner batches, one by one
-        y, state = _Deep(_alone(problem, row)).through()
+        may = None if lacking is None else lacking[row : row + 1, dual.mask[row]]
+        y, state, of_row = _Deep(_alone(problem, row), may).through()
+        lost = lost | of_row
         missing = T - y.shape[1]
         outputs.append(torch.cat([y, y.new_zeros(1, missing, H, G, V)], dim=1))
         states.append(state)
     if not B:
-        return problem.v.new_zeros(0, T, H, G, V), problem.after()
-    return torch.cat(outputs), join_states(states)
+        return problem.v.new_zeros(0, T, H, G, V), problem.after(), lost
+    return torch.cat(outputs), join_states(states), lost
 
 
 def _alone(problem: Problem, row: int) -> Problem:
@@ -146,6 +159,13 @@ class _Growing:
             x.detach().copy_(kept)  # the values alone
             self.whole = x
 
+    def put(self, x: Tensor) -> None:
+        """Other values of the same rows."""
+        if self.fixed:
+            self.whole[:, :, : self.count] = x
+        else:
+            self.whole = x
+
     def less(self, x: Tensor) -> None:
         """Subtract from the last rows."""
         n = self.count - x.shape[2]
@@ -158,19 +178,21 @@ class _Growing:
 class _Memory:
     """A and S at the start of an inner batch, and the keys up to the end of it.
 
-    ``U`` and ``SU`` are rows of maps that read features, ``D`` and ``SD`` the other maps.
+    ``U`` and ``SU`` are rows of maps that read features, ``D`` and ``SD`` the other maps. Columns
+    of ``mass`` are the keys' mass and, where it is known, what rows and masses may lack.
     """
 
     def __init__(
-        self, dual: Dual, slot: str | None, state: State, more: int, *, decays: bool, outer: bool
-    ) -> None:
+        self, dual: Dual, slot: str | None, state: State, more: int, mass: Tensor | None, *,
+        outer: bool,
+    ) -> None:  # fmt: skip
 
         def grow(x: Tensor) -> _Growing:
             return _Growing(x.transpose(1, 2), more, fixed=not outer)
 
         self.n = dual.k.shape[1]  # keys at the start of the inner batch
         self.keys = grow(dual.k)
-        self.mass = grow(dual.mass.unsqueeze(-1)) if decays else None
+        self.mass = None if mass is None else grow(mass)
         self.U = [grow(u) for u in dual.rows]
         self.D: Maps = list(state.weights)
         self.SU = [] if slot is None else [grow(u) for u in dual.slots[slot]]
@@ -187,7 +209,8 @@ class _Seen:
 
     Attributes:
         past: Σ_j κ u°_j for each map that reads features; slow: the same of S.
-        total: Σ_j κ over the rows' mass, ``[..., 1]``; ``None`` where nothing is to be divided.
+        total: Σ_j κ over the rows' mass, ``[..., 1]``, and over what they may lack where that is
+            known, ``[..., 2]``; ``None`` where nothing is to be divided.
         near: κ of the queries and the keys of the window and the batch, ``[B, H, t·G, m]``.
     """
 
@@ -218,7 +241,7 @@ class _Batch:
 class _Deep:
     """One problem whose rows all stand at the same place."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, lacking: Tensor | None) -> None:
         recipe, state = problem.recipe, problem.state
         assert state.dual is not None
         assert isinstance(recipe.features, Kernel) and isinstance(recipe.memory, Stack)
@@ -236,11 +259,40 @@ class _Deep:
         self.decays = recipe.retention.decay is not None
         more = len(self.tokens) - self.border
         self.outer = wants_gradient(problem)
-        self.now = _Memory(state.dual, self.slot, state, more, decays=self.decays, outer=self.outer)
         self.k = self.tokens.k.transpose(1, 2)  # [B, H, n, K]
         self.v = self.tokens.v.transpose(1, 2)
+        mass, self.gone = None, None
+        if self.decays:
+            columns = [state.dual.mass] if lacking is None else [state.dual.mass, lacking]
+            mass = torch.stack(columns, dim=-1)
+            self.gone = self._gone(state.dual)
+        self.now = _Memory(state.dual, self.slot, state, more, mass, outer=self.outer)
+        self.lost = torch.zeros((), dtype=torch.bool, device=self.k.device)
 
-    def through(self) -> tuple[Tensor, State]:
+    def _gone(self, dual: Dual) -> Tensor | None:
+        """Which rows are gone at the start and after every token ``[B, H, 1 + n, rows]``.
+
+        A row is where α was 0 and no later step reaches it: a window goes on writing to rows, and
+        momentum to all of them. ``None`` where no row ever is.
+        """
+        decay = self._rate("log_decay", self.border, len(self.tokens))
+        assert decay is not None
+        n, T, place = dual.k.shape[1], decay.shape[-1], self.k.device
+        before, nothing = dual.mass.mT == 0, decay.isneginf()
+        if self.slot is not None:
+            nothing = torch.zeros_like(nothing)
+        if not bool(before.any() | nothing.any()):
+            return None
+        steps = torch.arange(T, device=place)
+        last = torch.where(nothing, steps, -1).cummax(-1).values if T else nothing.long()
+        # Pairs that the memory started from stand before the rows of this document's tokens.
+        reached = n + (last - (self.c - 1)).clamp_min(-self.closed)
+        reached = torch.where(last >= 0, reached, 0)
+        first = functional.pad(reached, (1, 0)).unsqueeze(-1)
+        gone = torch.arange(n + T, device=place) < first
+        return gone | functional.pad(before, (0, T)).unsqueeze(-2)
+
+    def through(self) -> tuple[Tensor, State, Tensor]:
         """Every inner batch in turn; the last may stay open."""
         problem, tokens = self.problem, self.tokens
         B, T, H, G, _ = problem.q.shape
@@ -255,8 +307,10 @@ class _Deep:
             if batch.stop - batch.start == self.b:
                 self._move(batch, inputs, deltas)
         if not outputs:
-            return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), self._state()
-        return torch.cat(outputs, dim=1).to(problem.v.dtype), self._state()
+            y = problem.v.new_zeros(B, T, H, G, problem.v.shape[-1])
+        else:
+            y = torch.cat(outputs, dim=1).to(problem.v.dtype)
+        return y, self._state(), self.lost
 
     # -- one inner batch -----------------------------------------------------------------------
 
@@ -321,10 +375,18 @@ class _Deep:
                     found[:, :, :m].fill_(0.0)  # no past: nothing of it is read
                 found = torch.softmax(found, dim=-1)
             else:
+                if self.gone is not None:
+                    here, count = batch.start - self.border, found.shape[-1]
+                    gone = self.gone[..., :count]
+                    after = gone[:, :, here + 1 + skip : here + 1 + own]
+                    found[:, :, :m].masked_fill_(gone[:, :, here : here + 1], -torch.inf)
+                    found[:, :, m:].masked_fill_(after.repeat_interleave(G, dim=2), -torch.inf)
                 top = found.detach().amax(-1, keepdim=True)
-                top = torch.where(top.isfinite(), top, 0.0)
+                any_seen = top.isfinite()
+                top = torch.where(any_seen, top, 0.0)
                 found = (found - top).exp() if found.requires_grad else found.sub_(top).exp_()
                 total = found[..., :n] @ now.mass.upto(n)
+                self._watch(total[:, :, :m], any_seen[:, :, :m])
         past = found[..., :n]
         return _Seen(
             past=[past @ u.upto(n) for u in now.U],
@@ -332,6 +394,12 @@ class _Deep:
             total=total,
             near=found[:, :, m:, found.shape[-1] - m :],
         )
+
+    def _watch(self, total: Tensor, seen: Tensor | None = None) -> None:
+        """Note whether a sum needs what is cut off; one over no key at all is 0."""
+        missing = total[..., 1:] if total.shape[-1] > 1 else None
+        lost = counts(total[..., :1], self.now.keys.count, missing)
+        self.lost = self.lost | (lost if seen is None else lost & seen).any()
 
     def _program(self, first: Maps, others: Maps, raw: Tensor, taps: Maps) -> tuple[Tensor, Maps]:
         """M(x) from what the first maps give, and what entered the other maps."""
@@ -355,7 +423,7 @@ class _Deep:
         first, others = [z[:, :, :m] for z in seen.past], self.now.D
         decay = self.recipe.retention.decay
         if seen.total is not None:
-            first = [_divide(z, seen.total[:, :, :m]) for z in first]
+            first = [_divide(z, seen.total[:, :, :m, :1]) for z in first]
         if decay is not None and decay.when == "before":  # one token: at α_t W_(t−1)
             alpha = batch.c.alpha[..., :1, None]
             first = first if self.normalize else [alpha * z for z in first]
@@ -397,7 +465,11 @@ class _Deep:
         if seen.total is not None:
             P = c.P.expand(*batch.C.shape[:2], *c.P.shape[-2:])
             own = seen.near[..., m - P.shape[-1] :]
-            total = a * seen.total[:, :, m:] + (own * spread(P)).sum(-1, keepdim=True)
+            own = (own * spread(P)).sum(-1, keepdim=True)
+            total = a * seen.total[:, :, m:]
+            total = torch.cat([total[..., :1] + own, total[..., 1:]], dim=-1)
+            self._watch(total)
+            total = total[..., :1]
         scores = C * seen.near
         plan: list[Tensor | int] = []
         kinds = iter(range(len(now.U))), iter(range(len(now.D)))
@@ -452,8 +524,15 @@ class _Deep:
                 now.D[index] = a * now.D[index] + m * S - step.mT @ h
                 now.SD[index] = theta * S - push.mT @ h
         if now.mass is not None:
-            now.mass.scale(a)
-            now.mass.add(c.P[..., -1, :].unsqueeze(-1).expand(*a.shape[:2], -1, 1))
+            fresh = c.P[..., -1, :].unsqueeze(-1).expand(*a.shape[:2], -1, 1)
+            fresh = functional.pad(fresh, (0, now.mass.rows.shape[-1] - 1))
+            mass = torch.cat([a * now.mass.rows, fresh], dim=2)
+            mass = torch.cat([mass[..., :1].clamp_min(least(mass.dtype)), mass[..., 1:]], dim=-1)
+            if self.gone is not None:
+                gone = self.gone[:, :, batch.stop - self.border, : mass.shape[2]]
+                mass = mass.masked_fill(gone.unsqueeze(-1), 0.0)
+            now.mass.count = mass.shape[2]
+            now.mass.put(mass)
         now.n = now.keys.count
 
     def _state(self) -> State:

@@ -14,6 +14,7 @@ one product with κ₂. The state is the KU cache. The derivation is in
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.choices.features.base import Kernel
+from recollect.engines.common.decayed_keys import bearable, doubtful, least, too_faint
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.kernel.blockwise import Spec, attend, solve
 from recollect.state.kernel_rows import Dual, join_rows
@@ -33,6 +35,8 @@ __all__ = ["describes", "refuses", "run"]
 
 BLOCK = 64
 """Tokens of a block: rows of a block times all keys are a few megabytes."""
+STEEP = 256.0
+"""Sums of log decays inside a block, of which float32 keeps no five decimals."""
 
 
 def refuses(recipe: Recipe) -> list[str]:
@@ -93,16 +97,44 @@ class _Call:
         self.n = self.dual.k.shape[1]
         self.keys = _fold(torch.cat([self.dual.k, problem.k.to(self.dtype)], dim=1))
         self.block = problem.chunk_size or BLOCK
-        self.total = self._decays()
+        self.total, self.steep = self._decays(), False
+        if self.total is not None and self.dtype is not torch.float64:
+            sums = functional.pad(self.total, (0, -self.T % self.block), mode="replicate")
+            sums = sums.unflatten(1, (-1, self.block))
+            self.steep = bool((sums[..., 0] - sums[..., -1]).amax() > STEEP)
+
+    def _spread(self) -> Tensor:
+        """How far apart log likenesses of one query can be, in float64."""
+        probe, most = self.recipe.bias.probe, self.keys.new_zeros(())
+        other = None if probe is None else probe.kernel
+        asking = [self.problem.q, self.keys]
+        if probe is not None and probe.at == "token":
+            asking.append(self.problem.rates["probe"])
+        longest = torch.stack([x.detach().to(self.dtype).norm(dim=-1).amax() for x in asking])
+        key = self.keys.detach().norm(dim=-1).amax()
+        for kernel in (self.kernel, self.kernel if other is None else other):
+            a, b = kernel.exponent(self.K) or (1.0, 1.0)
+            most = torch.maximum(most, 2 * (abs(a) * longest.amax() * key + abs(b) * key**2))
+        return most.double()
 
     def _decays(self) -> Tensor | None:
         """Cumulated log decay after every token ``[B·H, T]``, or ``None``."""
         if self.recipe.retention.decay is None:
             return None
-        logs = self.problem.rates["log_decay"].clamp_min(-1000.0)
+        logs = self.problem.rates["log_decay"].double()
+        # Of the largest likeness by the smallest this leaves e^−1000, which is nothing.
+        logs = torch.maximum(logs, -self._spread() - 1000.0)
         if self.problem.live is not None:
             logs = torch.where(self.problem.live[..., None], logs, 0.0)
-        return _fold(logs.double()).cumsum(1)
+        return _fold(logs).cumsum(1)
+
+    def _gone(self) -> Tensor:
+        """Whether α is 0 at some later token: at the start, and for new keys ``[B, 1 + T, H]``."""
+        nothing = self.problem.rates["log_decay"].isneginf()
+        if self.problem.live is not None:
+            nothing = nothing & self.problem.live[..., None]
+        count = functional.pad(nothing.long().cumsum(1), (0, 0, 1, 0))
+        return count < count[:, -1:]
 
     def logs(self, normalize: bool) -> Tensor | None:
         """Log mass of the keys ``[N, n + T]`` at time 0, where anything but 1 weighs them.
@@ -163,8 +195,12 @@ class _Call:
             x = x.transpose(1, 2).flatten(0, 1).flatten(1, 2)
         else:
             x = _fold(x)
-        spec = Spec(kernel=kernel, normalize=normalize, strict=True, heads=heads, block=self.block)
+        spec = Spec(
+            kernel=kernel, normalize=normalize, strict=True, heads=heads, block=self.block,
+            steep=self.steep,
+        )  # fmt: skip
         logs, seen = self.logs(normalize), self.seen(strict=True)
+        self._refuse(spec, x, logs, seen)
         return solve(spec, x, self.keys, scale, write, self.past(normalize), logs, seen)
 
     def outputs(self, u: Tensor) -> Tensor:
@@ -185,11 +221,34 @@ class _Call:
             return y.transpose(1, 2).unflatten(2, (self.H, G))
         x = q.transpose(1, 2).flatten(0, 1).flatten(1, 2)  # [N, T·G, K]
         spec = Spec(
-            kernel=self.kernel, normalize=normalize, strict=False, heads=G, block=self.block
-        )
-        y = attend(spec, x, self.keys, u, self.logs(normalize), self.seen(strict=False))
+            kernel=self.kernel, normalize=normalize, strict=False, heads=G, block=self.block,
+            steep=self.steep,
+        )  # fmt: skip
+        logs, seen = self.logs(normalize), self.seen(strict=False)
+        self._refuse(spec, x, logs, seen)
+        y = attend(spec, x, self.keys, u, logs, seen)
         y = y.unflatten(0, (self.B, self.H)).unflatten(2, (self.T, G))
         return y.transpose(1, 2)
+
+    def _refuse(self, spec: Spec, x: Tensor, logs: Tensor | None, seen: Tensor | None) -> None:
+        """Refuse where rows of the state count that its dtype does not hold."""
+        if not spec.normalize or self.total is None or not self.n:
+            return
+        lacking = doubtful(self.dual)
+        # Some key of every memory weighs as much as its newest did, or more.
+        newest = self.dual.mass.amax(1).amin().clamp_max(1.0).double().log()
+        most = self._spread() + math.log(self.n * least(self.dtype) / bearable(self.dtype)) - newest
+        if not bool(lacking.any() & (most > 0)):
+            return
+        with torch.no_grad():
+            share = lacking / torch.where(self.dual.mass > 0, self.dual.mass, 1.0)
+            share = functional.pad(_fold(share), (0, self.T)).to(self.dtype)
+            counted = attend(spec, x, self.keys, share.unsqueeze(-1), logs, seen)
+            if self.problem.live is not None:
+                live = self.problem.live.repeat_interleave(self.H, dim=0)
+                counted = counted * live.repeat_interleave(spec.heads, dim=1).unsqueeze(-1)
+            if bool((counted > bearable(self.dtype)).any()):
+                raise too_faint(self.problem)
 
     def _plain(self) -> bool:
         return self.total is None and self.n == 0
@@ -203,11 +262,14 @@ class _Call:
             total = self.total.unflatten(0, (self.B, self.H)).transpose(1, 2)  # [B, T, H]
             end = total[:, -1:]
             fade, all_of = (end - total).exp().to(self.dtype), end.exp().to(self.dtype)
-            rows, mass = rows * fade.unsqueeze(-1), mass * fade
+            floor, gone = least(self.dtype), self._gone()
+            rows = rows * fade.unsqueeze(-1)
+            mass = torch.where(gone[:, 1:], 0.0, fade.clamp_min(floor))
+            nothing = gone[:, :1] | (old.mass == 0)
             old = Dual(
                 k=old.k,
                 rows=(old.rows[0] * all_of.unsqueeze(-1),),
-                mass=old.mass * all_of,
+                mass=torch.where(nothing, 0.0, (old.mass * all_of).clamp_min(floor)),
                 mask=old.mask,
             )
         mask = torch.ones(self.B, self.T, dtype=torch.bool, device=rows.device)

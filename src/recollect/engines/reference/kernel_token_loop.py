@@ -24,6 +24,7 @@ from torch import Tensor
 from recollect.choices.features.base import Kernel
 from recollect.choices.memory.base import Stack
 from recollect.choices.memory.norms import NORM_EPS
+from recollect.engines.common.decayed_keys import counts, least, with_enough_digits
 from recollect.engines.common.joined_tokens import join, wants_gradient
 from recollect.engines.common.problem import Problem
 from recollect.state.kernel_rows import Dual, join_rows
@@ -32,26 +33,34 @@ from recollect.state.state import State
 __all__ = ["DualWalk", "likeness"]
 
 Rows = list[Tensor]
-Mass = tuple[Tensor, Tensor]  # of keys in a normaliser, and which keys are there: [..., N] each
+Mass = tuple[Tensor, Tensor | None]  # of keys in a normaliser, and what of it is lacking
 
 
-def likeness(kernel: Kernel, x: Tensor, keys: Tensor, mass: Mass | None) -> Tensor:
-    """κ(x, z_j) for ``x [..., M, K]`` and keys ``[..., N, K]``, ``[..., M, N]``.
+def likeness(
+    kernel: Kernel, x: Tensor, keys: Tensor, mass: Tensor, lacking: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """κ(x, z_j) / Σ_j mass_j κ(x, z_j) for ``x [..., M, K]`` and keys ``[..., N, K]``.
 
-    With the keys' mass ``[..., N]`` divided by Σ_j mass_j κ(x, z_j); 0 where nothing has mass.
-    A key whose mass has decayed to 0 still is there: a window or momentum goes on writing to its
-    row.
+    Args:
+        mass: of the keys ``[..., N]``, 0 where a key is not seen (`decayed_keys`).
+        lacking: what their rows and masses may lack, likewise.
+
+    Returns:
+        The weights ``[..., M, N]``, 0 where no key is seen; whether what is lacking counts.
     """
-    if mass is None:
-        return kernel.kappa(x, keys)
-    weight, held = (part.unsqueeze(-2) for part in mass)
+    weight = mass.unsqueeze(-2)
+    held = weight > 0
     logs = torch.where(held, kernel.log_kappa(x, keys), -torch.inf)
     top = logs.amax(-1, keepdim=True) if logs.shape[-1] else logs.sum(-1, keepdim=True)
     top = torch.where(top.isfinite(), top, 0.0).detach()
     found = torch.where(held, (logs - top).exp(), 0.0)
     total = (found * weight).sum(-1, keepdim=True)
+    missing = None
+    if lacking is not None:
+        missing = (found * lacking.unsqueeze(-2)).sum(-1, keepdim=True)
+    lost = (held.any(-1, keepdim=True) & counts(total, keys.shape[-2], missing)).any()
     empty = total == 0
-    return torch.where(empty, 0.0, found / torch.where(empty, 1.0, total))
+    return torch.where(empty, 0.0, found / torch.where(empty, 1.0, total)), lost
 
 
 class DualWalk:
@@ -61,11 +70,12 @@ class DualWalk:
 
     Attributes:
         U, D: A now: rows ``[B, H, N, out]`` of maps that read features, and the other maps.
-        mass: what each key adds to a normaliser ``[B, H, N]``.
-        held: which keys have been written ``[B, 1, N]``.
+        mass: what each key adds to a normaliser ``[B, H, N]``, 0 where nothing of it is left.
+        lacking: what rows and masses may lack, likewise, or ``None``.
+        lost: whether any of that, or of what the dtype cuts off, counted in what was read.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, lacking: Tensor | None = None) -> None:
         recipe, state = problem.recipe, problem.state
         assert state.dual is not None
         assert isinstance(recipe.features, Kernel) and isinstance(recipe.memory, Stack)
@@ -89,7 +99,8 @@ class DualWalk:
         self.SU = {name: [spread(u) for u in dual.slots[name]] for name in names}
         self.SD = {name: list(dense.get(name, ())) for name in names}
         self.mass = spread(torch.where(dual.mask[..., None], dual.mass, 0.0))
-        self.held = spread(dual.mask[..., None])
+        self.lacking = None if lacking is None else spread(lacking)
+        self.lost = torch.zeros((), dtype=torch.bool, device=tokens.k.device)
         self.count = state.position - state.position % self.b
         self.opened = state.position % self.b
         self._remember(torch.ones_like(self.count, dtype=torch.bool))
@@ -98,11 +109,11 @@ class DualWalk:
 
     def _remember(self, rows: Tensor) -> None:
         """Where ``rows [B]``: W° and the state are what stands now."""
-        now = (self.U, self.D, self.SU, self.SD, self.mass, self.held)
+        now = (self.U, self.D, self.SU, self.SD, self.mass, self.lacking)
         if not hasattr(self, "start"):
             self.start = now
             return
-        U, D, SU, SD, mass, held = self.start
+        U, D, SU, SD, mass, lacking = self.start
 
         def each(new: Sequence[Tensor], old: Sequence[Tensor]) -> Rows:
             return [_where(rows, a, b) for a, b in zip(new, old, strict=True)]
@@ -113,7 +124,7 @@ class DualWalk:
             {n: each(self.SU[n], SU[n]) for n in SU},
             {n: each(self.SD[n], SD[n]) for n in SD},
             _where(rows, now[4], mass),
-            _where(rows, now[5], held),
+            None if lacking is None or now[5] is None else _where(rows, now[5], lacking),
         )
 
     def _row_of(self, j: int) -> Tensor:
@@ -131,9 +142,17 @@ class DualWalk:
 
     # -- reading -------------------------------------------------------------------------------
 
+    def seen(self, kernel: Kernel, x: Tensor, mass: Mass, *, divides: bool) -> Tensor:
+        """What ``x [B, H, M, K]`` weighs each row by, ``[B, H, M, N]``."""
+        if not divides:
+            return kernel.kappa(x, self.keys)
+        found, lost = likeness(kernel, x, self.keys, *mass)
+        self.lost = self.lost | lost
+        return found
+
     def measure(self, x: Tensor, U: Rows, D: Rows, mass: Mass, taps: Rows) -> Tensor:
         """M(x): ``[B, H, M, V]``; each tap is added to what one map reads from the features."""
-        seen = likeness(self.kernel, x, self.keys, mass if self.divides else None)
+        seen = self.seen(self.kernel, x, mass, divides=self.divides)
         rows, others, extra = iter(U), iter(D), iter(taps)
         weights = [next(rows) if first else next(others) for first in self.first]
 
@@ -148,7 +167,7 @@ class DualWalk:
         """What queries ``[B, H, G, K]`` read now."""
         q = q.to(self.keys.dtype)
         taps = [u.new_zeros(()) for u in self.U]
-        return self.measure(q, self.U, self.D, (self.mass, self.held), taps)
+        return self.measure(q, self.U, self.D, (self.mass, self.lacking), taps)
 
     # -- the recursion -------------------------------------------------------------------------
 
@@ -198,7 +217,7 @@ class DualWalk:
             w = tokens.rates["probe"][:, j]
             w = w if probe.heads > 1 else w.unsqueeze(2)
         kernel = self.kernel if probe.kernel is None else probe.kernel
-        seen = likeness(kernel, w, self.keys, mass if probe.normalize == "sum" else None)
+        seen = self.seen(kernel, w, mass, divides=probe.normalize == "sum")
         if probe.heads > 1:
             mix = self.problem.params["mix"].to(seen.dtype)  # [H, J]
             seen = (mix.unsqueeze(-1) * seen).sum(2, keepdim=True)
@@ -252,9 +271,25 @@ class DualWalk:
         own = self._row_of(j)[:, None]  # [B, 1, N]
         self.U = [_where(live, alpha * u + g, u) for u, g in zip(self.U, moves, strict=True)]
         self.D = [_where(live, alpha * d + g, d) for d, g in zip(self.D, others, strict=True)]
-        self.mass = _where(live, alpha[..., 0] * self.mass + own, self.mass)
-        self.held = _where(live, self.held | own.bool(), self.held)
+        self.mass = _where(live, self._decayed(j, alpha[..., 0]) + own, self.mass)
+        if self.lacking is not None:
+            self.lacking = _where(live, alpha[..., 0] * self.lacking, self.lacking)
         self.count = self.count + live
+
+    def _decayed(self, j: int, alpha: Tensor) -> Tensor:
+        """Mass after token j's decay: a key stays unless α = 0 and no step reaches its row."""
+        if self.recipe.retention.decay is None:
+            return self.mass
+        kept = (alpha * self.mass).clamp_min(least(self.mass.dtype))
+        kept = torch.where(self.mass > 0, kept, 0.0)
+        if self.SU:  # momentum is a step of every row
+            return kept
+        low = max(j - self.c + 1, 0)
+        valid = self.tokens.valid[:, low : j + 1].to(kept.dtype)
+        rows = torch.stack([self._row_of(i) for i in range(low, j + 1)], dim=1)  # [B, m, N]
+        reached = (rows * valid.unsqueeze(-1)).sum(1).bool().unsqueeze(1)
+        nothing = self.tokens.rates["log_decay"][:, j].isneginf().unsqueeze(-1)  # [B, H, 1]
+        return torch.where(nothing & ~reached, 0.0, kept)
 
     def replay(self) -> None:
         """The open inner batch, out of the buffer."""
@@ -325,20 +360,29 @@ def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def through(problem: Problem) -> tuple[Tensor, State]:
-    """Outputs ``[B, T, H, G, V]`` and the final state."""
-    walk = DualWalk(problem)
-    y = walk.through()
-    return y.to(problem.v.dtype), walk.state()
+    """Outputs ``[B, T, H, G, V]`` and the final state.
+
+    Raises:
+        ValueError: float64 does not hold what a decay has left and what is read needs.
+    """
+
+    def run(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tensor]:
+        walk = DualWalk(problem, lacking)
+        y = walk.through()
+        return y.to(problem.v.dtype), walk.state(), walk.lost
+
+    return with_enough_digits(run, problem)
 
 
 def read(problem: Problem) -> Tensor:
     """Read ``problem.q [B, T, H, G, K]`` from the state without writing."""
-    B, _, H, _, K = problem.q.shape
-    none = problem.q.new_zeros(B, 0, H, K)
-    walk = DualWalk(
-        dataclasses.replace(problem, k=none, v=problem.v.new_zeros(B, 0, H, problem.v.shape[-1]))
-    )
-    walk.replay()
-    q = problem.q.transpose(1, 2)  # [B, H, T, G, K]
-    y = walk.read(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
-    return y.transpose(1, 2).to(problem.v.dtype)
+
+    def run(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tensor]:
+        none, nothing = problem.k[:, :0], problem.v[:, :0]
+        walk = DualWalk(dataclasses.replace(problem, k=none, v=nothing), lacking)
+        walk.replay()
+        q = problem.q.transpose(1, 2)  # [B, H, T, G, K]
+        y = walk.read(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
+        return y.transpose(1, 2).to(problem.v.dtype), walk.problem.state, walk.lost
+
+    return with_enough_digits(run, problem)[0]
