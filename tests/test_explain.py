@@ -101,7 +101,7 @@ def test_gated_delta_net() -> None:
         "write    W_t = α_t W_(t−1) − η_t (α_t W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ",
         "read     y_t = W_t q_t",
         "engine   linear (triangular solve)",
-        "         not in torch.compile: the numbers it sees decide what it does next",
+        "         not always in one graph of torch.compile: numbers may decide what it does next",
         "needs    gate log_decay [B, T, H] ≤ 0",
         "         gate lr [B, T, H] ≥ 0",
         "state    W [64×64]: 16 KiB per row and head at K = V = 64",
@@ -456,11 +456,14 @@ def test_method_is_explained_as_asked() -> None:
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_what_is_said_of_the_compiler_is_so(engine: Engine) -> None:
-    """One graph for a call, or the compiler's own refusal."""
-    able = (rc.zoo.get(name).recipe for name in rc.zoo.names())
+    """One graph for every call, or a recipe for which the compiler refuses one."""
+    # Of some engines the first recipe is one graph, and others look at numbers.
+    looks = {"linear": "gla", "kernel": "deep_transformer", "reference": "titans"}
+    names = [looks[engine.name]] if engine.name in looks else rc.zoo.names()
+    able = (rc.zoo.get(name).recipe for name in names)
     recipe = next(recipe for recipe in able if not engine.refuses(recipe))
     found = explain(recipe, method=engine.name)
-    assert ("not in torch.compile" in str(found)) == (not found.compiles)
+    assert ("not always in one graph of torch.compile" in str(found)) == (not found.compiles)
     x = generate.inputs(recipe, T=5, dtype=torch.float32)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def test_a_bias_that_claims_affine_and_is_not() -> None:
 
 def test_a_bias_whose_error_is_not_the_gradient_of_its_loss() -> None:
     @rc.member
-    class Doubled(rc.bias.Bias):
+    class Overstated(rc.bias.Bias):
         """½‖e‖², whose error forgets the half."""
 
         def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
@@ -156,7 +156,7 @@ def test_a_bias_whose_error_is_not_the_gradient_of_its_loss() -> None:
         def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
             return 2 * (prediction - value)
 
-    caught(Doubled, "error is not the gradient of loss")
+    caught(Overstated, "error is not the gradient of loss")
 
 
 def test_a_rate_per_value_channel_that_acts_per_head() -> None:
@@ -208,7 +208,7 @@ def test_a_memory_that_says_linear_and_is_not() -> None:
 
 def test_a_memory_that_says_chain_and_is_none() -> None:
     @rc.member
-    class Unchained(rc.memory.Stack):
+    class NoChainAtAll(rc.memory.Stack):
         """W1 relu(W2 x), which says tanh."""
 
         @property
@@ -224,7 +224,7 @@ def test_a_memory_that_says_chain_and_is_none() -> None:
         def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
             return apply(1, torch.relu(apply(0, x)))
 
-    caught(Unchained, "declares chain='tanh'")
+    caught(NoChainAtAll, "declares chain='tanh'")
 
 
 @pytest.mark.parametrize("kind", ["gate", "param"])

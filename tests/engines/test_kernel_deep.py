@@ -8,13 +8,14 @@ import itertools
 import pytest
 import torch
 from tests.contracts import generate
-from tests.contracts.test_engines import agree, same
 from tests.engines.test_dual import EXPLICIT
 
 import recollect as rc
 from recollect.engines.kernel import deep as kernel_deep
 from recollect.engines.kernel import delta_rule as kernel_delta
 from recollect.engines.select import select
+from recollect.testing.compare import same
+from recollect.testing.engines import agree
 
 F, Read = rc.features, rc.memory.Read
 LIMIT = 1e-9

@@ -7,12 +7,13 @@ import itertools
 import pytest
 import torch
 from tests.contracts import generate
-from tests.contracts.test_engines import agree, same
 from torch.nn import functional
 
 import recollect as rc
 from recollect.engines.kernel import delta_rule as kernel_delta
 from recollect.engines.select import select
+from recollect.testing.compare import same
+from recollect.testing.engines import agree
 
 F, Read, Matrix = rc.features, rc.memory.Read, rc.memory.Matrix
 Probe, L2, Dot = rc.bias.Probe, rc.bias.L2, rc.bias.DotProduct

@@ -4,6 +4,8 @@ A quantity is a constant, a gate or a param, see `recollect.choices.member`. Eac
 makes a dataclass field whose metadata says what it may hold; `Member` checks it when it is made.
 """
 
+# More than 400 lines: every maker of fields, with an example on each.
+
 from __future__ import annotations
 
 import dataclasses

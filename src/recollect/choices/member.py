@@ -12,6 +12,8 @@ Members declare what they need (`Member.gates`, `Member.params`) and why they ma
 (`Member.requires`); engines ask for structure and never for a member's type.
 """
 
+# More than 400 lines: what a member is, with an example on each public name.
+
 from __future__ import annotations
 
 import dataclasses

@@ -143,7 +143,9 @@ class Explanation:
         yield "where", list(self.where)
         refused = [f"not {name}: {reasons[0]}" for name, reasons in self.refused.items()]
         if not self.compiles:
-            refused.append("not in torch.compile: the numbers it sees decide what it does next")
+            refused.append(
+                "not always in one graph of torch.compile: numbers may decide what it does next"
+            )
         yield "engine", [f"{self.engine} ({self.how})", *refused]
         if self.named and [n.name for n in self.named] != [self.title]:
             yield "named", [", ".join(map(str, self.named))]

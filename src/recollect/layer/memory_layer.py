@@ -1,5 +1,7 @@
 """`MemoryLayer`: a recipe with everything around it that a sequence model needs."""
 
+# More than 400 lines: the layer in the order in which a call goes through it.
+
 from __future__ import annotations
 
 import itertools

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recollect.choices.algorithm.base import Algorithm
 from recollect.choices.algorithm.descent import GradientDescent
@@ -29,6 +29,11 @@ from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Keep, Retention
 from recollect.recipe.rewrites import REWRITES
 from recollect.recipe.rules import joint_rules
+
+if TYPE_CHECKING:
+    once_made = property  # which is what a protocol asks for
+else:
+    once_made = cached_property
 
 __all__ = ["SCHEMA", "Recipe", "RecipeError"]
 
@@ -211,23 +216,23 @@ class Recipe:
     def _statics(self) -> frozenset[str]:
         return frozenset().union(*(part.static_quantities() for part in self.members()))
 
-    @cached_property
+    @once_made
     def associations(self) -> int:
         """n, associations per token."""
         return 1 if self.context.horizon is None else self.algorithm.steps
 
-    @cached_property
+    @once_made
     def nonparametric(self) -> bool:
         """Whether the memory keeps associations instead of weights."""
         return self.memory.degree is not None
 
-    @cached_property
+    @once_made
     def dual(self) -> bool:
         """Whether maps read infinitely many features, so that their weights are rows by key."""
         infinite = not self.nonparametric and not self.features.finite
         return infinite and self.context.horizon is not None
 
-    @cached_property
+    @once_made
     def from_gram(self) -> bool:
         """Whether a matrix over a kernel's features is solved for all of the past at every token.
 
@@ -236,7 +241,7 @@ class Recipe:
         infinite = not self.nonparametric and not self.features.finite
         return infinite and self.context.horizon is None
 
-    @cached_property
+    @once_made
     def ridge(self) -> float:
         """λ of a solver in units of the error's slope; 0 where there is none."""
         affine = self.bias.affine
@@ -244,7 +249,7 @@ class Recipe:
         ridge = self.algorithm.ridge
         return 0.0 if isinstance(ridge, str) else ridge / slope
 
-    @cached_property
+    @once_made
     def history(self) -> int | None:
         """Past associations that later tokens or reads still need; ``None`` for all."""
         horizon = self.context.horizon
@@ -253,12 +258,12 @@ class Recipe:
         # A window of weights has already written its newest association; attention has not.
         return horizon if self.nonparametric else horizon - 1
 
-    @cached_property
+    @once_made
     def span(self) -> int | None:
         """Raw associations a state must hold: history and open inner batch; ``None`` for all."""
         return None if self.history is None else (self.algorithm.batch - 1) + self.history
 
-    @cached_property
+    @once_made
     def at_border(self) -> bool:
         """Whether the link acts only at the borders of inner batches longer than one token."""
         return (

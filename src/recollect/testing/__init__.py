@@ -1,12 +1,10 @@
 """Contract suites for members, presets and engines of anybody's package.
 
 The library's own are held to the same functions. They need torch only, take seconds, and raise
-AssertionError with one sentence that names the member, preset or engine and what is false::
+AssertionError with one sentence that names the member, preset or engine and what is false.
 
-    import recollect as rc
-
-    def test_my_member():
-        rc.testing.check_member(LogCosh)
+Examples:
+    >>> rc.testing.check_member(rc.bias.L2, count=1)
 """
 
 from __future__ import annotations

@@ -132,7 +132,10 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float,
 
 
 def same(
-    found: tuple[Tensor, State], expected: tuple[Tensor, State], tolerance: float, what: str
+    found: tuple[Tensor, State],
+    expected: tuple[Tensor, State],
+    tolerance: float = 1e-9,
+    what: str = "of the first run",
 ) -> None:
     """Raise AssertionError unless outputs and states are equal, and say where they are not.
 
