@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recollect.choices.bias.base import Bias
 from recollect.choices.memory.base import Forward
 from recollect.engines.common.problem import Problem, state_dtype
 
@@ -38,6 +39,19 @@ class Tokens:
     rates: Mapping[str, Tensor]
     valid: Tensor
     held: int
+
+    def numbers_of(self, bias: Bias, low: int, stop: int) -> dict[str, Tensor]:
+        """A bias's numbers of associations ``low`` to ``stop``, ``[B, H, n, 1 or V]`` by name.
+
+        Args:
+            bias: whose numbers.
+            low: the first association. stop: the one after the last.
+        """
+        found: dict[str, Tensor] = {}
+        for name in bias.numbers:
+            x = self.rates[name][:, low:stop].transpose(1, 2)
+            found[name] = x if x.dim() == 4 else x.unsqueeze(-1)
+        return found
 
     def __len__(self) -> int:
         return self.k.shape[1]

@@ -428,12 +428,7 @@ class _Deep:
             alpha = batch.c.alpha[..., :1, None]
             first = first if self.normalize else [alpha * z for z in first]
             others = [alpha * d for d in others]
-        gates: dict[str, Tensor] = {}
-        names = bias.numbers
-        for name in names:
-            x = self._rate(name, batch.low, batch.stop)
-            assert x is not None
-            gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
+        gates = self.tokens.numbers_of(bias, batch.low, batch.stop)
         with torch.enable_grad():
             sizes = self.memory.maps(0, v.shape[-1])
             taps = [k.new_zeros(*k.shape[:2], m, x.out).requires_grad_() for x in sizes]

@@ -57,10 +57,7 @@ def solve(problem: Problem, tokens: Tokens, j: int) -> Weights:
     later = logs.flip(1).cumsum(1).flip(1) - logs
     weight = tokens.rates["weight"][:, : j + 1] * later.exp() * tokens.valid[:, : j + 1, None]
     weight = weight.transpose(1, 2)  # [B, H, i]
-    gates: dict[str, Tensor] = {}
-    for name in bias.numbers:
-        x = tokens.rates[name][:, : j + 1].transpose(1, 2)
-        gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
+    gates = tokens.numbers_of(bias, 0, j + 1)
     lr = tokens.rates["lr"][:, j]
     rate = lr.unsqueeze(-1) if lr.dim() == 3 else lr[..., None, None]
     outer = wants_gradient(problem)

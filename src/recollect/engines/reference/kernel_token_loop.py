@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.features.base import Kernel
+from recollect.choices.gradients import leaves_of
 from recollect.choices.memory.base import Stack
 from recollect.choices.memory.norms import NORM_EPS
 from recollect.engines.common.decayed_keys import counts, least, with_enough_digits
@@ -178,15 +179,10 @@ class DualWalk:
         weight = tokens.valid[:, None, low : j + 1].to(v.dtype)
         if "window" in tokens.rates:
             weight = weight * tokens.rates["window"][:, j][..., : j + 1 - low].flip(-1)
-        gates: dict[str, Tensor] = {}
-        for name in bias.numbers:
-            x = tokens.rates[name][:, low : j + 1].transpose(1, 2)
-            gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
+        gates = tokens.numbers_of(bias, low, j + 1)
         place = torch.stack([self._row_of(i) for i in range(low, j + 1)], dim=1)  # [B, m, N]
         with torch.enable_grad():
-            points = [
-                d if self.outer and d.requires_grad else d.detach().requires_grad_() for d in D
-            ]
+            points = leaves_of(D, outer=self.outer)
             m = j + 1 - low
             taps = [u.new_zeros(*u.shape[:2], m, u.shape[-1]).requires_grad_() for u in U]
             prediction = self.measure(k, U, points, mass, taps)

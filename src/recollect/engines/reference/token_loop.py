@@ -129,10 +129,7 @@ class Walk:
             # Entry m of the current token's gate weighs association t − m.
             gamma = tokens.rates["window"][:, j]  # [B, H, c]
             weight = weight * gamma[..., : j + 1 - low].flip(-1)
-        gates = {}
-        for name in bias.numbers:
-            x = tokens.rates[name][:, low : j + 1].transpose(1, 2)
-            gates[name] = x if x.dim() == 4 else x.unsqueeze(-1)
+        gates = tokens.numbers_of(bias, low, j + 1)
         outer = self.outer
         with torch.enable_grad():
             points = leaves_of(W, outer=outer)
