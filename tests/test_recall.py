@@ -596,6 +596,18 @@ def test_reading_after_everything_is_memorised() -> None:
     torch.testing.assert_close(ask(softmax, init=None, causal=False), weights @ Y, **TOL)
 
 
+def test_reading_afterwards_took_one_association_per_token() -> None:
+    """Kernel rows of several associations per token are read after all of them too."""
+    recipe = rc.Recipe(
+        features=rc.features.Gaussian(), algorithm=rc.algorithm.GradientDescent(steps=2)
+    )
+    sizes = (1, T, 1, K), (1, T, 1, 2, K), (1, T, 1, 2, V)
+    gates = {"lr": uniform(0, 1, 1, T, 1, 2, seed=41)}
+    q, k, v = (normal(*s, seed=40) for s in sizes)
+    y, state = rc.recall(recipe, q, k, v, gates, causal=False)
+    assert torch.equal(y, rc.read(recipe, q, state=state))
+
+
 def test_query_heads_share_memories() -> None:
     """Query head h reads memory h // (Hq / H)."""
     q, k, v = normal(1, T, 4, K, seed=40), normal(1, T, 2, K, seed=41), normal(1, T, 2, V, seed=42)

@@ -39,7 +39,8 @@ from recollect.explain.diagnose import Diagnosis, Fault, diagnose
 from recollect.explain.explain import Explanation, explain
 from recollect.layer import LayerState, MemoryLayer
 from recollect.layer.options import GateOptions, LayerOptions, Tie
-from recollect.recall.recall import read, recall
+from recollect.recall.reading import read
+from recollect.recall.recall import recall
 from recollect.recipe.files import load_recipe
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe

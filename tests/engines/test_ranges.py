@@ -14,7 +14,7 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.engines.common.problem import Problem, resolve
-from recollect.engines.select import select
+from recollect.recall.bound import bind
 from recollect.recall.lowering import lower
 from recollect.state.initial import initial_state
 
@@ -79,18 +79,20 @@ def numerator_and_denominator(x: generate.Inputs) -> tuple[Tensor, Tensor]:
     B, T, H = x.k.shape[:3]
     dtype, device = x.q.dtype, x.q.device
     K, V = x.k.shape[-1], x.v.shape[-1]
-    state = initial_state(recipe, B=B, H=H, K=K, V=V, dtype=dtype, device=device)
+    bound = bind(recipe, H=H, K=K, V=V)
+    state = initial_state(bound.sized, B=B, dtype=dtype, device=device)
     problem = Problem(
-        recipe=recipe,
+        sized=bound.sized,
+        plan=bound.plan,
         q=x.q.unsqueeze(3),
         k=x.k,
         v=x.v,
-        rates=resolve(recipe, x.gates, {}, B=B, T=T, H=H, dtype=dtype, device=device),
+        rates=resolve(bound.sized, x.gates, {}, B=B, T=T, dtype=dtype, device=device),
         params={},
         state=state,
     )
     lowered = lower(problem)
-    y, _ = select(recipe).engine.run(lowered.problem)
+    y, _ = bound.engine.run(lowered.problem)
     scale = lowered.scale.double()[..., None, None]
     return y[..., :-1].double(), torch.cat([y[..., -1:].double(), scale], dim=-1)
 

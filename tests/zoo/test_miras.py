@@ -266,12 +266,13 @@ def _readable(recipe: rc.Recipe, state: rc.State, params: dict[str, Tensor]) -> 
     """The weights that are read now: by the reference's own walk over the open inner batch."""
     from recollect.engines.common.problem import Problem
     from recollect.engines.reference.token_loop import Walk
+    from recollect.recipe.sized import sized
 
     empty = torch.zeros(B, 0, H, D, dtype=state.weights[0].dtype)
     rates = {} if state.buffer is None else {n: x[:, :0] for n, x in state.buffer.rates.items()}
     walker = Walk(
         Problem(
-            recipe=recipe,
+            sized=sized(recipe, H=H, K=D, V=D),
             q=empty.unsqueeze(3),
             k=empty,
             v=empty,

@@ -16,6 +16,7 @@ from recollect.choices.member import RecipeError
 from recollect.engines import deep, kernel, least_squares, linear, reference
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.sizes import Counted, Sizes
+from recollect.recipe.sized import SizedRecipe
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Engine:
         refuses: reasons why it cannot run a recipe; none means it can.
         describes: how it would run it, in a few words.
         run: outputs and final state of a problem.
+        plan: what `run` asks of the recipe and the sizes, derived once for all calls and handed to
+            it as `Problem.plan`.
         cost: FLOPs of a call of these sizes, and what they rest on; ``None`` where nobody has
             counted them, so that `recollect.cost` refuses to guess.
         read: outputs of queries that only read, given the numbers they ask with; ``None`` (or a
@@ -52,6 +55,7 @@ class Engine:
     shows_nan: bool = False
     compiles: bool = False
     inner_gradients: bool = True
+    plan: Callable[[SizedRecipe], object] | None = None
 
 
 ENGINES: tuple[Engine, ...] = (
@@ -78,6 +82,7 @@ ENGINES: tuple[Engine, ...] = (
         refuses=kernel.refuses,
         describes=kernel.describes,
         run=kernel.run,
+        plan=kernel.plan,
         cost=kernel.flops,
         read=kernel.read,
         shows_nan=True,
@@ -87,6 +92,7 @@ ENGINES: tuple[Engine, ...] = (
         refuses=deep.refuses,
         describes=deep.describes,
         run=deep.run,
+        plan=deep.plan,
         cost=deep.flops,
     ),
     Engine(

@@ -25,7 +25,9 @@ from recollect.engines.common.problem import resolve, state_dtype
 from recollect.engines.select import select
 from recollect.explain.diagnosis import OVERSHOOT, Diagnosis, Fault, short
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.recall.recall import read, recall
+from recollect.recall.reading import read
+from recollect.recall.recall import recall
+from recollect.recipe.sized import sized
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -206,9 +208,8 @@ class _Patient:
         dtype = state_dtype(k, v)
         B, t, H, n, _ = k.shape
         gates = {name: gate[:, cut] for name, gate in self.gates.items()}
-        rates = resolve(
-            self.recipe, gates, self.params, B=B, T=t, H=H, dtype=dtype, device=k.device
-        )
+        at = sized(self.recipe, H=H, K=k.shape[-1], V=v.shape[-1])
+        rates = resolve(at, gates, self.params, B=B, T=t, dtype=dtype, device=k.device)
         prediction = self._at_keys(k, gates, rates, state).to(dtype)
         if error is not None:
             return error, prediction, prediction

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,7 +15,6 @@ from torch.nn import functional
 
 from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
-from recollect.engines.select import select
 from recollect.layer.checks import check_options, check_sizes, check_state, check_tokens
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import Number
@@ -34,8 +32,10 @@ from recollect.layer.rotation import (
 from recollect.layer.state import Associations, LayerState
 from recollect.layer.ties import OWNED, Ties, scaled
 from recollect.layer.token_shift import TokenShift
-from recollect.recall.packing import Rows, compact, scatter
-from recollect.recall.recall import recall
+from recollect.recall.bound import bind
+from recollect.recall.call import Call
+from recollect.recall.packing import CompactedBatch, compact, scatter
+from recollect.recall.recall import memorise
 from recollect.recall.transforms import refuse_transforms
 from recollect.recipe.recipe import Recipe
 
@@ -108,8 +108,8 @@ class MemoryLayer(nn.Module):
             )
         self.recipe, self.options = recipe, options
         self.chunk_size, self.depth = chunk_size, depth
-        self.method = method
         check_options(recipe, options)
+        self.method = method
 
         per_memory = self.kv_heads * recipe.associations
         self.sizes = [
@@ -132,7 +132,10 @@ class MemoryLayer(nn.Module):
         gated = options.output_gate == "silu"
         self.output_gate = nn.Linear(d_model, width, bias=False) if gated else None
         self.out = nn.Linear(width, d_model, bias=False)
+        declared = (*recipe.gates(), *recipe.params())
+        self.shared_angles = {d.name for d in declared if shares_angle(d, recipe, options)}
         self.gates, self.params = self._numbers(recipe.gates()), self._numbers(recipe.params())
+        self.key_gates = [name for name, number in self.gates.items() if number.key]
         self.phase = None
         if options.phase != "none":
             size = self.value_dim if recipe.memory.diagonal else self.head_dim
@@ -175,7 +178,7 @@ class MemoryLayer(nn.Module):
             if declared.name in rules and rule == "rate":
                 options = replace(options, source="learned")
             sizes = self.recipe.axes(self.head_dim, self.value_dim)
-            if shares_angle(declared, self.recipe, self.options):
+            if declared.name in self.shared_angles:
                 sizes = {axis: max(1, size // 2) for axis, size in sizes.items()}
             made[declared.name] = Number(
                 declared,
@@ -191,12 +194,12 @@ class MemoryLayer(nn.Module):
     @property
     def method(self) -> str:
         """Engine: ``"auto"``, ``"reference"`` or a name; set it to run the same layer otherwise."""
-        return self._method
+        return self._bound.method
 
     @method.setter
     def method(self, name: str) -> None:
-        select(self.recipe, name)
-        self._method = name
+        sizes = {"H": self.kv_heads, "K": self.head_dim, "V": self.value_dim}
+        self._bound = bind(self.recipe, **sizes, method=name)
 
     @property
     def initial_memory(self) -> tuple[Tensor, ...] | None:
@@ -245,15 +248,15 @@ class MemoryLayer(nn.Module):
         )
         if attention_mask is None:
             return self._dense(x, state, None, cu_seqlens, output_state)
-        rows = compact(attention_mask)
-        y, after = self._dense(rows.gather(x), state, rows, None, output_state)
-        return scatter(y, rows), after
+        batch = compact(attention_mask)
+        y, after = self._dense(batch.gather(x), state, batch, None, output_state)
+        return scatter(y, batch), after
 
     def associations(
         self,
         x: Tensor,
         state: LayerState | None = None,
-        rows: Rows | None = None,
+        lengths: Tensor | None = None,
         borders: Tensor | None = None,
     ) -> Associations:
         """What tokens ``x`` memorise and ask, as `recollect.recall` takes it.
@@ -263,13 +266,12 @@ class MemoryLayer(nn.Module):
         Args:
             x: tokens ``[B, T, d_model]``.
             state: of the tokens before.
-            rows: which rows are shorter than T, and how long they are.
+            lengths: real tokens per row ``[B]``, where rows are padded.
             borders: ``[N + 1]`` borders of N documents packed in one row.
         """
         options, n = self.options, self.recipe.associations
-        lengths = None if rows is None else rows.lengths
         seen, last = self._streams(x, state, lengths, borders)
-        u, tail = self._project(seen), None
+        u, tail = self._project(x, seen), None
         if self.conv is not None:
             tail = None if state is None else state.conv
             u, tail = self.conv(u, tail, lengths=lengths, borders=borders)
@@ -278,7 +280,7 @@ class MemoryLayer(nn.Module):
         q, k, v = u.split(self.sizes, dim=-1)
         lead = (self.kv_heads, n) if n > 1 else (self.kv_heads,)
         v = v.unflatten(-1, (*lead, self.value_dim))
-        values = self._values(seen)
+        values = self._values(x, seen)
         if options.qk == "ones":
             q = v.new_ones(*x.shape[:2], self.heads, self.head_dim)
             k = v.new_ones(*x.shape[:2], self.kv_heads, self.head_dim)
@@ -290,14 +292,12 @@ class MemoryLayer(nn.Module):
             start = None if state is None else state.position
             cos, sin = angles(positions(x, start, borders), self.head_dim, options.rope)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            values = {
-                n: rotate(g, cos, sin) if n in self.gates and self.gates[n].key else g
-                for n, g in values.items()
-            }
+            for name in self.key_gates:
+                values[name] = rotate(values[name], cos, sin)
         written, phase, after_phase = v, None, None
         if self.phase is not None:
             start = None if state is None else state.phase
-            phase, after_phase = self.phase(seen["phase"], start, lengths=lengths, borders=borders)
+            phase, after_phase = self.phase(x, start, lengths=lengths, borders=borders)
             if self.recipe.memory.diagonal:
                 written = turn(v, phase)
             else:
@@ -307,20 +307,18 @@ class MemoryLayer(nn.Module):
         elif options.qk_norm != "none":
             length = math.sqrt(self.head_dim) if options.qk_norm == "rms" else 1.0
             q, k = scaled(q, length), scaled(k, length)
-            values = {
-                n: scaled(g, length) if n in self.gates and self.gates[n].key else g
-                for n, g in values.items()
-            }
-        values = self.ties.numbers(values, k, {**self.gates, **self.params})
+            for name in self.key_gates:
+                values[name] = scaled(values[name], length)
+        values = self.ties.numbers(values, k, self.gates)
         if self.ties.key is not None and not self.ties.makes_keys:
             k = self.ties.keys(k, values, q)
-        wanted = {gate.name for gate in self.recipe.gates()}
+        params = {name: values.pop(name) for name in self._bound.sized.params}
         return Associations(
             q=q,
             k=k,
             v=written.to(q.dtype),
-            gates={name: value for name, value in values.items() if name in wanted},
-            params={name: value for name, value in values.items() if name not in wanted},
+            gates=values,
+            params=params,
             plain=v,
             phase=phase,
             gated=seen.get("out", x),
@@ -333,23 +331,29 @@ class MemoryLayer(nn.Module):
         self,
         x: Tensor,
         state: LayerState | None,
-        rows: Rows | None,
+        batch: CompactedBatch | None,
         borders: Tensor | None,
         output_state: bool,
     ) -> tuple[Tensor, LayerState | None]:
         """Rows without padding, or padded on the right only."""
-        told = self.associations(x, state, rows, borders)
-        y, memory = recall(
-            self.recipe,
-            *(told.q, told.k, told.v, told.gates),
-            params=told.params,
-            init=self.initial_memory if state is None else None,
-            state=None if state is None else state.memory,
-            method=self.method,
-            attention_mask=None if rows is None else rows.real,
-            cu_seqlens=borders,
-            chunk_size=self.chunk_size,
-            output_state=output_state,
+        lengths = None if batch is None else batch.lengths
+        told = self.associations(x, state, lengths, borders)
+        y, memory = memorise(
+            Call(
+                bound=self._bound,
+                q=told.q,
+                k=told.k,
+                v=told.v,
+                gates=told.gates,
+                params=told.params,
+                init=self.initial_memory if state is None else None,
+                state=None if state is None else state.memory,
+                cu_seqlens=borders,
+                chunk_size=self.chunk_size,
+                output_state=output_state,
+                lengths=lengths,
+                places=None if batch is None else batch.index,
+            )
         )
         if told.phase is not None and self.recipe.memory.diagonal:
             y = turn(y, told.phase, back=True)
@@ -369,17 +373,16 @@ class MemoryLayer(nn.Module):
     def _streams(
         self, x: Tensor, state: LayerState | None, lengths: Tensor | None, borders: Tensor | None
     ) -> tuple[Mapping[str, Tensor], Tensor | None]:
-        """What each projection sees, by name, and the last token where that is needed."""
+        """What a projection sees in place of x, by name, and the last token where it is needed."""
         if self.shift is None:
-            return defaultdict(lambda: x), None
+            return {}, None
         tail = None if state is None else state.shift
-        mixed, last = self.shift(x, tail, lengths=lengths, borders=borders)
-        return defaultdict(lambda: x, mixed), last
+        return self.shift(x, tail, lengths=lengths, borders=borders)
 
-    def _project(self, seen: Mapping[str, Tensor]) -> Tensor:
+    def _project(self, x: Tensor, seen: Mapping[str, Tensor]) -> Tensor:
         """q, k and v beside each other."""
         if self.shift is None:
-            return self.qkv(seen["qkv"])
+            return self.qkv(x)
         weights = self.qkv.weight.split(self.sizes)
         bias = self.qkv.bias
         biases = [None] * 3 if bias is None else bias.split(self.sizes)
@@ -387,20 +390,20 @@ class MemoryLayer(nn.Module):
         seen_by = [functional.linear(seen[name], w, b) for name, w, b in parts if w.numel()]
         return torch.cat(seen_by, -1)
 
-    def _values(self, seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _values(self, x: Tensor, seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every number that the layer makes, before ties."""
         made: dict[str, Tensor] = {}
-        for name, number in (*self.gates.items(), *self.params.items()):
-            assert isinstance(number, Number)
-            value = number(seen[name])
-            paired = shares_angle(number.declared, self.recipe, self.options)
-            made[name] = torch.cat([value, value], dim=-1) if paired else value
+        for numbers in (self.gates, self.params):
+            for name, number in numbers.items():
+                value = number(seen.get(name, x))
+                paired = name in self.shared_angles
+                made[name] = torch.cat([value, value], dim=-1) if paired else value
         return made
 
     def extra_repr(self) -> str:
         """Sizes, and the engine that runs the recipe."""
         grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
-        engine = select(self.recipe, self.method).engine.name
+        engine = self._bound.engine.name
         return (
             f"{self.d_model}, heads={self.heads}{grouped}, K={self.head_dim}, V={self.value_dim}, "
             f"method={self.method!r} ({engine})"

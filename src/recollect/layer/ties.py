@@ -124,18 +124,20 @@ class Ties(nn.Module):
         return k * blend.to(k.dtype)
 
     def numbers(
-        self, values: Mapping[str, Tensor], k: Tensor, made: Mapping[str, nn.Module]
+        self, values: dict[str, Tensor], k: Tensor, gates: nn.ModuleDict
     ) -> dict[str, Tensor]:
         """Every gate and param by name, with the tied ones in place.
 
         Args:
-            values: those that the layer made. k: keys, before ties. made: who made the values.
+            values: those that the layer made. k: keys, before ties. gates: what made its gates.
         """
+        if not self.ties:
+            return values
         found = dict(values)
         for tie in self.ties:
             if tie.target != "k":
                 source = k if tie.source == "k" else found[tie.source]
-                found[tie.target] = self._tied(tie, found, source, k, made)
+                found[tie.target] = self._tied(tie, found, source, k, gates)
         return found
 
     def _tied(
@@ -144,7 +146,7 @@ class Ties(nn.Module):
         values: Mapping[str, Tensor],
         source: Tensor,
         k: Tensor,
-        made: Mapping[str, nn.Module],
+        gates: nn.ModuleDict,
     ) -> Tensor:
         if tie.rule == "negative":
             return -source
@@ -164,7 +166,7 @@ class Ties(nn.Module):
             size = size.view(*size.shape, *(1,) * (own.dim() - size.dim()))
             return own / (1 + own * size)
         # Its own value is what it is where the other gate is at its start.
-        number = cast(Number, made[tie.source])
+        number = cast(Number, gates[tie.source])
         pace = source / number.start(source.device, source.dtype)
         return own * pace.view(*pace.shape, *(1,) * (own.dim() - pace.dim()))
 

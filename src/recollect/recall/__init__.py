@@ -5,6 +5,7 @@ query heads, several associations per token, and the normaliser. Engines see den
 rows.
 """
 
-from recollect.recall.recall import read, recall
+from recollect.recall.reading import read
+from recollect.recall.recall import recall
 
 __all__ = ["read", "recall"]

@@ -6,47 +6,45 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from recollect.choices.fields import Gate, Param
+from recollect.choices.fields import Gate
 from recollect.choices.member import RecipeError
+from recollect.recall.call import Call
+from recollect.recipe.recipe import Recipe
+from recollect.recipe.sized import SizedNumber, SizedRecipe
 from recollect.state.state import State
-from recollect.typing import Init, Params
-
-if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+from recollect.typing import Gates, Params
 
 __all__ = [
     "check_call",
-    "check_gates",
     "check_mask",
     "check_params",
     "check_recipe",
     "check_state",
+    "check_tensors",
     "check_values",
+    "named",
+    "refuse_nan",
+    "suspicious",
 ]
 
 
-def check_call(
-    recipe: Recipe,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    state: State | None,
-    init: Init | None,
-    mask: Tensor | None,
-    borders: Tensor | None,
-) -> None:
-    """Shapes, devices and dtypes of q, k, v, and arguments that exclude each other.
+def check_tensors(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Shapes, devices and dtypes of q, k and v.
+
+    Args:
+        recipe: which says how many associations a token has.
+        q: queries.
+        k: keys.
+        v: values.
 
     Raises:
         ValueError: with names and shapes.
-        RecipeError: a memory whose sizes do not fit, or ``init`` together with ``state``.
     """
     n = recipe.associations
     keys = "[B, T, H, K]" if n == 1 else f"[B, T, H, {n}, K]"
@@ -97,37 +95,57 @@ def check_call(
     K, V = k.shape[-1], v.shape[-1]
     if K == 0 or V == 0:
         raise ValueError(f"keys and values need at least one channel; K = {K} and V = {V}")
-    if not recipe.nonparametric:
-        recipe.shapes(K, V)
-    if state is not None and init is not None:
+
+
+def check_call(call: Call) -> None:
+    """Everything beside q, k and v: arguments that exclude each other, state, gates and params.
+
+    Raises:
+        ValueError: with names and shapes.
+        RecipeError: numbers that the recipe does not ask for, or not in that shape; ``init``
+            together with ``state``; reads after the end of a window.
+    """
+    state, mask, borders, chunk = call.state, call.attention_mask, call.cu_seqlens, call.chunk_size
+    if state is not None and call.init is not None:
         raise RecipeError("init and state exclude each other: a state already holds its memory")
     if mask is not None and borders is not None:
         raise ValueError(
             "attention_mask and cu_seqlens exclude each other: packed rows have no padding"
         )
     if mask is not None:
-        check_mask(mask, k.shape[0], k.shape[1])
-    rows = k.shape[0]
-    if borders is not None:
-        rows = _check_borders(borders, k)
+        check_mask(mask, call.k.shape[0], call.k.shape[1])
+    rows = call.k.shape[0] if borders is None else _check_borders(borders, call.k)
     if state is not None:
-        if not isinstance(state, State):
-            raise ValueError(
-                f"state must be what an earlier call returned, not {type(state).__name__}"
-            )
-        if state.rows != rows:
-            what = "documents" if borders is not None else "rows"
-            raise ValueError(f"the state has {state.rows} rows and this call {rows} {what}")
-        if state.sizes != (k.shape[2], K, V):
-            raise ValueError(
-                f"the state is of (H, K, V) = {state.sizes} and this call of {(k.shape[2], K, V)}"
-            )
-        if state.position.device != k.device:
-            raise ValueError(
-                f"the state is on {state.position.device} and k on {k.device}: use "
-                "state.to(device=...)"
-            )
-        check_state(recipe, state, K, V)
+        _check_row_state(state, rows, call)
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk_size must be a whole number >= 1, not {chunk!r}")
+    at = call.bound.sized
+    check_gates(at, call.gates, lead=list(call.k.shape[:2]), like=call.q)
+    check_params(at, call.params, like=call.q)
+    if not call.causal and any(part.horizon is not None for part in at.recipe.context.within):
+        raise RecipeError(
+            "causal=False reads after everything is memorised, and a window of the context would "
+            "only see the end: use context.Similar(kernel=...) without within"
+        )
+
+
+def _check_row_state(state: State, rows: int, call: Call) -> None:
+    if not isinstance(state, State):
+        raise ValueError(f"state must be what an earlier call returned, not {type(state).__name__}")
+    if state.rows != rows:
+        what = "rows" if call.cu_seqlens is None else "documents"
+        raise ValueError(f"the state has {state.rows} rows and this call {rows} {what}")
+    at = call.bound.sized
+    if state.sizes != (at.H, at.K, at.V):
+        raise ValueError(
+            f"the state is of (H, K, V) = {state.sizes} and this call of {(at.H, at.K, at.V)}"
+        )
+    if state.position.device != call.k.device:
+        raise ValueError(
+            f"the state is on {state.position.device} and k on {call.k.device}: use "
+            "state.to(device=...)"
+        )
+    check_state(at, state)
 
 
 def check_recipe(recipe: object) -> None:
@@ -136,8 +154,6 @@ def check_recipe(recipe: object) -> None:
     Raises:
         RecipeError: anything else, saying what to give.
     """
-    from recollect.recipe.recipe import Recipe
-
     if not isinstance(recipe, Recipe):
         hint = f"; rc.zoo.get({recipe!r}).recipe is one" if isinstance(recipe, str) else ""
         raise RecipeError(f"recipe must be an rc.Recipe, not {type(recipe).__name__}{hint}")
@@ -162,32 +178,32 @@ def check_mask(mask: object, B: int, T: int) -> None:
         )
 
 
-def check_state(recipe: Recipe, state: State, K: int, V: int) -> None:
+def check_state(sized: SizedRecipe, state: State) -> None:
     """That a state could be this recipe's: parts and shapes, not values.
+
+    Args:
+        sized: the recipe at the state's sizes.
+        state: of an earlier call.
 
     Raises:
         RecipeError: it belongs to another recipe.
     """
-    shapes, buffer, read = recipe.shapes(K, V), state.buffer, recipe.memory.read
+    recipe, buffer = sized.recipe, state.buffer
     held = None if buffer is None else buffer.k.shape[1]
     kept = state.slots if state.dual is None else state.dual.slots
-    asked = {gate.name for gate in recipe.gates()}
+    shapes: list[list[int]] = []
+    for w in state.weights:  # called for every token: no generators
+        shapes.append(list(w.shape[2:]))
+    asked = sorted(sized.gates)
+    gates = asked if buffer is None else sorted(sized.gates.keys() & buffer.rates.keys())
     pairs = (
-        (
-            "weights of shapes",
-            [list(w.shape[2:]) for w in state.weights],
-            [list(s) for s in shapes],
-        ),
-        ("slots", sorted(kept), sorted(recipe.algorithm.slots)),
-        ("a memory of ones", state.ones is not None, read.normalize != "none" and not recipe.dual),
+        ("weights of shapes", shapes, list(map(list, sized.weights))),
+        ("slots", sorted(kept), sorted(sized.slots)),
+        ("a memory of ones", state.ones is not None, sized.normalised),
         ("rows by key", state.dual is not None, recipe.dual),
-        ("a scale", state.log_scale is not None, read.normalize == "floor"),
+        ("a scale", state.log_scale is not None, sized.stabilised),
         ("associations kept", held, held if buffer is None else recipe.span or held),
-        (
-            "gates kept",
-            sorted(asked & set(buffer.rates)) if buffer else sorted(asked),
-            sorted(asked),
-        ),
+        ("gates kept", gates, asked),
     )
     for what, has, needs in pairs:
         if has != needs:
@@ -215,111 +231,169 @@ def _short(values: list[int]) -> str:
     return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:6]))}, ...]"
 
 
-def _wanted(gate: Gate, recipe: Recipe, sizes: Mapping[str, int], lead: list[int]) -> list[int]:
-    extra = [recipe.associations] if recipe.per_association(gate) else []
-    return [*lead, *extra, *(sizes[axis] for axis in gate.axes)]
-
-
 def check_gates(
-    recipe: Recipe, gates: Mapping[str, Tensor], *, q: Tensor, k: Tensor, v: Tensor
+    sized: SizedRecipe, gates: Mapping[str, Tensor], *, lead: list[int], like: Tensor
 ) -> None:
     """Names, shapes and devices of the gates.
+
+    Args:
+        sized: the recipe, and how many memories of what size.
+        gates: by name.
+        lead: ``[B, T]``.
+        like: a tensor on their device.
 
     Raises:
         RecipeError: missing, unknown, or of the wrong shape or device.
     """
-    asked = {gate.name: gate for gate in recipe.gates()}
-    missing, unknown = asked.keys() - gates.keys(), gates.keys() - asked.keys()
-    lead = list(k.shape[:3])
-    sizes = recipe.axes(k.shape[-1], v.shape[-1])
+    _check_numbers("gate", sized.gates, gates, lead=lead, like=like)
+
+
+def check_params(sized: SizedRecipe, params: Mapping[str, Tensor], *, like: Tensor) -> None:
+    """Names, shapes and devices of the params.
+
+    Args:
+        sized: the recipe, and how many memories of what size.
+        params: by name.
+        like: a tensor on their device.
+
+    Raises:
+        RecipeError: missing, unknown, or of the wrong shape or device.
+    """
+    _check_numbers("param", sized.params, params, lead=[], like=like)
+
+
+def _check_numbers(
+    kind: str,
+    asked: Mapping[str, SizedNumber],
+    given: Mapping[str, Tensor],
+    *,
+    lead: list[int],
+    like: Tensor,
+) -> None:
+    missing, unknown = asked.keys() - given.keys(), given.keys() - asked.keys()
     if missing:
         name = sorted(missing)[0]
-        gate = asked[name]
-        shape = _wanted(gate, recipe, sizes, lead)
+        declared, shape = asked[name].declared, [*lead, *asked[name].shape]
+        values = f", values {declared.range}" if isinstance(declared, Gate) else ""
         raise RecipeError(
-            f"gate {name!r} is missing: {gate.owner} needs it with shape {shape}, values "
-            f"{gate.range}"
+            f"{kind} {name!r} is missing: {declared.owner} needs it with shape {shape}{values}"
         )
     if unknown:
         needs = ", ".join(sorted(asked)) or "none"
         raise RecipeError(
-            f"gate {sorted(unknown)[0]!r} is unknown to this recipe, which needs: {needs}"
+            f"{kind} {sorted(unknown)[0]!r} is unknown to this recipe, which needs: {needs}"
         )
-    for name, gate in asked.items():
-        x, shape = gates[name], _wanted(gate, recipe, sizes, lead)
+    for name, number in asked.items():
+        x, shape = given[name], [*lead, *number.shape]
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise RecipeError(f"gate {name!r} must be a floating-point tensor of shape {shape}")
+            raise RecipeError(f"{kind} {name!r} must be a floating-point tensor of shape {shape}")
         if list(x.shape) != shape:
             raise RecipeError(
-                f"gate {name!r} of {gate.owner} must have shape {shape}, not {list(x.shape)}"
+                f"{kind} {name!r} of {number.declared.owner} must have shape {shape}, not "
+                f"{list(x.shape)}"
             )
-        if x.device != q.device:
-            raise RecipeError(f"gate {name!r} is on {x.device} and q on {q.device}: move it")
+        if x.device != like.device:
+            raise RecipeError(f"{kind} {name!r} is on {x.device} and q on {like.device}: move it")
 
 
-def check_values(recipe: Recipe, gates: Mapping[str, Tensor], params: Params) -> None:
+def check_values(sized: SizedRecipe, gates: Mapping[str, Tensor], params: Params) -> None:
     """Ranges of gates and params, on the CPU (a GPU would have to wait for the answer).
+
+    Args:
+        sized: the recipe, and how many memories of what size.
+        gates: by name, checked in shape.
+        params: by name, checked in shape.
 
     Raises:
         RecipeError: a value outside its range.
     """
-    asked: list[tuple[str, Gate | Param, Tensor]] = [
-        *(("gate", gate, gates[gate.name]) for gate in recipe.gates()),
-        *(("param", param, params[param.name]) for param in recipe.params()),
-    ]
-    for kind, item, given in asked:
-        x = given.detach()
-        if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
-            continue
-        least, most = x.aminmax()
-        low, high, span = least.item(), most.item(), item.range
-        bad = (
-            low
-            if span.low is not None and (low < span.low or (span.low_open and low == span.low))
-            else high
-            if span.high is not None
-            and (high > span.high or (span.high_open and high == span.high))
-            else None
-        )
-        if bad is not None:
-            hint = " (decays are given as logarithms)" if item.name.startswith("log_") else ""
-            raise RecipeError(
-                f"{kind} {item.name!r} of {item.owner} must be {span}, and holds {bad:.4g}{hint}"
+    for kind, asked, given in (("gate", sized.gates, gates), ("param", sized.params, params)):
+        for name, number in asked.items():
+            x = given[name].detach()
+            if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
+                continue
+            least, most = x.aminmax()
+            low, high, span = least.item(), most.item(), number.declared.range
+            bad = (
+                low
+                if span.low is not None and (low < span.low or (span.low_open and low == span.low))
+                else high
+                if span.high is not None
+                and (high > span.high or (span.high_open and high == span.high))
+                else None
             )
+            if bad is not None:
+                hint = " (decays are given as logarithms)" if name.startswith("log_") else ""
+                raise RecipeError(
+                    f"{kind} {name!r} of {number.declared.owner} must be {span}, and holds "
+                    f"{bad:.4g}{hint}"
+                )
 
 
-def check_params(
-    recipe: Recipe, params: Mapping[str, Tensor], *, H: int, K: int, V: int, like: Tensor
-) -> None:
-    """Names, shapes and devices of the params.
+def suspicious(tensors: Iterable[Tensor]) -> bool:
+    """Whether a NaN may be among CPU tensors; a GPU would have to wait for the answer.
+
+    A finite sum proves that there is none.
+
+    Args:
+        tensors: to look at; others than floating-point ones on a CPU are passed over.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    for x in tensors:  # called for every token: no generators
+        on_cpu = x.device.type == "cpu" and x.is_floating_point()
+        if on_cpu and not math.isfinite(x.detach().sum().item()):
+            return True
+    return False
+
+
+def refuse_nan(call: Call) -> None:
+    """Refuse NaN and infinities in what was given, naming the first place.
+
+    A log decay of −inf is a value like others: it forgets everything.
+
+    Args:
+        call: a dense one.
 
     Raises:
-        RecipeError: missing, unknown, or of the wrong shape or device.
+        ValueError: with the row and token as the caller counts them.
     """
-    asked = {param.name: param for param in recipe.params()}
-    sizes = recipe.axes(K, V)
-    missing, unknown = asked.keys() - params.keys(), params.keys() - asked.keys()
-    if missing:
-        param = asked[sorted(missing)[0]]
-        shape = [H, *(sizes[axis] for axis in param.axes)]
-        raise RecipeError(
-            f"param {param.name!r} is missing: {param.owner} needs it with shape {shape}"
+    if not suspicious((call.q, call.k, call.v, *call.gates.values(), *call.params.values())):
+        return
+    named = {"q": call.q, "k": call.k, "v": call.v}
+    named |= {f"gate {name!r}": x for name, x in call.gates.items()}
+    named |= {f"param {name!r}": x for name, x in call.params.items()}
+    for name, x in named.items():
+        if not suspicious((x,)):
+            continue
+        x = x.detach()
+        bad = ~(x < torch.inf) if name.startswith("gate 'log_") else ~x.isfinite()
+        if not bool(bad.any()):
+            continue
+        what = "NaN" if bool(x.isnan().any()) else "infinity"
+        if name.startswith("param"):
+            raise ValueError(f"{name} has a {what}: every output would be one; mend its source")
+        row, token = (bad.nonzero()[0, :2]).tolist()
+        if call.places is not None:
+            token = int(call.places[row, token])
+        raise ValueError(
+            f"{name} has a {what} at row {0 if call.documents else row}, token {token}: the memory "
+            "would carry it to every later token; mask that token or mend its source"
         )
-    if unknown:
-        needs = ", ".join(sorted(asked)) or "none"
-        raise RecipeError(
-            f"param {sorted(unknown)[0]!r} is unknown to this recipe, which needs: {needs}"
-        )
-    for name, param in asked.items():
-        shape, x = [H, *(sizes[axis] for axis in param.axes)], params[name]
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise RecipeError(f"param {name!r} must be a floating-point tensor of shape {shape}")
-        if list(params[name].shape) != shape:
-            raise RecipeError(
-                f"param {name!r} of {param.owner} must have shape {shape}, not "
-                f"{list(params[name].shape)}"
-            )
-        if params[name].device != like.device:
-            raise RecipeError(
-                f"param {name!r} is on {params[name].device} and q on {like.device}: move it"
-            )
+
+
+def named(given: Gates | Params | None, what: str) -> Mapping[str, Tensor]:
+    """Numbers by name; none where none are given.
+
+    Args:
+        given: gates or params as the caller gave them.
+        what: ``"gates"`` or ``"params"``.
+
+    Raises:
+        ValueError: something else than a mapping.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{what} must map names to tensors, not {type(given).__name__}")
+    return given

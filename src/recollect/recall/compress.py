@@ -7,7 +7,7 @@ import dataclasses
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
-from recollect.recall.recall import read
+from recollect.recall.reading import read
 from recollect.recipe.recipe import Recipe
 from recollect.state.kernel_rows import Dual
 from recollect.state.state import State

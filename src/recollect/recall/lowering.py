@@ -35,21 +35,20 @@ class Lowered:
 
     def finish(self, y: Tensor) -> Tensor:
         """Outputs of the original problem from those of the lowered one."""
-        n = self.original.recipe.associations
+        n = self.original.sized.associations
         return self.divide(y[:, n - 1 :: n] if n > 1 else y)
 
     def divide(self, y: Tensor, *, after_all: bool = False) -> Tensor:
         """Divide by the memory of ones; ``after_all`` reads at the state's own scale."""
-        read = self.original.recipe.memory.read
-        if not _with_normaliser(self.original):
+        if not self.original.sized.normalised:
             return y
         top, below = y[..., :-1], y[..., -1:]
-        if read.normalize == "floor":
+        if self.original.sized.stabilised:
             scale = self.original.state.log_scale if after_all else self.scale
             assert scale is not None
             if after_all:
                 scale = scale[:, None]
-            elif read.when == "before":
+            elif self.original.recipe.memory.read.when == "before":
                 # What is read still stands at the previous token's scale.
                 start = self.original.state.log_scale
                 assert start is not None
@@ -60,10 +59,10 @@ class Lowered:
 
     def finish_state(self, after: State) -> State:
         """The state of the original problem."""
-        n = self.original.recipe.associations
+        n = self.original.sized.associations
         if n > 1:
             after = dataclasses.replace(after, position=after.position // n)
-        if _with_normaliser(self.original):
+        if self.original.sized.normalised:
             (joined,) = after.weights
             after = dataclasses.replace(
                 after, weights=(joined[..., :-1, :],), ones=joined[..., -1:, :]
@@ -80,23 +79,18 @@ class Lowered:
 
 def lower(problem: Problem, *, reading: bool = False) -> Lowered:
     """Rewrite associations per token and normalisers away; ``reading`` writes no token."""
-    lowered, scale = problem, None
-    if problem.recipe.associations > 1 and not reading:
+    lowered, scale, sized = problem, None, problem.sized
+    if sized.associations > 1 and not reading:
         lowered = _one_association(lowered)
-    if problem.recipe.memory.read.normalize == "floor" and not reading:
+    if sized.stabilised and not reading:
         lowered, scale = _stabilise(lowered)
-    if _with_normaliser(problem):
+    if sized.normalised:
         lowered = _with_ones(lowered)
     return Lowered(original=problem, problem=lowered, scale=scale)
 
 
-def _with_normaliser(problem: Problem) -> bool:
-    """Whether a normaliser is one more value channel; rows by key carry their own mass."""
-    return problem.recipe.memory.read.normalize != "none" and not problem.recipe.dual
-
-
 def _one_association(problem: Problem) -> Problem:
-    n = problem.recipe.associations
+    n = problem.sized.associations
     # Only gates come with an axis n; constants and params are the same for every association.
     gates = problem.recipe.gates()
     travels = {gate.name for gate in gates if problem.recipe.per_association(gate)}

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from recollect.recall.call import Call
 from recollect.state.state import State, join_states
-from recollect.typing import Gates
 
-__all__ = ["Rows", "compact", "pack_rows", "scatter"]
+__all__ = ["CompactedBatch", "compact", "run_compacted", "run_documents", "scatter"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class CompactedBatch:
     """Where each row's real tokens are.
 
     Attributes:
@@ -38,36 +38,46 @@ class Rows:
         return torch.where(self.real.view(shape), moved, fill)
 
 
-def compact(mask: Tensor) -> Rows:
-    """Rows of an attention mask ``[B, T]`` (nonzero = real), padded on either side or with gaps."""
+def compact(mask: Tensor) -> CompactedBatch:
+    """An attention mask ``[B, T]`` (nonzero = real), padded on either side or with gaps."""
     real = mask.bool()
-    return Rows(index=(~real).long().argsort(dim=1, stable=True), lengths=real.sum(1))
+    index = (~real).long().argsort(dim=1, stable=True)
+    return CompactedBatch(index=index, lengths=real.sum(1))
 
 
-def scatter(y: Tensor, rows: Rows) -> Tensor:
-    """Undo `Rows.gather` on outputs; masked tokens read 0."""
-    shape = (*rows.index.shape, *(1,) * (y.dim() - 2))
-    y = torch.where(rows.real.view(shape), y, 0.0)
-    return torch.zeros_like(y).scatter(1, rows.index.view(shape).expand_as(y), y)
+def scatter(y: Tensor, batch: CompactedBatch) -> Tensor:
+    """Undo `CompactedBatch.gather` on outputs; masked tokens read 0."""
+    shape = (*batch.index.shape, *(1,) * (y.dim() - 2))
+    y = torch.where(batch.real.view(shape), y, 0.0)
+    return torch.zeros_like(y).scatter(1, batch.index.view(shape).expand_as(y), y)
 
 
-Call = Callable[[Tensor, Tensor, Tensor, Gates, Rows | None, State | None], tuple[Tensor, State]]
+Run = Callable[[Call], tuple[Tensor, State]]
 
 
-def pack_rows(
-    call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    borders: Tensor,
-    state: State | None,
-    fills: Mapping[str, float],
-) -> tuple[Tensor, State]:
+def run_compacted(run: Run, call: Call, mask: Tensor) -> tuple[Tensor, State]:
+    """Run a call without the tokens that its mask excludes.
+
+    Args:
+        run: of dense calls.
+        call: with tokens to leave out.
+        mask: ``[B, T]``, nonzero at real tokens.
+    """
+    batch = compact(mask)
+    y, after = run(_taken(call, batch, batch.gather))
+    return scatter(y, batch), after
+
+
+def run_documents(run: Run, call: Call, borders: Tensor) -> tuple[Tensor, State]:
     """Run documents packed in one row as rows of their own.
 
     Documents of like length (within a factor of two) share a call, so padding at most doubles the
     tokens, however uneven the lengths.
+
+    Args:
+        run: of dense calls.
+        call: of one row.
+        borders: ``[N + 1]``.
     """
     starts, lengths = borders[:-1].tolist(), borders.diff().tolist()
     groups: dict[int, list[int]] = {}
@@ -77,34 +87,47 @@ def pack_rows(
     places: list[Tensor] = []
     states: list[State] = []
     order: list[int] = []
-    total = k.shape[1]
+    device, total = call.k.device, call.k.shape[1]
     for documents in groups.values():
-        size = torch.tensor([lengths[d] for d in documents], device=k.device)
-        start = torch.tensor([starts[d] for d in documents], device=k.device)
-        steps = torch.arange(int(size.max()), device=k.device)
+        size = torch.tensor([lengths[d] for d in documents], device=device)
+        start = torch.tensor([starts[d] for d in documents], device=device)
+        steps = torch.arange(int(size.max()), device=device)
         where = (start[:, None] + steps).clamp_max(max(total - 1, 0))
-        rows = Rows(index=where, lengths=size)
+        batch = CompactedBatch(index=where, lengths=size)
 
-        def take(x: Tensor, fill: float = 0.0, rows: Rows = rows) -> Tensor:
-            shape = (*rows.index.shape, *(1,) * (x.dim() - 2))
-            return torch.where(rows.real.view(shape), x[0][rows.index], fill)
+        def take(x: Tensor, fill: float = 0.0, batch: CompactedBatch = batch) -> Tensor:
+            shape = (*batch.index.shape, *(1,) * (x.dim() - 2))
+            return torch.where(batch.real.view(shape), x[0][batch.index], fill)
 
-        here = None
-        if state is not None:
-            here = state.select(torch.tensor(documents, device=k.device))
-        y, after = call(
-            take(q),
-            take(k),
-            take(v),
-            {name: take(x, fills[name]) for name, x in gates.items()},
-            rows,
-            here,
-        )
-        pieces.append(y[rows.real])
-        places.append(where[rows.real])
+        piece = _taken(call, batch, take)
+        if call.state is not None:
+            here = call.state.select(torch.tensor(documents, device=device))
+            piece = replace(piece, state=here)
+        y, after = run(replace(piece, documents=True))
+        pieces.append(y[batch.real])
+        places.append(where[batch.real])
         states.append(after)
         order += documents
     y = torch.cat(pieces)
     out = torch.zeros_like(y).index_copy(0, torch.cat(places), y).unsqueeze(0)
-    back = torch.tensor(order, device=k.device).argsort()
+    back = torch.tensor(order, device=device).argsort()
     return out, join_states(states).select(back)
+
+
+def _taken(call: Call, batch: CompactedBatch, take: Callable[..., Tensor]) -> Call:
+    """The call of a batch's real tokens.
+
+    Padding holds valid numbers, so that what is discarded cannot poison a gradient.
+    """
+    fills = call.bound.sized.fills
+    return replace(
+        call,
+        q=take(call.q),
+        k=take(call.k),
+        v=take(call.v),
+        gates={name: take(x, fills[name]) for name, x in call.gates.items()},
+        attention_mask=None,
+        cu_seqlens=None,
+        lengths=batch.lengths,
+        places=batch.index,
+    )

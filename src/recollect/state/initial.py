@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
+from recollect.recipe.sized import SizedRecipe
 from recollect.state.buffer import roll
 from recollect.state.kernel_rows import begin
 from recollect.state.state import State
 from recollect.typing import Init
 
-if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
-
 __all__ = ["bundled", "initial_state"]
 
 
 def initial_state(
-    recipe: Recipe,
+    sized: SizedRecipe,
     *,
     B: int,
-    H: int,
-    K: int,
-    V: int,
     dtype: torch.dtype,
     device: torch.device,
     init: Init | None = None,
 ) -> State:
     """The state before the first token: A₀ = ``init``, or zeros where that can learn.
 
+    Args:
+        sized: the recipe, and how many memories of what size.
+        B: rows.
+        dtype: of everything but what the algorithm keeps in float64.
+        device: where.
+        init: A₀, as for `recollect.recall`.
+
     Raises:
         RecipeError: a deep memory without ``init``, or one of the wrong shapes.
     """
+    recipe, H, K, V = sized.recipe, sized.H, sized.K, sized.V
     if init is not None and recipe.nonparametric:
-        k, v, rates = bundled(recipe, init, B=B, H=H, K=K, V=V, dtype=dtype)
+        k, v, rates = bundled(sized, init, B=B, dtype=dtype)
         position = torch.full((B,), k.shape[1], device=device)
         buffer = roll(recipe, None, k=k, v=v, rates=rates, lengths=None, position=position)
         return State(sizes=(H, K, V), weights=(), position=position, buffer=buffer)
-    shapes = recipe.shapes(K, V)
+    shapes = sized.weights
     pairs: tuple[Tensor, ...] = ()
     if init is None:
         if recipe.needs_init():
@@ -71,21 +72,19 @@ def initial_state(
             a.to(dtype=dtype, device=device).expand(B, H, *s)
             for a, s in zip(given, shapes, strict=True)
         )
-    read = recipe.memory.read
-    normalized = read.normalize != "none" and not recipe.dual
 
     def blank(name: str, w: Tensor) -> Tensor:
         shape = recipe.algorithm.slot_shape(name, tuple(w.shape[2:]))
-        if normalized:
+        if sized.normalised:
             # A normalised memory moves with its memory of ones, one more row.
             shape = (*shape[:-2], shape[-2] + 1, shape[-1])
         held = torch.float64 if name in wide else w.dtype
         return w.new_zeros(*w.shape[:2], *shape, dtype=held)
 
     wide = recipe.algorithm.wide(recipe)
-    names = recipe.algorithm.slots if weights or not recipe.dual else ()
+    names = sized.slots if weights or not recipe.dual else ()
     slots = {name: tuple(blank(name, w) for w in weights) for name in names}
-    F = recipe.features.dim(K) if recipe.features.finite else 0
+    ones = (B, H, 1, sized.features)
     dual = None
     if recipe.dual:
         dual = begin(recipe, pairs, B=B, H=H, K=K, V=V, dtype=dtype, device=device)
@@ -95,25 +94,27 @@ def initial_state(
         slots=slots,
         dual=dual,
         position=torch.zeros(B, dtype=torch.long, device=device),
-        ones=torch.zeros(B, H, 1, F, dtype=dtype, device=device) if normalized else None,
-        log_scale=(
-            torch.zeros(B, H, dtype=dtype, device=device) if read.normalize == "floor" else None
-        ),
+        ones=torch.zeros(ones, dtype=dtype, device=device) if sized.normalised else None,
+        log_scale=torch.zeros(B, H, dtype=dtype, device=device) if sized.stabilised else None,
     )
 
 
 def bundled(
-    recipe: Recipe, init: Init, *, B: int, H: int, K: int, V: int, dtype: torch.dtype
+    sized: SizedRecipe, init: Init, *, B: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Keys, values and numbers of a bundle as tokens, ``[B, m, H, ...]``.
 
     Args:
+        sized: the recipe, and how many memories of what size.
         init: keys ``[H, m, K]``, values ``[H, m, V]``, then the recipe's travelling gates in order,
             ``[H, m, ...]``. Numbers of the step take their initial values, decays 1.
+        B: rows.
+        dtype: of the numbers.
 
     Raises:
         RecipeError: another number of tensors, or shapes that do not fit.
     """
+    recipe, H, K, V = sized.recipe, sized.H, sized.K, sized.V
     given = (init,) if isinstance(init, Tensor) else tuple(init)
     travelling = [gate for gate in recipe.gates() if gate.travels]
     names = ["keys", "values", *(gate.name for gate in travelling)]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from recollect.choices.member import RecipeError
 from recollect.engines.select import select
-from recollect.recall.recall import read
+from recollect.recall.reading import read
 from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import error, loss, require, run, split, worst
 from recollect.testing.engines import check_single_gradients

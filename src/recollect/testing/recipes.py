@@ -9,7 +9,7 @@ import torch
 
 from recollect.choices.features.base import Kernel
 from recollect.engines.select import select
-from recollect.recall.recall import read
+from recollect.recall.reading import read
 from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
 from recollect.testing.compare import (

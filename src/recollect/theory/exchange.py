@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.recall.recall import read, recall
+from recollect.recall.reading import read
+from recollect.recall.recall import recall
 from recollect.recipe.recipe import Recipe
 from recollect.tasks.exchange import Exchange
 

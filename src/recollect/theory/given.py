@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
-from recollect.recall.recall import read, recall
+from recollect.recall.reading import read
+from recollect.recall.recall import recall
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
 from recollect.typing import Gates, Params

@@ -16,6 +16,7 @@ from recollect.engines.kernel import local_regression
 from recollect.recall.recall import recall
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
+from recollect.recipe.sized import sized
 from recollect.state.initial import initial_state
 from recollect.zoo.preset import get
 
@@ -148,17 +149,11 @@ def local_case(label: str, shape: Shape, *, solver: str) -> Case:
     def make() -> Callable[[], object]:
         q, k, v = tensors(shape, grad=False)
         length = shape.K**0.5
-        state = initial_state(
-            recipe,
-            B=shape.B,
-            H=shape.H,
-            K=shape.K,
-            V=shape.V,
-            dtype=shape.dtype,
-            device=torch.device(shape.device),
-        )
+        at = sized(recipe, H=shape.H, K=shape.K, V=shape.V)
+        device = torch.device(shape.device)
+        state = initial_state(at, B=shape.B, dtype=shape.dtype, device=device)
         problem = Problem(
-            recipe=recipe,
+            sized=at,
             q=(length * q).unsqueeze(3),
             k=length * k,
             v=v,

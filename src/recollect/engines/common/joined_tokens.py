@@ -16,7 +16,6 @@ __all__ = [
     "Tokens",
     "Weights",
     "as_matrix",
-    "fills",
     "forward_of",
     "join",
     "tensors",
@@ -71,29 +70,19 @@ def join(problem: Problem) -> Tokens:
         held = buffer.k.shape[1]
         k = torch.cat([buffer.k.to(dtype), k], dim=1)
         v = torch.cat([buffer.v.to(dtype), v], dim=1)
-        rates = {
-            name: torch.cat([buffer.rates[name].to(dtype), x], dim=1) for name, x in rates.items()
-        }
+        for name, x in rates.items():
+            rates[name] = torch.cat([buffer.rates[name].to(dtype), x], dim=1)
         valid = torch.cat([buffer.mask, valid], dim=1)
         # Empty slots weigh nothing, but a loss must be finite there: 0 may lie outside a range.
-        harmless = fills(problem)
-        rates = {
-            name: torch.where(valid.view(*valid.shape, *(1,) * (x.dim() - 2)), x, harmless[name])
-            for name, x in rates.items()
-        }
+        fills = problem.sized.fills
+        for name, x in rates.items():
+            there = valid.view(*valid.shape, *(1,) * (x.dim() - 2))
+            rates[name] = torch.where(there, x, fills.get(name, 0.0))
     steps = torch.arange(held + T, device=k.device) - held
     position = (problem.state.position[:, None] + steps).clamp_min(0)
     finite = problem.recipe.features.finite
     phi = problem.phi(k.unsqueeze(3), "key", position).squeeze(3) if finite else k
     return Tokens(k=k, phi=phi, v=v, rates=rates, valid=valid, held=held)
-
-
-def fills(problem: Problem) -> dict[str, float]:
-    """A harmless value of every number, for slots that hold nothing."""
-    recipe = problem.recipe
-    found = dict.fromkeys(problem.rates, 0.0) | recipe.constants()
-    found |= {param.name: param.init for param in recipe.params() if isinstance(param.init, float)}
-    return found | {gate.name: gate.init for gate in recipe.gates()}
 
 
 def forward_of(problem: Problem) -> Forward:

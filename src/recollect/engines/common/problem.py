@@ -1,20 +1,19 @@
-"""The input of an engine: one recipe, checked tensors, every number resolved per token."""
+"""The input of an engine: a recipe at known sizes, checked tensors, every number per token."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from recollect.recipe.recipe import Recipe
+from recollect.recipe.sized import SizedRecipe
 from recollect.state.buffer import roll
 from recollect.state.state import State
-
-if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
 
 __all__ = ["Problem", "resolve", "scaled", "state_dtype"]
 
@@ -32,6 +31,9 @@ class Problem:
     """One call of an engine.
 
     Attributes:
+        sized: the recipe, and how many memories of what size the caller asked for (a memory of ones
+            is one more value channel in ``v``).
+        plan: what the engine derived from that before any call (`Engine.plan`).
         q: queries by the memory they read, ``[B, T, H, G, K]``.
         k, v: ``[B, T, H, K]``, ``[B, T, H, V]``.
         rates: every number of the recipe by engine-side name (decays as logs), ``[B, T, H, ...]``.
@@ -47,7 +49,8 @@ class Problem:
             may leave out what only that needs.
     """
 
-    recipe: Recipe
+    sized: SizedRecipe
+    plan: Any = None
     q: Tensor
     k: Tensor
     v: Tensor
@@ -60,6 +63,11 @@ class Problem:
     chunk_size: int | None = None
     steps_per_token: int = 1
     continues: bool = True
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe."""
+        return self.sized.recipe
 
     @property
     def live(self) -> Tensor | None:
@@ -109,27 +117,33 @@ class Problem:
 
 
 def resolve(
-    recipe: Recipe,
+    sized: SizedRecipe,
     gates: Mapping[str, Tensor],
     params: Mapping[str, Tensor],
     *,
     B: int,
     T: int,
-    H: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Every number a recipe needs as ``[B, T, H, ...]``, whether constant, param or gate."""
-    rates = {
-        name: torch.full((1, 1, 1), value, dtype=dtype, device=device).expand(B, T, H)
-        for name, value in recipe.constants().items()
-    }
-    logs = recipe.logs()
-    named = recipe.statics()
-    for name, value in params.items():
-        if name in named:
-            x = value.to(dtype).log() if name in logs else value.to(dtype)
-            rates[f"log_{name}" if name in logs else name] = x.expand(B, T, *x.shape)
+    """Every number a recipe needs as ``[B, T, H, ...]``, whether constant, param or gate.
+
+    Args:
+        sized: the recipe, and how many memories of what size.
+        gates: by name.
+        params: by name.
+        B: rows.
+        T: tokens.
+        dtype: of the numbers.
+        device: of the constants.
+    """
+    rates: dict[str, Tensor] = {}
+    for name, value in sized.constants.items():
+        rates[name] = torch.full((1, 1, 1), value, dtype=dtype, device=device).expand(B, T, sized.H)
+    for name, engine_side, log in sized.statics:
+        if name in params:
+            x = params[name].to(dtype)
+            rates[engine_side] = (x.log() if log else x).expand(B, T, *x.shape)
     for name, value in gates.items():
         rates[name] = value.to(dtype)
     if "log_lr" in rates:

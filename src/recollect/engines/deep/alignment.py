@@ -8,13 +8,14 @@ stops committing its batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from recollect.engines.common.joined_tokens import fills, join
+from recollect.engines.common.joined_tokens import join
 from recollect.engines.common.problem import Problem
 
 __all__ = ["Grid", "lay_out"]
@@ -49,13 +50,33 @@ class Grid:
     start: tuple[int, ...]
     count: Tensor
 
+    def tensors(self) -> list[Tensor]:
+        """Tensors with columns: those of keys, with c − 1 more in front, then the others."""
+        return [
+            *self.keys.values(),
+            self.valid,
+            *self.steps.values(),
+            *self.queries.values(),
+            self.count,
+        ]
+
+    def like(self, tensors: Iterator[Tensor]) -> Grid:
+        """The same columns of other tensors, in the order of `tensors`."""
+        return replace(
+            self,
+            keys=dict(zip(self.keys, tensors, strict=False)),
+            valid=next(tensors),
+            steps=dict(zip(self.steps, tensors, strict=False)),
+            queries=dict(zip(self.queries, tensors, strict=False)),
+            count=next(tensors),
+        )
+
     def outputs(self, y: Tensor, T: int) -> Tensor:
         """Of outputs per column ``[B, N b, ...]``, those of the new tokens ``[B, T, ...]``."""
         if len(set(self.start)) <= 1:
             first = self.start[0] if self.start else 0
-            y = y[:, first : first + T]
             # Padding that no row's tokens reach has no columns.
-            return y if y.shape[1] == T else torch.cat([y, _fill(y, T - y.shape[1], 0.0)], dim=1)
+            return _columns(y, first, T)
         columns = _tensor(self.start, y)[:, None] + torch.arange(T, device=y.device)
         columns = columns.clamp_max(y.shape[1] - 1)
         return y.gather(1, _spread(columns, y).expand(-1, -1, *y.shape[2:]))
@@ -85,13 +106,7 @@ class _Place:
     def take(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """``x [B, tokens, ...]`` on the grid; ``fill`` where there is no token."""
         if len(set(self.first)) <= 1:
-            first = self.first[0] if self.first else 0
-            stop = first + self.columns
-            here = x[:, max(first, 0) : max(min(stop, x.shape[1]), 0)]
-            parts = [_fill(x, min(max(-first, 0), self.columns), fill), here]
-            parts.append(_fill(x, self.columns - parts[0].shape[1] - here.shape[1], fill))
-            parts = [part for part in parts if part.shape[1]]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            return _columns(x, self.first[0] if self.first else 0, self.columns, fill)
         index = _tensor(self.first, x)[:, None] + torch.arange(self.columns, device=x.device)
         there = (index >= 0) & (index < x.shape[1])
         index = index.clamp(0, x.shape[1] - 1)
@@ -99,13 +114,20 @@ class _Place:
         return torch.where(_spread(there, x), found, torch.full((), fill, dtype=x.dtype).to(x))
 
 
-def _fill(x: Tensor, columns: int, fill: float) -> Tensor:
-    return x.new_full((x.shape[0], columns, *x.shape[2:]), fill)
+def _columns(x: Tensor, first: int, columns: int, fill: float = 0.0) -> Tensor:
+    """Columns ``first`` to ``first + columns`` of ``x``, which has them from 0 to its length."""
+    length = x.shape[1]
+    before = min(max(-first, 0), columns)
+    after = min(max(first + columns - length, 0), columns - before)
+    here = x[:, max(first, 0) : max(min(first + columns, length), 0)]
+    if not before and not after:
+        return here
+    return pad(here, (*(0, 0) * (x.dim() - 2), before, after), value=fill)
 
 
 def lay_out(problem: Problem) -> Grid:
     """The grid of a call with at least one token."""
-    recipe, tokens = problem.recipe, join(problem)
+    recipe, tokens, method = problem.recipe, join(problem), problem.plan
     b, c = recipe.algorithm.batch, recipe.context.horizon or 1
     B, T = problem.k.shape[:2]
     opened = [0] * B if b == 1 else [p % b for p in problem.state.position.tolist()]
@@ -117,41 +139,40 @@ def lay_out(problem: Problem) -> Grid:
     columns = N * width
     # Columns without a token need numbers that every loss can take; without such, none are asked.
     whole = all(o == 0 for o in opened) and columns == T and c == 1
-    harmless: Mapping[str, float] = {} if whole else fills(problem)
+    fills: Mapping[str, float] = {} if whole else problem.sized.fills
     join_first = tuple(tokens.held - o for o in opened)
     steps = _Place(first=join_first, columns=columns)
     keys = _Place(first=tuple(f - (c - 1) for f in join_first), columns=c - 1 + columns)
     asked = _Place(first=tuple(-o for o in opened), columns=columns)
-    bias = recipe.bias
-    travels = bias.numbers.keys()
     rates = dict(tokens.rates)
-    if recipe.algorithm.keyed and "lr" in rates:
-        assert bias.affine is not None
+    if method.slope is not None and "lr" in rates:
         kappa = tokens.phi.square().sum(-1)
-        rates["lr"] = recipe.algorithm.rate(rates["lr"], kappa, bias.affine[0])
+        rates["lr"] = recipe.algorithm.rate(rates["lr"], kappa, method.slope)
     placed = {"phi": tokens.phi, "v": tokens.v}
     if not _same(tokens.phi, tokens.k):
         placed["raw"] = tokens.k
     q_phi = problem.phi(problem.q, "query", problem.positions())
     counted = problem.state.position[:, None] + 1 - _tensor(tuple(opened), problem.k)[:, None]
+    # Called for every decoded token: loops, no comprehensions.
+    of_keys: dict[str, Tensor] = {}
+    of_steps: dict[str, Tensor] = {}
+    for name, x in placed.items():
+        of_keys[name] = keys.take(x)
+    for name in method.numbers:
+        of_keys[name] = keys.take(rates.pop(name), fills.get(name, 0.0))
+    for name, x in rates.items():
+        of_steps[name] = steps.take(x, fills.get(name, 0.0))
+    queries = {"x": asked.take(q_phi)}
+    if not _same(q_phi, problem.q):
+        queries["raw"] = asked.take(problem.q.to(q_phi.dtype))
     return Grid(
         b=width,
         c=c,
         N=N,
-        keys={
-            **{name: keys.take(x) for name, x in placed.items()},
-            **{name: keys.take(rates[name], harmless.get(name, 0.0)) for name in sorted(travels)},
-        },
+        keys=of_keys,
         valid=keys.take(tokens.valid.to(tokens.phi.dtype)),
-        steps={
-            name: steps.take(x, harmless.get(name, 0.0))
-            for name, x in rates.items()
-            if name not in travels
-        },
-        queries={
-            "x": asked.take(q_phi),
-            **({} if _same(q_phi, problem.q) else {"raw": asked.take(problem.q.to(q_phi.dtype))}),
-        },
+        steps=of_steps,
+        queries=queries,
         full=None if all(n == N for n in full) else tuple(full),
         start=tuple(opened),
         count=counted + torch.arange(columns, device=problem.k.device),

@@ -19,9 +19,8 @@ from torch import Tensor
 from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
 from recollect.engines.deep.segments import Layout, Memory, Method
 from recollect.engines.deep.step_coefficients import Table, tables
-from recollect.recipe.recipe import Recipe
 
-__all__ = ["Stepped", "decodes", "step"]
+__all__ = ["Stepped", "step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,93 +32,96 @@ class Stepped:
     cache: dict[str, Tensor]
 
 
-def decodes(method: Method) -> bool:
-    """Whether reads of a recipe are one table of coefficients with numbers per head."""
-    recipe, rule = method.recipe, method.rule
-    decay = recipe.retention.decay
-    plain = decay is None or (decay.per == "head" and decay.when == "after")
-    plain &= not recipe.algorithm.per_value
-    linked = recipe.retention.linked or rule.splits or rule.pairs
-    # Batches of one token have nothing to keep.
-    return method.way == "table" and plain and not linked and recipe.algorithm.batch > 1
-
-
-def _tag(recipe: Recipe) -> int | None:
-    """A number that tells recipes apart; ``None`` where a user's member has none."""
-    try:
-        return hash(recipe)
-    except TypeError:
-        return None
-
-
 def step(
-    method: Method, layout: Layout, memory: Memory, held: Mapping[str, Tensor]
+    method: Method,
+    layout: Layout,
+    memory: Memory,
+    cache: Mapping[str, Tensor],
+    tag: int | None,
 ) -> Stepped | None:
-    """The last token of a layout of one batch; ``None`` where a map is applied more than once."""
+    """The last token of a layout of one batch; ``None`` where a map is applied more than once.
+
+    Args:
+        method: how the recipe runs.
+        layout: the open inner batch up to this token.
+        memory: at the batch's start.
+        cache: of the state.
+        tag: a number that tells recipes apart; without one nothing is cached.
+    """
     R = layout.b + layout.c - 1
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
-    old = _held(method, layout, held, R - 1)
+    closes = layout.commits[0] is True
+    depends: dict[str, Tensor] = {}
+    if tag is not None and (cache or not closes):
+        depends = _depends(layout, tag)
+    old = _held(method, layout, cache, depends, R - 1)
     here = slice(R - 1 if old else 0, R)
-    names = [name for name in layout.keys if name not in ("raw", "phi", "v")]
-    keys = {name: x[0, :, :, here] for name, x in layout.keys.items()}
-    found = factors(
+    keys: dict[str, Tensor] = {}
+    for name, x in layout.keys.items():
+        keys[name] = x[0, :, :, here]
+    phi, v = keys.pop("phi"), keys.pop("v")
+    raw = keys.pop("raw", phi)
+    new = factors(
         method.memory,
         memory.A,
-        Points(
-            phi=keys["phi"],
-            raw=keys.get("raw", keys["phi"]),
-            v=keys["v"],
-            gates={name: keys[name] for name in names},
-        ),
+        Points(phi=phi, raw=raw, v=v, gates=keys),
         layout.params,
         method.recipe.bias,
         outer=False,
     )
-    if any(one.h.shape[1] != here.stop - here.start for one in found):
-        return None
-    if old:
-        found = [a.join(b) for a, b in zip(old, found, strict=True)]
+    for one in new:
+        if one.h.shape[1] != here.stop - here.start:
+            return None
+    found = [a.join(b) for a, b in zip(old, new, strict=True)] if old else new
     y = _read(method, layout, memory, table, found)
-    if layout.commits[0] is True:
+    if closes:
         return Stepped(y=y, memory=_moved(table, memory, found), cache={})
-    B, tag = layout.x.shape[1], _tag(method.recipe)
     if tag is None:
         return Stepped(y=y, memory=memory, cache={})
-    cache = {f"h.{i}": one.h.unflatten(0, (B, -1)) for i, one in enumerate(found)}
-    cache |= {f"delta.{i}": one.delta.unflatten(0, (B, -1)) for i, one in enumerate(found)}
-    return Stepped(y=y, memory=memory, cache={**cache, **_depends(method, layout, tag)})
+    B = layout.x.shape[1]
+    for i, one in enumerate(found):
+        depends[f"h.{i}"] = one.h.unflatten(0, (B, -1))
+        depends[f"delta.{i}"] = one.delta.unflatten(0, (B, -1))
+    return Stepped(y=y, memory=memory, cache=depends)
 
 
-def _depends(method: Method, layout: Layout, tag: int) -> dict[str, Tensor]:
+def _depends(layout: Layout, tag: int) -> dict[str, Tensor]:
     """What the factors come from beside the state, row by row."""
     B, like = layout.x.shape[1], layout.x
-    tags = torch.full((B,), tag, dtype=torch.long, device=like.device)
-    # A parameter may be trained in place between two calls: what is kept is its value now.
-    params = {name: x.detach().clone() for name, x in layout.params.items()}
-    return {"recipe": tags, **{f"param.{n}": x.expand(B, *x.shape) for n, x in params.items()}}
+    made = {"recipe": torch.full((B,), tag, dtype=torch.long, device=like.device)}
+    for name, x in layout.params.items():
+        # A parameter may be trained in place between two calls: what is kept is its value now.
+        made[f"param.{name}"] = x.detach().clone().expand(B, *x.shape)
+    return made
 
 
 def _held(
-    method: Method, layout: Layout, held: Mapping[str, Tensor], count: int
+    method: Method,
+    layout: Layout,
+    cache: Mapping[str, Tensor],
+    depends: Mapping[str, Tensor],
+    count: int,
 ) -> list[Factors] | None:
     """The cached factors of the batch's earlier tokens, if they are this recipe's."""
-    maps, tag = range(len(method.maps)), _tag(method.recipe)
-    if tag is None or not all(f"{name}.{i}" in held for name in ("h", "delta") for i in maps):
-        return None
-    first = held["h.0"]
-    if first.shape[2] != count or first.dtype != layout.x.dtype:
-        return None
-    for name, x in _depends(method, layout, tag).items():
-        if name not in held or not torch.equal(held[name], x):
+    old: list[Factors] = []
+    for i in range(len(method.maps)):
+        h, delta = cache.get(f"h.{i}"), cache.get(f"delta.{i}")
+        if h is None or delta is None or h.shape[2] != count or h.dtype != layout.x.dtype:
             return None
-    return [Factors(held[f"h.{i}"].flatten(0, 1), held[f"delta.{i}"].flatten(0, 1)) for i in maps]
+        old.append(Factors(h.flatten(0, 1), delta.flatten(0, 1)))
+    for name, x in depends.items():
+        if name not in cache or not torch.equal(cache[name], x):
+            return None
+    return old if depends else None
 
 
 def _read(
     method: Method, layout: Layout, memory: Memory, table: Table, found: Sequence[Factors]
 ) -> Tensor:
     moments, G = memory.slots.get("momentum"), layout.G
-    a, m = (None if x is None else x[0, :, -1:, None].expand(-1, G, -1) for x in (table.a, table.m))
+    a, m = table.a, table.m
+    a = None if a is None else a[0, :, -1:, None].expand(-1, G, -1)
+    m = None if m is None else m[0, :, -1:, None].expand(-1, G, -1)
     C = table.C[0, :, -1:].expand(-1, G, -1)
     reads = [
         Read(

@@ -23,7 +23,7 @@ from recollect.choices.memory.base import Read, Stack
 from recollect.engines.common.problem import Problem
 from recollect.engines.deep.alignment import Grid, lay_out
 from recollect.engines.deep.chain.engine import Chain, slope_of
-from recollect.engines.deep.decode import decodes, step
+from recollect.engines.deep.decode import step
 from recollect.engines.deep.general import walk
 from recollect.engines.deep.recompute import Part
 from recollect.engines.deep.recompute import run as run_groups
@@ -33,8 +33,9 @@ from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
+    from recollect.recipe.sized import SizedRecipe
 
-__all__ = ["chain_of", "describes", "refuses", "rule_of", "run", "way"]
+__all__ = ["chain_of", "describes", "plan", "refuses", "rule_of", "run", "way"]
 
 GROUP_BYTES = 2**26
 """What the intermediates of a group of inner batches may take in the backward pass."""
@@ -116,20 +117,34 @@ def rule_of(recipe: Recipe) -> Rule:
     )
 
 
-def _method(problem: Problem) -> Method:
-    recipe, how = problem.recipe, way(problem.recipe)
-    memory, retention = recipe.memory, recipe.retention
+def plan(sized: SizedRecipe) -> Method:
+    """What of a recipe and its sizes decides how it runs."""
+    recipe, how, rule = sized.recipe, way(sized.recipe), rule_of(sized.recipe)
+    memory, retention, algorithm, bias = (
+        recipe.memory,
+        recipe.retention,
+        recipe.algorithm,
+        recipe.bias,
+    )
     assert isinstance(memory, Stack)
+    decay = retention.decay
+    plain = decay is None or (decay.per == "head" and decay.when == "after")
+    plain &= not (algorithm.per_value or retention.linked or rule.splits or rule.pairs)
     return Method(
         recipe=recipe,
         memory=memory,
-        maps=memory.maps(recipe.features.dim(problem.k.shape[-1]), problem.v.shape[-1]),
+        maps=memory.maps(sized.features, sized.channels),
         way=how,
-        rule=rule_of(recipe),
+        rule=rule,
         # Tokens of a batch with one step at its border read W°, whatever the link's mode.
-        settled=retention.linked and not recipe.at_border and way(recipe) != "border",
+        settled=retention.linked and not recipe.at_border and how != "border",
         split=recipe.at_border and retention.settles_first and how != "border",
         chain=chain_of(recipe),
+        slope=bias.affine[0] if algorithm.keyed and bias.affine is not None else None,
+        numbers=tuple(sorted(bias.numbers)),
+        params=tuple(param.name for param in memory.params()),
+        # Batches of one token have no factors to keep.
+        decodes=how == "table" and plain and algorithm.batch > 1,
     )
 
 
@@ -156,38 +171,32 @@ def run(problem: Problem) -> tuple[Tensor, State]:
         return y, problem.after(weights=state.weights, slots=dict(state.slots))
     if problem.q.device.type == "cpu":
         _hold_freed_memory()
-    method, grid = _method(problem), lay_out(problem)
+    method: Method = problem.plan
+    grid = lay_out(problem)
     memory = Memory(
         A=[w.flatten(0, 1) for w in state.weights],
         slots={name: [w.flatten(0, 1) for w in slot] for name, slot in state.slots.items()},
     )
-    wanted = {param.name for param in method.memory.params()}
-    params = {name: x for name, x in problem.params.items() if name in wanted}
-    given = (grid.keys, grid.steps, grid.queries, params)
+    params = {name: problem.params[name] for name in method.params}
+    columns = grid.tensors()
     outer = torch.is_grad_enabled() and any(
-        x.requires_grad for x in (*memory.tensors(), *(x for d in given for x in d.values()))
+        x.requires_grad for x in (*memory.tensors(), *columns, *params.values())
     )
-    if T == 1 and problem.lengths is None and not outer and decodes(method):
+    if T == 1 and problem.lengths is None and not outer and method.decodes:
         decoded = _decode(problem, method, grid, memory, params)
         if decoded is not None:
             return decoded
     g = _batches_a_group(problem, method, grid, outer=outer)
-    columns = g * grid.b
-    total = grid.N * grid.b
-    groups = [(s, min(s + columns, total)) for s in range(0, total, columns)]
-    lead = {**{f"key {n}": x for n, x in grid.keys.items()}, "valid": grid.valid}
-    own = {f"step {n}": x for n, x in grid.steps.items()}
-    own |= {**grid.queries, "count": grid.count}
-    names = [*lead, *own]
-    parts = [Part(x, grid.c - 1) for x in lead.values()] + [Part(x) for x in own.values()]
+    total, size, lead = grid.N * grid.b, g * grid.b, len(grid.keys) + 1
+    groups = [(s, min(s + size, total)) for s in range(0, total, size)]
+    parts = [Part(x, grid.c - 1 if i < lead else 0) for i, x in enumerate(columns)]
 
     def call(
         group: int, memories: list[Tensor], tokens: list[Tensor], rest: list[Tensor], outer: bool
     ) -> tuple[Tensor, list[Tensor]]:
         layout = _layout(
-            grid,
+            grid.like(iter(tokens)),
             groups[group],
-            dict(zip(names, tokens, strict=True)),
             dict(zip(params, rest, strict=True)),
             (B, H, G),
             outer=outer,
@@ -214,12 +223,9 @@ def _decode(
     if grid.N > 1 or len(set(grid.start)) > 1:
         return None
     B, _, H, G, _ = problem.q.shape
-    tokens = {**{f"key {n}": x for n, x in grid.keys.items()}, "valid": grid.valid}
-    tokens |= {**{f"step {n}": x for n, x in grid.steps.items()}, **grid.queries}
-    tokens["count"] = grid.count
     with torch.no_grad():
-        layout = _layout(grid, (0, grid.b), tokens, params, (B, H, G), outer=False)
-        made = step(method, layout, memory, problem.state.cache)
+        layout = _layout(grid, (0, grid.b), params, (B, H, G), outer=False)
+        made = step(method, layout, memory, problem.state.cache, problem.sized.hash)
     if made is None:
         return None
     end = made.memory.like([w.unflatten(0, (B, H)) for w in made.memory.tensors()])
@@ -268,40 +274,37 @@ def _batches_a_group(problem: Problem, method: Method, grid: Grid, *, outer: boo
 def _layout(
     grid: Grid,
     group: tuple[int, int],
-    tensors: dict[str, Tensor],
     params: dict[str, Tensor],
     sizes: tuple[int, int, int],
     *,
     outer: bool,
 ) -> Layout:
-    """Cut a group's tokens into its inner batches."""
+    """Cut a group's tokens, which are all that the grid's tensors hold, into its inner batches."""
     _, H, G = sizes
     b, c = grid.b, grid.c
     start, stop = group
     N = (stop - start) // b
 
-    def batches(x: Tensor) -> Tensor:  # [B, N b + c − 1, H, ...] -> [N, B, H, b + c − 1, ...]
+    keys: dict[str, Tensor] = {}
+    for name, x in grid.keys.items():  # [B, N b + c − 1, H, ...] -> [N, B, H, b + c − 1, ...]
         if c == 1:
             cut = x.unflatten(1, (N, b))
         else:
             cut = x.unfold(1, b + c - 1, b).movedim(-1, 2)
-        return cut.permute(1, 0, 3, 2, *range(4, cut.dim()))
-
-    def flat(x: Tensor) -> Tensor:  # [B, N b, H, ...] -> [N, P, b, ...]
+        cut = cut.permute(1, 0, 3, 2, *range(4, cut.dim()))
+        if name in ("raw", "phi", "v"):
+            keys[name] = cut.contiguous()
+        else:
+            keys[name] = cut.unsqueeze(-1) if cut.dim() == 4 else cut
+    steps: dict[str, Tensor] = {}
+    for name, x in grid.steps.items():  # [B, N b, H, ...] -> [N, P, b, ...]
         cut = x.unflatten(1, (N, b))
-        return cut.permute(1, 0, 3, 2, *range(4, cut.dim())).flatten(1, 2)
+        steps[name] = cut.permute(1, 0, 3, 2, *range(4, cut.dim())).flatten(1, 2)
 
     def asked(x: Tensor) -> Tensor:  # [B, N b, H, G, D] -> [N, B, H, b G, D]
         return x.unflatten(1, (N, b)).permute(1, 0, 3, 2, 4, 5).flatten(3, 4)
 
-    keys = {name[4:]: batches(x) for name, x in tensors.items() if name.startswith("key ")}
-    plain = ("raw", "phi", "v")
-    keys = {
-        name: x.contiguous() if name in plain else (x.unsqueeze(-1) if x.dim() == 4 else x)
-        for name, x in keys.items()
-    }
-    steps = {name[5:]: flat(x) for name, x in tensors.items() if name.startswith("step ")}
-    gamma = _gamma(tensors["valid"], steps, N, b, c, H)
+    gamma = _gamma(grid.valid, steps, N, b, c, H)
     return Layout(
         b=b,
         c=c,
@@ -309,9 +312,9 @@ def _layout(
         keys=keys,
         steps=steps,
         gamma=gamma,
-        x=asked(tensors["x"]).contiguous(),
-        raw=asked(tensors["raw"]).contiguous() if "raw" in tensors else None,
-        count=tensors["count"].unflatten(1, (N, b)).transpose(0, 1),
+        x=asked(grid.queries["x"]).contiguous(),
+        raw=asked(grid.queries["raw"]).contiguous() if "raw" in grid.queries else None,
+        count=grid.count.unflatten(1, (N, b)).transpose(0, 1),
         commits=[_commit(grid, start // b + n, H, gamma) for n in range(N)],
         params=params,
         outer=outer,

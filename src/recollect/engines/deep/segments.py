@@ -44,6 +44,10 @@ class Method:
     Attributes:
         settled: what is read at a token is the link of its own A.
         split: the first token of a batch is a segment of its own (MIRAS 30).
+        slope: a of the error, where the rate depends on the key (`Algorithm.rate`), else ``None``.
+        numbers: names of the bias's numbers, which travel with the keys.
+        params: names of the memory's own.
+        decodes: whether one token's read is one table of coefficients with numbers per head.
         chain: the memory as a chain of maps, where everything else is plain enough for `chain`.
     """
 
@@ -55,6 +59,10 @@ class Method:
     settled: bool
     split: bool
     chain: Chain | None
+    slope: float | None
+    numbers: tuple[str, ...]
+    params: tuple[str, ...]
+    decodes: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,6 @@ Each form says which recipes it is not for, and how it runs the others; the firs
 """
 
 from recollect.engines.kernel.cost import flops
-from recollect.engines.kernel.engine import FORMS, Form, describes, read, refuses, run
+from recollect.engines.kernel.engine import FORMS, Form, describes, plan, read, refuses, run
 
-__all__ = ["FORMS", "Form", "describes", "flops", "read", "refuses", "run"]
+__all__ = ["FORMS", "Form", "describes", "flops", "plan", "read", "refuses", "run"]

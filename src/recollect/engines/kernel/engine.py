@@ -20,8 +20,9 @@ from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
+    from recollect.recipe.sized import SizedRecipe
 
-__all__ = ["FORMS", "Form", "describes", "read", "refuses", "run"]
+__all__ = ["FORMS", "Form", "describes", "plan", "read", "refuses", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +108,18 @@ def describes(recipe: Recipe) -> str:
     return form_of(recipe).describes(recipe)
 
 
+def plan(sized: SizedRecipe) -> Form:
+    """The form that runs a recipe."""
+    return form_of(sized.recipe)
+
+
 def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the state after the last token."""
-    return form_of(problem.recipe).run(problem)
+    form: Form = problem.plan
+    return form.run(problem)
 
 
 def read(problem: Problem, asked: Mapping[str, Tensor]) -> Tensor | None:
     """Outputs of queries that only read; ``None`` where the reference has to."""
-    form = form_of(problem.recipe)
+    form: Form = problem.plan
     return None if form.read is None else form.read(problem, asked)

@@ -1,0 +1,46 @@
+"""One call of `recollect.recall`: what the caller gave, on its way to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from recollect.recall.bound import Bound
+from recollect.state.state import State
+from recollect.typing import Init
+
+__all__ = ["Call"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What the caller gave; packing makes dense calls of it, with rows padded on the right.
+
+    Attributes:
+        bound: the recipe at the sizes of q, k and v, and the engine.
+        q, k, v, gates, params, init, state: as `recollect.recall` takes them.
+        attention_mask, cu_seqlens: where tokens are real, or documents end; ``None`` once packed.
+        causal, chunk_size, output_state: as `recollect.recall` takes them.
+        lengths: of a packed call: real tokens per row ``[B]``.
+        places: of a packed call: where each token stands in the caller's row, ``[B, T]``.
+        documents: whether the rows of a packed call are documents of the caller's only row.
+    """
+
+    bound: Bound
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Mapping[str, Tensor]
+    params: Mapping[str, Tensor]
+    init: Init | None = None
+    state: State | None = None
+    attention_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    causal: bool = True
+    chunk_size: int | None = None
+    output_state: bool = True
+    lengths: Tensor | None = None
+    places: Tensor | None = None
+    documents: bool = False

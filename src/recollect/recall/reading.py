@@ -1,0 +1,193 @@
+"""`read`: queries against a memory as it stands, without writing."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from recollect.choices.member import RecipeError
+from recollect.engines import reference
+from recollect.engines.common.inference import (
+    leaves_inference,
+    ordinary,
+    ordinary_mode,
+    ordinary_problem,
+)
+from recollect.engines.common.problem import Problem, resolve, state_dtype
+from recollect.engines.select import Engine
+from recollect.recall.bound import bind
+from recollect.recall.checks import check_params, check_recipe, check_state, named
+from recollect.recall.lowering import lower
+from recollect.recall.transforms import refuse_transforms
+from recollect.recipe.recipe import Recipe
+from recollect.recipe.sized import sized
+from recollect.state.initial import initial_state
+from recollect.state.state import State
+from recollect.typing import Gates, Init, Params
+
+__all__ = ["full_precision", "read", "read_from"]
+
+
+def read(
+    recipe: Recipe,
+    q: Tensor,
+    *,
+    gates: Gates | None = None,
+    state: State | None = None,
+    init: Init | None = None,
+    params: Params | None = None,
+) -> Tensor:
+    """Read without writing: y_t = M(W; φ(q_t)) for every query, W the memory as it stands.
+
+    Args:
+        recipe: the regression problem.
+        q: queries ``[B, T, Hq, K]``.
+        gates: only those of a link that has gates (a ball's radius, an elastic net's threshold).
+        state: what was memorised; or
+        init: a memory A₀ as for `recall`, when nothing was memorised yet.
+        params: learned tensors, as for `recall`.
+
+    Returns:
+        ``[B, T, Hq, V]`` in q's dtype.
+
+    Raises:
+        RecipeError: neither or both of ``state`` and ``init``; gates the read needs are missing.
+        ValueError: queries that do not fit the state, or something else in its place.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=0.5))
+        >>> y, state = rc.recall(recipe, q, k, v)
+        >>> last = rc.read(recipe, q[:, -1:], state=state)
+        >>> torch.allclose(last, y[:, -1:], atol=1e-6)
+        True
+    """
+    check_recipe(recipe)
+    gates, params = named(gates, "gates"), named(params, "params")
+    refuse_transforms(itertools.chain((q,), gates.values(), params.values()))
+    if (state is None) == (init is None):
+        raise RecipeError("rc.read needs something to read: give state=... or init=..., not both")
+    if q.dim() != 4:
+        raise ValueError(f"q must have shape [B, T, H, K], not {list(q.shape)}")
+    B, T, Hq, K = q.shape
+    if state is None:
+        assert init is not None
+        given = [init] if isinstance(init, Tensor) else list(init)
+        if not given:
+            raise RecipeError("rc.read needs something to read, and init is empty")
+        # A bundle of associations ends with gates; its values come second.
+        last = given[1] if recipe.nonparametric and len(given) > 1 else given[-1]
+        if recipe.nonparametric and (len(given) < 2 or last.dim() != 3):
+            raise RecipeError(
+                f"init of {recipe.memory.title} is a bundle of associations: keys [H, m, K], "
+                "values [H, m, V], then the gates that travel with them"
+            )
+        if recipe.memory.channelled is False and not recipe.nonparametric:
+            raise RecipeError(
+                f"{recipe.memory.title} does not tell its value size from init: read from a state"
+            )
+        diagonal = recipe.memory.diagonal
+        H, V = last.shape[-2 if diagonal else -3], last.shape[-1 if diagonal else -2]
+        if recipe.nonparametric:
+            V = last.shape[-1]
+        if recipe.dual and not recipe.shapes(K, 1):
+            V = last.shape[-1]  # rows of values, not a map
+        at = sized(recipe, H=H, K=K, V=V)
+        state = initial_state(at, B=B, dtype=state_dtype(q), device=q.device, init=init)
+    if not isinstance(state, State):
+        raise ValueError(f"state must be what recall returned, not {type(state).__name__}")
+    if state.rows != B:
+        raise ValueError(f"q has {B} rows and the state has {state.rows}")
+    H, held_k, V = state.sizes
+    bound = bind(recipe, H=H, K=held_k, V=V)
+    check_state(bound.sized, state)
+    if held_k != K:
+        raise ValueError(f"q has K = {K} and the state's keys have K = {held_k}")
+    if Hq % H:
+        raise ValueError(f"q has {Hq} heads, which is no multiple of the {H} memories")
+    wanted = {gate.name: gate for gate in recipe.retention.gates() if "decay" not in gate.name}
+    asked = {name for part in recipe.context.within for name in part.reads}
+    wanted |= {gate.name: gate for gate in recipe.context.gates() if gate.name in asked}
+    for name in wanted.keys() - gates.keys():
+        axes = ", ".join(("B", "T", "H", *wanted[name].axes))
+        raise RecipeError(f"rc.read needs the gate {name!r} of {wanted[name].owner}, [{axes}]")
+    for name in sorted(gates.keys() - {gate.name for gate in recipe.gates()}):
+        raise RecipeError(f"gate {name!r} is unknown to this recipe")
+    gates = {name: x for name, x in gates.items() if name in wanted}
+    for name, x in gates.items():
+        shape = [B, T, *bound.sized.gates[name].shape]
+        if list(x.shape) != shape:
+            raise RecipeError(
+                f"gate {name!r} of {wanted[name].owner} must have shape {shape}, not "
+                f"{list(x.shape)}"
+            )
+    check_params(bound.sized, params, like=q)
+    shell = Problem(
+        sized=bound.sized,
+        plan=bound.plan,
+        q=q.unflatten(2, (H, Hq // H)),
+        k=q.new_zeros(B, 0, H, K),
+        v=q.new_zeros(B, 0, H, V),
+        rates=resolve(bound.sized, {}, params, B=B, T=0, dtype=state_dtype(q), device=q.device),
+        params=params,
+        state=state,
+    )
+    engine = bound.engine
+    if leaves_inference(shell, *gates.values(), inner_gradients=True):
+        gates = {name: ordinary(x) for name, x in gates.items()}
+        with ordinary_mode():
+            shell = ordinary_problem(shell)
+            y = read_from(shell, shell.state, gates=gates, engine=engine)
+    else:
+        y = read_from(shell, state, gates=gates, engine=engine)
+    return y.flatten(2, 3)
+
+
+def read_from(
+    problem: Problem, state: State, *, engine: Engine, gates: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """What the problem's queries read from a state, ``[B, T, H, G, V]``.
+
+    Args:
+        problem: with the queries.
+        state: what was memorised.
+        engine: which may know how to read its own states.
+        gates: those that a read asks for.
+    """
+    at, (B, T) = problem.sized, problem.q.shape[:2]
+    dtype, device = state_dtype(problem.q, problem.k), problem.q.device
+    known = {name: x for name, x in problem.rates.items() if x.shape[1] == T}
+    asked = resolve(at, gates or {}, problem.params, B=B, T=T, dtype=dtype, device=device)
+    rates = {**asked, **known}
+    empty = dataclasses.replace(
+        problem,
+        k=problem.k.new_zeros(B, 0, at.H, at.K),
+        v=problem.v.new_zeros(B, 0, at.H, at.V),
+        rates=_empty_rates(problem, state),
+        lengths=None,
+        state=state,
+    )
+    lowered = lower(empty, reading=True)
+    with full_precision(device):
+        y = None if engine.read is None else engine.read(lowered.problem, rates)
+        if y is None:
+            y = reference.read(lowered.problem, rates)
+    return lowered.divide(y, after_all=True)
+
+
+def _empty_rates(problem: Problem, state: State) -> dict[str, Tensor]:
+    if state.buffer is not None:
+        return {name: x[:, :0] for name, x in state.buffer.rates.items()}
+    return {name: x[:, :0] for name, x in problem.rates.items()}
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Without autocast, where the device has any."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

@@ -1,0 +1,126 @@
+"""A recipe at known sizes: what every call asks of the two together, asked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from recollect.choices.fields import Gate, Param
+from recollect.recipe.recipe import Recipe
+
+__all__ = ["SizedNumber", "SizedRecipe", "sized"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedNumber:
+    """A gate or a param at known sizes.
+
+    Attributes:
+        declared: what the recipe says of it.
+        shape: of a gate after ``[B, T]``, of a param all of it: ``(H, ...)``.
+    """
+
+    declared: Gate | Param
+    shape: Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedRecipe:
+    """A recipe, H memories, keys of size K and values of size V.
+
+    Attributes:
+        gates, params: by name, in the recipe's order.
+        fills: a value of every number but 0 that its member can take, by engine-side name, for
+            tokens that are padding and slots that hold nothing.
+        constants: numbers fixed by the recipe, by engine-side name.
+        statics: of each param that is a number of the recurrence: its name, that of the engines,
+            and whether they take its logarithm.
+        features: F, or 0 where features are infinitely many.
+        weights: shapes of the memory's maps, without batch and head.
+        slots: names of the algorithm's own state.
+        associations: n, associations per token.
+        normalised: whether a memory of ones is kept beside the memory, as one more value channel.
+        stabilised: whether the normaliser has a floor, and the memory a running scale.
+        hash: a number that tells recipes apart; ``None`` where a member of one's own has none.
+    """
+
+    recipe: Recipe
+    H: int
+    K: int
+    V: int
+    gates: Mapping[str, SizedNumber]
+    params: Mapping[str, SizedNumber]
+    fills: Mapping[str, float]
+    constants: Mapping[str, float]
+    statics: tuple[tuple[str, str, bool], ...]
+    features: int
+    weights: tuple[Shape, ...]
+    slots: tuple[str, ...]
+    associations: int
+    normalised: bool
+    stabilised: bool
+    hash: int | None
+
+    @property
+    def channels(self) -> int:
+        """Value channels that an engine sees: V, and the memory of ones."""
+        return self.V + self.normalised
+
+
+def sized(recipe: Recipe, *, H: int, K: int, V: int) -> SizedRecipe:
+    """A recipe at known sizes.
+
+    Args:
+        recipe: whose numbers and shapes are meant.
+        H: memories.
+        K: key channels.
+        V: value channels.
+
+    Raises:
+        RecipeError: sizes that the memory or the features cannot have.
+    """
+    axes, statics, logs = recipe.axes(K, V), recipe.statics(), recipe.logs()
+    gates: dict[str, SizedNumber] = {}
+    for gate in recipe.gates():
+        each = (recipe.associations,) if recipe.per_association(gate) else ()
+        shape = (H, *each, *(axes[axis] for axis in gate.axes))
+        gates[gate.name] = SizedNumber(declared=gate, shape=shape)
+    params = {
+        param.name: SizedNumber(declared=param, shape=(H, *(axes[axis] for axis in param.axes)))
+        for param in recipe.params()
+    }
+    return SizedRecipe(
+        recipe=recipe,
+        H=H,
+        K=K,
+        V=V,
+        gates=gates,
+        params=params,
+        fills={
+            **recipe.constants(),
+            **{one.name: one.init for one in recipe.params() if isinstance(one.init, float)},
+            **{gate.name: gate.init for gate in recipe.gates()},
+        },
+        constants=recipe.constants(),
+        statics=tuple(
+            (name, f"log_{name}" if name in logs else name, name in logs)
+            for name in params
+            if name in statics
+        ),
+        features=axes["F"],
+        weights=recipe.shapes(K, V),
+        slots=tuple(recipe.algorithm.slots),
+        associations=recipe.associations,
+        normalised=recipe.memory.read.normalize != "none" and not recipe.dual,
+        stabilised=recipe.memory.read.normalize == "floor",
+        hash=_hash(recipe),
+    )
+
+
+def _hash(recipe: Recipe) -> int | None:
+    try:
+        return hash(recipe)
+    except TypeError:
+        return None
