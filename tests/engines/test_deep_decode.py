@@ -99,12 +99,12 @@ def test_a_token_takes_the_gradient_of_its_own_key_alone(
     recipe = RECIPES[name].but(algorithm=_of_four(RECIPES[name]))
     rows: list[int] = []
 
-    def counted(memory: Any, W: Any, points: Any, *args: Any, **options: Any) -> Any:
+    def counted(method: Any, memory: Any, points: Any, params: Any) -> Any:
         rows.append(points.phi.shape[2])
-        return original(memory, W, points, *args, **options)
+        return original(method, memory, points, params)
 
-    original = decode.factors
-    monkeypatch.setattr(decode, "factors", counted)
+    original = decode._factors
+    monkeypatch.setattr(decode, "_factors", counted)
     x = generate.inputs(recipe, T=9)
     window = (recipe.context.horizon or 1) - 1
     _decoded(recipe, x, keep=True)

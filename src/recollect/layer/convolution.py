@@ -17,17 +17,12 @@ class _Slide(torch.autograd.Function):
     same sum, a full-size zero tensor per tap.
     """
 
+    # The context is an argument: with `setup_context`, torch inspects this signature at every call,
+    # which takes as long as the convolution of one token.
     @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        T = x.shape[1] - weight.shape[0] + 1
-        y = x[:, :T] * weight[0]
-        for j in range(1, weight.shape[0]):
-            y.addcmul_(x[:, j : j + T], weight[j])
-        return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _convolved(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,8 +36,19 @@ class _Slide(torch.autograd.Function):
         return dx, torch.stack(taps)
 
 
+def _convolved(x: Tensor, weight: Tensor) -> Tensor:
+    T = x.shape[1] - weight.shape[0] + 1
+    y = x[:, :T] * weight[0]
+    for j in range(1, weight.shape[0]):
+        y.addcmul_(x[:, j : j + T], weight[j])
+    return y
+
+
 def _slide(x: Tensor, weight: Tensor) -> Tensor:
-    return cast(Tensor, _Slide.apply(x, weight.to(x.dtype)))
+    weight = weight.to(x.dtype)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return cast(Tensor, _Slide.apply(x, weight))
+    return _convolved(x, weight)
 
 
 class ShortConvolution(nn.Module):

@@ -187,7 +187,26 @@ def _solver_pairs(shape: Shape) -> list[tuple[str, str, str]]:
     return [*pairs, ("token by token / rls", "Sherman–Morrison, token by token", "rls")]
 
 
+def _decode_cases(shape: Shape) -> list[Case]:
+    from recollect.bench.suites.decode import decode_cases  # needs transformers
+
+    return decode_cases(shape.device)
+
+
+def _decode_pairs(shape: Shape) -> list[tuple[str, str, str]]:
+    from recollect.bench.suites.decode import BASELINE, NAMES
+
+    each = [(f"{name}: prefill / Llama's", name) for name in NAMES]
+    return [(what, f"{name}, prefill", f"{BASELINE}, prefill") for what, name in each]
+
+
 SUITES: dict[str, Suite] = {
+    "decode": Suite(
+        about="language models token by token (32 after a prompt of 128) against Llama",
+        cases=_decode_cases,
+        baseline="transformers' Llama",
+        pairs=_decode_pairs,
+    ),
     "least_squares": Suite(
         about="exact least squares against SDPA, the delta rule, conjugate gradients and a loop",
         cases=_solver_cases,

@@ -98,6 +98,7 @@ class Problem:
 
     def after(self, **changes: Any) -> State:
         """The state after this call: position and buffer moved on, and what the engine changed."""
+        end = self.end
         buffer = roll(
             self.recipe,
             self.state.buffer,
@@ -105,15 +106,17 @@ class Problem:
             v=self.v,
             rates=self.rates,
             lengths=self.lengths,
-            position=self.end,
+            position=end,
         )
         changes = {"cache": {}, **changes}
-        return dataclasses.replace(self.state, position=self.end, buffer=buffer, **changes)
+        return dataclasses.replace(self.state, position=end, buffer=buffer, **changes)
 
     def positions(self) -> Tensor:
         """Index of each token (or association) in its document, ``[B, T]``, from 0."""
-        steps = torch.arange(self.k.shape[1], device=self.k.device)
-        return self.state.position[:, None] + steps
+        first = self.state.position[:, None]
+        if self.k.shape[1] == 1:
+            return first
+        return first + torch.arange(self.k.shape[1], device=self.k.device)
 
 
 def resolve(

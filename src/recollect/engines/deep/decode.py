@@ -1,9 +1,14 @@
 """Decoding one token inside an inner batch, from cached gradient factors of its earlier tokens.
 
 All gradients of an inner batch are taken at W°, so h and δ of its tokens stay as they are until the
-border. A step that makes one token keeps them in the state's cache: the next computes one key's
-factors, the last row of the coefficients and one read. Without a cache (after a long call, another
-engine, a reset) the factors of the whole open batch are made once.
+border, and the coefficients by which a read mixes them move on from token to token:
+
+    D_t = θ_t D_{t−1} − η_t γ_t,  C_t = α_t C_{t−1} + D_t  (a row over the batch's associations)
+    s_t = θ_t s_{t−1},  m_t = α_t m_{t−1} + s_t,  a_t = α_t a_{t−1}  (of S° and A°)
+
+A step that makes one token keeps all of it in the state's cache: the next computes one key's
+factors, one row of coefficients and one read. Without a cache (after a long call, another engine, a
+reset) the factors and coefficients of the whole open batch are made once.
 
 The cache holds what it depends on beside the state: the recipe's hash, and the memory's parameters.
 """
@@ -15,12 +20,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from recollect.engines.common.problem import Problem
+from recollect.engines.deep.chain.engine import chain_slopes
 from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
 from recollect.engines.deep.segments import Layout, Memory, Method
 from recollect.engines.deep.step_coefficients import Table, tables
 
-__all__ = ["Stepped", "step"]
+__all__ = ["Stepped", "follow", "step"]
+
+Cache = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +39,70 @@ class Stepped:
 
     y: Tensor
     memory: Memory
-    cache: dict[str, Tensor]
+    cache: Cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """Coefficients after one token: C and D over the batch's associations, the rest of A° and S°.
+
+    C and D are ``[P, n]``, a, m and s ``[P]``. ``None`` is 1 for a, nothing for m and s, and for D
+    what C says.
+    """
+
+    C: Tensor
+    D: Tensor | None = None
+    a: Tensor | None = None
+    m: Tensor | None = None
+    s: Tensor | None = None
+
+
+_NUMBERS = ("C", "D", "a", "m", "s")
+
+
+def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> Stepped | None:
+    """The token after those of the cache, or the first of an inner batch.
+
+    ``None`` where rows have come differently far, where the cache is another's or there is none,
+    and where a map is applied more than once.
+
+    Args:
+        problem: of one token, for which nobody asks an outer gradient.
+        memory: at the batch's start.
+        params: the memory's own.
+    """
+    method: Method = problem.plan
+    recipe, cache, tag = problem.recipe, problem.state.cache, problem.sized.hash
+    b, c = recipe.algorithm.batch, recipe.context.horizon or 1
+    places = set(problem.state.position.remainder(b).tolist())
+    if len(places) != 1 or tag is None:
+        return None
+    place, like = places.pop(), memory.A[0]
+    depends = _depends(params, tag, problem.q.shape[0], like)
+    old: list[Factors] = []
+    if place or c > 1:
+        held = _held(method, cache, depends, place + c - 1, like)
+        if held is None or "C" not in cache:
+            return None
+        old = held
+    position = problem.positions()
+    points = _points(problem, method, position)
+    new = _factors(method, memory, points, params)
+    for one in new:
+        if one.h.shape[1] != 1:
+            return None
+    row = _advance(problem, method, cache if old else {}, place, points.phi)
+    found = [a.join(b) for a, b in zip(old, new, strict=True)] if old else new
+    x = problem.phi(problem.q, "query", position).squeeze(1)
+    raw = problem.q.to(x.dtype).squeeze(1)
+    y = _read(method, memory, row, found, x, raw, params)
+    if place + 1 == b:
+        return Stepped(y=y, memory=_moved(row, memory, found), cache={})
+    return Stepped(y=y, memory=memory, cache=_kept(found, row, depends))
 
 
 def step(
-    method: Method,
-    layout: Layout,
-    memory: Memory,
-    cache: Mapping[str, Tensor],
-    tag: int | None,
+    method: Method, layout: Layout, memory: Memory, cache: Mapping[str, Tensor], tag: int | None
 ) -> Stepped | None:
     """The last token of a layout of one batch; ``None`` where a map is applied more than once.
 
@@ -48,48 +113,44 @@ def step(
         cache: of the state.
         tag: a number that tells recipes apart; without one nothing is cached.
     """
-    R = layout.b + layout.c - 1
+    R, B = layout.b + layout.c - 1, layout.x.shape[1]
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
-    closes = layout.commits[0] is True
-    depends: dict[str, Tensor] = {}
-    if tag is not None and (cache or not closes):
-        depends = _depends(layout, tag)
-    old = _held(method, layout, cache, depends, R - 1)
+    depends = {} if tag is None else _depends(layout.params, tag, B, memory.A[0])
+    old = _held(method, cache, depends, R - 1, memory.A[0]) if depends else None
     here = slice(R - 1 if old else 0, R)
     keys: dict[str, Tensor] = {}
     for name, x in layout.keys.items():
         keys[name] = x[0, :, :, here]
     phi, v = keys.pop("phi"), keys.pop("v")
-    raw = keys.pop("raw", phi)
-    new = factors(
-        method.memory,
-        memory.A,
-        Points(phi=phi, raw=raw, v=v, gates=keys),
-        layout.params,
-        method.recipe.bias,
-        outer=False,
-    )
+    points = Points(phi=phi, raw=keys.pop("raw", phi), v=v, gates=keys)
+    new = _factors(method, memory, points, layout.params)
     for one in new:
         if one.h.shape[1] != here.stop - here.start:
             return None
     found = [a.join(b) for a, b in zip(old, new, strict=True)] if old else new
-    y = _read(method, layout, memory, table, found)
-    if closes:
-        return Stepped(y=y, memory=_moved(table, memory, found), cache={})
-    if tag is None:
+    row, G = _row_of(table), layout.G
+    x = layout.x[0, :, :, -G:]
+    raw = x if layout.raw is None else layout.raw[0, :, :, -G:]
+    y = _read(method, memory, row, found, x, raw, layout.params)
+    if layout.commits[0] is True:
+        return Stepped(y=y, memory=_moved(row, memory, found), cache={})
+    if not depends:
         return Stepped(y=y, memory=memory, cache={})
-    B = layout.x.shape[1]
-    for i, one in enumerate(found):
-        depends[f"h.{i}"] = one.h.unflatten(0, (B, -1))
-        depends[f"delta.{i}"] = one.delta.unflatten(0, (B, -1))
-    return Stepped(y=y, memory=memory, cache=depends)
+    cache = _kept(found, row, depends)
+    if method.rule.mean:
+        # Averages are made of plain sums, which the table does not hold.
+        for name in _NUMBERS:
+            cache.pop(name, None)
+    return Stepped(y=y, memory=memory, cache=cache)
 
 
-def _depends(layout: Layout, tag: int) -> dict[str, Tensor]:
+# -- the cache ------------------------------------------------------------------------------------
+
+
+def _depends(params: Mapping[str, Tensor], tag: int, B: int, like: Tensor) -> Cache:
     """What the factors come from beside the state, row by row."""
-    B, like = layout.x.shape[1], layout.x
     made = {"recipe": torch.full((B,), tag, dtype=torch.long, device=like.device)}
-    for name, x in layout.params.items():
+    for name, x in params.items():
         # A parameter may be trained in place between two calls: what is kept is its value now.
         made[f"param.{name}"] = x.detach().clone().expand(B, *x.shape)
     return made
@@ -97,63 +158,172 @@ def _depends(layout: Layout, tag: int) -> dict[str, Tensor]:
 
 def _held(
     method: Method,
-    layout: Layout,
     cache: Mapping[str, Tensor],
     depends: Mapping[str, Tensor],
     count: int,
+    like: Tensor,
 ) -> list[Factors] | None:
     """The cached factors of the batch's earlier tokens, if they are this recipe's."""
     old: list[Factors] = []
     for i in range(len(method.maps)):
         h, delta = cache.get(f"h.{i}"), cache.get(f"delta.{i}")
-        if h is None or delta is None or h.shape[2] != count or h.dtype != layout.x.dtype:
+        if h is None or delta is None or h.shape[2] != count or h.dtype != like.dtype:
             return None
         old.append(Factors(h.flatten(0, 1), delta.flatten(0, 1)))
     for name, x in depends.items():
         if name not in cache or not torch.equal(cache[name], x):
             return None
-    return old if depends else None
+    return old
+
+
+def _kept(found: Sequence[Factors], row: _Row, depends: Cache) -> Cache:
+    B, made = depends["recipe"].shape[0], dict(depends)
+    for i, one in enumerate(found):
+        made[f"h.{i}"] = one.h.unflatten(0, (B, -1))
+        made[f"delta.{i}"] = one.delta.unflatten(0, (B, -1))
+    for name, x in (("C", row.C), ("D", row.D), ("a", row.a), ("m", row.m), ("s", row.s)):
+        if x is not None:
+            made[name] = x.unflatten(0, (B, -1))
+    return made
+
+
+# -- one token ------------------------------------------------------------------------------------
+
+
+def _points(problem: Problem, method: Method, position: Tensor) -> Points:
+    phi = problem.phi(problem.k.unsqueeze(3), "key", position).squeeze(3)  # [B, 1, H, F]
+    gates: dict[str, Tensor] = {}
+    for name in method.numbers:
+        x = problem.rates[name]
+        gates[name] = (x.unsqueeze(-1) if x.dim() == 3 else x).transpose(1, 2)
+    return Points(
+        phi=phi.transpose(1, 2),
+        raw=problem.k.to(phi.dtype).transpose(1, 2),
+        v=problem.v.to(phi.dtype).transpose(1, 2),
+        gates=gates,
+    )
+
+
+def _factors(
+    method: Method, memory: Memory, points: Points, params: Mapping[str, Tensor]
+) -> list[Factors]:
+    """h and δ of every map; by formula where the memory is a chain, else by autograd."""
+    if method.chain is not None:
+        return chain_slopes(method.chain, memory.A, points)
+    bias = method.recipe.bias
+    return factors(method.memory, memory.A, points, params, bias, outer=False)
+
+
+def _advance(
+    problem: Problem, method: Method, cache: Mapping[str, Tensor], place: int, phi: Tensor
+) -> _Row:
+    """The coefficients after this token from those before it; none before a batch's first."""
+    rates, rule = problem.rates, method.rule
+    C, D, a, m, s = [None if (x := cache.get(n)) is None else x.flatten(0, 1) for n in _NUMBERS]
+    new = -_weights(problem, method, phi)  # [P, c]
+    theta = rates["momentum"].flatten() if rule.slot else None
+    alpha = rates["log_decay"].exp().flatten() if "log_decay" in rates else None
+    if rule.mean:
+        offset = rates["offset"]
+        offset = offset[..., place] if offset.dim() == 4 else offset
+        tau = (1 / (place + 1) + offset).clamp_min(0).flatten()
+        D = _added(D, new)
+        return _Row(C=tau.unsqueeze(-1) * D, D=D)
+    C = C if C is None or alpha is None else C * alpha.unsqueeze(-1)
+    a = alpha if a is None or alpha is None else a * alpha
+    if theta is None:
+        return _Row(C=_added(C, new), a=a)
+    s = theta if s is None else s * theta
+    D = _added(None if D is None else D * theta.unsqueeze(-1), new)
+    C = D if C is None else pad(C, (0, 1)) + D
+    if m is None:
+        m = s
+    else:
+        m = s + m if alpha is None else torch.addcmul(s, m, alpha)
+    return _Row(C=C, D=D, a=a, m=m, s=s)
+
+
+def _weights(problem: Problem, method: Method, phi: Tensor) -> Tensor:
+    """η_t γ_t of the window's associations, oldest first, ``[P, c]``."""
+    rates, recipe, c = problem.rates, problem.recipe, problem.recipe.context.horizon or 1
+    lr = rates.get("lr")
+    if lr is not None and method.slope is not None:
+        kappa = phi.square().sum(-1).transpose(1, 2)
+        lr = recipe.algorithm.rate(lr, kappa, method.slope)
+    gamma = rates["window"].flatten(0, 2) if "window" in rates else None
+    if c > 1:
+        there = torch.arange(c, device=phi.device) <= problem.state.position[:, None]
+        there = there.repeat_interleave(phi.shape[1], dim=0).to(phi.dtype)
+        gamma = (there if gamma is None else gamma * there).flip(-1)
+    if gamma is None:
+        gamma = phi.new_ones(phi.shape[0] * phi.shape[1], 1)
+    return gamma if lr is None else gamma * lr.flatten().unsqueeze(-1)
+
+
+def _added(row: Tensor | None, new: Tensor) -> Tensor:
+    """A row over the associations before, and the weights of the last c of those now."""
+    if row is None:
+        return new
+    if new.shape[-1] == 1:
+        return torch.cat([row, new], dim=-1)
+    return pad(row, (0, 1)) + pad(new, (row.shape[-1] + 1 - new.shape[-1], 0))
+
+
+def _row_of(table: Table) -> _Row:
+    """The last token's coefficients."""
+    return _Row(
+        C=table.C[0, :, -1],
+        D=None if table.D is None else table.D[0],
+        a=None if table.a is None else table.a[0, :, -1],
+        m=None if table.m is None else table.m[0, :, -1],
+        s=None if table.s is None else table.s[0],
+    )
 
 
 def _read(
-    method: Method, layout: Layout, memory: Memory, table: Table, found: Sequence[Factors]
+    method: Method,
+    memory: Memory,
+    row: _Row,
+    found: Sequence[Factors],
+    x: Tensor,
+    raw: Tensor,
+    params: Mapping[str, Tensor],
 ) -> Tensor:
-    moments, G = memory.slots.get("momentum"), layout.G
-    a, m = table.a, table.m
-    a = None if a is None else a[0, :, -1:, None].expand(-1, G, -1)
-    m = None if m is None else m[0, :, -1:, None].expand(-1, G, -1)
-    C = table.C[0, :, -1:].expand(-1, G, -1)
-    reads = [
-        Read(
-            W=memory.A[i],
-            S=None if moments is None else moments[i],
-            factors=one,
-            a=a,
-            m=m,
-            C=C,
-            inner=None,
-            outer=None,
-            tokens=1,
-            own=True,
+    """Outputs ``[P, G, V]`` of queries ``[B, H, G, ·]``."""
+    moments = memory.slots.get("momentum")
+    a = None if row.a is None else row.a[:, None, None]
+    m = None if row.m is None else row.m[:, None, None]
+    C = row.C.unsqueeze(1)
+    reads: list[Read] = []
+    for i, one in enumerate(found):
+        reads.append(
+            Read(
+                W=memory.A[i],
+                S=None if moments is None else moments[i],
+                factors=one,
+                a=a,
+                m=m,
+                C=C,
+                inner=None,
+                outer=None,
+                tokens=1,
+                own=True,
+            )
         )
-        for i, one in enumerate(found)
-    ]
-    x = layout.x[0, :, :, -G:]
-    raw = x if layout.raw is None else layout.raw[0, :, :, -G:]
-    return read(method.memory, reads, x, raw, layout.params).flatten(0, 1)
+    return read(method.memory, reads, x, raw, params).flatten(0, 1)
 
 
-def _moved(table: Table, memory: Memory, found: Sequence[Factors]) -> Memory:
+def _moved(row: _Row, memory: Memory, found: Sequence[Factors]) -> Memory:
     """A_n = a_n A° + m_n S° + Σ C[n, i] δ_i h_iᵀ and S_n, at the batch's end."""
     moments = memory.slots.get("momentum")
     A: list[Tensor] = []
     S: list[Tensor] = []
     for i, one in enumerate(found):
-        moved = memory.A[i] if table.a is None else memory.A[i] * table.a[0, :, -1, None, None]
-        if moments is not None and table.m is not None:
-            moved = torch.addcmul(moved, moments[i], table.m[0, :, -1, None, None])
-        A.append(torch.baddbmm(moved, (one.delta * table.C[0, :, -1, :, None]).mT, one.h))
-        if moments is not None and table.s is not None and table.D is not None:
-            kept = moments[i] * table.s[0, :, None, None]
-            S.append(torch.baddbmm(kept, (one.delta * table.D[0, :, :, None]).mT, one.h))
+        moved = memory.A[i] if row.a is None else memory.A[i] * row.a[:, None, None]
+        if moments is not None and row.m is not None:
+            moved = torch.addcmul(moved, moments[i], row.m[:, None, None])
+        A.append(torch.baddbmm(moved, (one.delta * row.C.unsqueeze(-1)).mT, one.h))
+        if moments is not None and row.s is not None and row.D is not None:
+            kept = moments[i] * row.s[:, None, None]
+            S.append(torch.baddbmm(kept, (one.delta * row.D.unsqueeze(-1)).mT, one.h))
     return Memory(A=A, slots={} if moments is None else {"momentum": S})

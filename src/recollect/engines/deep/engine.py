@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from recollect.choices.memory.base import Read, Stack
+from recollect.engines.common.joined_tokens import wants_gradient
 from recollect.engines.common.problem import Problem
 from recollect.engines.deep.alignment import Grid, lay_out
 from recollect.engines.deep.chain.engine import Chain, slope_of
-from recollect.engines.deep.decode import step
+from recollect.engines.deep.decode import Stepped, follow, step
 from recollect.engines.deep.general import walk
 from recollect.engines.deep.recompute import Part
 from recollect.engines.deep.recompute import run as run_groups
@@ -172,20 +173,26 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     if problem.q.device.type == "cpu":
         _hold_freed_memory()
     method: Method = problem.plan
-    grid = lay_out(problem)
     memory = Memory(
         A=[w.flatten(0, 1) for w in state.weights],
         slots={name: [w.flatten(0, 1) for w in slot] for name, slot in state.slots.items()},
     )
     params = {name: problem.params[name] for name in method.params}
+    outer = wants_gradient(problem)
+    decodes = T == 1 and problem.lengths is None and not outer and method.decodes
+    if decodes:
+        with torch.no_grad():
+            stepped = follow(problem, memory, params)
+        if stepped is not None:
+            return _stepped(problem, stepped)
+    grid = lay_out(problem)
     columns = grid.tensors()
-    outer = torch.is_grad_enabled() and any(
-        x.requires_grad for x in (*memory.tensors(), *columns, *params.values())
-    )
-    if T == 1 and problem.lengths is None and not outer and method.decodes:
-        decoded = _decode(problem, method, grid, memory, params)
-        if decoded is not None:
-            return decoded
+    if decodes and grid.N == 1 and len(set(grid.start)) == 1:
+        with torch.no_grad():
+            layout = _layout(grid, (0, grid.b), params, (B, H, G), outer=False)
+            stepped = step(method, layout, memory, state.cache, problem.sized.hash)
+        if stepped is not None:
+            return _stepped(problem, stepped)
     g = _batches_a_group(problem, method, grid, outer=outer)
     total, size, lead = grid.N * grid.b, g * grid.b, len(grid.keys) + 1
     groups = [(s, min(s + size, total)) for s in range(0, total, size)]
@@ -216,18 +223,9 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     return y.to(problem.v.dtype), kept
 
 
-def _decode(
-    problem: Problem, method: Method, grid: Grid, memory: Memory, params: dict[str, Tensor]
-) -> tuple[Tensor, State] | None:
-    """One token for rows that have come equally far in their inner batches."""
-    if grid.N > 1 or len(set(grid.start)) > 1:
-        return None
-    B, _, H, G, _ = problem.q.shape
-    with torch.no_grad():
-        layout = _layout(grid, (0, grid.b), params, (B, H, G), outer=False)
-        made = step(method, layout, memory, problem.state.cache, problem.sized.hash)
-    if made is None:
-        return None
+def _stepped(problem: Problem, made: Stepped) -> tuple[Tensor, State]:
+    """What `run` returns, of one decoded token."""
+    B, _, H, _, _ = problem.q.shape
     end = made.memory.like([w.unflatten(0, (B, H)) for w in made.memory.tensors()])
     kept = problem.after(
         weights=tuple(end.A),

@@ -20,11 +20,12 @@ from torch import Tensor
 from recollect.choices.bias.base import Bias
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.autograd import walk_borders
-from recollect.engines.deep.chain.forward import Keys, Path
+from recollect.engines.deep.chain.forward import Keys, Path, slopes
 from recollect.engines.deep.chain.reads import Asked
+from recollect.engines.deep.gradient_factors import Factors, Points
 from recollect.engines.deep.step_coefficients import Table
 
-__all__ = ["Chain", "run_chain", "slope_of"]
+__all__ = ["Chain", "chain_slopes", "run_chain", "slope_of"]
 
 Weights = list[Tensor]
 
@@ -93,6 +94,29 @@ def run_chain(
         for end, up in zip(memories, tall, strict=True)
     ]
     return y, [end[0] for end in ends], None if S is None else [end[1] for end in ends]
+
+
+def chain_slopes(chain: Chain, A: Sequence[Tensor], points: Points) -> list[Factors]:
+    """h and δ of every map at weights ``A [P, out, in]``, without a graph.
+
+    Args:
+        chain: the memory.
+        A: its maps.
+        points: where gradients are taken.
+    """
+    flat: dict[str, Tensor] = {}
+    for name, x in points.gates.items():
+        flat[name] = x.flatten(0, 1)
+    h, delta = slopes(
+        CURVES[chain.activation],
+        chain.bias,
+        [w.mT for w in A],
+        points.phi.flatten(0, 1),
+        points.raw.flatten(0, 1) if chain.residual else None,
+        points.v.flatten(0, 1),
+        flat,
+    )
+    return list(map(Factors, h, delta))
 
 
 def _transitions(table: Table) -> tuple[Tensor | None, Tensor]:

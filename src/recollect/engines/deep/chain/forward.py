@@ -14,7 +14,7 @@ from torch import Tensor
 from recollect.choices.bias.base import Bias
 from recollect.engines.deep.chain.activations import Curve
 
-__all__ = ["Commits", "Inner", "Keys", "Made", "Path", "Room", "forward", "plain"]
+__all__ = ["Commits", "Inner", "Keys", "Made", "Path", "Room", "forward", "plain", "slopes"]
 
 Tensors = list[Tensor]
 Commits = Sequence[bool | Tensor]
@@ -252,6 +252,36 @@ def _mix(T: Tensor, old: Tensor, out: Tensor) -> None:
         torch.bmm(T, old, out=out)
 
 
+def slopes(
+    curve: Curve,
+    bias: Bias,
+    A: Sequence[Tensor],
+    k: Tensor,
+    raw: Tensor | None,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+) -> tuple[Tensors, Tensors]:
+    """Inputs h and output gradients δ of every map, by operations that autograd follows.
+
+    Args:
+        curve: the activation.
+        bias: the loss.
+        A: the maps, ``[P, in, out]``.
+        k: keys' features ``[P, R, F]``.
+        raw: keys, where a residual adds them to the prediction.
+        v: values ``[P, R, V]``.
+        gates: the bias's numbers by name, ``[P, R, 1 or V]``.
+    """
+    h, z = [k], [torch.bmm(k, A[0])]
+    for a in A[1:]:
+        h.append(curve.value(z[-1]))
+        z.append(torch.bmm(h[-1], a))
+    delta = [bias.error(z[-1] if raw is None else z[-1] + raw, v, gates)]
+    for i in range(len(A) - 1, 0, -1):
+        delta.append(curve.pull(torch.bmm(delta[-1], A[i].mT), z[i - 1]))
+    return h, delta[::-1]
+
+
 def plain(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits) -> Made:
     """The same by operations that autograd follows, for second derivatives."""
     L = len(start)
@@ -261,16 +291,9 @@ def plain(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits) -> 
     all_delta: list[Tensors] = [[] for _ in range(L)]
     for n, commit in enumerate(commits):
         A = [w[:, 0] if up else w[:, 0].mT for w, up in zip(M, path.tall, strict=True)]
-        h, z = [keys.k[n]], [torch.bmm(keys.k[n], A[0])]
-        for a in A[1:]:
-            h.append(path.curve.value(z[-1]))
-            z.append(torch.bmm(h[-1], a))
-        point = z[-1] + keys.raw[n] if path.residual else z[-1]
         gates = {name: x[n] for name, x in keys.gates.items()}
-        delta = [path.bias.error(point, keys.v[n], gates)]
-        for i in range(L - 1, 0, -1):
-            delta.append(path.curve.pull(torch.bmm(delta[-1], A[i].mT), z[i - 1]))
-        delta.reverse()
+        raw = keys.raw[n] if path.residual else None
+        h, delta = slopes(path.curve, path.bias, A, keys.k[n], raw, keys.v[n], gates)
         for stacks, xs in ((Ms, M), (all_h, h), (all_delta, delta)):
             for stack, x in zip(stacks, xs, strict=True):
                 stack.append(x)
