@@ -63,11 +63,17 @@ class Squash:
     def __call__(self, z: Tensor) -> Tensor:
         """Values of ``z``, entry by entry."""
         if self.kind == "sigmoid":
-            return self.low + (self.high - self.low) * torch.sigmoid(z)
+            share = torch.sigmoid(z)
+            if self.low == 0.0 and self.high == 1.0:
+                return share
+            return self.low + (self.high - self.low) * share
         if self.kind == "softplus":
             return self.low + functional.softplus(z)
         if self.kind == "logsigmoid":
-            return self.high + functional.logsigmoid(z) / self.temperature
+            z = functional.logsigmoid(z)
+            if self.high == 0.0 and self.temperature == 1.0:
+                return z
+            return self.high + z / self.temperature
         if self.kind == "exp":
             return self.low + z.exp()
         if self.kind == "minus_exp":
@@ -328,12 +334,12 @@ class Number(nn.Module):
         if self.source == "fixed" and self.bias is None:
             value = self.start(x.device, work)
         else:
-            z = x.new_zeros((), dtype=work)
+            z = None if self.bias is None else self.bias.to(work)
             if self.weight is not None:
                 h = x if self.down is None else functional.linear(x, self.down)
-                z = functional.linear(h, self.weight).to(work).unflatten(-1, self.shape)
-            if self.bias is not None:
-                z = z + self.bias.to(work)
+                moved = functional.linear(h, self.weight).to(work).unflatten(-1, self.shape)
+                z = moved if z is None else moved + z
+            assert z is not None
             value = self.squash(z)
         if isinstance(self.declared, Gate) and self.weight is None:
             return value.expand(*x.shape[:2], *self.shape)

@@ -78,7 +78,10 @@ class Lowered:
 
 
 def lower(problem: Problem, *, reading: bool = False) -> Lowered:
-    """Rewrite associations per token and normalisers away; ``reading`` writes no token."""
+    """Rewrite associations per token and normalisers away; ``reading`` writes no token.
+
+    Most recipes have neither (`SizedRecipe.plain`) and need no lowering.
+    """
     lowered, scale, sized = problem, None, problem.sized
     if sized.associations > 1 and not reading:
         lowered = _one_association(lowered)

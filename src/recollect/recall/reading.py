@@ -187,7 +187,8 @@ def _empty_rates(problem: Problem, state: State) -> dict[str, Tensor]:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Without autocast, where the device has any."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
+    """Without autocast, where it is on."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
     return nullcontext()

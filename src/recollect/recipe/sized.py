@@ -64,6 +64,11 @@ class SizedRecipe:
     hash: int | None
 
     @property
+    def plain(self) -> bool:
+        """Whether an engine sees the call as it is: one association per token, no normaliser."""
+        return self.associations == 1 and not self.normalised and not self.stabilised
+
+    @property
     def channels(self) -> int:
         """Value channels that an engine sees: V, and the memory of ones."""
         return self.V + self.normalised
