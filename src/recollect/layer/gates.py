@@ -37,7 +37,7 @@ from recollect.recipe.initial_params import start
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["Number", "Squash"]
+__all__ = ["Number", "Squash", "scaled"]
 
 RATES = frozenset({"lr", "erase", "window"})  # they scale a write, an erasure or a gradient
 SPREAD = 8.0
@@ -154,6 +154,13 @@ def squash_of(declared: Gate | Param, options: GateOptions) -> Squash:
             f"{declared.owner} allows, {span}: choose another squash, low or high"
         )
     return squash
+
+
+def scaled(x: Tensor, length: float) -> Tensor:
+    """x of the given length over the last axis, in float32 at least; 0 stays 0."""
+    work = x if x.dtype == torch.float64 else x.float()
+    inverse = (work.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
+    return (work * (length * inverse)).to(x.dtype)
 
 
 def _schedule(name: str, shape: tuple[int, ...], depth: tuple[int, int]) -> Tensor:

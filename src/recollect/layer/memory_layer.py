@@ -17,7 +17,7 @@ from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
 from recollect.layer.checks import check_options, check_sizes, check_state, check_tokens
 from recollect.layer.convolution import ShortConvolution
-from recollect.layer.gates import Number
+from recollect.layer.gates import Number, scaled
 from recollect.layer.initial_memory import InitialMemory, InitialPairs
 from recollect.layer.options import LayerOptions
 from recollect.layer.rotation import (
@@ -30,13 +30,13 @@ from recollect.layer.rotation import (
     turn,
 )
 from recollect.layer.state import Associations, LayerState
-from recollect.layer.ties import OWNED, Ties, scaled
+from recollect.layer.ties import OWNED, Ties
 from recollect.layer.token_shift import TokenShift
 from recollect.recall.bound import bind
 from recollect.recall.call import Call
+from recollect.recall.modes import refuse_transforms
 from recollect.recall.packing import CompactedBatch, compact, scatter
 from recollect.recall.recall import memorise
-from recollect.recall.transforms import refuse_transforms
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["MemoryLayer"]
@@ -309,7 +309,8 @@ class MemoryLayer(nn.Module):
             q, k = scaled(q, length), scaled(k, length)
             for name in self.key_gates:
                 values[name] = scaled(values[name], length)
-        values = self.ties.numbers(values, k, self.gates)
+        if options.ties:
+            values = self.ties.numbers(values, k, self.gates)
         if self.ties.key is not None and not self.ties.makes_keys:
             k = self.ties.keys(k, values, q)
         params = {name: values.pop(name) for name in self._bound.sized.params}

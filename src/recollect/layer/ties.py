@@ -11,24 +11,17 @@ from torch import Tensor, nn
 from recollect.choices.features.finite import Identity
 from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
-from recollect.layer.gates import Number
+from recollect.layer.gates import Number, scaled
 from recollect.layer.options import LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 
-__all__ = ["OWNED", "Ties", "check_ties", "scaled"]
+__all__ = ["OWNED", "Ties", "check_ties"]
 
 OWNED = ("rate", "variance", "implicit")
 """Rules whose target has a number of its own, which the source then changes."""
 
 NEARLY = 1 - 1e-6
 """Largest share of an entry that a diagonal erasure takes in one step: log 0 has no gradient."""
-
-
-def scaled(x: Tensor, length: float) -> Tensor:
-    """x of the given length over the last axis, in float32 at least; 0 stays 0."""
-    work = x if x.dtype == torch.float64 else x.float()
-    inverse = (work.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
-    return (work * (length * inverse)).to(x.dtype)
 
 
 def check_ties(recipe: Recipe, options: LayerOptions) -> None:
@@ -131,8 +124,6 @@ class Ties(nn.Module):
         Args:
             values: those that the layer made. k: keys, before ties. gates: what made its gates.
         """
-        if not self.ties:
-            return values
         found = dict(values)
         for tie in self.ties:
             if tie.target != "k":

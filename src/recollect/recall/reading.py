@@ -5,32 +5,31 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
 from recollect.engines import reference
-from recollect.engines.common.inference import (
-    leaves_inference,
-    ordinary,
-    ordinary_mode,
-    ordinary_problem,
-)
 from recollect.engines.common.problem import Problem, resolve, state_dtype
 from recollect.engines.select import Engine
 from recollect.recall.bound import bind
 from recollect.recall.checks import check_params, check_recipe, check_state, named
 from recollect.recall.lowering import lower
-from recollect.recall.transforms import refuse_transforms
+from recollect.recall.modes import (
+    full_precision,
+    leaves_inference,
+    ordinary,
+    ordinary_mode,
+    ordinary_problem,
+    refuse_transforms,
+)
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.sized import sized
 from recollect.state.initial import initial_state
 from recollect.state.state import State
 from recollect.typing import Gates, Init, Params
 
-__all__ = ["full_precision", "read", "read_from"]
+__all__ = ["read", "read_from"]
 
 
 def read(
@@ -184,11 +183,3 @@ def _empty_rates(problem: Problem, state: State) -> dict[str, Tensor]:
     if state.buffer is not None:
         return {name: x[:, :0] for name, x in state.buffer.rates.items()}
     return {name: x[:, :0] for name, x in problem.rates.items()}
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Without autocast, where it is on."""
-    kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()

@@ -12,11 +12,6 @@ import itertools
 
 from torch import Tensor
 
-from recollect.engines.common.inference import (
-    leaves_inference,
-    ordinary_mode,
-    ordinary_problem,
-)
 from recollect.engines.common.problem import Problem, resolve, state_dtype
 from recollect.engines.select import Engine
 from recollect.recall.bound import bind
@@ -31,9 +26,15 @@ from recollect.recall.checks import (
     suspicious,
 )
 from recollect.recall.lowering import lower
+from recollect.recall.modes import (
+    full_precision,
+    leaves_inference,
+    ordinary_mode,
+    ordinary_problem,
+    refuse_transforms,
+)
 from recollect.recall.packing import run_compacted, run_documents
-from recollect.recall.reading import full_precision, read_from
-from recollect.recall.transforms import refuse_transforms
+from recollect.recall.reading import read_from
 from recollect.recipe.recipe import Recipe
 from recollect.state.initial import initial_state
 from recollect.state.state import State

@@ -39,10 +39,12 @@ class SizedRecipe:
             and whether they take its logarithm.
         features: F, or 0 where features are infinitely many.
         weights: shapes of the memory's maps, without batch and head.
-        slots: names of the algorithm's own state.
+        slots: of the algorithm's own state by name: its shape beside each map, and whether it is
+            float64 whatever the inputs are.
         associations: n, associations per token.
         normalised: whether a memory of ones is kept beside the memory, as one more value channel.
         stabilised: whether the normaliser has a floor, and the memory a running scale.
+        plain: whether an engine sees a call as it is: one association per token, no normaliser.
         hash: a number that tells recipes apart; ``None`` where a member of one's own has none.
     """
 
@@ -57,16 +59,12 @@ class SizedRecipe:
     statics: tuple[tuple[str, str, bool], ...]
     features: int
     weights: tuple[Shape, ...]
-    slots: tuple[str, ...]
+    slots: Mapping[str, tuple[tuple[Shape, ...], bool]]
     associations: int
     normalised: bool
     stabilised: bool
+    plain: bool
     hash: int | None
-
-    @property
-    def plain(self) -> bool:
-        """Whether an engine sees the call as it is: one association per token, no normaliser."""
-        return self.associations == 1 and not self.normalised and not self.stabilised
 
     @property
     def channels(self) -> int:
@@ -96,6 +94,9 @@ def sized(recipe: Recipe, *, H: int, K: int, V: int) -> SizedRecipe:
         param.name: SizedNumber(declared=param, shape=(H, *(axes[axis] for axis in param.axes)))
         for param in recipe.params()
     }
+    read, weights = recipe.memory.read, recipe.shapes(K, V)
+    normalised = read.normalize != "none" and not recipe.dual
+    stabilised = read.normalize == "floor"
     return SizedRecipe(
         recipe=recipe,
         H=H,
@@ -115,13 +116,29 @@ def sized(recipe: Recipe, *, H: int, K: int, V: int) -> SizedRecipe:
             if name in statics
         ),
         features=axes["F"],
-        weights=recipe.shapes(K, V),
-        slots=tuple(recipe.algorithm.slots),
+        weights=weights,
+        slots=_slots(recipe, weights, normalised=normalised),
         associations=recipe.associations,
-        normalised=recipe.memory.read.normalize != "none" and not recipe.dual,
-        stabilised=recipe.memory.read.normalize == "floor",
+        normalised=normalised,
+        stabilised=stabilised,
+        plain=recipe.associations == 1 and not normalised and not stabilised,
         hash=_hash(recipe),
     )
+
+
+def _slots(
+    recipe: Recipe, weights: tuple[Shape, ...], *, normalised: bool
+) -> dict[str, tuple[tuple[Shape, ...], bool]]:
+    algorithm = recipe.algorithm
+    wide = algorithm.wide(recipe)
+    made: dict[str, tuple[tuple[Shape, ...], bool]] = {}
+    for name in algorithm.slots:
+        shapes = tuple(algorithm.slot_shape(name, shape) for shape in weights)
+        if normalised:
+            # A normalised memory moves with its memory of ones, one more row.
+            shapes = tuple((*s[:-2], s[-2] + 1, s[-1]) for s in shapes)
+        made[name] = (shapes, name in wide)
+    return made
 
 
 def _hash(recipe: Recipe) -> int | None:

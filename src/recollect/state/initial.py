@@ -7,9 +7,8 @@ from torch import Tensor
 
 from recollect.choices.member import RecipeError
 from recollect.recipe.sized import SizedRecipe
-from recollect.state.buffer import roll
 from recollect.state.kernel_rows import begin
-from recollect.state.state import State
+from recollect.state.state import State, roll
 from recollect.typing import Init
 
 __all__ = ["bundled", "initial_state"]
@@ -72,18 +71,11 @@ def initial_state(
             a.to(dtype=dtype, device=device).expand(B, H, *s)
             for a, s in zip(given, shapes, strict=True)
         )
-
-    def blank(name: str, w: Tensor) -> Tensor:
-        shape = recipe.algorithm.slot_shape(name, tuple(w.shape[2:]))
-        if sized.normalised:
-            # A normalised memory moves with its memory of ones, one more row.
-            shape = (*shape[:-2], shape[-2] + 1, shape[-1])
-        held = torch.float64 if name in wide else w.dtype
-        return w.new_zeros(*w.shape[:2], *shape, dtype=held)
-
-    wide = recipe.algorithm.wide(recipe)
-    names = sized.slots if weights or not recipe.dual else ()
-    slots = {name: tuple(blank(name, w) for w in weights) for name in names}
+    slots: dict[str, tuple[Tensor, ...]] = {}
+    if weights or not recipe.dual:
+        for name, (blank, wide) in sized.slots.items():
+            kept = torch.float64 if wide else dtype
+            slots[name] = tuple(torch.zeros(B, H, *s, dtype=kept, device=device) for s in blank)
     ones = (B, H, 1, sized.features)
     dual = None
     if recipe.dual:

@@ -14,12 +14,21 @@ where σ is 0 at padded tokens and 1 elsewhere (without momentum E = P^α). Lett
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-__all__ = ["Coefficients", "coefficients", "cumulated", "decay_matrix", "product_matrix", "shift"]
+__all__ = [
+    "Coefficients",
+    "coefficients",
+    "cumulated",
+    "decay_matrix",
+    "flushed",
+    "product_matrix",
+    "products",
+    "shift",
+]
 
 FORGOTTEN = -1e3
 """A log decay at which nothing is left in float64; lower ones are cut here: −inf has no NaN."""
@@ -67,6 +76,54 @@ def product_matrix(theta: Tensor) -> Tensor:
     later = torch.ones(C, C, dtype=torch.bool, device=theta.device).tril(-1)  # t > i
     factors = torch.where(later, theta.unsqueeze(-1), 1.0)
     return factors.cumprod(-2).tril()
+
+
+def flushed(x: Tensor) -> Tensor:
+    """Numbers of no consequence as zeros: products with subnormal ones are many times slower."""
+    return x.masked_fill(x.abs() < torch.finfo(x.dtype).tiny * 1e8, 0.0)
+
+
+def products(x: Tensor) -> Tensor:
+    """`product_matrix` with a gradient of its own: P[t, i] = x_{i+1} ⋯ x_t, ``[..., n, n]``.
+
+    The rows follow from each other, P[t] = x_t P[t − 1] + e_t, which is exact for numbers that are
+    exactly 0 (a momentum may be) and needs no logarithm. Their gradient is
+
+        ∂P/∂x_j:  x̄_j = Σ_{t ≥ j > i} P̄[t, i] P[t, j] P[j − 1, i] = Σ_i (Pᵀ P̄)[j, i] P[j − 1, i].
+    """
+    return cast("Tensor", _Products.apply(x))
+
+
+SMALL = 2**17
+"""Entries up to which a few large operations beat one small operation per row."""
+
+
+def _rows(x: Tensor) -> Tensor:
+    n = x.shape[-1]
+    if x.numel() * n <= SMALL:
+        return product_matrix(x)
+    P = x.new_zeros(*x.shape, n)
+    P.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    for t in range(1, n):
+        torch.mul(P[..., t - 1, :t], x[..., t, None], out=P[..., t, :t])
+    return P
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        P = flushed(_rows(x.detach()))
+        ctx.save_for_backward(x, P)
+        return P
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        x, P = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            P = products(x)
+        above = P.mT @ grads[0]  # [..., j, i]
+        slope = (above[..., 1:, :] * P[..., :-1, :]).sum(-1)  # P is 0 from i = j on
+        return torch.nn.functional.pad(slope, (1, 0))
 
 
 def shift(x: Tensor, dim: int, first: float) -> Tensor:

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from recollect.engines.common.problem import Problem
 from recollect.engines.deep.chain.engine import chain_slopes
 from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
-from recollect.engines.deep.segments import Layout, Memory, Method
+from recollect.engines.deep.layout import Layout, Memory, Method
 from recollect.engines.deep.step_coefficients import Table, tables
 
 __all__ = ["Stepped", "follow", "step"]
@@ -72,8 +72,7 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
         params: the memory's own.
     """
     method: Method = problem.plan
-    recipe, cache, tag = problem.recipe, problem.state.cache, problem.sized.hash
-    b, c = recipe.algorithm.batch, recipe.context.horizon or 1
+    cache, tag, b, c = problem.state.cache, problem.sized.hash, method.b, method.c
     places = set(problem.state.position.remainder(b).tolist())
     if len(places) != 1 or tag is None:
         return None
@@ -245,11 +244,11 @@ def _advance(
 
 def _weights(problem: Problem, method: Method, phi: Tensor) -> Tensor:
     """η_t γ_t of the window's associations, oldest first, ``[P, c]``."""
-    rates, recipe, c = problem.rates, problem.recipe, problem.recipe.context.horizon or 1
+    rates, c = problem.rates, method.c
     lr = rates.get("lr")
     if lr is not None and method.slope is not None:
         kappa = phi.square().sum(-1).transpose(1, 2)
-        lr = recipe.algorithm.rate(lr, kappa, method.slope)
+        lr = problem.recipe.algorithm.rate(lr, kappa, method.slope)
     gamma = rates["window"].flatten(0, 2) if "window" in rates else None
     if c > 1:
         there = torch.arange(c, device=phi.device) <= problem.state.position[:, None]

@@ -20,16 +20,14 @@ import torch
 from torch import Tensor
 
 from recollect.choices.memory.base import Read, Stack
-from recollect.engines.common.joined_tokens import wants_gradient
-from recollect.engines.common.problem import Problem
-from recollect.engines.deep.alignment import Grid, lay_out
-from recollect.engines.deep.chain.engine import Chain, slope_of
+from recollect.engines.common.problem import Problem, wants_gradient
+from recollect.engines.deep.chain.engine import Chain, run_chain, slope_of
 from recollect.engines.deep.decode import Stepped, follow, step
 from recollect.engines.deep.general import walk
+from recollect.engines.deep.layout import Grid, Layout, Memory, Method, lay_out
 from recollect.engines.deep.recompute import Part
 from recollect.engines.deep.recompute import run as run_groups
-from recollect.engines.deep.segments import Layout, Memory, Method
-from recollect.engines.deep.step_coefficients import Rule
+from recollect.engines.deep.step_coefficients import Rule, tables
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -141,6 +139,8 @@ def plan(sized: SizedRecipe) -> Method:
         settled=retention.linked and not recipe.at_border and how != "border",
         split=recipe.at_border and retention.settles_first and how != "border",
         chain=chain_of(recipe),
+        b=algorithm.batch,
+        c=recipe.context.horizon or 1,
         slope=bias.affine[0] if algorithm.keyed and bias.affine is not None else None,
         numbers=tuple(sorted(bias.numbers)),
         params=tuple(param.name for param in memory.params()),
@@ -208,11 +208,17 @@ def run(problem: Problem) -> tuple[Tensor, State]:
             (B, H, G),
             outer=outer,
         )
-        y, after = walk(method, layout, memory.like(memories))
+        y, after = (walk if method.chain is None else _walk_chain)(
+            method, layout, memory.like(memories)
+        )
         y = y.unflatten(3, (grid.b, G)).permute(1, 0, 3, 2, 4, 5).flatten(1, 2)
         return y, after.tensors()
 
-    y, after = run_groups(call, groups, memory.tensors(), parts, params)
+    if len(groups) == 1:
+        with torch.set_grad_enabled(outer):
+            y, after = call(0, memory.tensors(), columns, list(params.values()), outer)
+    else:
+        y, after = run_groups(call, groups, memory.tensors(), parts, params)
     y = grid.outputs(y, T)
     if problem.live is not None:
         y = torch.where(problem.live[..., None, None, None], y, 0.0)
@@ -221,6 +227,23 @@ def run(problem: Problem) -> tuple[Tensor, State]:
         weights=tuple(end.A), slots={name: tuple(slot) for name, slot in end.slots.items()}
     )
     return y.to(problem.v.dtype), kept
+
+
+def _walk_chain(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
+    """`general.walk` of a memory that is a chain."""
+    assert method.chain is not None
+    table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
+    y, A, S = run_chain(
+        method.chain,
+        table,
+        layout.keys,
+        (layout.x, layout.raw),
+        layout.commits,
+        (memory.A, memory.slots.get("momentum")),
+        outer=layout.outer,
+    )
+    y = y.unflatten(1, layout.x.shape[1:3])
+    return y, Memory(A=A, slots={} if S is None else {"momentum": S})
 
 
 def _stepped(problem: Problem, made: Stepped) -> tuple[Tensor, State]:

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from recollect.engines.deep.chain.engine import Chain, run_chain
 from recollect.engines.deep.gradient_factors import (
     Factors,
     Read,
@@ -25,7 +24,7 @@ from recollect.engines.deep.gradient_factors import (
     read_at,
     scaled,
 )
-from recollect.engines.deep.segments import (
+from recollect.engines.deep.layout import (
     Columns,
     Layout,
     Memory,
@@ -34,7 +33,7 @@ from recollect.engines.deep.segments import (
     Weights,
     segment_of,
 )
-from recollect.engines.deep.step_coefficients import per_map, tables, window_rows
+from recollect.engines.deep.step_coefficients import per_map, window_rows
 from recollect.engines.deep.token_weights import TokenStep, advance
 
 __all__ = ["walk"]
@@ -42,26 +41,7 @@ __all__ = ["walk"]
 
 def walk(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
     """Outputs ``[N, B, H, b G, V]`` and the memory after the last committed batch."""
-    if method.chain is not None:
-        return _walk_chain(method, method.chain, layout, memory)
     return _Walk(method, layout).run(memory)
-
-
-def _walk_chain(
-    method: Method, chain: Chain, layout: Layout, memory: Memory
-) -> tuple[Tensor, Memory]:
-    table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
-    y, A, S = run_chain(
-        chain,
-        table,
-        layout.keys,
-        (layout.x, layout.raw),
-        layout.commits,
-        (memory.A, memory.slots.get("momentum")),
-        outer=layout.outer,
-    )
-    y = y.unflatten(1, layout.x.shape[1:3])
-    return y, Memory(A=A, slots={} if S is None else {"momentum": S})
 
 
 class _Walk:

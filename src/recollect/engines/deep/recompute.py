@@ -75,9 +75,6 @@ def run(
         with torch.no_grad():
             y, after, _ = _forward(plan, [x.detach() for x in flat], outer=False)
         return y, after
-    if len(groups) == 1:
-        y, after, _ = _forward(plan, flat, outer=True)
-        return y, after
     y, *after = _Groups.apply(plan, *flat)
     return y, after
 

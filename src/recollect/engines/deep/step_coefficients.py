@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.memory.base import LinearMap
-from recollect.engines.common.coefficients import cumulated
-from recollect.engines.deep.cumulative_products import flushed, products
+from recollect.engines.common.coefficients import cumulated, flushed, products
 
 __all__ = ["Own", "Rule", "Table", "per_map", "tables", "window_rows"]
 

@@ -30,8 +30,7 @@ from recollect.choices.features.base import Kernel
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.coefficients import Coefficients, coefficients
 from recollect.engines.common.decayed_keys import counts, least, with_enough_digits
-from recollect.engines.common.joined_tokens import join, wants_gradient
-from recollect.engines.common.problem import Problem
+from recollect.engines.common.problem import Problem, join, wants_gradient
 from recollect.state.kernel_rows import Dual
 from recollect.state.state import State, join_states
 

@@ -21,8 +21,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recollect.engines.common.joined_tokens import forward_of, join
-from recollect.engines.common.problem import Problem
+from recollect.engines.common.problem import Problem, forward_of, join
 from recollect.engines.reference import kernel_token_loop as dual_walk
 from recollect.engines.reference import local_regression as nearby
 from recollect.engines.reference.full_batch import full_batch, solve

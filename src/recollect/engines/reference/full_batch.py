@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from recollect.choices.gradients import leaves_of
-from recollect.engines.common.joined_tokens import (
+from recollect.engines.common.problem import (
+    Problem,
     Tokens,
     Weights,
     as_matrix,
@@ -14,7 +15,6 @@ from recollect.engines.common.joined_tokens import (
     join,
     wants_gradient,
 )
-from recollect.engines.common.problem import Problem
 from recollect.state.state import State
 
 __all__ = ["full_batch", "solve"]

@@ -26,8 +26,7 @@ from recollect.choices.gradients import leaves_of
 from recollect.choices.memory.base import Stack
 from recollect.choices.memory.norms import NORM_EPS
 from recollect.engines.common.decayed_keys import counts, least, with_enough_digits
-from recollect.engines.common.joined_tokens import join, wants_gradient
-from recollect.engines.common.problem import Problem
+from recollect.engines.common.problem import Problem, join, wants_gradient
 from recollect.state.kernel_rows import Dual, join_rows
 from recollect.state.state import State
 

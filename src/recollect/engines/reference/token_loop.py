@@ -12,14 +12,15 @@ from torch import Tensor
 from recollect.choices.algorithm.base import Step
 from recollect.choices.gradients import leaves_of
 from recollect.choices.memory.base import Stack
-from recollect.engines.common.joined_tokens import (
+from recollect.engines.common.problem import (
+    Problem,
     Weights,
     as_matrix,
     forward_of,
     join,
+    scaled,
     wants_gradient,
 )
-from recollect.engines.common.problem import Problem, scaled
 from recollect.state.state import State
 
 __all__ = ["Walk"]

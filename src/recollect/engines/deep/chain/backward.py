@@ -1,4 +1,13 @@
-"""Backward of the recurrence over inner-batch boundaries; `autograd` has the equations."""
+"""Backward of the recurrence over inner-batch boundaries.
+
+Given the gradients M̄′ of what stands at the border after, and h̄, δ̄ of the reads, in the letters of
+`forward`:
+
+    M̄_i = Σ_j T[j, i] M̄_j′,    δ̄ += Σ_j c_j M̄_j′ h,    h̄ += Σ_j c_j M̄_j′ᵀ δ
+    ū_l = σ′(z_(l−1)) ⊙ δ̄_(l−1),    δ̄_l += A_l ū_l,    z̄_L = (∂ error / ∂ z_L)ᵀ δ̄_L
+    h̄_(l−1) += A_lᵀ z̄_l,    z̄_(l−1) = σ′ ⊙ h̄_(l−1) + σ″ ⊙ u_l ⊙ δ̄_(l−1)
+    Ā_l += δ_l ū_lᵀ + z̄_l h_(l−1)ᵀ
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,15 @@
 """Forward of the recurrence over inner-batch boundaries, and a form that autograd can follow.
 
-`autograd` has the equations.
+Reads need the weights at every border, the inputs h and the gradients δ at the keys, and then none
+waits for another: all inner batches are read at once (`engine`). What is left to do one batch after
+another is small, and written out here and in `backward`, because batches of 16 tokens are bound by
+the number of operations. With M the stack of A and S of one map, per inner batch
+
+    z_l = A_l h_(l−1),  h_l = σ(z_l);   δ_L = error,  u_l = A_lᵀ δ_l,  δ_(l−1) = σ′(z_(l−1)) ⊙ u_l
+    M_j′ = Σ_i T[j, i] M_i + Σ_r c_j[r] δ_r h_rᵀ                       (T = [[a, m], [0, s]])
+
+A map is kept with its narrower side in rows, so that c_j scales the narrower of h and δ and one
+product moves A and S together.
 """
 
 from __future__ import annotations

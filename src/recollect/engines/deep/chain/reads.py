@@ -3,7 +3,7 @@
     z_l = a A° x_(l−1) + m S° x_(l−1) + (C ⊙ (x_(l−1) h_(l−1)ᵀ)) δ_l,    x_l = σ(z_l)
 
 Once the weights at every border and h and δ at the keys are known, no read waits for another.
-Numbers per token scale the narrower side of a map, as in `autograd`.
+Numbers per token scale the narrower side of a map, as in `forward`.
 """
 
 from __future__ import annotations

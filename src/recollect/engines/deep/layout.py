@@ -1,0 +1,394 @@
+"""Tokens of a call in inner batches: aligned over rows, then laid out for the passes.
+
+Rows differ in how far their open inner batch has come (padding, packing). Each row is therefore
+moved so that its open batch begins in column 0, with what the buffer holds of that batch in front
+of the new tokens (`Grid`). After that a border is a border for all rows, and a row that ends
+earlier only stops committing its batches. The passes take columns as batches (`Layout`), and the
+tokens of a batch whose gradients are taken at the same W (`Segment`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from recollect.choices.memory.base import LinearMap, Stack
+from recollect.engines.common.problem import Problem, join
+from recollect.engines.deep.chain.engine import Chain
+from recollect.engines.deep.gradient_factors import Points
+from recollect.engines.deep.step_coefficients import Rule, Table, tables
+from recollect.recipe.recipe import Recipe
+
+__all__ = [
+    "Columns",
+    "Grid",
+    "Layout",
+    "Memory",
+    "Method",
+    "Segment",
+    "Weights",
+    "lay_out",
+    "segment_of",
+]
+
+Weights = list[Tensor]
+
+
+@dataclass(kw_only=True)
+class Memory:
+    """A and the slots, ``[P, out, in]`` per map."""
+
+    A: Weights
+    slots: dict[str, Weights]
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, map by map."""
+        return [*self.A, *(w for slot in self.slots.values() for w in slot)]
+
+    def like(self, tensors: Sequence[Tensor]) -> Memory:
+        """The same structure around other tensors."""
+        maps = len(self.A)
+        parts = [list(tensors[i : i + maps]) for i in range(0, len(tensors), maps)]
+        return Memory(A=parts[0], slots=dict(zip(self.slots, parts[1:], strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How a recipe runs: ``way`` is ``"table"``, ``"border"`` or ``"tokens"``.
+
+    Attributes:
+        settled: what is read at a token is the link of its own A.
+        split: the first token of a batch is a segment of its own (MIRAS 30).
+        b: tokens of an inner batch. c: associations in a window.
+        slope: a of the error, where the rate depends on the key (`Algorithm.rate`), else ``None``.
+        numbers: names of the bias's numbers, which travel with the keys.
+        params: names of the memory's own.
+        decodes: whether one token's read is one table of coefficients with numbers per head.
+        chain: the memory as a chain of maps, where everything else is plain enough for `chain`.
+    """
+
+    recipe: Recipe
+    memory: Stack
+    maps: tuple[LinearMap, ...]
+    way: str
+    rule: Rule
+    settled: bool
+    split: bool
+    chain: Chain | None
+    b: int
+    c: int
+    slope: float | None
+    numbers: tuple[str, ...]
+    params: tuple[str, ...]
+    decodes: bool
+
+
+# -- alignment over rows --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Tokens of a call in inner batches of ``b`` columns, N of them.
+
+    Attributes:
+        b: columns of a batch; fewer than the recipe's where a single open batch holds them all.
+        c: associations in a window; the keys have c − 1 more columns in front.
+        N: batches.
+        keys: ``[B, c − 1 + N b, H, ...]`` by name: features, raw keys where they differ, values,
+            the bias's numbers.
+        valid: ``[B, c − 1 + N b]``: 1 where an association is there.
+        steps: ``[B, N b, H, ...]``: numbers of the step.
+        queries: ``x``, their features, ``[B, N b, H, G, ·]``, and ``raw`` where that differs.
+        full: batches that each row completes, or ``None`` when every row completes all.
+        start: column of the first new token per row.
+        count: number of each token in its document from 1, ``[B, N b]``.
+    """
+
+    b: int
+    c: int
+    N: int
+    keys: Mapping[str, Tensor]
+    valid: Tensor
+    steps: Mapping[str, Tensor]
+    queries: Mapping[str, Tensor]
+    full: tuple[int, ...] | None
+    start: tuple[int, ...]
+    count: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """Tensors with columns: those of keys, with c − 1 more in front, then the others."""
+        return [
+            *self.keys.values(),
+            self.valid,
+            *self.steps.values(),
+            *self.queries.values(),
+            self.count,
+        ]
+
+    def like(self, tensors: Iterator[Tensor]) -> Grid:
+        """The same columns of other tensors, in the order of `tensors`."""
+        return replace(
+            self,
+            keys=dict(zip(self.keys, tensors, strict=False)),
+            valid=next(tensors),
+            steps=dict(zip(self.steps, tensors, strict=False)),
+            queries=dict(zip(self.queries, tensors, strict=False)),
+            count=next(tensors),
+        )
+
+    def outputs(self, y: Tensor, T: int) -> Tensor:
+        """Of outputs per column ``[B, N b, ...]``, those of the new tokens ``[B, T, ...]``."""
+        if len(set(self.start)) <= 1:
+            first = self.start[0] if self.start else 0
+            # Padding that no row's tokens reach has no columns.
+            return _span(y, first, T)
+        columns = _tensor(self.start, y)[:, None] + torch.arange(T, device=y.device)
+        columns = columns.clamp_max(y.shape[1] - 1)
+        return y.gather(1, _spread(columns, y).expand(-1, -1, *y.shape[2:]))
+
+
+def _tensor(numbers: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, device=like.device)
+
+
+def _spread(index: Tensor, x: Tensor) -> Tensor:
+    return index.view(*index.shape, *(1,) * (x.dim() - 2))
+
+
+def _same(lifted: Tensor, raw: Tensor) -> bool:
+    """Whether a feature map left its input as it was."""
+    same = lifted.data_ptr() == raw.data_ptr() and lifted.shape == raw.shape
+    return same and lifted.dtype == raw.dtype and lifted.stride() == raw.stride()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Column j of the grid is token ``first + j`` of a run of tokens, row by row."""
+
+    first: tuple[int, ...]
+    columns: int
+
+    def take(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """``x [B, tokens, ...]`` on the grid; ``fill`` where there is no token."""
+        if len(set(self.first)) <= 1:
+            return _span(x, self.first[0] if self.first else 0, self.columns, fill)
+        index = _tensor(self.first, x)[:, None] + torch.arange(self.columns, device=x.device)
+        there = (index >= 0) & (index < x.shape[1])
+        index = index.clamp(0, x.shape[1] - 1)
+        found = x.gather(1, _spread(index, x).expand(-1, -1, *x.shape[2:]))
+        return torch.where(_spread(there, x), found, torch.full((), fill, dtype=x.dtype).to(x))
+
+
+def _span(x: Tensor, first: int, columns: int, fill: float = 0.0) -> Tensor:
+    """Columns ``first`` to ``first + columns`` of ``x``, which has them from 0 to its length."""
+    length = x.shape[1]
+    before = min(max(-first, 0), columns)
+    after = min(max(first + columns - length, 0), columns - before)
+    here = x[:, max(first, 0) : max(min(first + columns, length), 0)]
+    if not before and not after:
+        return here
+    return pad(here, (*(0, 0) * (x.dim() - 2), before, after), value=fill)
+
+
+def lay_out(problem: Problem) -> Grid:
+    """The grid of a call with at least one token."""
+    tokens, method = join(problem), problem.plan
+    b, c = method.b, method.c
+    B, T = problem.k.shape[:2]
+    opened = [0] * B if b == 1 else [p % b for p in problem.state.position.tolist()]
+    lengths = [T] * B if problem.lengths is None else problem.lengths.tolist()
+    ends = [o + n for o, n in zip(opened, lengths, strict=True)]
+    N = max(1, -(-max(ends, default=1) // b))
+    width = max(1, *ends) if N == 1 and ends else b
+    full = [end // b for end in ends]
+    columns = N * width
+    # Columns without a token need numbers that every loss can take; without such, none are asked.
+    whole = all(o == 0 for o in opened) and columns == T and c == 1
+    fills: Mapping[str, float] = {} if whole else problem.sized.fills
+    join_first = tuple(tokens.held - o for o in opened)
+    steps = _Place(first=join_first, columns=columns)
+    keys = _Place(first=tuple(f - (c - 1) for f in join_first), columns=c - 1 + columns)
+    asked = _Place(first=tuple(-o for o in opened), columns=columns)
+    rates = dict(tokens.rates)
+    if method.slope is not None and "lr" in rates:
+        kappa = tokens.phi.square().sum(-1)
+        rates["lr"] = problem.recipe.algorithm.rate(rates["lr"], kappa, method.slope)
+    placed = {"phi": tokens.phi, "v": tokens.v}
+    if not _same(tokens.phi, tokens.k):
+        placed["raw"] = tokens.k
+    q_phi = problem.phi(problem.q, "query", problem.positions())
+    counted = problem.state.position[:, None] + 1 - _tensor(tuple(opened), problem.k)[:, None]
+    # Called for every decoded token: loops, no comprehensions.
+    of_keys: dict[str, Tensor] = {}
+    of_steps: dict[str, Tensor] = {}
+    for name, x in placed.items():
+        of_keys[name] = keys.take(x)
+    for name in method.numbers:
+        of_keys[name] = keys.take(rates.pop(name), fills.get(name, 0.0))
+    for name, x in rates.items():
+        of_steps[name] = steps.take(x, fills.get(name, 0.0))
+    queries = {"x": asked.take(q_phi)}
+    if not _same(q_phi, problem.q):
+        queries["raw"] = asked.take(problem.q.to(q_phi.dtype))
+    return Grid(
+        b=width,
+        c=c,
+        N=N,
+        keys=of_keys,
+        valid=keys.take(tokens.valid.to(tokens.phi.dtype)),
+        steps=of_steps,
+        queries=queries,
+        full=None if all(n == N for n in full) else tuple(full),
+        start=tuple(opened),
+        count=counted + torch.arange(columns, device=problem.k.device),
+    )
+
+
+# -- inner batches for the passes -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The tokens of consecutive inner batches, ready for the passes.
+
+    Attributes:
+        keys: by name, ``[N, B, H, b + c − 1, ·]``; the bias's numbers keep a trailing axis, and
+            raw keys are left out where they are the features.
+        steps: numbers of the step by name, ``[N, P, b, ...]``.
+        gamma: ``[N, P, b, c]``.
+        x: queries' features ``[N, B, H, b G, ·]``; raw: the queries, ``None`` where the same.
+        count: number of the token in its document from 1, ``[N, B, b]``.
+        commits: per batch whether its end is kept: for all rows, for none, or a mask ``[P, 1, 1]``.
+        params: the memory's own.
+    """
+
+    b: int
+    c: int
+    G: int
+    keys: Mapping[str, Tensor]
+    steps: Mapping[str, Tensor]
+    gamma: Tensor
+    x: Tensor
+    raw: Tensor | None
+    count: Tensor
+    commits: Sequence[bool | Tensor]
+    params: Mapping[str, Tensor]
+    outer: bool
+
+    def scalars(self, n: int, t: int) -> dict[str, Tensor]:
+        """Numbers of the step that a link may use, ``[B, H, 1, 1]``."""
+        B, H = self.x.shape[1:3]
+        return {name: x[n, :, t].view(B, H, 1, 1) for name, x in self.steps.items() if x.dim() == 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """A map's coefficients batch by batch: what reads take (G rows per token), and the border.
+
+    Attributes:
+        a, m, C: ``[P, n G, 1 or R]``.
+        a_end, m_end, s: ``[P, 1, 1]``. C_end, D: ``[P, R, 1]``.
+        inner, outer, scale: as in `Table`, ``[P, ...]``.
+    """
+
+    a: Sequence[Tensor | None]
+    m: Sequence[Tensor | None]
+    C: Sequence[Tensor]
+    a_end: Sequence[Tensor | None]
+    m_end: Sequence[Tensor | None]
+    C_end: Sequence[Tensor]
+    s: Sequence[Tensor | None]
+    D: Sequence[Tensor | None]
+    inner: Sequence[Tensor | None]
+    outer: Sequence[Tensor | None]
+    scale: Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Tokens ``start`` to ``stop`` of every batch, whose gradients are taken at the same W."""
+
+    start: int
+    stop: int
+    points: Sequence[Points]
+    queries: Sequence[tuple[Tensor, Tensor]]
+    columns: Sequence[Columns]
+
+
+def segment_of(method: Method, layout: Layout, start: int, stop: int) -> Segment:
+    """Tokens ``start`` to ``stop`` of every batch, as the passes take them."""
+    G, N = layout.G, layout.x.shape[0]
+    # One call makes the views of all batches; their gradients meet in one stack.
+    keys = {
+        name: x[:, :, :, start : stop + layout.c - 1].unbind(0) for name, x in layout.keys.items()
+    }
+    names = [name for name in keys if name not in ("raw", "phi", "v")]
+    raw = keys.get("raw", keys["phi"])
+    points = [
+        Points(
+            phi=keys["phi"][n],
+            raw=raw[n],
+            v=keys["v"][n],
+            gates={name: keys[name][n] for name in names},
+        )
+        for n in range(N)
+    ]
+    x = layout.x[:, :, :, start * G : stop * G].unbind(0)
+    asked = x
+    if layout.raw is not None:
+        asked = layout.raw[:, :, :, start * G : stop * G].unbind(0)
+    return Segment(
+        start=start,
+        stop=stop,
+        points=points,
+        queries=list(zip(x, asked, strict=True)),
+        columns=[] if method.way == "tokens" else _columns(method, layout, start, stop),
+    )
+
+
+def _columns(method: Method, layout: Layout, start: int, stop: int) -> list[Columns]:
+    G, none = layout.G, (None,) * layout.x.shape[0]
+    numbers = {name: x[:, :, start:stop] for name, x in layout.steps.items()}
+    gamma = layout.gamma[:, :, start:stop]
+    found = tables(method.rule, method.maps, numbers, gamma, start=start)
+    memo: dict[int, Columns] = {}
+
+    def each(x: Tensor | None) -> Sequence[Tensor | None]:
+        return none if x is None else x.unbind(0)
+
+    def rows(x: Tensor | None) -> Tensor | None:
+        return x if x is None or G == 1 else x.repeat_interleave(G, dim=2)
+
+    def shared(table: Table) -> Columns:
+        a, m, s, D = (
+            None if x is None else x.unsqueeze(-1) for x in (table.a, table.m, table.s, table.D)
+        )
+        C = rows(table.C)
+        assert C is not None
+        return Columns(
+            a=each(rows(a)),
+            m=each(rows(m)),
+            C=C.unbind(0),
+            a_end=each(None if a is None else a[:, :, -1:]),
+            m_end=each(None if m is None else m[:, :, -1:]),
+            C_end=table.C[:, :, -1].unsqueeze(-1).unbind(0),
+            s=each(None if s is None else s.unsqueeze(-1)),
+            D=each(D),
+            inner=none,
+            outer=none,
+            scale=none,
+        )
+
+    columns: list[Columns] = []
+    for table in found:
+        if id(table.C) not in memo:
+            memo[id(table.C)] = shared(table)
+        own = {"inner": table.inner, "outer": table.outer, "scale": table.scale}
+        given = {name: x.unbind(0) for name, x in own.items() if x is not None}
+        one = memo[id(table.C)]
+        columns.append(replace(one, **given) if given else one)
+    return columns

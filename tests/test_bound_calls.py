@@ -1,0 +1,75 @@
+"""What a call costs beside its arithmetic: Python calls into the package, and files it touches.
+
+Decoding one token is bound by them, and a reader who follows a call has to open those files. What
+depends on the recipe and the sizes alone is derived when a layer is built (`recall.bound`).
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+
+import recollect as rc
+from recollect.recall.bound import bind
+
+PACKAGE = str(Path(rc.__file__).parent)
+
+
+def _calls(run: Callable[[], object]) -> tuple[int, set[str]]:
+    """How many Python functions of the package ``run`` enters, and in which files they stand."""
+    count, files = 0, set[str]()
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE):
+            count += 1
+            files.add(name)
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count, files
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("gated_delta_net", 120), ("softmax_attention", 120), ("titans", 300)]
+)
+@torch.no_grad()
+def test_one_decoded_token_asks_nothing_twice(name: str, most: int) -> None:
+    layer = rc.zoo.get(name).build(d_model=32, heads=2)
+    _, state = layer(torch.randn(1, 5, 32))
+    token = torch.randn(1, 1, 32)
+    _, state = layer(token, state)
+    count, _ = _calls(lambda: layer(token, state))
+    assert 20 < count <= most
+
+
+def test_a_titans_layer_goes_through_few_files() -> None:
+    layer = rc.zoo.get("titans").build(d_model=32, heads=2)
+    x = torch.randn(1, 40, 32)
+    _, files = _calls(lambda: layer(x))
+    assert 10 < len(files) <= 20, sorted(files)
+
+
+def test_a_binding_is_made_once_and_copied_as_what_it_was_made_of() -> None:
+    recipe = rc.zoo.get("titans").recipe
+    bound = bind(recipe, H=2, K=8, V=8)
+    again = rc.Recipe.from_json(recipe.to_json())
+    assert bind(again, H=2, K=8, V=8) is bound
+    assert bind(recipe, H=3, K=8, V=8) is not bound
+    assert bind(recipe, H=2, K=8, V=8, method="reference").engine.name == "reference"
+    assert copy.deepcopy(bound) is bound
+    assert pickle.loads(pickle.dumps(bound)) is bound
+    layer = rc.zoo.get("titans").build(d_model=32, heads=2)
+    x = torch.randn(1, 5, 32)
+    assert torch.equal(copy.deepcopy(layer)(x)[0], layer(x)[0])
