@@ -14,7 +14,7 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.engines import deep
-from recollect.engines.deep.chain import autograd as borders
+from recollect.engines.deep.chain import engine as borders
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.engine import chain_of
 
