@@ -165,8 +165,11 @@ def _state_bytes(model: RecollectForCausalLM, length: int) -> tuple[int, bool]:
 # -- processes -------------------------------------------------------------------------------------
 
 
-class _Teller:
-    """In a process of its own: tells what happens, and stops when it is asked to."""
+class _Teller(Watcher):
+    """In a process of its own: tells what happens, and stops when it is asked to.
+
+    Of an end the first process learns by the outcome.
+    """
 
     def __init__(self) -> None:
         self.told = 0.0
@@ -182,12 +185,6 @@ class _Teller:
             self.told = now
             latest = replace(history, losses=history.losses[-1:], curve=history.curve[-1:])
             tell(("step", task, model, step, loss, latest))
-
-    def end(self, run: ModelRun) -> None:
-        """The first process learns of it by the outcome."""
-
-    def fail(self, task: str, model: str, reason: str) -> None:
-        """The first process learns of it by the outcome."""
 
     def heed(self) -> None:
         if stopped():

@@ -207,17 +207,5 @@ class Watcher(Protocol):
         """
 
 
-class Nobody:
+class Nobody(Watcher):
     """Watches nothing."""
-
-    def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
-        """A model starts."""
-
-    def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
-        """A step was taken."""
-
-    def end(self, run: ModelRun) -> None:
-        """A model is done, or was stopped."""
-
-    def fail(self, task: str, model: str, reason: str) -> None:
-        """A model could not be trained, begun or not."""
