@@ -264,11 +264,11 @@ def test_keys_of_another_size(text: str) -> None:
     assert _sized(LayerOptions(), small).key_dim == 3
     assert _sized(LayerOptions(key_dim=5), small).key_dim == 5
     assert _sized(LayerOptions(), SMALL["text"]).key_dim is None
-    with pytest.raises(ValueError, match="key_dim must be at least 1"):
+    with pytest.raises(ValueError, match="Sizes: key_dim must be a whole number >= 1, not 0"):
         small.but(key_dim=0)
 
 
 def test_sizes_refuse_nonsense() -> None:
-    with pytest.raises(ValueError, match="steps must be at least 1"):
+    with pytest.raises(ValueError, match="Schedule: steps must be a whole number >= 1, not 0"):
         DEFAULTS["text"].but(steps=0)
     assert DEFAULTS["text"].but().schedule == DEFAULTS["text"].schedule

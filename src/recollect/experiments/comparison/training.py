@@ -6,7 +6,6 @@ in the same order. What is measured on the way is kept in a history, so an inter
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect.experiments.framework.fitting import rate_at, training_steps
+from recollect.fields import Validated, integer, number
 from recollect.lm.training.weight_decay import parameter_groups
 
 __all__ = ["History", "Schedule", "train"]
@@ -24,7 +24,7 @@ LOGGED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(Validated):
     """How a model is trained: AdamW, linear warm-up, cosine to zero.
 
     Attributes:
@@ -37,20 +37,13 @@ class Schedule:
         evaluations: how many points the learning curve has.
     """
 
-    steps: int
-    batch: int
-    lr: float = 3e-3
-    warmup: float = 0.1
-    weight_decay: float = 0.1
+    steps: int = integer(at_least=1)
+    batch: int = integer(at_least=1)
+    lr: float = number(3e-3, above=0)
+    warmup: float = number(0.1, at_least=0, at_most=1)
+    weight_decay: float = number(0.1, at_least=0)
     clip: float = 1.0
-    evaluations: int = 5
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "evaluations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Schedule: {name} must be at least 1, not {getattr(self, name)}")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"Schedule: lr must be a finite number above 0, not {self.lr}")
+    evaluations: int = integer(5, at_least=1)
 
     def rate(self, step: int) -> float:
         """The learning rate at a step, counted from 0."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recollect.fields import Validated, integer, number, option
 from recollect.tasks.mqar import IGNORE
 
 __all__ = [
@@ -36,7 +37,7 @@ Draw = Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class Budget(Validated):
     """How a task model is trained: AdamW with warm-up.
 
     Attributes:
@@ -50,23 +51,19 @@ class Budget:
         promoted: accuracy on the last batches that lengthens the task, where it has several levels.
     """
 
-    steps: int
+    steps: int = integer(at_least=1)
     lrs: tuple[float, ...]
-    weight_decay: float = 0.01
+    weight_decay: float = number(0.01, at_least=0)
     clip: float = 1.0
-    warmup: float = 0.05
-    decay: str = "cosine"
-    evaluations: int = 10
+    warmup: float = number(0.05, at_least=0, at_most=1)
+    decay: str = option("cosine", "linear", "none")
+    evaluations: int = integer(10, at_least=1)
     solved: float = 0.999
     promoted: float = 0.99
 
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.evaluations < 1 or not self.lrs:
-            raise ValueError("Budget needs at least one step, one evaluation and one learning rate")
-        if self.decay not in ("cosine", "linear", "none"):
-            raise ValueError(
-                f"Budget: decay must be 'cosine', 'linear' or 'none', not {self.decay!r}"
-            )
+    def validate(self) -> None:
+        if not self.lrs:
+            raise ValueError("Budget: lrs must have at least one learning rate")
 
     def rate(self, step: int) -> float:
         """The learning rate at a step, in units of the peak."""
