@@ -51,7 +51,7 @@ def test_values_are_kept_as_their_checks_give_them() -> None:
         ({"height": 0}, "Shelf: height must be a finite number in (0, 2.5], not 0"),
         ({"height": "1"}, "Shelf: height must be a number in (0, 2.5], not '1'"),
         ({"depth": float("nan")}, "Shelf: depth must be a finite number >= 0, not nan"),
-        ({"painted": 1}, "Shelf: painted must be True or False, not 1"),
+        ({"painted": 1}, "Shelf: painted must be true or false, not 1"),
         ({"owner": ""}, "Shelf: owner must be a non-empty name, not ''"),
         ({"place": 4}, "Shelf: place must be a whole number from 1 to 3, not 4"),
         ({"books": ["a", "b"]}, "Shelf: 2 books need as many boards"),

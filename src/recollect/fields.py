@@ -355,7 +355,7 @@ def flag(default: bool) -> Any:
 
     def check(value: Any) -> bool:
         if not isinstance(value, bool):
-            raise ValueError(f"must be True or False, not {value!r}")
+            raise ValueError(f"must be true or false, not {value!r}")
         return value
 
     return checked(default, check, domain=Domain(kind="flag"))
