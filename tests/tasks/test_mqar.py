@@ -134,5 +134,5 @@ def test_the_published_mixes() -> None:
     assert {c.fill for c, _ in (*mixed.train, *mixed.test)} == {"random"}
     with pytest.raises(ValueError, match="512, got 1024"):
         mqar_mix("one length", length=1024)
-    with pytest.raises(ValueError, match="'one length' or 'mixed'"):
+    with pytest.raises(ValueError, match="'one length', 'mixed', not"):
         mqar_mix("both")  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recollect.fields import Validated, held, integer, number, option, whole
+from recollect.fields import Validated, held, integer, number, option, whole, word
 
 IGNORE = -100
 """The label of a position at which nothing is asked; PyTorch's cross entropy skips it."""
@@ -121,6 +121,7 @@ def mqar_mix(
         >>> config.length, config.pairs
         (64, 4)
     """
+    held("mqar_mix: recipe", word("one length", "mixed"), recipe)
     if recipe == "one length":
         if length not in _ONE_LENGTH:
             raise ValueError(
@@ -128,8 +129,6 @@ def mqar_mix(
             )
         config = MqarConfig(vocab=vocab, pairs=_ONE_LENGTH[length], length=length)
         return MqarMix(train=((config, 100_000),), test=((config, 3_000),))
-    if recipe != "mixed":
-        raise ValueError(f"mqar_mix: recipe must be 'one length' or 'mixed', got {recipe!r}")
 
     def shape(tokens: int, pairs: int) -> MqarConfig:
         return MqarConfig(vocab=vocab, pairs=pairs, length=tokens, fill="random")
