@@ -11,7 +11,7 @@ import pytest
 
 import recollect as rc
 from recollect.cli import app as cli
-from recollect.cli import console
+from recollect.cli import describe
 from recollect.experiments import EXPERIMENTS, PLANNED
 
 pytest.importorskip("typer")
@@ -55,7 +55,7 @@ def test_zoo_of_one_family() -> None:
 
 
 def test_zoo_on_a_narrow_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "TABLE_COLUMNS", 100)
+    monkeypatch.setattr(describe, "TABLE_COLUMNS", 100)
     found = call("zoo")
     # A combining overline is a character and takes no column.
     assert max(map(cell_len, found.stdout.split("\n"))) <= 100
@@ -181,7 +181,6 @@ import json, sys
 sys.modules["transformers"] = None
 from typer.testing import CliRunner
 from recollect.cli import app as cli
-from recollect.cli import console
 for line in sys.stdin:
     found = CliRunner().invoke(cli.build(), json.loads(line))
     print(json.dumps([found.exit_code, found.stdout, found.stderr]))

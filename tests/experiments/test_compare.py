@@ -20,12 +20,12 @@ import recollect as rc
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
+from recollect.cli.progress import CompareDisplay
 from recollect.experiments import Schedule, Sizes, compare, save_comparison
 from recollect.experiments.comparison.jobs import Job, run_jobs
 from recollect.experiments.comparison.results import DEFAULTS, ModelRun, Nobody
 from recollect.experiments.comparison.tasks import MQAR_BEYOND, MQAR_PAIRS
 from recollect.experiments.comparison.training import History
-from recollect.experiments.monitor import Monitor
 
 SMALL = {
     "text": Sizes(width=16, depth=1, heads=2, length=32, schedule=Schedule(steps=4, batch=2)),
@@ -193,22 +193,39 @@ def test_a_model_whose_process_dies_is_a_failure_with_its_reason() -> None:
     assert "cannot be sent to another process" in outcomes["bound"]
 
 
-def test_the_monitor_follows_runs_side_by_side() -> None:
+def compared_side_by_side(**options: Any) -> tuple[CompareDisplay, str]:
+    """A display that was told of three models, and what it printed."""
     said = io.StringIO()
-    monitor = Monitor(Console(file=said, width=120), models=3, tasks=1)
-    for model in ("a", "b"):
-        monitor.begin("text", model, 10, 5)
-    monitor.step("text", "b", 1, 2.0, History())
-    monitor.fail("text", "a", "no room")
-    monitor.fail("text", "c", "never began")
-    monitor.end(
-        ModelRun(task="text", model="b", parameters=10, state_bytes=1, grows=False, value=1.5)
-    )
-    monitor.step("text", "b", 2, 2.0, History())  # told late
-    assert not monitor.running
-    assert monitor.progress.task_ids == []
-    assert "text: b 1.500" in said.getvalue()
-    assert "text: a failed" in said.getvalue()
+    display = CompareDisplay(Console(file=said, width=120, **options), models=3, tasks=1)
+    with display:
+        for model in ("a", "b"):
+            display.begin("text", model, 10, 5)
+        display.step("text", "b", 1, 2.0, History(tokens=1234, seconds=1.0, curve=[(9, 0.25)]))
+        display.live.refresh()
+        display.fail("text", "a", "no room")
+        display.fail("text", "c", "never began")
+        display.end(
+            ModelRun(task="text", model="b", parameters=10, state_bytes=1, grows=False, value=1.5)
+        )
+        display.step("text", "b", 2, 2.0, History())  # told late
+        display.live.refresh()
+    return display, said.getvalue()
+
+
+def test_a_display_follows_runs_side_by_side() -> None:
+    display, said = compared_side_by_side()
+    assert not display.running
+    assert display.bars.task_ids == []
+    assert "text: b 1.500" in said
+    assert "text: a failed" in said
+    assert "measured" not in said, "no table where nobody looks"
+
+
+def test_a_terminal_shows_a_table_and_no_lines() -> None:
+    _, said = compared_side_by_side(force_terminal=True)
+    assert "failed" not in said
+    for shown in ("[2/3] text: b", "1/5", "1,234", "2.000", "0.250", "1.500"):
+        assert shown in said
 
 
 def test_an_interrupt_stops_every_process_and_keeps_what_was_measured(text: str) -> None:
@@ -247,11 +264,11 @@ def test_keys_of_another_size(text: str) -> None:
     assert _sized(LayerOptions(), small).key_dim == 3
     assert _sized(LayerOptions(key_dim=5), small).key_dim == 5
     assert _sized(LayerOptions(), SMALL["text"]).key_dim is None
-    with pytest.raises(ValueError, match="key_dim must be at least 1"):
+    with pytest.raises(ValueError, match="Sizes: key_dim must be a whole number >= 1, not 0"):
         small.but(key_dim=0)
 
 
 def test_sizes_refuse_nonsense() -> None:
-    with pytest.raises(ValueError, match="steps must be at least 1"):
+    with pytest.raises(ValueError, match="Schedule: steps must be a whole number >= 1, not 0"):
         DEFAULTS["text"].but(steps=0)
     assert DEFAULTS["text"].but().schedule == DEFAULTS["text"].schedule

@@ -74,10 +74,10 @@ def test_the_map_is_drawn_for_each_sequence() -> None:
     ("changes", "message"),
     [
         ({"length": 7}, "try 8"),
-        ({"pairs": 0}, "pairs must be a whole number of at least 1"),
+        ({"pairs": 0}, "pairs must be a whole number >= 1, not 0"),
         ({"vocab_pairs": 3}, "at least 4"),
         ({"queries": 0}, "queries"),
-        ({"asks": "all"}, "'end' or 'repeats'"),
+        ({"asks": "all"}, "one of 'end', 'repeats', not 'all'"),
     ],
 )
 def test_impossible_instances_are_refused(changes: dict[str, object], message: str) -> None:
@@ -86,5 +86,5 @@ def test_impossible_instances_are_refused(changes: dict[str, object], message: s
 
 
 def test_a_negative_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="cues: batch must not be negative"):
+    with pytest.raises(ValueError, match="cues: batch must be a whole number >= 0, not -"):
         cues(CueConfig(pairs=1, length=2), -1, torch.Generator())

@@ -185,8 +185,12 @@ def test_settings_are_the_published_axes() -> None:
     [
         (MadRecall, {"length": 7}, "even"),
         (MadRecall, {"noise": 0.5}, "noise_vocab"),
-        (MadRecall, {"noise": 1.0, "noise_vocab": 2}, "below 1"),
-        (MadFuzzy, {"vocab": 6}, "at least 7"),
+        (
+            MadRecall,
+            {"noise": 1.0, "noise_vocab": 2},
+            r"number in \[0, 1\), not 1",
+        ),
+        (MadFuzzy, {"vocab": 6}, "vocab must be a whole number >= 7, not 6"),
         (MadCopying, {"length": 33}, "length"),
         (MadMemorization, {"length": 5}, "even"),
         (MadCompression, {"vocab": 1}, "vocab"),

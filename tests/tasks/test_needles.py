@@ -100,7 +100,7 @@ def test_text_is_cut_at_its_front_to_the_byte(length: int) -> None:
 def test_bad_configurations_are_refused() -> None:
     with pytest.raises(ValueError, match="name must be"):
         NeedleConfig(name="word")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at least 300"):
+    with pytest.raises(ValueError, match="length must be a whole number >= 300"):
         NeedleConfig(length=100)
     with pytest.raises(ValueError, match="too short"):
         hide(["x" * 50], [0], HAY, start=0, head="", question="?", answer="!", length=20)

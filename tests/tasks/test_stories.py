@@ -126,8 +126,8 @@ def test_one_seed_gives_one_story() -> None:
     ("changes", "message"),
     [
         ({"task": 6}, "1 to 5"),
-        ({"task": 3, "facts": 2}, "facts must be a whole number of at least 3"),
-        ({"people": 7}, "at most 6"),
+        ({"task": 3, "facts": 2}, "facts must be a whole number >= 3, not 2"),
+        ({"people": 7}, "people must be a whole number from 2 to 6, not 7"),
         ({"length": 100}, "length"),
     ],
 )

@@ -41,7 +41,7 @@ def test_pairs_are_ordered() -> None:
 
 
 def test_sizes_too_small_are_refused() -> None:
-    with pytest.raises(ValueError, match="items must be a whole number of at least 2"):
+    with pytest.raises(ValueError, match="items must be a whole number >= 2"):
         SwapConfig(items=1)
     with pytest.raises(ValueError, match="length"):
         SwapConfig(length=0)

@@ -85,10 +85,10 @@ def test_losses() -> None:
     ("changes", "message"),
     [
         ({"size": 0}, "size must be a whole number"),
-        ({"length": 3}, "length must be a whole number of at least 4"),
-        ({"early": 1.5}, "early must be from 0 to 1"),
+        ({"length": 3}, "length must be a whole number >= 4, not 3"),
+        ({"early": 1.5}, r"early must be a finite number in \[0, 1\], not 1.5"),
         ({"correlation": float("nan")}, "correlation must be"),
-        ({"covariance": "none"}, "covariance must be 'equal' or 'drawn'"),
+        ({"covariance": "none"}, "covariance must be one of 'equal', 'drawn', not 'none'"),
         ({"early": 1.0}, "no stationary spread"),
     ],
 )

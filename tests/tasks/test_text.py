@@ -260,9 +260,9 @@ class TestWindows:
     def test_wrong_sizes_are_refused_at_the_call(self, generator: torch.Generator) -> None:
         with pytest.raises(ValueError, match="needs 1025 bytes and the training part has 1024"):
             batches(self.corpus, length=1024, batch=1, generator=generator)
-        with pytest.raises(ValueError, match="length must be at least 1"):
+        with pytest.raises(ValueError, match="length must be a whole number >= 1"):
             batches(self.corpus, length=0, batch=1, generator=generator)
-        with pytest.raises(ValueError, match="batch must be at least 1"):
+        with pytest.raises(ValueError, match="batch must be a whole number >= 1"):
             heldout_windows(self.corpus, length=4, batch=0)
-        with pytest.raises(ValueError, match="limit must be at least 1"):
+        with pytest.raises(ValueError, match="limit must be a whole number >= 1"):
             heldout_windows(self.corpus, length=4, batch=1, limit=0)

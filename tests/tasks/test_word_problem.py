@@ -56,7 +56,7 @@ def test_parity_counts_ones() -> None:
 def test_s5_has_120_permutations() -> None:
     assert word_problem("S5") == WordConfig(items=5, length=32)
     assert word_problem("S5").vocab == 121
-    with pytest.raises(ValueError, match="'A4' or 'A5'"):
+    with pytest.raises(ValueError, match="'A4', 'A5', not 'M11'"):
         word_problem("M11")
 
 

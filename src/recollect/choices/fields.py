@@ -1,10 +1,9 @@
-"""What a field of a member may hold: quantities, constants, words, and other members.
+"""What only a member's field may hold: quantities and other members.
 
 A quantity is a constant, a gate or a param, see `recollect.choices.member`. Each function here
-makes a dataclass field whose metadata says what it may hold; `Member` checks it when it is made.
+makes a dataclass field whose metadata says what it may hold, as those of `recollect.fields` do for
+constants and words; `Member` checks it when it is made.
 """
-
-# More than 400 lines: every maker of fields, with an example on each.
 
 from __future__ import annotations
 
@@ -13,6 +12,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from recollect.fields import (
+    DOMAIN,
+    REAL,
+    RULE,
+    Domain,
+    Range,
+    domain,
+    flag,
+    integer,
+    number,
+    option,
+    text,
+)
 
 __all__ = [
     "DRAWS",
@@ -33,36 +46,6 @@ __all__ = [
     "slot",
     "text",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """An interval of the real line; ``None`` is no bound, ``*_open`` excludes the end."""
-
-    low: float | None = None
-    high: float | None = None
-    low_open: bool = False
-    high_open: bool = False
-
-    def contains(self, value: float) -> bool:
-        """Whether one finite number lies inside."""
-        if not math.isfinite(value):
-            return False
-        above = self.low is None or value > self.low or (value == self.low and not self.low_open)
-        below = (
-            self.high is None or value < self.high or (value == self.high and not self.high_open)
-        )
-        return above and below
-
-    def __str__(self) -> str:
-        if self.low is not None and self.high is not None:
-            left, right = "(" if self.low_open else "[", ")" if self.high_open else "]"
-            return f"in {left}{self.low:g}, {self.high:g}{right}"
-        if self.low is not None:
-            return f"{'>' if self.low_open else '>='} {self.low:g}"
-        if self.high is not None:
-            return f"{'<' if self.high_open else '<='} {self.high:g}"
-        return "any real number"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +72,7 @@ class Gate:
     name: str
     owner: str
     axes: tuple[str, ...] = ()
-    range: Range = Range()
+    range: Range = REAL
     init: float = 1.0
     travels: bool = False
 
@@ -117,7 +100,7 @@ class Param:
     name: str
     owner: str
     axes: tuple[str, ...] = ()
-    range: Range = Range()
+    range: Range = REAL
     init: float | tuple[float, ...] = 0.0
     draw: str | None = None
     learned: bool = True
@@ -155,10 +138,6 @@ class Quantity:
             low=None if not self.range.low else math.log(self.range.low),
             high=None if self.range.high is None else math.log(self.range.high),
         )
-
-
-RULE = "recollect"
-"""Metadata key of a `Quantity`, of a slot's `Domain`, or of what checks any other field."""
 
 
 def quantity(
@@ -202,12 +181,7 @@ def quantity(
         >>> [gate.name for gate in LogCosh().gates()], LogCosh(scale=2.0).gates()
         (['scale'], ())
     """
-    span = Range(
-        low=above if above is not None else at_least,
-        high=below if below is not None else at_most,
-        low_open=above is not None,
-        high_open=below is not None,
-    )
+    span = Range.of(above=above, at_least=at_least, below=below, at_most=at_most)
     spec = Quantity(
         name=name,
         range=span,
@@ -219,207 +193,6 @@ def quantity(
         letter=letter,
     )
     return dataclasses.field(default=default, metadata={RULE: spec})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Domain:
-    """What a field that is no quantity may hold, for whoever walks the members (contract suites).
-
-    Attributes:
-        kind: ``"integer"``, ``"number"``, ``"option"``, ``"flag"``, ``"text"`` or ``"slot"``.
-        range: of a number; the lower bound of an integer.
-        words: of an option; the single slot kind of a slot.
-        optional: whether ``None`` is allowed. many: whether it is a tuple of members.
-        size: whether an integer only makes the same thing larger (a window's length), so that
-            systems are known by name whatever it is.
-    """
-
-    kind: str
-    range: Range = Range()
-    words: tuple[str, ...] = ()
-    optional: bool = False
-    many: bool = False
-    size: bool = False
-
-
-_DOMAIN = "recollect.domain"
-
-
-def domain(field: dataclasses.Field[Any]) -> Domain | None:
-    """What a member's field may hold; ``None`` for quantities and undeclared fields."""
-    return field.metadata.get(_DOMAIN)
-
-
-def _checked(default: Any, check: Callable[[Any], Any], domain: Domain) -> Any:
-    def convert(value: Any) -> Any:
-        return None if domain.optional and value is None else check(value)
-
-    metadata = {RULE: convert, _DOMAIN: domain}
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def integer(
-    default: Any = dataclasses.MISSING,
-    *,
-    at_least: int = 0,
-    optional: bool = False,
-    size: bool = False,
-) -> Any:
-    """Field for a whole number with a lower bound; ``size`` as in `Domain`.
-
-    Args:
-        default: its value when it is not given; required when omitted.
-        at_least: the least value allowed.
-        optional: whether ``None`` is allowed.
-        size: whether it only makes the same thing larger (a window's length), so that systems are
-            known by name whatever it is.
-
-    Examples:
-        >>> @rc.member
-        ... class Repeated(rc.features.Features):
-        ...     times: int = rc.integer(2, at_least=1)
-        ...
-        ...     def dim(self, K):
-        ...         return self.times * K
-        ...
-        ...     def phi(self, x, params, side, position):
-        ...         return x.repeat(1, 1, 1, 1, self.times)
-        ...
-        >>> Repeated(times=3).dim(4)
-        12
-    """
-
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise ValueError(f"must be a whole number >= {at_least}, not {value!r}")
-        return value
-
-    return _checked(
-        default,
-        check,
-        Domain(kind="integer", range=Range(low=at_least), optional=optional, size=size),
-    )
-
-
-def number(
-    default: Any = dataclasses.MISSING,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-    optional: bool = False,
-) -> Any:
-    """Field for a finite real constant (never a gate) with bounds.
-
-    Args:
-        default: its value when it is not given; required when omitted.
-        above: an exclusive lower bound.
-        at_least: an inclusive lower bound.
-        below: an exclusive upper bound.
-        at_most: an inclusive upper bound.
-        optional: whether ``None`` is allowed.
-
-    Examples:
-        >>> @rc.member
-        ... class Scaled(rc.features.Features):
-        ...     factor: float = rc.number(1.0, above=0)
-        ...
-        ...     def dim(self, K):
-        ...         return K
-        ...
-        ...     def phi(self, x, params, side, position):
-        ...         return self.factor * x
-        ...
-        >>> Scaled(factor=2).factor
-        2.0
-    """
-    span = Range(
-        low=above if above is not None else at_least,
-        high=below if below is not None else at_most,
-        low_open=above is not None,
-        high_open=below is not None,
-    )
-
-    def check(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"must be a number {span}, not {value!r}")
-        if not span.contains(float(value)):
-            raise ValueError(f"must be a finite number {span}, not {value!r}")
-        return float(value)
-
-    return _checked(default, check, Domain(kind="number", range=span, optional=optional))
-
-
-def option(default: Any, *options: str, optional: bool = False) -> Any:
-    """Field for one word out of several; ``default`` is among them.
-
-    Args:
-        default: the word it holds when none is given.
-        *options: the words allowed beside the default.
-        optional: whether ``None`` is allowed.
-
-    Examples:
-        >>> @rc.member
-        ... class Periodic(rc.features.Features):
-        ...     wave: str = rc.option("sin", "cos")
-        ...
-        ...     def dim(self, K):
-        ...         return K
-        ...
-        ...     def phi(self, x, params, side, position):
-        ...         return x.sin() if self.wave == "sin" else x.cos()
-        ...
-        >>> Periodic(wave="cos").brief
-        'Periodic(wave="cos")'
-    """
-    words = tuple(word for word in dict.fromkeys((default, *options)) if word is not None)
-
-    def check(value: Any) -> str:
-        if not isinstance(value, str) or value not in words:
-            raise ValueError(f"must be one of {', '.join(map(repr, words))}, not {value!r}")
-        return value
-
-    return _checked(default, check, Domain(kind="option", words=words, optional=optional))
-
-
-def flag(default: bool) -> Any:
-    """Field for true or false.
-
-    Examples:
-        >>> @rc.member
-        ... class Signs(rc.features.Features):
-        ...     zeros: bool = rc.flag(False)
-        ...
-        ...     def dim(self, K):
-        ...         return K
-        ...
-        ...     def phi(self, x, params, side, position):
-        ...         return x.sign() if self.zeros else torch.where(x < 0, -1.0, 1.0).to(x.dtype)
-        ...
-        >>> Signs().zeros
-        False
-    """
-
-    def check(value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise ValueError(f"must be True or False, not {value!r}")
-        return value
-
-    return _checked(default, check, Domain(kind="flag"))
-
-
-def text(default: Any = dataclasses.MISSING) -> Any:
-    """Field for a name."""
-
-    def check(value: Any) -> str:
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"must be a non-empty name, not {value!r}")
-        return value
-
-    return _checked(default, check, Domain(kind="text"))
 
 
 def slot(default: Any, kind: str, *, optional: bool = False, many: bool = False) -> Any:
@@ -446,7 +219,7 @@ def slot(default: Any, kind: str, *, optional: bool = False, many: bool = False)
         8
     """
     rule = Domain(kind="slot", words=(kind,), optional=optional, many=many)
-    return dataclasses.field(default=default, metadata={RULE: rule, _DOMAIN: rule})
+    return dataclasses.field(default=default, metadata={RULE: rule, DOMAIN: rule})
 
 
 def check_slot(value: Any, rule: Domain, member: type) -> Any:

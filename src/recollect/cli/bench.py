@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import rich.box
-import rich.console
-import rich.progress
-import rich.table
 import typer
+from rich.console import Console
 
 from recollect.cli.console import check_device
+from recollect.cli.progress import BenchDisplay
 
 __all__ = ["bench"]
 
@@ -46,16 +44,14 @@ def bench(
     chosen = SUITES[suite]
     shape = Shape(T=length, H=heads, K=size, V=size, device=device)
     cases = chosen_cases(chosen, shape, [name.strip() for name in only.split(",") if name.strip()])
-    console = rich.console.Console(stderr=True)
-    with rich.progress.Progress(console=console, transient=True) as progress:
-        bar = progress.add_task(f"timing {suite}", total=rounds)
+    with BenchDisplay(Console(stderr=True), suite, rounds) as display:
         result = run(
             cases,
             baseline=chosen.baseline,
             min_seconds=chosen.min_seconds,
             rounds=rounds,
             device=device,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            progress=display.count,
         )
     extra = ratios(chosen, shape, result)
     data = document(suite, shape, result, extra)
@@ -78,13 +74,11 @@ def _bench_train(rounds: int, length: int, save: Path | None, as_json: bool) -> 
     from recollect.bench.suites.train import BARE, RUN, measure
 
     context = min(length, 512)
-    console = rich.console.Console(stderr=True)
-    with rich.progress.Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("timing train", total=rounds)
+    with BenchDisplay(Console(stderr=True), "train", rounds) as display:
         result = measure(
             rounds=rounds,
             context=context,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            progress=display.count,
         )
     ratio = 1 / result[RUN].ratio
     data = {

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import rich.box
 import rich.console
-import rich.progress
 import rich.table
 import typer
 
-from recollect.cli.console import INTERRUPTED, WIDE, check_writable, stated
+from recollect.cli.console import INTERRUPTED, check_writable, console_of_page, stated
+from recollect.cli.progress import CompareDisplay
 
 if TYPE_CHECKING:
     from recollect.experiments.comparison.results import Comparison
@@ -63,7 +63,6 @@ def compare(
     """Train models at equal parameters and tokens, and report."""
     import recollect.experiments as experiments
     from recollect.experiments.comparison.results import DEFAULTS
-    from recollect.experiments.monitor import Monitor
     from recollect.lm.data.streaming import stream_text
 
     chosen = [stated(name.strip()) for name in models.split(",") if name.strip()]
@@ -90,10 +89,8 @@ def compare(
             "--rows needs --parameters, so that rows can be laid side by side, and --task text"
         )
     check_writable(out if rows is None else rows)
-    console = rich.console.Console(stderr=as_json)
-    if not console.is_terminal:
-        console = rich.console.Console(stderr=as_json, width=WIDE)
-    with Monitor(console, models=len(chosen), tasks=len(set(task))) as monitor:
+    console = console_of_page(stderr=as_json)
+    with CompareDisplay(console, models=len(chosen), tasks=len(set(task))) as display:
         if rows is not None:
             assert parameters is not None
             made = experiments.add_rows(
@@ -106,7 +103,7 @@ def compare(
                 seed=seed,
                 method=method,
                 jobs=jobs,
-                watcher=monitor,
+                watcher=display,
                 command=shlex.join(["recollect", *sys.argv[1:]]),
             )
             if made is None:
@@ -123,7 +120,7 @@ def compare(
             method=method,
             parameters=parameters,
             jobs=jobs,
-            watcher=monitor,
+            watcher=display,
         )
     command = shlex.join(["recollect", *sys.argv[1:]])
     paths = experiments.save_comparison(result, out, command=command)

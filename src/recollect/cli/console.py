@@ -7,12 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import rich.box
-import rich.console
-import rich.progress
-import rich.table
 import torch
 import typer
+from rich.console import Console
 
 from recollect.recipe.recipe import Recipe
 
@@ -34,10 +31,15 @@ INTERRUPTED = 130
 """Exit status after an interrupt, as shells have it."""
 
 
-def console_of_page() -> rich.console.Console:
-    """The terminal, or a page of `TABLE_COLUMNS` where there is none."""
-    console = rich.console.Console()
-    return console if console.is_terminal else rich.console.Console(width=TABLE_COLUMNS)
+def console_of_page(width: int = WIDE, *, stderr: bool = False) -> Console:
+    """The terminal, or a page so wide where there is none.
+
+    Args:
+        width: of that page, in columns.
+        stderr: whether it is the standard error.
+    """
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=width)
 
 
 def print_json(data: object) -> None:

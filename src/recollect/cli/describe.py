@@ -9,13 +9,12 @@ from typing import Annotated, Any
 
 import rich.box
 import rich.console
-import rich.progress
 import rich.table
 import rich.text
 import typer
 
 import recollect as rc
-from recollect.cli.console import ROOMY, WIDE, console_of_page, print_json
+from recollect.cli.console import ROOMY, TABLE_COLUMNS, console_of_page, print_json
 from recollect.recipe.files import load_recipe
 
 
@@ -28,7 +27,7 @@ def zoo(
     if as_json:
         print_json(rows)
         return
-    console = console_of_page()
+    console = console_of_page(TABLE_COLUMNS)
     choices = ("memory", "bias", "retention", "algorithm") if console.width >= ROOMY else ()
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("#", justify="right")
@@ -134,9 +133,7 @@ def sizes(
         ]
         typer.echo(json.dumps(data, indent=2))
         return
-    console = rich.console.Console()
-    if not console.is_terminal:
-        console = rich.console.Console(width=WIDE)
+    console = console_of_page()
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     for name in ("papers' name", "layers", "width", "heads", "lr", "tokens", *names):
         table.add_column(name, justify="left" if name == "papers' name" else "right")

@@ -1,39 +1,73 @@
-"""Progress on the terminal."""
+"""Progress of every command: live on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import rich.box
-import rich.console
-import rich.progress
-import rich.table
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
 
 if TYPE_CHECKING:
-    from recollect.lm.training.train import Progress
+    from recollect.experiments.comparison.results import ModelRun
+    from recollect.experiments.comparison.training import History
+    from recollect.experiments.framework.experiment import Experiment
+    from recollect.experiments.framework.records import Record
+    from recollect.lm.training.train import Progress as TrainProgress
+
+__all__ = ["BenchDisplay", "CompareDisplay", "Display", "ReproduceDisplay", "TrainDisplay"]
 
 
-class Bar:
-    """A bar on a terminal; elsewhere a line now and then."""
+def _columns(*facts: str) -> tuple[ProgressColumn, ...]:
+    return (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        *map(TextColumn, facts),
+        TimeRemainingColumn(),
+    )
 
-    def __init__(self, console: rich.console.Console, steps: int) -> None:
-        self.console, self.steps = console, steps
-        self.every = max(1, steps // 20)
-        self.printed = -1
-        self.bar = rich.progress.Progress(
-            rich.progress.TextColumn("training"),
-            rich.progress.BarColumn(),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.TextColumn("{task.fields[facts]}"),
-            rich.progress.TimeRemainingColumn(),
+
+class Display:
+    """Bars that live on a terminal, and lines where there is none.
+
+    Args:
+        console: where.
+        columns: of the bars; rich's own by default.
+        transient: whether nothing is left of them at the end.
+        view: what is shown in place of the bars alone.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *columns: ProgressColumn,
+        transient: bool = True,
+        view: Callable[[], RenderableType] | None = None,
+    ) -> None:
+        self.console = console
+        self.bars = Progress(*columns, console=console)
+        self.live = Live(
             console=console,
+            refresh_per_second=10,
+            transient=transient,
+            get_renderable=view or self.bars.get_renderable,
         )
-        self.task = self.bar.add_task("training", total=steps, facts="")
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            self.bar.start()
+            self.live.start(refresh=True)
         return self
 
     def __exit__(
@@ -42,10 +76,36 @@ class Bar:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.console.is_terminal:
-            self.bar.stop()
+        self.live.stop()
 
-    def show(self, progress: Progress) -> None:
+    def line(self, text: str) -> None:
+        """Say something where nobody sees the bars."""
+        if not self.console.is_terminal:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class BenchDisplay(Display):
+    """A bar over the rounds of a benchmark."""
+
+    def __init__(self, console: Console, suite: str, rounds: int) -> None:
+        super().__init__(console)
+        self.task = self.bars.add_task(f"timing {suite}", total=rounds)
+
+    def count(self, done: int, total: int) -> None:
+        """So many rounds are done."""
+        self.bars.update(self.task, completed=done, total=total)
+
+
+class TrainDisplay(Display):
+    """A bar over the steps of a run."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        super().__init__(console, *_columns("{task.fields[facts]}"), transient=False)
+        self.steps, self.every = steps, max(1, steps // 20)
+        self.printed = -1
+        self.task = self.bars.add_task("training", total=steps, facts="")
+
+    def show(self, progress: TrainProgress) -> None:
         """One step's news."""
         loss = "" if progress.loss is None else f"loss {progress.loss:.3f}  "
         heldout = "" if progress.heldout is None else f"held-out {progress.heldout:.3f} bits/byte  "
@@ -53,10 +113,102 @@ class Bar:
             f"{loss}{heldout}{progress.tokens_per_second:,.0f} tokens/s  "
             f"{progress.ceiling_share:.0%} of the matmul ceiling"
         )
-        self.bar.update(self.task, completed=progress.step, facts=facts)
-        last = progress.step == self.steps
-        if self.console.is_terminal or progress.loss is None or progress.step == self.printed:
+        self.bars.update(self.task, completed=progress.step, facts=facts)
+        if progress.loss is None or progress.step == self.printed:
             return
-        if progress.step % self.every == 0 or last or self.printed < 0:
+        if progress.step % self.every == 0 or progress.step == self.steps or self.printed < 0:
             self.printed = progress.step
-            self.console.print(f"step {progress.step:,}/{self.steps:,}  {facts}", highlight=False)
+            self.line(f"step {progress.step:,}/{self.steps:,}  {facts}")
+
+
+class ReproduceDisplay(Display):
+    """A bar over the cells and seeds of each experiment; its `Viewer`."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console, *_columns())
+        self.done, self.total = 0, 0
+        self.task = self.bars.add_task("starting", total=None)
+
+    def begin(self, experiment: Experiment, done: int, total: int) -> None:
+        """An experiment starts, or goes on."""
+        self.done, self.total = done, total
+        self.bars.reset(self.task, total=total, completed=done, description=experiment.name)
+        earlier = f", {done} of them measured earlier" if done else ""
+        self.line(f"{experiment.name}: {total} cells and seeds{earlier}")
+
+    def cell(self, record: Record) -> None:
+        """One was measured."""
+        self.done += 1
+        self.bars.advance(self.task)
+        where = ", ".join(f"{name} {value}" for name, value in record.cell.items())
+        numbers = ", ".join(
+            f"{name} {value:.4g}"
+            for name, value in record.values.items()
+            if not isinstance(value, Sequence)
+        )
+        self.line(
+            f"  [{self.done}/{self.total}] {where}, seed {record.seed}: {numbers} "
+            f"({record.seconds:.1f} s)"
+        )
+
+
+class CompareDisplay(Display):
+    """A table of the models that are done and under way, with bars; a `Watcher`."""
+
+    def __init__(self, console: Console, *, models: int, tasks: int) -> None:
+        self.total, self.started = models * tasks, 0
+        self.done: list[tuple[str, ...]] = []
+        self.running: dict[tuple[str, str], tuple[TaskID, tuple[str, ...]]] = {}
+        super().__init__(console, *_columns(), view=self._view)
+
+    def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
+        """A model starts."""
+        self.started += 1
+        label = f"[{self.started}/{self.total}] {task}: {model}"
+        row = task, model, f"{parameters:,}", "0", "", "", "0"
+        self.running[task, model] = self.bars.add_task(label, total=steps), row
+        self.line(f"{label}, {parameters:,} parameters, {steps} steps")
+
+    def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
+        """A step was taken."""
+        if (task, model) not in self.running:  # told late: it has ended
+            return
+        bar, row = self.running[task, model]
+        self.bars.update(bar, completed=step)
+        loss_now = "" if loss is None else f"{loss:.3f}"
+        measured = f"{history.curve[-1][1]:.3f}" if history.curve else ""
+        speed = f"{history.tokens_per_second:,.0f}"
+        self.running[task, model] = (
+            bar,
+            (*row[:3], f"{history.tokens:,}", loss_now, measured, speed),
+        )
+
+    def end(self, run: ModelRun) -> None:
+        """A model is done."""
+        value = "–" if run.value is None else f"{run.value:.3f}"
+        speed = f"{run.tokens_per_second:,.0f}"
+        row = run.task, run.model, f"{run.parameters:,}", f"{run.tokens:,}", "", value, speed
+        self.done.append(row)
+        self._drop(run.task, run.model)
+        self.line(
+            f"    {run.task}: {run.model} {value} after {run.tokens:,} tokens, {speed} tokens/s"
+        )
+
+    def fail(self, task: str, model: str, reason: str) -> None:
+        """A model could not be trained; the reason is told at the end."""
+        self._drop(task, model)
+        self.line(f"    {task}: {model} failed")
+
+    def _drop(self, task: str, model: str) -> None:
+        if (task, model) in self.running:
+            self.bars.remove_task(self.running.pop((task, model))[0])
+
+    def _view(self) -> Group:
+        table = Table(box=None, pad_edge=False)
+        for name in ("task", "model", "parameters", "tokens", "loss", "measured", "tokens/s"):
+            table.add_column(name, justify="left" if name in ("task", "model") else "right")
+        for row in self.done:
+            table.add_row(*row)
+        for _, row in self.running.values():
+            table.add_row(*row, style="bold")
+        return Group(table, self.bars)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import rich.box
-import rich.console
-import rich.progress
-import rich.table
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from recollect.cli.console import INTERRUPTED, WIDE, check_device, check_writable
+from recollect.cli.console import INTERRUPTED, check_device, check_writable, console_of_page
+from recollect.cli.progress import ReproduceDisplay
+
+if TYPE_CHECKING:
+    from recollect.experiments.framework.experiment import Experiment, Planned
+    from recollect.experiments.framework.run import Run
 
 __all__ = ["reproduce"]
 
@@ -38,11 +43,8 @@ def reproduce(
     from recollect.experiments.registry import EXPERIMENTS, PLANNED
     from recollect.experiments.reproduce import chosen
     from recollect.experiments.reproduce import reproduce as run_one
-    from recollect.experiments.viewer import Bar, listing, show_run
 
-    console = rich.console.Console(stderr=as_json)
-    if not console.is_terminal:
-        console = rich.console.Console(stderr=as_json, width=WIDE)
+    console = console_of_page(stderr=as_json)
     rows = list(EXPERIMENTS.values())
     if list_all:
         if as_json:
@@ -50,7 +52,7 @@ def reproduce(
             known += [{"name": row.name, "planned": True, "source": row.source} for row in PLANNED]
             typer.echo(json.dumps(known, indent=2, ensure_ascii=False))
         else:
-            listing(console, rows, PLANNED)
+            _list(console, rows, PLANNED)
         return
     if every == bool(name):
         raise ValueError("name one experiment, or give --all; --list names them")
@@ -69,7 +71,7 @@ def reproduce(
         return
     check_writable(out)
     runs = []
-    with Bar(console) as bar:
+    with ReproduceDisplay(console) as display:
         for row in wanted:
             run = run_one(
                 row,
@@ -79,11 +81,11 @@ def reproduce(
                 out=out,
                 device=device,
                 fresh=fresh,
-                viewer=bar,
+                viewer=display,
             )
             runs.append(run)
             if not as_json:
-                show_run(console, run)
+                _show(console, run)
                 console.print(f"report: {run.folder / 'report.html'}", soft_wrap=True)
             if not run.complete:
                 break
@@ -100,3 +102,33 @@ def _known_scale(scale: str) -> None:
 
     if scale not in SCALES:
         raise ValueError(f"--scale must be one of {', '.join(SCALES)}, not {scale!r}")
+
+
+def _show(console: Console, run: Run) -> None:
+    """Each claim beside what was measured."""
+    table = Table(
+        title=f"{run.experiment.name} ({run.experiment.source}), {run.results.scale} scale",
+        title_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for name in ("the paper says", "verdict", "measured"):
+        table.add_column(name)
+    for claim, verdict in run.verdicts:
+        table.add_row(claim.text, verdict.status, verdict.because)
+    console.print(table)
+
+
+def _list(console: Console, experiments: Sequence[Experiment], planned: Sequence[Planned]) -> None:
+    """Every experiment, and those that cannot be run yet."""
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("name", "what", "source", "claims"):
+        table.add_column(name, no_wrap=name == "name")
+    for row in experiments:
+        claims = "\n".join(claim.name for claim in row.claims)
+        table.add_row(row.name, row.title, row.source, claims)
+    for later in planned:
+        table.add_row(
+            later.name, later.title, later.source, f"planned, needs {later.needs}", style="dim"
+        )
+    console.print(table)

@@ -8,14 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import rich.box
-import rich.console
-import rich.progress
-import rich.table
 import typer
 
-from recollect.cli.console import INTERRUPTED, WIDE
-from recollect.cli.progress import Bar
+from recollect.cli.console import INTERRUPTED, console_of_page
+from recollect.cli.progress import TrainDisplay
 
 __all__ = ["train"]
 
@@ -38,16 +34,14 @@ def train(
         plan = replace(plan, run=replace(plan.run, out=out))
     if steps is not None:
         plan = replace(plan, optimizer=replace(plan.optimizer, steps=steps, tokens=None))
-    console = rich.console.Console(stderr=True)
-    if not console.is_terminal:
-        console = rich.console.Console(stderr=True, width=WIDE)
+    console = console_of_page(stderr=True)
 
     def say(sentence: str) -> None:
         console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
     try:
-        with Bar(console, plan.steps) as bar:
-            result = run(plan, resume=resume, watch=bar.show, say=say)
+        with TrainDisplay(console, plan.steps) as display:
+            result = run(plan, resume=resume, watch=display.show, say=say)
     except KeyboardInterrupt:
         console.print("interrupted; --resume goes on from the last checkpoint")
         raise typer.Exit(INTERRUPTED) from None

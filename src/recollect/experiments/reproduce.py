@@ -21,7 +21,7 @@ import torch
 from recollect.experiments.framework.experiment import SCALES, Experiment, Scale
 from recollect.experiments.framework.processes import Lost, in_processes
 from recollect.experiments.framework.records import Cell, Record, Results
-from recollect.experiments.framework.run import Run, Viewer, _Nobody
+from recollect.experiments.framework.run import Nobody, Run, Viewer
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
 from recollect.report.environment import describe_environment
 from recollect.report.files import write_atomic
@@ -105,7 +105,8 @@ def reproduce(
         for _, _, path in wanted:
             path.unlink(missing_ok=True)
     todo = [(cell, seed, path) for cell, seed, path in wanted if not path.exists()]
-    (viewer or _Nobody()).begin(experiment, len(wanted) - len(todo), len(wanted))
+    viewer = viewer or Nobody()
+    viewer.begin(experiment, len(wanted) - len(todo), len(wanted))
     environment = describe_environment(device)
     stamp = {
         "commit": environment.commit,
@@ -122,7 +123,7 @@ def reproduce(
                 continue
             record = replace(found, **stamp)
             write_atomic(path, json.dumps(record.to_dict(), allow_nan=False) + "\n")
-            (viewer or _Nobody()).cell(record)
+            viewer.cell(record)
     except KeyboardInterrupt:
         interrupted = True  # the report shows what there is
     records = tuple(

@@ -18,14 +18,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recollect.tasks.checks import at_least, distinct, one_of, same_batch
+from recollect.fields import Validated, held, integer, option, whole
+from recollect.tasks.drawn import distinct
 from recollect.tasks.mqar import IGNORE
 
 __all__ = ["CueConfig", "cues"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CueConfig:
+class CueConfig(Validated):
     """What an instance looks like.
 
     Left open by the paper: whether the map is drawn for each sequence (here it is, or nothing would
@@ -45,15 +46,13 @@ class CueConfig:
         ValueError: if no instance has this shape, saying which number to change.
     """
 
-    pairs: int
-    length: int
-    vocab_pairs: int | None = None
-    queries: int = 1
-    asks: Literal["end", "repeats"] = "end"
+    pairs: int = integer(at_least=1)
+    length: int = integer(at_least=2)
+    vocab_pairs: int | None = integer(None, at_least=1, optional=True)
+    queries: int = integer(1, at_least=1)
+    asks: Literal["end", "repeats"] = option("end", "repeats")
 
-    def __post_init__(self) -> None:
-        at_least("CueConfig", 1, pairs=self.pairs, queries=self.queries)
-        at_least("CueConfig", 2, length=self.length)
+    def validate(self) -> None:
         if self.length % 2:
             raise ValueError(
                 f"CueConfig: length must be even, because a pair takes two tokens; got "
@@ -64,7 +63,6 @@ class CueConfig:
                 f"CueConfig: {self.pairs} pairs cannot be drawn from {self.vocab_pairs} cues; "
                 f"vocab_pairs must be at least {self.pairs}"
             )
-        one_of("CueConfig", ("end", "repeats"), asks=self.asks)
 
     @property
     def cues(self) -> int:
@@ -103,7 +101,7 @@ def cues(config: CueConfig, batch: int, generator: torch.Generator) -> tuple[Ten
         >>> inputs.shape, labels.shape
         (torch.Size([2, 17]), torch.Size([2, 17]))
     """
-    same_batch("cues", batch)
+    held("cues: batch", whole(), batch)
     P, C, device = config.pairs, config.cues, generator.device
     cue = distinct(batch, C, P, generator)
     response = C + distinct(batch, C, P, generator)

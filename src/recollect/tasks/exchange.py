@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recollect.tasks.checks import one_of
+from recollect.fields import held, whole, word
 
 __all__ = ["Exchange", "exchange", "spread_keys", "welch"]
 
@@ -149,11 +149,10 @@ def exchange(
         >>> stream.k.shape, stream.final.shape
         (torch.Size([7, 8]), torch.Size([4]))
     """
-    one_of("exchange", ("any", "first"), ask=ask)
+    held("exchange: ask", word("any", "first"), ask)
+    held("exchange: swaps", whole(), swaps)
     if swaps > 0 and n < 2:
         raise ValueError(f"exchange: swaps need two keys, and n is {n}")
-    if swaps < 0:
-        raise ValueError(f"swaps must be at least 0, not {swaps}")
     keys = spread_keys(n, d).to(dtype)
 
     def question(keys_there: int) -> int:

@@ -16,13 +16,13 @@ Read with two slips of the text mended: the loss compares M(i), and values are W
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from recollect.tasks.checks import at_least, one_of, same_batch
+from recollect.fields import Validated, held, integer, option, whole
 
 __all__ = ["Mapping", "MappingConfig", "MappingName", "mapping"]
 
@@ -30,7 +30,7 @@ MappingName = Literal["low_rank", "mlp", "attention", "attention_inputs", "slidi
 
 
 @dataclass(frozen=True, kw_only=True)
-class MappingConfig:
+class MappingConfig(Validated):
     """Which map, and its sizes; d = 256 and the window of 512 are the paper's.
 
     Left open by the paper: the rank, the length, and the scale of all weights. Here every weight is
@@ -48,18 +48,13 @@ class MappingConfig:
         ValueError: a number out of range, naming it.
     """
 
-    name: MappingName
-    size: int = 256
-    length: int = 2048
-    rank: int = 32
-    window: int = 512
+    name: MappingName = option(MISSING, *get_args(MappingName))
+    size: int = integer(256, at_least=1)
+    length: int = integer(2048, at_least=1)
+    rank: int = integer(32, at_least=1)
+    window: int = integer(512, at_least=1)
 
-    def __post_init__(self) -> None:
-        one_of("MappingConfig", get_args(MappingName), name=self.name)
-        at_least(
-            "MappingConfig", 1, size=self.size, length=self.length, rank=self.rank,
-            window=self.window,
-        )  # fmt: skip
+    def validate(self) -> None:
         if self.rank > self.size:
             raise ValueError(
                 f"MappingConfig: rank must be at most size = {self.size}, got {self.rank}"
@@ -108,7 +103,7 @@ def mapping(
         >>> drawn.inputs.shape, drawn.outputs.shape
         (torch.Size([2, 16, 8]), torch.Size([2, 16, 8]))
     """
-    same_batch("mapping", batch)
+    held("mapping: batch", whole(), batch)
     d, device = config.size, generator.device
 
     def normal(*shape: int, fan: int = 1) -> Tensor:

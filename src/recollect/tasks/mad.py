@@ -25,7 +25,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recollect.tasks.checks import distinct, one_of, same_batch
+from recollect.fields import held, whole, word
+from recollect.tasks.drawn import distinct
 from recollect.tasks.mad_config import (
     MadCompression,
     MadConfig,
@@ -81,8 +82,8 @@ def mad(
         >>> inputs.shape, labels.shape
         (torch.Size([2, 31]), torch.Size([2, 31]))
     """
-    same_batch("mad", batch)
-    one_of("mad", ("train", "test"), split=split)
+    held("mad: batch", whole(), batch)
+    held("mad: split", word("train", "test"), split)
     if isinstance(config, MadRecall):
         return _recall(config, batch, generator, split)
     if isinstance(config, MadFuzzy):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recollect.tasks.checks import at_least, below, one_of
+from recollect.fields import Validated, held, integer, number, whole, word
 
 __all__ = [
     "MadCompression",
@@ -23,7 +23,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadRecall:
+class MadRecall(Validated):
     """In-context recall, and noisy recall where ``noise`` is above 0.
 
     Keys are the lower half of the tokens that are not noise, values the upper half; the last
@@ -41,27 +41,24 @@ class MadRecall:
         ValueError: a number out of range, naming it.
     """
 
-    vocab: int = 16
-    length: int = 128
-    noise: float = 0.0
-    noise_vocab: int = 0
+    vocab: int = integer(16)
+    length: int = integer(128, at_least=4)
+    noise: float = number(0.0, at_least=0, below=1)
+    noise_vocab: int = integer(0)
 
-    def __post_init__(self) -> None:
-        at_least("MadRecall", 4, length=self.length)
-        at_least("MadRecall", 0, noise_vocab=self.noise_vocab)
-        at_least("MadRecall", 2 + self.noise_vocab, vocab=self.vocab)
-        below("MadRecall", 0, 1, noise=self.noise)
+    def validate(self) -> None:
+        held(self.said("vocab"), whole(2 + self.noise_vocab), self.vocab)
         if self.length % 2:
             raise ValueError(f"MadRecall: length must be even, got {self.length}")
-        if self.noise == 1 or (self.noise > 0 and self.noise_vocab < 1):
+        if self.noise > 0 and self.noise_vocab < 1:
             raise ValueError(
-                "MadRecall: noise must be below 1 and needs noise_vocab tokens, got noise = "
-                f"{self.noise} and noise_vocab = {self.noise_vocab}"
+                f"MadRecall: noise needs noise_vocab tokens, got noise = {self.noise} and "
+                f"noise_vocab = {self.noise_vocab}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadFuzzy:
+class MadFuzzy(Validated):
     """Fuzzy in-context recall: keys and values are motifs of different tokens.
 
     The last token of the vocabulary fills the front; of the others the lower half is for keys, the
@@ -78,18 +75,17 @@ class MadFuzzy:
         ValueError: a number out of range, naming it.
     """
 
-    vocab: int = 16
-    length: int = 128
-    motif: int = 3
+    vocab: int = integer(16)
+    length: int = integer(128)
+    motif: int = integer(3, at_least=1)
 
-    def __post_init__(self) -> None:
-        at_least("MadFuzzy", 1, motif=self.motif)
-        at_least("MadFuzzy", 2 * self.motif + 1, vocab=self.vocab)
-        at_least("MadFuzzy", 6 * self.motif, length=self.length)
+    def validate(self) -> None:
+        held(self.said("vocab"), whole(2 * self.motif + 1), self.vocab)
+        held(self.said("length"), whole(6 * self.motif), self.length)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadMemorization:
+class MadMemorization(Validated):
     """Facts: one map from keys to values for every sequence.
 
     The last token says "insert"; of the others the lower half is keys, the upper half values.
@@ -104,14 +100,11 @@ class MadMemorization:
         ValueError: a number out of range, naming it.
     """
 
-    vocab: int = 256
-    length: int = 32
-    facts: int = 0
+    vocab: int = integer(256, at_least=3)
+    length: int = integer(32, at_least=2)
+    facts: int = integer(0)
 
-    def __post_init__(self) -> None:
-        at_least("MadMemorization", 3, vocab=self.vocab)
-        at_least("MadMemorization", 2, length=self.length)
-        at_least("MadMemorization", 0, facts=self.facts)
+    def validate(self) -> None:
         if self.length % 2:
             raise ValueError(f"MadMemorization: length must be even, got {self.length}")
 
@@ -124,7 +117,7 @@ class MadMemorization:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadCopying:
+class MadCopying(Validated):
     """Selective copying: blanks stand between the tokens to copy, a sign, then blanks to fill.
 
     Token V − 1 is the sign and V − 2 the blank. Each blank stands before one of the tokens to copy,
@@ -140,18 +133,16 @@ class MadCopying:
         ValueError: a number out of range, naming it.
     """
 
-    vocab: int = 16
-    length: int = 256
-    copies: int = 16
+    vocab: int = integer(16, at_least=3)
+    length: int = integer(256)
+    copies: int = integer(16, at_least=1)
 
-    def __post_init__(self) -> None:
-        at_least("MadCopying", 3, vocab=self.vocab)
-        at_least("MadCopying", 1, copies=self.copies)
-        at_least("MadCopying", 2 * self.copies + 2, length=self.length)
+    def validate(self) -> None:
+        held(self.said("length"), whole(2 * self.copies + 2), self.length)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadCompression:
+class MadCompression(Validated):
     """Compression: T − 1 uniform tokens and a sign; labels are the inputs themselves.
 
     A model must use nothing of its layers' outputs but the last, and decode it together with an
@@ -165,11 +156,8 @@ class MadCompression:
         ValueError: a number out of range, naming it.
     """
 
-    vocab: int = 16
-    length: int = 32
-
-    def __post_init__(self) -> None:
-        at_least("MadCompression", 2, vocab=self.vocab, length=self.length)
+    vocab: int = integer(16, at_least=2)
+    length: int = integer(32, at_least=2)
 
 
 MadConfig = MadRecall | MadFuzzy | MadMemorization | MadCopying | MadCompression
@@ -248,7 +236,7 @@ def mad_settings(task: str) -> tuple[MadSetting, ...]:
         >>> sorted({setting.axis for setting in settings[1:]})
         ['length', 'train', 'vocab']
     """
-    one_of("mad_settings", tuple(_TASKS), task=task)
+    held("mad_settings: task", word(*_TASKS), task)
     config, train, axes = _TASKS[task]
     base = MadSetting(task=task, axis="", value=0, config=config, train=train, test=1280)
     found = [base]

@@ -19,6 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from recollect.fields import Validated, held, integer, number, option, whole, word
+
 IGNORE = -100
 """The label of a position at which nothing is asked; PyTorch's cross entropy skips it."""
 
@@ -27,7 +29,7 @@ __all__ = ["IGNORE", "MqarConfig", "MqarMix", "mqar", "mqar_mix"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MqarConfig:
+class MqarConfig(Validated):
     """What an instance looks like.
 
     Args:
@@ -42,19 +44,13 @@ class MqarConfig:
         ValueError: if no instance has this shape, saying which number to change.
     """
 
-    vocab: int
-    pairs: int
-    length: int
-    power: float = 0.01
-    fill: Literal["zero", "random"] = "zero"
+    vocab: int = integer(at_least=1)
+    pairs: int = integer(at_least=1)
+    length: int = integer(at_least=1)
+    power: float = number(0.01, above=0)
+    fill: Literal["zero", "random"] = option("zero", "random")
 
-    def __post_init__(self) -> None:
-        for name in ("vocab", "pairs", "length"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"MqarConfig: {name} must be a whole number above 0, got {value!r}"
-                )
+    def validate(self) -> None:
         if self.length % 2:
             raise ValueError(
                 f"MqarConfig: length must be even, because pairs and query slots take two "
@@ -70,10 +66,6 @@ class MqarConfig:
                 f"MqarConfig: a vocabulary of {self.vocab} has {max(self.keys, 0)} keys, fewer "
                 f"than the {self.pairs} pairs; vocab must be at least {2 * self.pairs + 2}"
             )
-        if not 0 < self.power < float("inf"):
-            raise ValueError(f"MqarConfig: power must be above 0 and finite, got {self.power!r}")
-        if self.fill not in ("zero", "random"):
-            raise ValueError(f"MqarConfig: fill must be 'zero' or 'random', got {self.fill!r}")
 
     @property
     def keys(self) -> int:
@@ -129,6 +121,7 @@ def mqar_mix(
         >>> config.length, config.pairs
         (64, 4)
     """
+    held("mqar_mix: recipe", word("one length", "mixed"), recipe)
     if recipe == "one length":
         if length not in _ONE_LENGTH:
             raise ValueError(
@@ -136,8 +129,6 @@ def mqar_mix(
             )
         config = MqarConfig(vocab=vocab, pairs=_ONE_LENGTH[length], length=length)
         return MqarMix(train=((config, 100_000),), test=((config, 3_000),))
-    if recipe != "mixed":
-        raise ValueError(f"mqar_mix: recipe must be 'one length' or 'mixed', got {recipe!r}")
 
     def shape(tokens: int, pairs: int) -> MqarConfig:
         return MqarConfig(vocab=vocab, pairs=pairs, length=tokens, fill="random")
@@ -172,8 +163,7 @@ def mqar(config: MqarConfig, batch: int, generator: torch.Generator) -> tuple[Te
         >>> (labels != rc.tasks.IGNORE).sum(1)
         tensor([4, 4])
     """
-    if batch < 0:
-        raise ValueError(f"mqar: batch must not be negative, got {batch}")
+    held("mqar: batch", whole(), batch)
     device, pairs, half = generator.device, config.pairs, config.vocab // 2
 
     def choose(count: int, log_weight: Tensor | None = None) -> Tensor:

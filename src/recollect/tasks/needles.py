@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from recollect.tasks.checks import at_least, one_of, same_batch
+from recollect.fields import Validated, held, integer, option, whole
 from recollect.tasks.prompts import Dice, Prompt, as_bytes, hide
 
 __all__ = ["NeedleConfig", "NeedleName", "needle_prompts", "needles"]
@@ -58,7 +58,7 @@ _NOUNS = _list(
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeedleConfig:
+class NeedleConfig(Validated):
     """Which haystack and value.
 
     Args:
@@ -69,12 +69,8 @@ class NeedleConfig:
         ValueError: another name, or too short a text.
     """
 
-    name: NeedleName = "passkey"
-    length: int = 1024
-
-    def __post_init__(self) -> None:
-        one_of("NeedleConfig", get_args(NeedleName), name=self.name)
-        at_least("NeedleConfig", 300, length=self.length)
+    name: NeedleName = option("passkey", *get_args(NeedleName))
+    length: int = integer(1024, at_least=300)
 
     @property
     def vocab(self) -> int:
@@ -115,7 +111,7 @@ def needle_prompts(
         >>> prompt.answer.rstrip('.') in prompt.text
         True
     """
-    same_batch("needles", batch)
+    held("needles: batch", whole(), batch)
     dice = Dice(generator)
     hay = _FILLER if config.name == "passkey" else tuple(haystack)
     if not hay:

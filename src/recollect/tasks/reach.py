@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.tasks.checks import at_least, distinct, same_batch
+from recollect.fields import Validated, held, integer, whole
+from recollect.tasks.drawn import distinct
 
 __all__ = ["Reach", "ReachConfig", "reach"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReachConfig:
+class ReachConfig(Validated):
     """Two trees over the nodes; AM has 32 nodes.
 
     Left open by the paper: the trees' law (here a node's parent is uniform among the earlier nodes
@@ -31,10 +32,9 @@ class ReachConfig:
         ValueError: an odd number of nodes, or fewer than 2.
     """
 
-    nodes: int = 32
+    nodes: int = integer(32, at_least=2)
 
-    def __post_init__(self) -> None:
-        at_least("ReachConfig", 2, nodes=self.nodes)
+    def validate(self) -> None:
         if self.nodes % 2:
             raise ValueError(
                 f"ReachConfig: nodes must be even for two classes of equal size, got {self.nodes}"
@@ -81,7 +81,7 @@ def reach(
         >>> graphs.x.shape, graphs.labels.sum(1)
         (torch.Size([2, 8, 8]), tensor([4, 4]))
     """
-    same_batch("reach", batch)
+    held("reach: batch", whole(), batch)
     n, device = config.nodes, generator.device
     # Node 0 is in the first class; n/2 of the other n − 1 are in the second.
     second = torch.zeros(batch, n, dtype=torch.bool, device=device)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.tasks.checks import at_least, same_batch
+from recollect.fields import Validated, checked, held, integer, whole
 from recollect.tasks.prompts import Dice, Prompt, as_bytes, hide
 
 __all__ = ["Story", "StoryConfig", "stories", "story_bytes", "story_prompts"]
@@ -34,7 +34,7 @@ _HEAD = "Some sentences of this text belong to a story."
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoryConfig:
+class StoryConfig(Validated):
     """Which task, and how long a story.
 
     Args:
@@ -48,23 +48,14 @@ class StoryConfig:
         ValueError: a number out of range, naming it.
     """
 
-    task: int = 1
-    facts: int = 8
-    people: int = 4
-    length: int = 1024
+    task: int = checked(1, whole(1, 5))
+    facts: int = integer(8, at_least=1)
+    people: int = checked(4, whole(2, len(PEOPLE)))
+    length: int = integer(1024)
 
-    def __post_init__(self) -> None:
-        at_least("StoryConfig", 1, task=self.task)
-        if self.task > 5:
-            raise ValueError(f"StoryConfig: task must be 1 to 5, got {self.task}")
-        least = {2: 2, 3: 3, 5: 2}.get(self.task, 1)
-        at_least("StoryConfig", least, facts=self.facts)
-        at_least("StoryConfig", 2, people=self.people)
-        if self.people > len(PEOPLE):
-            raise ValueError(
-                f"StoryConfig: people must be at most {len(PEOPLE)}, got {self.people}"
-            )
-        at_least("StoryConfig", 50 * (self.facts + 4), length=self.length)
+    def validate(self) -> None:
+        held(self.said("facts"), whole({2: 2, 3: 3, 5: 2}.get(self.task, 1)), self.facts)
+        held(self.said("length"), whole(50 * (self.facts + 4)), self.length)
 
     @property
     def vocab(self) -> int:
@@ -106,7 +97,7 @@ def stories(config: StoryConfig, batch: int, generator: torch.Generator) -> tupl
         >>> len(story.facts), story.answer in " ".join(story.facts)
         (3, True)
     """
-    same_batch("stories", batch)
+    held("stories: batch", whole(), batch)
     dice = Dice(generator)
     tell = {1: _where_person, 2: _where_thing, 3: _where_before, 4: _directions, 5: _gifts}
     return tuple(tell[config.task](config, dice) for _ in range(batch))

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.tasks.checks import at_least, same_batch
+from recollect.fields import Validated, held, integer, whole
 
 __all__ = ["SwapConfig", "pairs_of", "swaps"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwapConfig:
+class SwapConfig(Validated):
     """Sequences of swaps; the defaults are AM figure 4's.
 
     Args:
@@ -31,12 +31,8 @@ class SwapConfig:
         ValueError: a size too small.
     """
 
-    items: int = 5
-    length: int = 16
-
-    def __post_init__(self) -> None:
-        at_least("SwapConfig", 2, items=self.items)
-        at_least("SwapConfig", 1, length=self.length)
+    items: int = integer(5, at_least=2)
+    length: int = integer(16, at_least=1)
 
     @property
     def vocab(self) -> int:
@@ -71,7 +67,7 @@ def swaps(config: SwapConfig, batch: int, generator: torch.Generator) -> tuple[T
         >>> inputs.shape, int(labels[labels >= 0].max())
         (torch.Size([2, 6]), 2)
     """
-    same_batch("swaps", batch)
+    held("swaps: batch", whole(), batch)
     device = generator.device
     tokens = torch.randint(config.vocab, (batch, config.length), generator=generator, device=device)
     places = pairs_of(config.items).to(device)

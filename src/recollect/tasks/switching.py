@@ -15,13 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recollect.tasks.checks import at_least, below, one_of, same_batch
+from recollect.fields import Validated, held, integer, number, option, whole
 
 __all__ = ["Switching", "SwitchingConfig", "switching"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwitchingConfig:
+class SwitchingConfig(Validated):
     """The process; the defaults are the published ones where the paper says them.
 
     Left open by the paper: Σ beyond "unit diagonals and non-zero off-diagonals", and k_1.
@@ -42,23 +42,16 @@ class SwitchingConfig:
         ValueError: a number out of range, naming it.
     """
 
-    size: int = 64
-    length: int = 256
-    early: float = 0.9
-    late: float = 0.999
-    noise: float = 0.02
-    covariance: Literal["equal", "drawn"] = "equal"
-    correlation: float = 0.5
-    start: Literal["stationary", "step"] = "stationary"
+    size: int = integer(64, at_least=1)
+    length: int = integer(256, at_least=4)
+    early: float = number(0.9, at_least=0, at_most=1)
+    late: float = number(0.999, at_least=0, at_most=1)
+    noise: float = number(0.02, at_least=1e-12, at_most=1e12)
+    covariance: Literal["equal", "drawn"] = option("equal", "drawn")
+    correlation: float = number(0.5, at_least=0, at_most=1)
+    start: Literal["stationary", "step"] = option("stationary", "step")
 
-    def __post_init__(self) -> None:
-        at_least("SwitchingConfig", 1, size=self.size)
-        at_least("SwitchingConfig", 4, length=self.length)
-        below("SwitchingConfig", 0, 1, early=self.early, late=self.late)
-        below("SwitchingConfig", 0, 1, correlation=self.correlation)
-        below("SwitchingConfig", 1e-12, 1e12, noise=self.noise)
-        one_of("SwitchingConfig", ("equal", "drawn"), covariance=self.covariance)
-        one_of("SwitchingConfig", ("stationary", "step"), start=self.start)
+    def validate(self) -> None:
         if self.start == "stationary" and self.early == 1:
             raise ValueError(
                 "SwitchingConfig: early = 1 has no stationary spread; use start='step'"
@@ -120,7 +113,7 @@ def switching(
         >>> drawn.k.shape, torch.equal(drawn.q[:, :-1], drawn.k[:, 1:])
         (torch.Size([2, 16, 4]), True)
     """
-    same_batch("switching", batch)
+    held("switching: batch", whole(), batch)
     K, device, wide = config.size, generator.device, torch.float64
 
     def normal(*shape: int) -> Tensor:

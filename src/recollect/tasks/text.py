@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from recollect.fields import held, whole
 from recollect.tasks.documentation import documentation
 from recollect.tasks.mqar import IGNORE
 
@@ -173,7 +174,8 @@ def batches(
         >>> torch.equal(inputs[:, 1:], labels[:, :-1])
         True
     """
-    _check_sizes("batches", length, batch)
+    held("batches: length", whole(1), length)
+    held("batches: batch", whole(1), batch)
     room = corpus.train.numel() - length
     if room < 1:
         raise ValueError(
@@ -221,9 +223,10 @@ def heldout_windows(
         >>> asked == len(corpus.heldout) - 1
         True
     """
-    _check_sizes("heldout_windows", length, batch)
-    if limit is not None and limit < 1:
-        raise ValueError(f"heldout_windows: limit must be at least 1, got {limit}")
+    held("heldout_windows: length", whole(1), length)
+    held("heldout_windows: batch", whole(1), batch)
+    if limit is not None:
+        held("heldout_windows: limit", whole(1), limit)
     heldout = corpus.heldout.long()
     count = math.ceil((heldout.numel() - 1) / length)
     fill = count * length - (heldout.numel() - 1)
@@ -234,12 +237,6 @@ def heldout_windows(
         chosen = torch.arange(keep) * count // keep
         inputs, labels = inputs[chosen], labels[chosen]
     return zip(inputs.split(batch), labels.split(batch), strict=True)
-
-
-def _check_sizes(where: str, length: int, batch: int) -> None:
-    for name, value in (("length", length), ("batch", batch)):
-        if value < 1:
-            raise ValueError(f"{where}: {name} must be at least 1, got {value}")
 
 
 def _split(paragraphs: Iterable[str], *, source: str, limit: int | None) -> TextCorpus:

@@ -17,14 +17,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recollect.tasks.checks import at_least, one_of, same_batch
+from recollect.fields import Validated, held, integer, option, whole, word
 from recollect.tasks.mqar import IGNORE
 
 __all__ = ["WordConfig", "permutations", "products", "word_problem", "words"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordConfig:
+class WordConfig(Validated):
     """Words over Sₙ or Aₙ.
 
     Attributes:
@@ -36,13 +36,9 @@ class WordConfig:
         ValueError: a size below one, or another group.
     """
 
-    items: int = 3
-    length: int = 32
-    group: Literal["symmetric", "alternating"] = "symmetric"
-
-    def __post_init__(self) -> None:
-        at_least("WordConfig", 1, items=self.items, length=self.length)
-        one_of("WordConfig", ("symmetric", "alternating"), group=self.group)
+    items: int = integer(3, at_least=1)
+    length: int = integer(32, at_least=1)
+    group: Literal["symmetric", "alternating"] = option("symmetric", "alternating")
 
     @property
     def vocab(self) -> int:
@@ -75,7 +71,7 @@ def word_problem(name: str, length: int = 32) -> WordConfig:
         >>> config.items, config.group
         (3, 'symmetric')
     """
-    one_of("word_problem", tuple(_NAMES), name=name)
+    held("word_problem: name", word(*_NAMES), name)
     items, group = _NAMES[name]
     return WordConfig(items=items, length=length, group=group)
 
@@ -122,7 +118,7 @@ def words(config: WordConfig, batch: int, generator: torch.Generator) -> tuple[T
         >>> inputs.shape, int(labels[0, 0]) == rc.tasks.IGNORE
         (torch.Size([2, 9]), True)
     """
-    same_batch("words", batch)
+    held("words: batch", whole(), batch)
     compose = products(config.items, config.group)
     size = compose.shape[0]
     picks = torch.randint(size, (batch, config.length), generator=generator)

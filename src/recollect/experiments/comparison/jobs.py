@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.context import SpawnContext
-from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ import torch
 from recollect.experiments.comparison.results import ModelRun, Sizes, Watcher
 from recollect.experiments.comparison.tasks import CompareTask, compare_task
 from recollect.experiments.comparison.training import History, train
-from recollect.experiments.framework.processes import GLANCE, Link, Lost, in_processes
+from recollect.experiments.framework.processes import GLANCE, Lost, in_processes, stopped, tell
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.report.environment import Environment, describe_environment
@@ -167,75 +165,52 @@ def _state_bytes(model: RecollectForCausalLM, length: int) -> tuple[int, bool]:
 # -- processes -------------------------------------------------------------------------------------
 
 
-class _Teller:
-    """In a process of its own: tells what happens, and stops when it is asked to."""
+class _Teller(Watcher):
+    """In a process of its own: tells what happens, and stops when it is asked to.
 
-    def __init__(self, events: SimpleQueue[Any], stop: Any) -> None:
-        self.events, self.stop = events, stop
+    Of an end the first process learns by the outcome.
+    """
+
+    def __init__(self) -> None:
         self.told = 0.0
 
     def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
         self.heed()
-        self.events.put(("begin", task, model, parameters, steps))
+        tell(("begin", task, model, parameters, steps))
 
     def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
         self.heed()
         now = time.monotonic()
         if now - self.told > GLANCE:  # oftener nobody looks
             self.told = now
-            # The latest alone: a pipe that nobody reads any more must not fill up.
             latest = replace(history, losses=history.losses[-1:], curve=history.curve[-1:])
-            self.events.put(("step", task, model, step, loss, latest))
-
-    def end(self, run: ModelRun) -> None:
-        """The first process learns of it by the outcome."""
-
-    def fail(self, task: str, model: str, reason: str) -> None:
-        """The first process learns of it by the outcome."""
+            tell(("step", task, model, step, loss, latest))
 
     def heed(self) -> None:
-        if self.stop.value:
+        if stopped():
             raise KeyboardInterrupt
 
 
-_tasks: _Tasks
-_teller: _Teller
+class _There:
+    """What comes of a job in another process; ``None`` where it was stopped before it began."""
 
+    def __init__(self, corpus: TextCorpus | None) -> None:
+        self.tasks = _Tasks(corpus)
 
-def _enter(corpus: TextCorpus | None, events: SimpleQueue[Any], stop: Any) -> None:
-    global _tasks, _teller
-    _tasks, _teller = _Tasks(corpus), _Teller(events, stop)
-
-
-def _here(job: Job) -> Outcome | None:
-    """What comes of a job in this process; ``None`` where it was stopped before it began."""
-    if _teller.stop.value:
-        return None
-    return _tried(job, _tasks, _teller)
+    def __call__(self, job: Job) -> Outcome | None:
+        return None if stopped() else _tried(job, self.tasks, _Teller())
 
 
 def _side_by_side(
     jobs: Sequence[Job], corpus: TextCorpus | None, processes: int, watcher: Watcher
 ) -> Iterator[tuple[Job, Outcome]]:
-    def link(context: SpawnContext) -> Link:
-        events, stop = context.SimpleQueue(), context.Value("b", 0, lock=False)
-        return Link(
-            initializer=_enter,
-            initargs=(corpus, events, stop),
-            poll=lambda: _tell(events, watcher),
-            stop=stop,
-        )
+    calls: dict[str, Callable[..., None]] = {"begin": watcher.begin, "step": watcher.step}
 
-    for job, outcome in in_processes(_here, jobs, processes, link=link):
+    def hear(said: tuple[Any, ...]) -> None:
+        calls[said[0]](*said[1:])
+
+    for job, outcome in in_processes(_There(corpus), jobs, processes, hear=hear):
         if isinstance(outcome, Lost):
             yield job, outcome.reason
         elif outcome is not None:
             yield job, outcome
-
-
-def _tell(events: SimpleQueue[Any], watcher: Watcher) -> None:
-    """Hand on what the processes said."""
-    calls: dict[str, Callable[..., None]] = {"begin": watcher.begin, "step": watcher.step}
-    while not events.empty():
-        name, *said = events.get()
-        calls[name](*said)

@@ -8,13 +8,14 @@ from typing import Protocol
 
 from recollect.experiments.comparison.training import History, Schedule
 from recollect.experiments.framework.records import plain
+from recollect.fields import Validated, held, integer, whole
 from recollect.report.environment import Environment
 
 __all__ = ["DEFAULTS", "Comparison", "ModelRun", "Nobody", "Sizes", "Watcher"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class Sizes(Validated):
     """How big a task's models and runs are.
 
     Attributes:
@@ -25,18 +26,12 @@ class Sizes:
         key_dim: K of every memory whose preset does not say; width / heads if ``None``.
     """
 
-    width: int
-    depth: int
-    heads: int
-    length: int
+    width: int = integer(at_least=1)
+    depth: int = integer(at_least=1)
+    heads: int = integer(at_least=1)
+    length: int = integer(at_least=1)
     schedule: Schedule
-    key_dim: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("width", "depth", "heads", "length", "key_dim"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"Sizes: {name} must be at least 1, not {size}")
+    key_dim: int | None = integer(None, at_least=1, optional=True)
 
     def but(
         self,
@@ -83,8 +78,7 @@ class Sizes:
             return changed
         if steps is not None:
             raise ValueError("steps and tokens exclude each other: one follows from the other")
-        if tokens < 1:
-            raise ValueError(f"tokens must be at least 1, not {tokens}")
+        held("tokens", whole(1), tokens)
         steps = -(-tokens // (schedule.batch * changed.length))
         return replace(changed, schedule=replace(schedule, steps=steps))
 
@@ -207,17 +201,5 @@ class Watcher(Protocol):
         """
 
 
-class Nobody:
+class Nobody(Watcher):
     """Watches nothing."""
-
-    def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
-        """A model starts."""
-
-    def step(self, task: str, model: str, step: int, loss: float | None, history: History) -> None:
-        """A step was taken."""
-
-    def end(self, run: ModelRun) -> None:
-        """A model is done, or was stopped."""
-
-    def fail(self, task: str, model: str, reason: str) -> None:
-        """A model could not be trained, begun or not."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from recollect.experiments.comparison.results import Sizes
-from recollect.experiments.comparison.training import Examples
 from recollect.tasks.mqar import IGNORE, MqarConfig, mqar
 from recollect.tasks.text import TextCorpus, batches, heldout_windows
 
@@ -29,11 +28,11 @@ class CompareTask:
     """A task made ready.
 
     Attributes:
-        examples: to train on.
+        examples: inputs and labels aligned with them, to train on.
         evaluate: measures a model on the way. final: measures it well, with accuracy by pairs.
     """
 
-    examples: Examples
+    examples: tuple[Tensor, Tensor]
     evaluate: Callable[[nn.Module], float]
     final: Callable[[nn.Module], tuple[float, dict[int, float]]]
 
@@ -51,6 +50,11 @@ def compare_task(task: str, size: Sizes, seed: int, corpus: TextCorpus | None) -
     return _text_task(corpus, size, seed)
 
 
+def _joined(batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    inputs, labels = zip(*batches, strict=True)
+    return torch.cat(inputs), torch.cat(labels)
+
+
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
@@ -58,7 +62,7 @@ def _device(model: nn.Module) -> torch.device:
 def _text_task(corpus: TextCorpus, size: Sizes, seed: int) -> CompareTask:
     generator = torch.Generator().manual_seed(seed)
     stream = batches(corpus, length=size.length, batch=size.schedule.batch, generator=generator)
-    examples = Examples(next(stream) for _ in range(size.schedule.steps))
+    examples = _joined(next(stream) for _ in range(size.schedule.steps))
 
     def bits(model: nn.Module, limit: int | None) -> float:
         total, count = 0.0, 0
@@ -93,7 +97,7 @@ def _mqar_task(size: Sizes, seed: int) -> CompareTask:
     ]
     count = size.schedule.steps * size.schedule.batch
     share = math.ceil(count / len(configs))
-    examples = Examples([mqar(config, share, generator) for config in configs])
+    examples = _joined(mqar(config, share, generator) for config in configs)
     test = torch.Generator().manual_seed(seed + 1_000_003)
     beyond = [
         MqarConfig(vocab=MQAR_VOCAB, pairs=pairs, length=max(size.length, 4 * pairs))

@@ -1,33 +1,30 @@
-"""One training loop for every task model: `transformers.Trainer`, with its noise turned off.
+"""Training of a comparison's models: their schedule, their history, and the loop's inputs.
 
 Examples are drawn beforehand from a generator, so every model of a comparison sees the same tokens
-in the same order. What is measured on the way is kept by a callback, so an interrupted run keeps
-it.
+in the same order. What is measured on the way is kept in a history, so an interrupted run keeps it.
 """
 
 from __future__ import annotations
 
-import math
-import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from recollect.lm.training.weight_decay import decayed_names
-from recollect.tasks.mqar import IGNORE
+from recollect.experiments.framework.fitting import rate_at, training_steps
+from recollect.fields import Validated, integer, number
+from recollect.lm.training.weight_decay import parameter_groups
 
-__all__ = ["Examples", "History", "Schedule", "token_loss", "train"]
+__all__ = ["History", "Schedule", "train"]
+
+LOGGED = 10
+"""Steps of which a logged loss is the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(Validated):
     """How a model is trained: AdamW, linear warm-up, cosine to zero.
 
     Attributes:
@@ -40,20 +37,17 @@ class Schedule:
         evaluations: how many points the learning curve has.
     """
 
-    steps: int
-    batch: int
-    lr: float = 3e-3
-    warmup: float = 0.1
-    weight_decay: float = 0.1
+    steps: int = integer(at_least=1)
+    batch: int = integer(at_least=1)
+    lr: float = number(3e-3, above=0)
+    warmup: float = number(0.1, at_least=0, at_most=1)
+    weight_decay: float = number(0.1, at_least=0)
     clip: float = 1.0
-    evaluations: int = 5
+    evaluations: int = integer(5, at_least=1)
 
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "evaluations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Schedule: {name} must be at least 1, not {getattr(self, name)}")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"Schedule: lr must be a finite number above 0, not {self.lr}")
+    def rate(self, step: int) -> float:
+        """The learning rate at a step, counted from 0."""
+        return self.lr * rate_at(step, self.steps, self.warmup, from_zero=True)
 
     @property
     def checkpoints(self) -> list[int]:
@@ -86,82 +80,12 @@ class History:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-class Examples(Dataset[dict[str, Tensor]]):
-    """(inputs, labels) pairs held in memory; labels are aligned with inputs, not shifted."""
-
-    def __init__(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        inputs, labels = zip(*batches, strict=True)
-        self.inputs, self.labels = list(torch.cat(inputs)), list(torch.cat(labels))
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.inputs[index], "labels": self.labels[index]}
-
-
-def token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """Mean cross entropy in nats over labels that ask something."""
-    return functional.cross_entropy(
-        outputs.logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE
-    )
-
-
 Watch = Callable[[int, float | None, History], None]
-
-
-class _Keeper(TrainerCallback):
-    """Times steps, evaluates at checkpoints, and tells whoever watches."""
-
-    def __init__(
-        self,
-        history: History,
-        schedule: Schedule,
-        tokens_per_step: int,
-        evaluate: Callable[[nn.Module], float],
-        watch: Watch | None,
-    ) -> None:
-        self.history, self.schedule = history, schedule
-        self.tokens_per_step, self.evaluate, self.watch = tokens_per_step, evaluate, watch
-        self.began = 0.0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.began = time.perf_counter()
-
-    def on_step_end(
-        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
-    ) -> None:
-        history, step = self.history, state.global_step
-        history.seconds += time.perf_counter() - self.began
-        history.tokens += self.tokens_per_step
-        if step in self.schedule.checkpoints and model is not None:
-            history.curve.append((history.tokens, self.evaluate(model)))
-        if self.watch is not None:
-            loss = history.losses[-1][1] if history.losses else None
-            self.watch(step, loss, history)
-
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs and "loss" in logs:
-            self.history.losses.append((state.global_step, float(logs["loss"])))
-
-
-class _Trainer(Trainer):
-    """The Trainer, with weight decay where `recollect.lm.parameter_groups` has it."""
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        return decayed_names(model)
 
 
 def train(
     model: nn.Module,
-    examples: Examples,
+    examples: tuple[Tensor, Tensor],
     schedule: Schedule,
     *,
     evaluate: Callable[[nn.Module], float],
@@ -173,54 +97,41 @@ def train(
 
     Args:
         model: called as ``model(input_ids=...)``, answers ``.logits``.
+        examples: inputs and labels aligned with them, enough for all steps.
+        schedule: how many steps, and at which rate.
         evaluate: measures the model; called at the schedule's checkpoints in evaluation mode.
         seed: of the order of examples.
         history: filled while training runs, so that an interrupt loses nothing.
         watch: called after every step with the step, the latest logged loss and the history.
     """
-
-    def measure(module: nn.Module) -> float:
-        module.eval()
-        with torch.no_grad():
-            value = evaluate(module)
-        module.train()
-        return value
-
-    length = examples.inputs[0].numel()
-    with tempfile.TemporaryDirectory() as scratch:
-        arguments = TrainingArguments(
-            output_dir=scratch,
-            max_steps=schedule.steps,
-            per_device_train_batch_size=schedule.batch,
-            learning_rate=schedule.lr,
-            lr_scheduler_type="cosine",
-            warmup_steps=max(1, round(schedule.warmup * schedule.steps)),
-            weight_decay=schedule.weight_decay,
-            max_grad_norm=schedule.clip,
-            logging_steps=10,
-            save_strategy="no",
-            eval_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            seed=seed,
-            data_seed=seed,
-            dataloader_pin_memory=False,
-        )
-        keeper = _Keeper(history, schedule, schedule.batch * length, measure, watch)
-        trainer = _Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=examples,
-            callbacks=[keeper],
-            compute_loss_func=token_loss,
-        )
-        _silence(trainer)
-        trainer.train()
+    model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    inputs, labels = examples
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
+    some = order[: schedule.steps * schedule.batch].split(schedule.batch)
+    steps = training_steps(
+        model,
+        ((inputs[at], labels[at]) for at in some),
+        # Fused, as the numbers in results/ were made: rounding differs otherwise.
+        torch.optim.AdamW(parameter_groups(model, weight_decay=schedule.weight_decay), fused=True),
+        schedule.rate,
+        clip=schedule.clip,
+        predict=lambda x: model(input_ids=x).logits,
+        skip_infinite=False,  # a model that diverged says so
+    )
+    recent: list[float] = []
+    began = time.perf_counter()
+    for step in steps:
+        history.seconds += time.perf_counter() - began
+        history.tokens += schedule.batch * inputs[0].numel()
+        recent.append(step.loss)
+        if len(recent) == LOGGED:
+            history.losses.append((step.number, sum(recent) / LOGGED))
+            recent.clear()
+        if step.number in schedule.checkpoints:
+            model.eval()
+            with torch.no_grad():
+                history.curve.append((history.tokens, evaluate(model)))
+        if watch is not None:
+            watch(step.number, history.losses[-1][1] if history.losses else None, history)
+        began = time.perf_counter()
     history.finished = True
-
-
-def _silence(trainer: Trainer) -> None:
-    """Drop the callback that prints every log line; progress is shown by whoever watches."""
-    from transformers import PrinterCallback
-
-    trainer.remove_callback(PrinterCallback)

@@ -1,23 +1,33 @@
 """One training loop for all task models: a grid of learning rates, early stop, lengths that grow.
 
-A task model maps a batch of inputs to logits ``[B, T, classes]``. Batches are drawn as they are
-needed from a generator of their own, so that every model of a grid sees the same ones. Language
-models, which need checkpoints and many devices, are trained by `comparison.training`.
+A task model maps a batch of inputs to logits ``[B, T, classes]``. `training_steps` is the loop;
+`fit` takes its batches from a generator of their own, so that every model of a grid sees the same
+ones, and `recollect.experiments.comparison.training` from examples drawn beforehand.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recollect.fields import Validated, integer, number, option
 from recollect.tasks.mqar import IGNORE
 
-__all__ = ["Budget", "Fit", "accuracy", "fit", "work_of"]
+__all__ = [
+    "Budget",
+    "Fit",
+    "TrainingStep",
+    "accuracy",
+    "fit",
+    "rate_at",
+    "training_steps",
+    "work_of",
+]
 
 LOST = 20
 """So many steps in a row without a finite gradient, and training has diverged."""
@@ -27,7 +37,7 @@ Draw = Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class Budget(Validated):
     """How a task model is trained: AdamW with warm-up.
 
     Attributes:
@@ -41,33 +51,106 @@ class Budget:
         promoted: accuracy on the last batches that lengthens the task, where it has several levels.
     """
 
-    steps: int
+    steps: int = integer(at_least=1)
     lrs: tuple[float, ...]
-    weight_decay: float = 0.01
+    weight_decay: float = number(0.01, at_least=0)
     clip: float = 1.0
-    warmup: float = 0.05
-    decay: str = "cosine"
-    evaluations: int = 10
+    warmup: float = number(0.05, at_least=0, at_most=1)
+    decay: str = option("cosine", "linear", "none")
+    evaluations: int = integer(10, at_least=1)
     solved: float = 0.999
     promoted: float = 0.99
 
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.evaluations < 1 or not self.lrs:
-            raise ValueError("Budget needs at least one step, one evaluation and one learning rate")
-        if self.decay not in ("cosine", "linear", "none"):
-            raise ValueError(
-                f"Budget: decay must be 'cosine', 'linear' or 'none', not {self.decay!r}"
-            )
+    def validate(self) -> None:
+        if not self.lrs:
+            raise ValueError("Budget: lrs must have at least one learning rate")
 
     def rate(self, step: int) -> float:
         """The learning rate at a step, in units of the peak."""
-        warm = max(1, round(self.warmup * self.steps))
-        if step < warm:
-            return (step + 1) / warm
-        share = (step - warm) / max(1, self.steps - warm)
-        if self.decay == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * share))
-        return 1 - share if self.decay == "linear" else 1.0
+        return rate_at(step, self.steps, self.warmup, self.decay)
+
+
+def rate_at(
+    step: int, steps: int, warmup: float, decay: str = "cosine", *, from_zero: bool = False
+) -> float:
+    """The learning rate at a step, in units of the peak.
+
+    Args:
+        step: from 0.
+        steps: of the whole run.
+        warmup: share of the steps spent warming up, one at least.
+        decay: after it, ``"cosine"`` or ``"linear"`` to zero, or ``"none"``.
+        from_zero: whether the first step has the rate 0; otherwise the last of the warm-up has the
+            peak.
+    """
+    warm = max(1, round(warmup * steps))
+    if step < warm:
+        return (step if from_zero else step + 1) / warm
+    share = (step - warm) / max(1, steps - warm)
+    if decay == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * share))
+    return 1 - share if decay == "linear" else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """A step of the loop.
+
+    Attributes:
+        number: of the step, from 1.
+        loss: mean cross entropy of its batch in nats, before the step.
+        logits, labels: of its batch.
+        finite: whether loss and gradient were.
+    """
+
+    number: int
+    loss: float
+    logits: Tensor
+    labels: Tensor
+    finite: bool
+
+
+def training_steps(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    optimizer: torch.optim.Optimizer,
+    rate: Callable[[int], float],
+    *,
+    clip: float,
+    predict: Callable[[Tensor], Tensor] | None = None,
+    skip_infinite: bool = True,
+) -> Iterator[TrainingStep]:
+    """Train a model, and give every step as it is taken.
+
+    Args:
+        model: trained in place, on the device where it is.
+        batches: (inputs, labels) of each step, drawn when it begins; labels
+            `recollect.tasks.IGNORE` ask nothing.
+        optimizer: of the model's parameters.
+        rate: the learning rate of a step, counted from 0.
+        clip: largest gradient norm.
+        predict: logits ``[B, T, classes]`` of inputs; the model itself if omitted.
+        skip_infinite: whether a step without a finite loss and gradient leaves the weights alone.
+    """
+    device = next(model.parameters()).device
+    for step, (inputs, labels) in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        model.train()
+        logits, labels = (predict or model)(inputs.to(device)), labels.to(device)
+        loss = functional.cross_entropy(
+            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        value = float(loss.detach())
+        finite = math.isfinite(value) and math.isfinite(float(norm))
+        if finite or not skip_infinite:
+            optimizer.step()
+        yield TrainingStep(
+            number=step + 1, loss=value, logits=logits.detach(), labels=labels, finite=finite
+        )
 
 
 @dataclass(kw_only=True)
@@ -155,46 +238,38 @@ def _at_rate(
     seed: int,
     levels: Sequence[int],
 ) -> Fit:
-    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=budget.weight_decay)
     every = max(1, budget.steps // budget.evaluations)
     found = Fit(model=model, value=math.nan, lr=lr, steps=0)
-    level, recent, lost = 0, 0.0, 0
-    for step in range(budget.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * budget.rate(step)
-        inputs, labels = draw(generator, levels[level])
-        labels = labels.to(device)
-        logits = model(inputs.to(device))
-        loss = functional.cross_entropy(
-            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), budget.clip)
-        found.steps = step + 1
-        if math.isfinite(float(loss.detach())) and math.isfinite(float(norm)):
-            optimizer.step()
-            lost = 0
-        else:  # no weight becomes NaN, so that what was learned before can be measured
-            lost += 1
-            found.lost += 1
-            if lost == LOST:
-                break
-        if len(levels) > 1 and level + 1 < len(levels):
-            asked = labels != IGNORE
-            right = float((logits.detach().argmax(-1) == labels)[asked].float().mean())
+    recent, lost = 0.0, 0
+    for step in training_steps(
+        model,
+        (draw(generator, levels[len(found.levels)]) for _ in range(budget.steps)),
+        optimizer,
+        lambda at: lr * budget.rate(at),
+        clip=budget.clip,
+    ):
+        found.steps = step.number
+        # No weight becomes NaN, so that what was learned before can be measured.
+        lost = 0 if step.finite else lost + 1
+        found.lost += not step.finite
+        if lost == LOST:
+            break
+        level = len(found.levels)
+        if level + 1 < len(levels):
+            asked = step.labels != IGNORE
+            right = float((step.logits.argmax(-1) == step.labels)[asked].float().mean())
             recent = 0.8 * recent + 0.2 * right
             if recent >= budget.promoted:
-                level, recent = level + 1, 0.0
-                found.levels.append((step + 1, levels[level]))
+                recent = 0.0
+                found.levels.append((step.number, levels[level + 1]))
         if found.steps % every == 0 or found.steps == budget.steps:
             value = evaluate(model)
             found.curve.append((found.steps, value))
             if not value <= found.value:
                 found.value = value
-            if value >= budget.solved and level + 1 == len(levels):
+            if value >= budget.solved and len(found.levels) + 1 == len(levels):
                 break
     return found
 

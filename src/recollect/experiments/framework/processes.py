@@ -1,6 +1,8 @@
-"""A pool of worker processes with one thread each, robust to interrupts and crashes.
+"""Work in processes of one thread each, robust to interrupts and to processes that die.
 
-Small models are measured faster so: two processes get more done than one with two threads.
+Small models are measured faster so: two processes get more done than one with two threads. A
+process does one item after another, for it takes seconds to begin and many an item takes none; each
+has a pipe of its own, so that a death tells which item it took along and leaves no lock behind.
 """
 
 from __future__ import annotations
@@ -8,53 +10,33 @@ from __future__ import annotations
 import pickle
 import signal
 import threading
+import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.context import SpawnContext, SpawnProcess
-from multiprocessing.process import BaseProcess
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["GLANCE", "Link", "Lost", "in_processes"]
+__all__ = ["GLANCE", "Lost", "in_processes", "stopped", "tell"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 GLANCE = 0.1
-"""Seconds between two looks at what the processes say."""
+"""Seconds between two looks at whether somebody interrupts."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """What this process and those of one pool have in common.
-
-    Attributes:
-        initializer, initargs: called as ``initializer(*initargs)`` when a process begins.
-        poll: called here every `GLANCE` seconds or oftener, to hand on what the processes said; it
-            may raise `KeyboardInterrupt`.
-        stop: a flag of shared memory, which is set when somebody interrupts; work that heeds it
-            ends early with what it has. Without one an interrupt ends the processes.
-    """
-
-    initializer: Callable[..., None] | None = None
-    initargs: tuple[Any, ...] = ()
-    poll: Callable[[], None] | None = None
-    stop: Any = None
-
-
-def _nothing(context: SpawnContext) -> Link:
-    return Link()
+# Threads of torch do not survive a fork; a fresh process imports everything again.
+_SPAWN = get_context("spawn")
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Why an item has no result: it could not be sent, or its process died when it was alone."""
+    """Why an item has no result: it could not be sent, or its process died."""
 
     reason: str
 
@@ -64,170 +46,155 @@ def in_processes(
     items: Sequence[Item],
     processes: int,
     *,
-    link: Callable[[SpawnContext], Link] = _nothing,
+    hear: Callable[[Any], None] | None = None,
 ) -> Iterator[tuple[Item, Result | Lost]]:
-    """Results as they are done.
-
-    A process that dies takes its pool with it: the items that were on their way are done again,
-    each alone, and the others go on in a new pool.
+    """Results as they are done; a process that dies loses its item alone.
 
     Args:
-        work: of one item, in a process of its own with one thread; a function of a module.
+        work: of one item, in a process with one thread; something that can be pickled, which is
+            sent to each process once.
         items: taken in their order.
         processes: at most so many.
-        link: made anew for every pool, since a process that dies may hold a lock.
+        hear: given what ``work`` says by `tell`; it may raise `KeyboardInterrupt`. Such work looks
+            at `stopped` and, when somebody interrupts, ends early with what it has. Without
+            ``hear`` an interrupt ends the processes.
 
     Raises:
-        KeyboardInterrupt: when all there is has been given.
+        KeyboardInterrupt: when all there is has been given; at a second interrupt at once.
         Exception: whatever ``work`` raises; the other processes are ended.
     """
-    todo: deque[Item] = deque()
-    for item in items:
-        reason = _unsendable(item)
-        if reason is None:
-            todo.append(item)
-        else:
-            yield item, Lost(reason)
-    while todo:
-        suspects, _ = yield from _Pool(work, link).results(todo, processes)
-        for item in suspects:
-            died, reason = yield from _Pool(work, link).results(deque([item]), 1)
-            if died:
-                yield item, Lost(reason)
+    todo = deque(items)
+    free: list[_Worker] = []
+    busy: dict[Connection, tuple[_Worker, Item]] = {}
 
+    def terminate() -> None:
+        for worker, _ in busy.values():
+            worker.process.terminate()
 
-def _unsendable(item: object) -> str | None:
-    try:
-        pickle.dumps(item)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        return f"it cannot be sent to another process ({error}); with one job it need not be"
-    return None
-
-
-def _begin(begun: Any, initializer: Callable[..., None] | None, initargs: tuple[Any, ...]) -> None:
-    """Several processes with one thread each use the cores better than one with many."""
-    begun.value = 1
-    torch.set_num_threads(1)
-    if initializer is not None:
-        initializer(*initargs)
-
-
-class _Recording(SpawnContext):
-    """A context that remembers the processes it made, apart from all other children."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[BaseProcess] = []
-
-    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]
-        process = SpawnProcess(*args, **kwargs)
-        self.made.append(process)
-        return process
-
-
-class _Pool(Generic[Item, Result]):
-    """One pool, from its first process to its last.
-
-    No more items are handed over than there are processes, so that those which a death takes along
-    are those on their way.
-    """
-
-    def __init__(
-        self, work: Callable[[Item], Result], link: Callable[[SpawnContext], Link]
-    ) -> None:
-        # Threads of torch do not survive a fork; a fresh process imports everything again.
-        self.context = _Recording()
-        self.work, self.link = work, link(self.context)
-        self.begun = self.context.Value("b", 0, lock=False)
-        self.own = self.context.made
-
-    def results(
-        self, todo: deque[Item], processes: int
-    ) -> Generator[tuple[Item, Result], None, tuple[list[Item], str]]:
-        """Take items and give results until a process dies.
-
-        Returns:
-            The items that were on their way then, and how it died.
-        """
-        pool = ProcessPoolExecutor(
-            processes,
-            self.context,
-            initializer=_begin,
-            initargs=(self.begun, self.link.initializer, self.link.initargs),
-        )
-        waiting: dict[Future[Result], Item] = {}
-        lost: list[Item] = []
-        with _interrupts(self.terminate) as interrupted:
-            try:
-                while waiting or (todo and not (lost or interrupted.is_set())):
-                    while todo and len(waiting) < processes and not (lost or interrupted.is_set()):
-                        item = todo.popleft()
-                        try:
-                            with _sheltered():  # a process may be started for it
-                                waiting[pool.submit(self.work, item)] = item
-                        except BrokenProcessPool:
-                            lost.append(item)
-                    done, _ = wait(waiting, GLANCE, FIRST_COMPLETED)
+    with _interrupts(terminate) as interrupted:
+        try:
+            asked = False  # to end
+            while busy or (todo and not interrupted.is_set()):
+                while todo and len(busy) < processes and not interrupted.is_set():
+                    item = todo.popleft()
+                    worker = free.pop() if free else _Worker(work)
+                    busy[worker.line] = worker, item
+                    reason = worker.give(item)
+                    if reason is not None:
+                        free.append(busy.pop(worker.line)[0])
+                        yield item, Lost(reason)
+                if interrupted.is_set() and not asked:
+                    asked = True
+                    terminate() if hear is None else [worker.stop() for worker, _ in busy.values()]
+                for line in cast("list[Connection]", wait(list(busy), GLANCE)):
+                    worker, item = busy[line]
                     try:
-                        if self.link.poll is not None:
-                            self.link.poll()
-                    except KeyboardInterrupt:
-                        interrupted.set()
-                    if interrupted.is_set():
-                        self.end()
-                    if self.died():
-                        # The executor may not look at a process that it started last.
-                        self.terminate()
-                    for future in [future for future in waiting if future in done]:
-                        item = waiting.pop(future)
+                        kind, said = line.recv()
+                    except (EOFError, OSError):
+                        del busy[line]
+                        if not interrupted.is_set():
+                            yield item, Lost(worker.how_it_died())
+                        continue
+                    if kind == "begun":
+                        worker.begun = True
+                    elif kind == "raised":
+                        raise said
+                    elif kind == "done":
+                        free.append(busy.pop(line)[0])
+                        yield item, said
+                    elif hear is not None:
                         try:
-                            result = future.result()
-                        except BrokenProcessPool:
-                            lost.append(item)
-                            continue
-                        yield item, result
-            finally:
-                if waiting:
-                    self.end()
-                pool.shutdown()
-        if interrupted.is_set():
-            raise KeyboardInterrupt
-        return lost, self.how_it_died()
+                            hear(said)
+                        except KeyboardInterrupt:
+                            interrupted.set()
+        finally:
+            terminate()
+            for worker in (*free, *(worker for worker, _ in busy.values())):
+                worker.line.close()
+                worker.process.join()
+    if interrupted.is_set():
+        raise KeyboardInterrupt
 
-    def died(self) -> bool:
-        """Whether a worker has exited; workers never exit normally before shutdown."""
-        return any(process.exitcode is not None for process in self.own)
 
-    def end(self) -> None:
-        """Ask the processes to end, or end them where they do not listen."""
-        if self.link.stop is not None:
-            self.link.stop.value = 1
-        else:
-            self.terminate()
+class _Worker:
+    """A process, seen from here."""
 
-    def terminate(self) -> None:
-        """End the processes of this pool, and no others."""
-        for process in self.own:
-            process.terminate()
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self.line, theirs = _SPAWN.Pipe()
+        self.process = _SPAWN.Process(target=_serve, args=(theirs, work))
+        self.begun = False
+        with _sheltered():
+            self.process.start()
+        theirs.close()  # its end is heard when no other holds it
+
+    def give(self, item: object) -> str | None:
+        """Hand an item over, or say why that cannot be."""
+        try:
+            self.line.send((item,))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            return f"it cannot be sent to another process ({error}); with one job it need not be"
+        except OSError:
+            pass  # it has died, which the line tells when it is read
+        return None
+
+    def stop(self) -> None:
+        """Ask it to end; see `stopped`."""
+        with suppress(OSError):
+            self.line.send(())
 
     def how_it_died(self) -> str:
-        """A sentence on a process of a pool that broke."""
-        codes = {process.exitcode for process in self.own} - {None, 0, -signal.SIGTERM}
-        if codes & {-9}:
+        """A sentence."""
+        self.process.join()
+        code = self.process.exitcode
+        if code == -9:
             return "its process was killed, most likely for want of memory: take smaller sizes"
-        if codes and not self.begun.value:
+        if not self.begun:
             return (
                 "its process could not begin, and its own message stands above; a script calls "
                 'this under `if __name__ == "__main__":`, because each process imports it again'
             )
-        if codes:
-            return f"its process died with exit status {next(iter(codes))}"
-        return "its process died"
+        return f"its process died with exit status {code}" if code else "its process died"
+
+
+# -- in a process of its own -----------------------------------------------------------------------
+
+_line: Connection
+
+
+def _serve(line: Connection, work: Callable[[Any], Any]) -> None:
+    """Do one item after another, with one thread, until there is none."""
+    global _line
+    _line = line
+    torch.set_num_threads(1)
+    line.send(("begun", None))
+    try:
+        while message := line.recv():
+            try:
+                answer = "done", work(*message)
+            except BaseException as error:
+                error.add_note(f"in a process of its own:\n{traceback.format_exc()}")
+                answer = "raised", error
+            line.send(answer)
+    except (EOFError, BrokenPipeError):
+        pass
+
+
+def tell(message: object) -> None:
+    """Say something to the process that handed the work over."""
+    _line.send(("told", message))
+
+
+def stopped() -> bool:
+    """Whether work is asked to end early: somebody interrupts."""
+    return _line.poll()
+
+
+# -- interrupts ------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _sheltered() -> Iterator[None]:
-    """Processes that start in here never see the terminal's interrupt; `_Pool.end` reaches them."""
+    """Processes that start in here never see the terminal's interrupt; `_Worker.stop` does it."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

@@ -10,7 +10,7 @@ from recollect.experiments.framework.experiment import Claim, Experiment, Verdic
 from recollect.experiments.framework.records import Record, Results
 from recollect.report.environment import Environment
 
-__all__ = ["Run", "Viewer"]
+__all__ = ["Nobody", "Run", "Viewer"]
 
 
 class Viewer(Protocol):
@@ -23,12 +23,8 @@ class Viewer(Protocol):
         """One more was measured."""
 
 
-class _Nobody:
-    def begin(self, experiment: Experiment, done: int, total: int) -> None:
-        pass
-
-    def cell(self, record: Record) -> None:
-        pass
+class Nobody(Viewer):
+    """Watches nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,57 +1,71 @@
 """Training plans: four tables of a TOML file, checked before anything is loaded."""
 
-# More than 400 lines: every table of run.toml, with its fields and their checks.
-
 from __future__ import annotations
 
 import difflib
-import math
 import tomllib
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar, Union
+from typing import Any, TypeVar
 
+from recollect.fields import Range, Validated, checked, flag, integer, number, option, real, whole
 from recollect.lm.model.paper_sizes import PAPER_SIZES, paper_size
 
 __all__ = ["DataPlan", "ModelPlan", "OptimizerPlan", "RunPlan", "TrainPlan", "load_plan"]
 
-T = TypeVar("T")
+T = TypeVar("T", bound="_Table")
 
 
-def _at_least(plan: object, low: float, *names: str) -> None:
-    for name in names:
-        value = getattr(plan, name)
-        if value is not None and not (math.isfinite(value) and value >= low):
-            raise ValueError(f"[{_table(plan)}] {name} must be at least {low:g}, not {value}")
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"must be a string, not {value!r}")
+    return value
 
 
-def _share(plan: object, *names: str, below: float = 1.0) -> None:
-    for name in names:
-        if not 0 <= getattr(plan, name) < below:
-            raise ValueError(
-                f"[{_table(plan)}] {name} must be a share from 0 to below {below:g}, not "
-                f"{getattr(plan, name)}"
-            )
+def _strings(value: Any) -> tuple[str, ...]:
+    """One stands for a list of one."""
+    items = (value,) if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(x, str) for x in items):
+        raise ValueError(f"must be a list of strings, not {value!r}")
+    return tuple(items)
 
 
-def _one_of(plan: object, name: str, words: tuple[str, ...]) -> None:
-    if getattr(plan, name) not in words:
-        raise ValueError(
-            f"[{_table(plan)}] {name} must be one of {', '.join(words)}, not "
-            f"{getattr(plan, name)!r}"
-        )
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must be a table, not {value!r}")
+    return dict(value)
 
 
-def _table(plan: object) -> str:
-    return type(plan).__name__.removesuffix("Plan").lower()
+def _recipe(value: Any) -> str | dict[str, Any]:
+    if not isinstance(value, str | Mapping):
+        raise ValueError(f"must be a string or a table, not {value!r}")
+    return value if isinstance(value, str) else dict(value)
+
+
+def _betas(value: Any) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"must be two numbers in [0, 1), not {value!r}")
+    beta = real(Range.of(at_least=0, below=1))
+    return beta(value[0]), beta(value[1])
+
+
+class _Table(Validated):
+    """A table of the file."""
+
+    @classmethod
+    def table(cls) -> str:
+        """Its name."""
+        return cls.__name__.removesuffix("Plan").lower()
+
+    @classmethod
+    def said(cls, field: str) -> str:
+        return f"[{cls.table()}] {field}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelPlan:
+class ModelPlan(_Table):
     """``[model]``: which layers, how many, how wide.
 
     Attributes:
@@ -68,26 +82,24 @@ class ModelPlan:
         start: folder of a saved model to go on from; its configuration and tokenizer are taken.
     """
 
-    recipe: str | dict[str, Any] = "gated_delta_net"
-    options: dict[str, Any] | None = None
-    recipes: dict[str, Any] = field(default_factory=dict)
-    layers: tuple[str, ...] = ()
-    size: str | None = None
-    width: int | None = None
-    depth: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    key_dim: int | None = None
-    value_dim: int | None = None
-    mlp: int | None = None
-    parameters: int | None = None
-    tie: bool = False
-    method: str = "auto"
-    start: str | None = None
+    recipe: str | dict[str, Any] = checked("gated_delta_net", _recipe)
+    options: dict[str, Any] | None = checked(None, _mapping, optional=True)
+    recipes: dict[str, Any] = checked(dict, _mapping)
+    layers: tuple[str, ...] = checked((), _strings)
+    size: str | None = checked(None, _string, optional=True)
+    width: int | None = integer(None, at_least=1, optional=True)
+    depth: int | None = integer(None, at_least=1, optional=True)
+    heads: int | None = integer(None, at_least=1, optional=True)
+    kv_heads: int | None = integer(None, at_least=1, optional=True)
+    key_dim: int | None = integer(None, at_least=1, optional=True)
+    value_dim: int | None = integer(None, at_least=1, optional=True)
+    mlp: int | None = integer(None, at_least=1, optional=True)
+    parameters: int | None = integer(None, at_least=1, optional=True)
+    tie: bool = flag(False)
+    method: str = checked("auto", _string)
+    start: str | None = checked(None, _string, optional=True)
 
-    def __post_init__(self) -> None:
-        sizes = ("width", "depth", "heads", "kv_heads", "key_dim", "value_dim", "mlp", "parameters")
-        _at_least(self, 1, *sizes)
+    def validate(self) -> None:
         if self.size is not None:
             paper_size(self.size)
         if self.mlp is not None and self.parameters is not None:
@@ -103,7 +115,7 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataPlan:
+class DataPlan(_Table):
     """``[data]``: texts, tokens, and how they fill rows.
 
     Attributes:
@@ -125,32 +137,26 @@ class DataPlan:
         shuffle: rows that are held to be drawn from while streaming.
     """
 
-    train: tuple[str, ...] = ()
-    heldout: tuple[str, ...] = ()
-    heldout_share: float = 0.0
-    dataset: str | None = None
-    name: str | None = None
-    split: str = "train"
-    heldout_split: str | None = None
-    column: str = "text"
-    separator: str = ""
-    tokenizer: str = "bytes"
-    vocab: int = 32_000
-    context: int = 512
-    packing: str = "documents"
-    bad_lines: str = "stop"
-    stream: bool = False
-    shuffle: int = 1_000
+    train: tuple[str, ...] = checked((), _strings)
+    heldout: tuple[str, ...] = checked((), _strings)
+    heldout_share: float = number(0.0, at_least=0, below=0.5)
+    dataset: str | None = checked(None, _string, optional=True)
+    name: str | None = checked(None, _string, optional=True)
+    split: str = checked("train", _string)
+    heldout_split: str | None = checked(None, _string, optional=True)
+    column: str = checked("text", _string)
+    separator: str = checked("", _string)
+    tokenizer: str = checked("bytes", _string)
+    vocab: int = integer(32_000, at_least=257)
+    context: int = integer(512, at_least=2)
+    packing: str = option("documents", "stream")
+    bad_lines: str = option("stop", "skip")
+    stream: bool = flag(False)
+    shuffle: int = integer(1_000, at_least=1)
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
         if bool(self.train) == (self.dataset is not None):
             raise ValueError("[data] needs either train, a list of files, or dataset, a hub name")
-        _at_least(self, 2, "context")
-        _at_least(self, 1, "shuffle")
-        _at_least(self, 257, "vocab")
-        _share(self, "heldout_share", below=0.5)
-        _one_of(self, "packing", ("documents", "stream"))
-        _one_of(self, "bad_lines", ("stop", "skip"))
         if self.heldout_share and (self.heldout or self.heldout_split):
             raise ValueError("[data] heldout_share excludes heldout and heldout_split")
         if self.heldout_share and self.streams:
@@ -173,7 +179,7 @@ class DataPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerPlan:
+class OptimizerPlan(_Table):
     """``[optimizer]``: AdamW, linear warm-up, cosine.
 
     Attributes:
@@ -188,31 +194,24 @@ class OptimizerPlan:
         clip: largest gradient norm; 0 is none.
     """
 
-    lr: float | None = None
-    steps: int | None = None
-    tokens: int | None = None
-    batch: int = 8
-    accumulate: int = 1
-    warmup: float = 0.05
-    floor: float = 0.0
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
+    lr: float | None = number(None, above=0, optional=True)
+    steps: int | None = integer(None, at_least=1, optional=True)
+    tokens: int | None = integer(None, at_least=1, optional=True)
+    batch: int = integer(8, at_least=1)
+    accumulate: int = integer(1, at_least=1)
+    warmup: float = number(0.05, at_least=0, below=1)
+    floor: float = number(0.0, at_least=0, below=1)
+    weight_decay: float = number(0.1, at_least=0)
+    betas: tuple[float, float] = checked((0.9, 0.95), _betas)
+    clip: float = number(1.0, at_least=0)
 
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "steps", "tokens", "batch", "accumulate")
-        _at_least(self, 0, "weight_decay", "clip")
-        _share(self, "warmup", "floor")
-        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"[optimizer] lr must be a finite number above 0, not {self.lr}")
+    def validate(self) -> None:
         if self.steps is not None and self.tokens is not None:
             raise ValueError("[optimizer] steps and tokens exclude each other")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"[optimizer] betas must be two numbers in [0, 1), not {self.betas}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlan:
+class RunPlan(_Table):
     """``[run]``: where it goes, what is kept, how it is computed.
 
     Attributes:
@@ -228,23 +227,17 @@ class RunPlan:
         tensorboard: write its logs to ``out/logs``.
     """
 
-    out: str = "runs/train"
-    seed: int = 0
-    save_every: int = 500
-    keep: int = 3
-    log_every: int = 10
-    eval_every: int = 0
-    heldout_rows: int = 256
-    bf16: bool = False
-    checkpointing: bool = False
-    compile: bool = False
-    tensorboard: bool = False
-
-    def __post_init__(self) -> None:
-        _at_least(self, 0, "seed", "save_every", "eval_every")
-        if self.seed >= 2**32:
-            raise ValueError(f"[run] seed must be below 2^32, not {self.seed}")
-        _at_least(self, 1, "keep", "log_every", "heldout_rows")
+    out: str = checked("runs/train", _string)
+    seed: int = checked(0, whole(0, 2**32 - 1))
+    save_every: int = integer(500)
+    keep: int = integer(3, at_least=1)
+    log_every: int = integer(10, at_least=1)
+    eval_every: int = integer(0)
+    heldout_rows: int = integer(256, at_least=1)
+    bf16: bool = flag(False)
+    checkpointing: bool = flag(False)
+    compile: bool = flag(False)
+    tensorboard: bool = flag(False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,56 +349,12 @@ def load_plan(path: str | PathLike[str]) -> TrainPlan:
 
 
 def _made(kind: type[T], values: Mapping[str, Any]) -> T:
-    """One table, with every value of the type that its key has."""
-    types_of = typing.get_type_hints(kind)
-    table = kind.__name__.removesuffix("Plan").lower()
+    """One table."""
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
-    given: dict[str, Any] = {}
-    for name, value in values.items():
+    for name in values:
         if name not in known:
-            raise ValueError(f"[{table}] has no key {name!r}{_instead(name, known)}")
-        found = _fitted(value, types_of[name])
-        if found is _NOTHING:
-            raise ValueError(f"[{table}] {name} must be {_words(types_of[name])}, not {value!r}")
-        given[name] = found
-    return kind(**given)
-
-
-_NOTHING = object()
-
-
-def _fitted(value: Any, kind: Any) -> Any:
-    """The value as its type, or `_NOTHING`: whole numbers stand for real ones, lists for tuples."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (Union, types.UnionType):
-        found = (_fitted(value, option) for option in arguments)
-        return next((x for x in found if x is not _NOTHING), _NOTHING)
-    if origin is tuple:
-        inner = arguments[0]
-        items = [value] if isinstance(value, str) and inner is str else value
-        if not isinstance(items, list | tuple):
-            return _NOTHING
-        made = tuple(_fitted(item, inner) for item in items)
-        return _NOTHING if _NOTHING in made else made
-    if origin is dict:
-        return dict(value) if isinstance(value, Mapping) else _NOTHING
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind is int and isinstance(value, bool):
-        return _NOTHING
-    return value if isinstance(value, kind) else _NOTHING
-
-
-def _words(kind: Any) -> str:
-    """The type in words."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_words(x) for x in arguments if x is not type(None))
-    if origin is tuple:
-        return f"a list of {_words(arguments[0]).split(' ', 1)[1]}s"
-    if origin is dict:
-        return "a table"
-    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
+            raise ValueError(f"[{kind.table()}] has no key {name!r}{_instead(name, known)}")
+    return kind(**values)
 
 
 def _instead(name: str, known: list[str]) -> str:

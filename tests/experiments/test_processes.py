@@ -1,0 +1,153 @@
+"""Work in processes: results, processes that die, interrupts, and other children left alone."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from recollect.experiments.framework import processes
+from recollect.experiments.framework.processes import Lost, in_processes, tell
+
+
+class Fatal:
+    """Ends the process that unpacks it."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (self.status,)
+
+
+def test_a_process_that_dies_loses_only_its_own_item() -> None:
+    fatal, unsendable = Fatal(7), lambda: None
+    items: list[Any] = [4.0, fatal, unsendable, 9.0, 16.0, 25.0]
+    found: dict[Any, Any] = dict(in_processes(math.sqrt, items, 2))
+    assert [found[x] for x in (4.0, 9.0, 16.0, 25.0)] == [2.0, 3.0, 4.0, 5.0]
+    assert found[fatal] == Lost("its process died with exit status 7")
+    assert "cannot be sent to another process" in found[unsendable].reason
+
+
+def test_a_process_takes_one_item_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more begin than there are places, and one in place of each that died."""
+    begun = []
+
+    class Counted(processes._Worker):
+        def __init__(self, work: Any) -> None:
+            begun.append(work)
+            super().__init__(work)
+
+    monkeypatch.setattr(processes, "_Worker", Counted)
+    items: list[Any] = [Fatal(7), *map(float, range(10))]
+    found = [result for _, result in in_processes(math.sqrt, items, 2)]
+    assert sum(isinstance(result, Lost) for result in found) == 1
+    assert len(found) == 11
+    assert len(begun) <= 3
+
+
+def test_a_death_is_seen_while_others_are_busy() -> None:
+    """Not when they are done: the other would sleep for days."""
+    fatal = Fatal(7)
+    items: list[Any] = [1e6, fatal]
+    results = in_processes(time.sleep, items, 2)
+    assert next(results) == (fatal, Lost("its process died with exit status 7"))
+    results.close()  # type: ignore[attr-defined]
+
+
+def test_a_process_that_cannot_begin_is_told_from_one_that_dies() -> None:
+    work: Any = Fatal(3)
+    ((_, lost),) = in_processes(work, [1.0], 1)
+    assert isinstance(lost, Lost)
+    assert "could not begin" in lost.reason
+
+
+def test_what_work_raises_is_raised() -> None:
+    with pytest.raises(ValueError, match="math domain error"):
+        list(in_processes(math.sqrt, [-1.0, 4.0], 2))
+
+
+def test_what_work_says_is_heard_in_order_and_before_its_result() -> None:
+    heard: list[str] = []
+    results = [len(heard) for _ in in_processes(tell, ["a", "b", "c"], 1, hear=heard.append)]
+    assert heard == ["a", "b", "c"]
+    assert results == [1, 2, 3]
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextmanager
+def only_new_processes_end() -> Iterator[None]:
+    """Other children go on."""
+    before = set(multiprocessing.active_children())
+    other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(1e6,))
+    other.start()
+    try:
+        yield
+        assert other.is_alive()
+        assert set(multiprocessing.active_children()) - before == {other}
+    finally:
+        other.terminate()
+        other.join()
+
+
+def interrupted(press: Callable[[], None], **options: Any) -> list[float]:
+    """What is given when somebody interrupts after the first result."""
+    given: list[float] = []
+
+    def all_results() -> None:
+        for item, _ in in_processes(time.sleep, [0.0, 1e6, 1e6, 1e6, 1e6, 1e6], 2, **options):
+            given.append(item)
+            press()
+
+    with only_new_processes_end(), pytest.raises(KeyboardInterrupt):
+        all_results()
+    return given
+
+
+def test_an_interrupt_ends_what_would_sleep_for_days() -> None:
+    assert interrupted(interrupt) == [0.0]
+
+
+def test_a_second_interrupt_ends_work_that_is_asked_to_end_and_does_not() -> None:
+    second = threading.Timer(1.0, interrupt)
+
+    def press() -> None:
+        interrupt()
+        second.start()
+
+    assert interrupted(press, hear=print) == [0.0]
+    second.join()
+
+
+def test_who_hears_may_interrupt_and_what_was_begun_is_given() -> None:
+    def hear(said: str) -> None:
+        raise KeyboardInterrupt
+
+    given: list[str] = []
+    with only_new_processes_end():
+        with pytest.raises(KeyboardInterrupt):
+            given.extend(item for item, _ in in_processes(tell, ["a", "b", "c"], 1, hear=hear))
+        assert given == ["a"]
+
+
+def test_an_interrupt_that_the_shell_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    found = {}
+    try:
+        for item, result in in_processes(math.sqrt, [4.0, 9.0], 1):
+            found[item] = result
+            interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == {4.0: 2.0, 9.0: 3.0}

@@ -1,0 +1,71 @@
+"""Fields that say what they may hold, for any dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, replace
+from typing import Any
+
+import pytest
+
+from recollect.fields import Validated, checked, flag, held, integer, number, option, text, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shelf(Validated):
+    """Holds one field of each kind."""
+
+    boards: int = integer(at_least=1)
+    wood: str = option(MISSING, "oak", "pine")
+    height: float = number(1, above=0, at_most=2.5)
+    depth: float | None = number(None, at_least=0, optional=True)
+    painted: bool = flag(False)
+    owner: str = text("nobody")
+    place: int = checked(1, whole(1, 3))
+    books: tuple[str, ...] = checked(list, tuple)
+    note: Any = None
+
+    def validate(self) -> None:
+        if len(self.books) > self.boards:
+            raise ValueError(f"Shelf: {len(self.books)} books need as many boards")
+
+
+SHELF = Shelf(boards=1, wood="oak")
+
+
+def test_values_are_kept_as_their_checks_give_them() -> None:
+    assert type(SHELF.height) is float
+    assert SHELF.depth is None
+    assert replace(SHELF, books=["a"]).books == ("a",)
+    assert Shelf(boards=1, wood="oak").books == ()
+    with pytest.raises(TypeError, match=r"boards.*wood"):
+        Shelf()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"boards": 0}, "Shelf: boards must be a whole number >= 1, not 0"),
+        ({"boards": True}, "Shelf: boards must be a whole number >= 1, not True"),
+        ({"boards": None}, "Shelf: boards must be a whole number >= 1, not None"),
+        ({"wood": "ash"}, "Shelf: wood must be one of 'oak', 'pine', not 'ash'"),
+        ({"height": 0}, "Shelf: height must be a finite number in (0, 2.5], not 0"),
+        ({"height": "1"}, "Shelf: height must be a number in (0, 2.5], not '1'"),
+        ({"depth": float("nan")}, "Shelf: depth must be a finite number >= 0, not nan"),
+        ({"painted": 1}, "Shelf: painted must be true or false, not 1"),
+        ({"owner": ""}, "Shelf: owner must be a non-empty name, not ''"),
+        ({"place": 4}, "Shelf: place must be a whole number from 1 to 3, not 4"),
+        ({"books": ["a", "b"]}, "Shelf: 2 books need as many boards"),
+    ],
+)
+def test_a_sentence_names_owner_field_what_may_be_and_what_was(
+    change: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match="Shelf") as refused:
+        replace(SHELF, **change)
+    assert str(refused.value) == says
+
+
+def test_arguments_of_functions_are_checked_alike() -> None:
+    assert held("f: n", whole(), 0) == 0
+    with pytest.raises(ValueError, match=r"^f: n must be a whole number >= 10000000, not -1$"):
+        held("f: n", whole(10_000_000), -1)
