@@ -22,6 +22,7 @@ from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.ridge import association, ridge_of
 from recollect.engines.linear.chunked import chunked
+from recollect.engines.linear.inputs import LinearProblem
 
 if TYPE_CHECKING:
     from recollect.choices.algorithm.base import Inverse
@@ -147,18 +148,18 @@ class _Past:
 
     def read(self, q: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         """Σ_{i≤t} γ w v_i (k_i·q_t) and the memory after all tokens."""
-        y, A, _ = chunked(
-            q,
-            self.k,
-            v,
+        products = LinearProblem(
+            q=q,
+            k=self.k,
+            v=v,
             lr=self.weight,
             affine=(0.0, 1.0),
             log_decay=self.logs,
-            A0=start,
+            A0=start.to(v.dtype),
             live=self.live,
             chunk_size=self.chunk,
         )
-        return y, A
+        return chunked(products)[:2]
 
     def system(self, z: Tensor) -> Tensor:
         """(D_t + λ) z_t, ``[B, T, H, G, F]``."""
