@@ -543,3 +543,24 @@ def test_rows_that_see_predictions_cannot_decay_apart() -> None:
     n = numbers(T=3, decay="value")
     with pytest.raises(ValueError, match="a = 0"):
         run(n)
+
+
+def test_runs_of_tokens_are_the_whole() -> None:
+    n = numbers(T=10, B=2, decay="both", momentum="gradient", probe=True, live=True)
+    whole = problem(n)
+    runs = list(whole.split(4))
+    assert [run.k.shape[1] for run in runs] == [4, 4, 2]
+    for name, x in whole.tokens().items():
+        assert torch.equal(torch.cat([run.tokens()[name] for run in runs], 1), x)
+    assert torch.equal(torch.cat([run.live for run in runs], 1), n["live"])
+    assert all(run.A0 is whole.A0 and run.S0 is whole.S0 for run in runs)
+
+
+def test_masked_tokens_hold_numbers_that_do_nothing() -> None:
+    n = numbers(T=6, B=2, decay="head", momentum="gradient", window=2, live=True)
+    dead = ~n["live"]
+    n["momentum"][dead], n["v"][dead], n["log_decay"][dead] = torch.nan, torch.nan, -torch.inf
+    masked = problem(n).masked()
+    for name, x in masked.tokens().items():
+        assert bool((x[dead] == (1.0 if name == "momentum" else 0.0)).all())
+        assert torch.equal(x[~dead], n[name][~dead])

@@ -184,8 +184,9 @@ def approximate(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     inverse = recipe.algorithm.inverse
     assert inverse is not None
     kind = inverse.kind
-    k, v, weight = association(problem)
-    q = problem.phi(problem.q, "query", problem.positions())
+    position = problem.positions()
+    k, v, weight = association(problem, position)
+    q = problem.phi(problem.q, "query", position)
     A = state.weights[0]
     fresh = (state.position == 0)[:, None, None, None]
     origin = torch.where(fresh, A, state.slots["origin"][0])

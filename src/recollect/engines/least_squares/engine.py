@@ -91,14 +91,13 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     B, T, H, G, _ = problem.q.shape
     if T == 0 or B == 0:
         return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), problem.after()
-    if not _recurs(problem.recipe):
-        y, weights, slots = approximate(problem)
-    else:
-        y, weights, slots = _recursive(problem)
+    solve = _recursive if _recurs(problem.recipe) else approximate
+    y, weights, slots = solve(problem)
     seen = (problem.end > 0)[:, None, None, None]
 
     def rows(new: Tensor, old: Tensor) -> Tensor:
-        return torch.where(seen.view(-1, *(1,) * (new.dim() - 1)), new, old)
+        some = seen if new.dim() == 4 else seen.view(-1, *(1,) * (new.dim() - 1))
+        return torch.where(some, new, old)
 
     state = problem.state
     after = problem.after(

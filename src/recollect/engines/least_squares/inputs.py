@@ -99,8 +99,9 @@ class RidgeProblem:
 def ridge_problem(problem: Problem) -> RidgeProblem:
     """Associations by the root of their weights, and the statistics that the state holds."""
     recipe, state = problem.recipe, problem.state
-    k, v, weight = association(problem)
-    q = problem.phi(problem.q, "query", problem.positions())
+    position = problem.positions()
+    k, v, weight = association(problem, position)
+    q = problem.phi(problem.q, "query", position)
     logs, live = problem.rates["log_decay"], problem.live
     if recipe.context.weighs or recipe.bias.affine != (1.0, 1.0):
         # The root's slope at 0 is infinite, and nothing so small reaches a sum.

@@ -37,11 +37,8 @@ def chunked(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
         ValueError: a decay over value channels with an error that sees the prediction.
     """
     (B, T, H), cpu = p.k.shape[:3], p.k.device.type == "cpu"
-    sees, moves, over_values = (
-        p.affine[0] != 0,
-        p.momentum is not None,
-        p.log_decay_value is not None,
-    )
+    sees, moves = p.affine[0] != 0, p.momentum is not None
+    over_values = p.log_decay_value is not None
     if over_values and sees:
         raise ValueError("a decay over value channels needs a = 0: give each channel its own head")
     channels = over_values or (p.log_decay is not None and p.log_decay.dim() == 4)

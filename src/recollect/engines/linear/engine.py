@@ -167,7 +167,10 @@ def _each_head(x: Tensor | None, V: int) -> Tensor | None:
 
 def _split_values(p: LinearProblem) -> LinearProblem:
     """Every value channel as a memory ``[1, F]`` of its own: H·V heads."""
-    V = p.v.shape[-1]
+    V, past = p.v.shape[-1], p.past
+    if past is not None:
+        v = past.v.flatten(2).unsqueeze(-1)
+        past = replace(past, k=past.k.repeat_interleave(V, dim=2), v=v)
 
     def rows(x: Tensor) -> Tensor:  # [B, H, V, F] -> [B, H V, 1, F]
         return x.flatten(1, 2).unsqueeze(2)
@@ -195,12 +198,7 @@ def _split_values(p: LinearProblem) -> LinearProblem:
         decay_scale=None,
         momentum=_each_head(p.momentum, V),
         window=_each_head(p.window, V),
-        past=p.past
-        and replace(
-            p.past,
-            k=p.past.k.repeat_interleave(V, dim=2),
-            v=p.past.v.flatten(2).unsqueeze(-1),
-        ),
+        past=past,
         probe=_each_head(p.probe, V),
         erase=_each_head(p.erase, V),
     )
@@ -222,6 +220,7 @@ def _vector(problem: Problem, p: LinearProblem) -> Solved:
     def single(x: Tensor) -> Tensor:
         return x.flatten(2).unsqueeze(-1)
 
+    past = None if p.past is None else replace(p.past, k=single(p.past.k), v=single(p.past.v))
     decay = p.log_decay if p.log_decay is not None else p.log_decay_value
     one = replace(
         p,
@@ -235,7 +234,7 @@ def _vector(problem: Problem, p: LinearProblem) -> Solved:
         log_decay_value=None,
         momentum=_each_head(p.momentum, V),
         window=_each_head(p.window, V),
-        past=p.past and replace(p.past, k=single(p.past.k), v=single(p.past.v)),
+        past=past,
     )
     y, A, S = _read_in_order(one, problem.recipe.memory.read.when)
     y = y.squeeze(-1).unflatten(2, (H, V)).transpose(-1, -2)
