@@ -99,11 +99,14 @@ def _general(p: LinearProblem, chunk: int) -> tuple[Tensor, Tensor, Tensor | Non
 def _transition(p: LinearProblem, cut: _Cut) -> ChunkTransition:
     """Decays to absorb where that is exact, coefficients where it is not."""
     log_decay, momentum, total, table, live = p.log_decay, p.momentum, None, None, None
+    absorbed = True
     if log_decay is not None and momentum is None:
         channels = log_decay.dim() == 4
         total = cumulated(cut.split(log_decay if channels else log_decay.unsqueeze(-1)), -2)
-        if not channels and not absorbable(total):
-            total = None  # one decay per head has its coefficients in a matrix, exact at any depth
+        # Absorbing a decay needs the whole chunk within range; then it needs no matrix at all.
+        absorbed = absorbable(total)
+        if not channels and not absorbed:
+            total, absorbed = None, True  # per head coefficients stand in a matrix, at any depth
     if momentum is not None and (p.live is not None or cut.missing):
         # The last chunk's own padding must not move A by S.
         live = p.lr.new_ones(p.lr.shape[:2]) if p.live is None else p.live.to(p.lr.dtype)
@@ -121,8 +124,7 @@ def _transition(p: LinearProblem, cut: _Cut) -> ChunkTransition:
         total_v=None if p.log_decay_value is None else cumulated(cut.split(p.log_decay_value), -2),
         before=p.before,
         tokens=cut.C,
-        # Absorbing a decay needs the whole chunk within range; then it needs no matrix at all.
-        absorbed=total is None or absorbable(total),
+        absorbed=absorbed,
     )
 
 
