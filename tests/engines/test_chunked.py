@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import recollect as rc
 from recollect.engines.linear.chunked import chunked
+from recollect.engines.linear.inputs import LinearProblem, Past
 from recollect.engines.linear.recurrent import recurrent
 
 Numbers = dict[str, Any]
@@ -177,14 +179,24 @@ def numbers(
     }
 
 
+def problem(n: Numbers, chunk: int | None = None) -> LinearProblem:
+    """The arguments as the engine takes them; states that are left out start from zeros."""
+    rest = {name: x for name, x in n.items() if not name.endswith("_past") and name != "past_mask"}
+    zeros = n["v"].new_zeros(*n["v"].shape[::2], n["v"].shape[-1], n["k"].shape[-1])
+    rest.setdefault("A0", zeros)
+    if "momentum" in n:
+        rest.setdefault("S0", zeros)
+    if "k_past" in n:
+        rest["past"] = Past(k=n["k_past"], v=n["v_past"], mask=n["past_mask"])
+    return LinearProblem(**rest, chunk_size=chunk)
+
+
 def run(n: Numbers, chunk: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    rest = {name: x for name, x in n.items() if name not in ("q", "k", "v")}
-    return chunked(n["q"], n["k"], n["v"], chunk_size=chunk, **rest)
+    return chunked(problem(n, chunk))
 
 
 def scan(n: Numbers) -> tuple[Tensor, Tensor, Tensor | None]:
-    rest = {name: x for name, x in n.items() if name not in ("q", "k", "v")}
-    return recurrent(n["q"], n["k"], n["v"], **rest)
+    return recurrent(problem(n))
 
 
 def sensible() -> list[Numbers]:
@@ -421,8 +433,8 @@ def test_momentum_of_exactly_zero_is_no_momentum() -> None:
     n = numbers(T=70, decay="head", momentum="gradient")
     n["momentum"] = torch.zeros_like(n["momentum"])
     y, A, _ = run(n)
-    plain = {name: x for name, x in n.items() if name not in ("momentum", "S0")}
-    wanted_y, wanted_A, none = run(plain)
+    without = {name: x for name, x in n.items() if name not in ("momentum", "S0")}
+    wanted_y, wanted_A, none = run(without)
     assert none is None
     assert close(y, wanted_y)
     assert close(A, wanted_A)
@@ -445,28 +457,47 @@ def test_empty_input(B: int, T: int, momentum: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_low_precision_inputs_keep_a_float32_state(dtype: torch.dtype) -> None:
-    n = numbers(T=200, K=16, V=16, decay="head", before=True, depth=0.1)
-    exact, exact_A, _ = run(n)
-    low = {
-        name: x.to(dtype) if isinstance(x, Tensor) and name != "A0" else x for name, x in n.items()
-    }
-    low["A0"] = low["A0"].float()
-    y, A, _ = run(low)
-    again, _, _ = scan(low)
-    assert y.dtype == again.dtype == dtype
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_low_precision_inputs_keep_a_float32_state(tokens: int, dtype: torch.dtype) -> None:
+    n = numbers(T=200, K=16, V=16, decay="head", depth=0.1)
+    recipe = rc.Recipe(retention=rc.retention.Decay(when="before"))
+
+    def recall(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        state, outputs = None, []
+        for t in range(0, 200, tokens):
+            q, k, v, lr, log = (
+                n[name][:, t : t + tokens].to(dtype) for name in ("q", "k", "v", "lr", "log_decay")
+            )
+            gates = {"lr": lr, "log_decay": log}
+            y, state = rc.recall(recipe, q.squeeze(3), k, v, gates, state=state, method="linear")
+            outputs.append(y)
+        assert state is not None
+        return torch.cat(outputs, 1), state.weights[0]
+
+    exact, exact_A = recall(torch.float64)
+    y, A = recall(dtype)
+    assert y.dtype == dtype
     assert A.dtype == torch.float32
     limit = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-6}[dtype]
     assert norm_error(y, exact) < limit
-    assert norm_error(again, exact) < limit
     assert norm_error(A, exact_A) < limit
 
 
-def test_a_float64_state_keeps_float64() -> None:
-    n = numbers(T=5, dtype=torch.float32)
-    n["q"], n["k"], n["v"], n["lr"] = (n[name].double() for name in ("q", "k", "v", "lr"))
-    y, A, _ = run(n)
-    assert y.dtype == A.dtype == torch.float64
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_float64_inputs_widen_a_float32_state(tokens: int) -> None:
+    n = numbers(T=5)
+    q, k, v, lr = n["q"].squeeze(3), n["k"], n["v"], n["lr"]
+    low, gates = [x.float() for x in (q, k, v)], {"lr": lr.float()}
+    _, state = rc.recall(rc.Recipe(), *low, gates, method="linear")
+    assert state is not None
+    assert state.weights[0].dtype == torch.float32
+    q, k, v, gates = q[:, :tokens], k[:, :tokens], v[:, :tokens], {"lr": lr[:, :tokens]}
+    y, after = rc.recall(rc.Recipe(), q, k, v, gates, state=state, method="linear")
+    wide = state.map(lambda x: x.double() if x.is_floating_point() else x)
+    exact, _ = rc.recall(rc.Recipe(), q, k, v, gates, state=wide, method="reference")
+    assert after is not None
+    assert y.dtype == after.weights[0].dtype == torch.float64
+    assert close(y, exact)
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -512,3 +543,24 @@ def test_rows_that_see_predictions_cannot_decay_apart() -> None:
     n = numbers(T=3, decay="value")
     with pytest.raises(ValueError, match="a = 0"):
         run(n)
+
+
+def test_runs_of_tokens_are_the_whole() -> None:
+    n = numbers(T=10, B=2, decay="both", momentum="gradient", probe=True, live=True)
+    whole = problem(n)
+    runs = list(whole.split(4))
+    assert [run.k.shape[1] for run in runs] == [4, 4, 2]
+    for name, x in whole.tokens().items():
+        assert torch.equal(torch.cat([run.tokens()[name] for run in runs], 1), x)
+    assert torch.equal(torch.cat([run.live for run in runs], 1), n["live"])
+    assert all(run.A0 is whole.A0 and run.S0 is whole.S0 for run in runs)
+
+
+def test_masked_tokens_hold_numbers_that_do_nothing() -> None:
+    n = numbers(T=6, B=2, decay="head", momentum="gradient", window=2, live=True)
+    dead = ~n["live"]
+    n["momentum"][dead], n["v"][dead], n["log_decay"][dead] = torch.nan, torch.nan, -torch.inf
+    masked = problem(n).masked()
+    for name, x in masked.tokens().items():
+        assert bool((x[dead] == (1.0 if name == "momentum" else 0.0)).all())
+        assert torch.equal(x[~dead], n[name][~dead])

@@ -7,6 +7,7 @@ condition up to 1e3.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import math
@@ -21,6 +22,7 @@ from torch.nn import functional
 
 import recollect as rc
 from recollect.engines.common.linalg import inverse_power
+from recollect.engines.least_squares.inputs import RidgeProblem
 
 Prefix, LeastSquares = rc.context.Prefix, rc.algorithm.LeastSquares
 Preconditioned, GD = rc.algorithm.Preconditioned, rc.algorithm.GradientDescent
@@ -541,3 +543,16 @@ def test_a_call_that_nothing_continues_from_has_the_same_gradients() -> None:
         return torch.autograd.grad(y.sin().sum(), (q, k, v, ridge))
 
     torch.testing.assert_close(grads(False), grads(True), rtol=0, atol=0)
+
+
+def test_flat_tensors_come_back_in_their_places() -> None:
+    """What goes through autograd as a row of tensors is the same problem behind it."""
+    marks = [torch.full((), float(i)) for i in range(10)]
+    problem = RidgeProblem.rebuild(tuple(marks))
+    assert problem.tensors() == tuple(marks)
+    rebuilt = RidgeProblem.rebuild(problem.tensors())
+    for field in dataclasses.fields(RidgeProblem):
+        assert getattr(rebuilt, field.name) == getattr(problem, field.name)
+    assert problem.state.tensors() == tuple(marks[6:])
+    assert problem.state.inverse is marks[-1]
+    assert problem.log_decay is marks[3]

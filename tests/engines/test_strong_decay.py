@@ -23,6 +23,8 @@ from torch.nn.functional import normalize
 
 import recollect as rc
 from recollect.engines.least_squares import engine
+from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
+from recollect.engines.least_squares.recursion_forward import Spans
 
 DECAYS = (0.3, 0.37, 0.45, 0.5, 0.61, 0.7, 0.78, 0.85, 0.9, 0.97, 1.0)
 SIZES = (4, 8, 32)
@@ -356,9 +358,9 @@ def test_one_new_start_does_not_run_token_by_token(monkeypatch: pytest.MonkeyPat
     chunks: list[int] = []
     whole = engine.recursion
 
-    def counted(q: Tensor, *rest: Tensor, **asked: object) -> tuple[Tensor, ...]:
-        chunks.append(q.shape[1] // asked["spans"].chunk)
-        return whole(q, *rest, **asked)
+    def counted(p: RidgeProblem, spans: Spans) -> tuple[Tensor, RidgeState, Tensor]:
+        chunks.append(p.k.shape[1] // spans.chunk)
+        return whole(p, spans)
 
     monkeypatch.setattr(engine, "recursion", counted)
     x = draw(512, 8, 0.97)

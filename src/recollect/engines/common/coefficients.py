@@ -1,8 +1,7 @@
 """Coefficient matrices of one chunk: decay, momentum, step and window as one small matrix per head.
 
 With P^a[t, i] = Π_{j=i+1..t} a_j (lower triangular, ones on the diagonal), the state after token t
-of
-a chunk that began with A°, S° is
+of a chunk that began with A°, S° is
 
     A_t = a_t A° + m_t S° + Σ_i E[t, i] (contribution of step i),   E = P^α diag(σ) P^θ,
     a = cumprod(α),   m = P^α (σ ⊙ cumprod(θ)),

@@ -45,15 +45,20 @@ class Statistics:
         return self.origin + torch.linalg.solve(self.system, self.residual.mT).mT
 
 
-def association(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def association(problem: Problem, position: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """φ(k), the value and the weight of each association of ½ w ‖W φ(k) − v‖²: ``[B, T, H, ·]``.
 
     An error a·prediction − b·value is that problem with weight a·w and value (b/a)·v.
+
+    Args:
+        problem: whose associations.
+        position: its ``positions()``, where they are at hand.
     """
     affine = problem.recipe.bias.affine
     assert affine is not None and affine[0] > 0  # the algorithm asks for it
     a, b = affine
-    phi = problem.phi(problem.k.unsqueeze(3), "key", problem.positions()).squeeze(3)
+    position = problem.positions() if position is None else position
+    phi = problem.phi(problem.k.unsqueeze(3), "key", position).squeeze(3)
     weight = problem.rates["weight"]
     v = problem.v.to(phi.dtype)
     return phi, v if a == b else v * (b / a), weight if a == 1 else weight * a

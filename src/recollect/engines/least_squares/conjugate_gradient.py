@@ -1,4 +1,4 @@
-"""Constant ridges, and approximations of the inverse, over all prefixes at once.
+"""Conjugate gradients over all prefixes at once: constant ridges, approximations of the inverse.
 
 Every product with the Gram matrices D_t of all prefixes is one gated linear attention, so that
 conjugate gradients solve the T systems (D_t + λ) z_t = q_t side by side in O(T·C·F) memory, and
@@ -22,6 +22,7 @@ from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.ridge import association, ridge_of
 from recollect.engines.linear.chunked import chunked
+from recollect.engines.linear.inputs import LinearProblem
 
 if TYPE_CHECKING:
     from recollect.choices.algorithm.base import Inverse
@@ -50,7 +51,7 @@ class Solves:
 
     Attributes:
         systems: how many there were. iterations: of all of them together.
-        residual: the largest ‖(D + λ)z − q‖ / ‖q‖ at the end. tolerance: what was asked for.
+        residual: the largest ‖(D + λ)z − q‖ / ‖q‖ at the end. tolerance: the one it should reach.
         unsolved: how many systems were above it.
 
     Examples:
@@ -77,7 +78,7 @@ class Solves:
 
 @dataclass(frozen=True, kw_only=True)
 class _Watch:
-    """What was asked of solvers, and what they reported."""
+    """Limits of solvers, and what they reported."""
 
     tolerance: float | None = None
     limit: int | None = None
@@ -147,18 +148,18 @@ class _Past:
 
     def read(self, q: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         """Σ_{i≤t} γ w v_i (k_i·q_t) and the memory after all tokens."""
-        y, A, _ = chunked(
-            q,
-            self.k,
-            v,
+        products = LinearProblem(
+            q=q,
+            k=self.k,
+            v=v,
             lr=self.weight,
             affine=(0.0, 1.0),
             log_decay=self.logs,
-            A0=start,
+            A0=start.to(v.dtype),
             live=self.live,
             chunk_size=self.chunk,
         )
-        return y, A
+        return chunked(products)[:2]
 
     def system(self, z: Tensor) -> Tensor:
         """(D_t + λ) z_t, ``[B, T, H, G, F]``."""
@@ -183,18 +184,19 @@ def approximate(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     inverse = recipe.algorithm.inverse
     assert inverse is not None
     kind = inverse.kind
-    k, v, weight = association(problem)
-    q = problem.phi(problem.q, "query", problem.positions())
+    position = problem.positions()
+    k, v, weight = association(problem, position)
+    q = problem.phi(problem.q, "query", position)
     A = state.weights[0]
     fresh = (state.position == 0)[:, None, None, None]
     origin = torch.where(fresh, A, state.slots["origin"][0])
     ridge = ridge_of(problem.rates, k.shape[-1])
-    held = state.slots["gram"][0] if "gram" in state.slots else None
+    gram = state.slots["gram"][0] if "gram" in state.slots else None
     past = _Past(
         k=k,
         weight=weight,
         logs=problem.rates["log_decay"] if recipe.context.forgets else None,
-        gram=k.new_zeros(*ridge.shape, k.shape[-1]) if held is None or held.dim() < 4 else held,
+        gram=k.new_zeros(*ridge.shape, k.shape[-1]) if gram is None or gram.dim() < 4 else gram,
         ridge=ridge,
         live=problem.live,
         chunk=problem.chunk_size,
@@ -203,10 +205,10 @@ def approximate(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     if kind == "identity":
         z = q
     elif kind == "diagonal":
-        assert held is not None
+        assert gram is not None
         ones = torch.ones_like(q[..., :1])
         unit = replace(past, k=torch.ones_like(k[..., :1]))
-        diagonal, end = unit.read(ones, k.square(), held.unsqueeze(-1))
+        diagonal, end = unit.read(ones, k.square(), gram.unsqueeze(-1))
         z = q / (diagonal + ridge[:, None, :, None]).pow(inverse.power)
         slots["gram"] = end.squeeze(-1)
     else:
@@ -284,8 +286,8 @@ def _solve(system: Callable[[Tensor], Tensor], q: Tensor, tolerance: float, limi
 
 def _report(size: Tensor, enough: Tensor, tolerance: float, count: int, limit: int) -> None:
     unsolved = int((size > enough).sum())
-    watched = _WATCHED.get()
-    if watched is None and not unsolved:
+    watch = _WATCHED.get()
+    if watch is None and not unsolved:
         return
     ratio = _over(size, enough).sqrt().max() * tolerance if size.numel() else size.new_zeros(())
     report = Solves(
@@ -295,8 +297,8 @@ def _report(size: Tensor, enough: Tensor, tolerance: float, count: int, limit: i
         tolerance=tolerance,
         unsolved=unsolved,
     )
-    if watched is not None:
-        watched.reports.append(report)
+    if watch is not None:
+        watch.reports.append(report)
     if unsolved:
         warnings.warn(
             f"conjugate gradients of algorithm.LeastSquares(form='constant') stopped after {count} "
@@ -319,7 +321,7 @@ class _Solve(torch.autograd.Function):
         ctx: Any, past: _Past, tolerance: float, limit: int, q: Tensor, *inputs: Tensor
     ) -> Tensor:
         z = _solve(past.system, q, tolerance, limit)
-        ctx.past, ctx.asked = past.put(tuple(x.detach() for x in inputs)), (tolerance, limit)
+        ctx.past, ctx.limits = past.put(tuple(x.detach() for x in inputs)), (tolerance, limit)
         ctx.save_for_backward(z, *inputs)
         return z
 
@@ -327,16 +329,16 @@ class _Solve(torch.autograd.Function):
     @once("a constant ridge solved by conjugate gradients (engine least_squares)")
     def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         z, *inputs = saved
-        u = _solve(ctx.past.system, grads[0].contiguous(), *ctx.asked)
+        u = _solve(ctx.past.system, grads[0].contiguous(), *ctx.limits)
         needs = ctx.needs_input_grad[4:]
         leaves = tuple(x.detach().requires_grad_(n) for x, n in zip(inputs, needs, strict=True))
         wanted = [x for x in leaves if x.requires_grad]
-        found: Iterator[Tensor | None] = iter(())
+        slopes: Iterator[Tensor | None] = iter(())
         if wanted:
             with torch.enable_grad():
                 product = ctx.past.put(leaves).system(z.detach())
-            found = iter(torch.autograd.grad(product, wanted, -u, allow_unused=True))
-        return None, None, None, u, *(next(found) if n else None for n in needs)
+            slopes = iter(torch.autograd.grad(product, wanted, -u, allow_unused=True))
+        return None, None, None, u, *(next(slopes) if n else None for n in needs)
 
 
 def _spectral(past: _Past, q: Tensor, power: float) -> Tensor:
@@ -350,13 +352,13 @@ def _spectral(past: _Past, q: Tensor, power: float) -> Tensor:
             k, w = past.k[:, t], past.weight[:, t, :, None, None]
             if past.live is not None:
                 w = torch.where(past.live[:, t, None, None, None], w, 0.0)
-            kept = gram
+            decayed = gram
             if past.logs is not None:
                 log = past.logs[:, t, :, None, None]
                 if past.live is not None:
                     log = torch.where(past.live[:, t, None, None, None], log, 0.0)
-                kept = gram * log.exp()
-            gram = kept + w * k.unsqueeze(-1) * k.unsqueeze(-2)
+                decayed = gram * log.exp()
+            gram = decayed + w * k.unsqueeze(-1) * k.unsqueeze(-2)
             grams.append(gram)
         root = inverse_power(torch.stack(grams, dim=1) + ridge, power)
         outputs.append(q[:, start : start + block] @ root)

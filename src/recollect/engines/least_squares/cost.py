@@ -1,4 +1,4 @@
-"""What the least-squares engine costs."""
+"""FLOPs of the least-squares engine."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.resolution import RESET
 
-__all__ = ["CHUNK", "Cut", "Facts", "aligned", "cut", "gentle", "halves", "read_facts", "taken"]
+__all__ = ["CHUNK", "Cut", "Facts", "aligned", "cut", "gentle", "halves", "read_facts", "unaligned"]
 
 CHUNK, LEAST = 64, 8
 """Tokens per chunk when nobody asks, measured; and under the strongest decays in float32."""
@@ -139,8 +139,8 @@ def aligned(x: Tensor, at: Cut) -> Tensor:
     return x.new_zeros(x.shape[0], at.slots, *x.shape[2:]).scatter(1, index, x)
 
 
-def taken(y: Tensor, at: Cut, tokens: int) -> Tensor:
-    """The way back."""
+def unaligned(y: Tensor, at: Cut, tokens: int) -> Tensor:
+    """The way back from `aligned`."""
     if at.place is None:
         return y[:, :tokens]
     index = at.place.view(*at.place.shape, *(1,) * (y.dim() - 2))

@@ -1,4 +1,4 @@
-"""Engine ``least_squares``: the exact minimum over all of the past, at every token.
+"""What the least-squares engine runs, and by which of its ways: a recursion, or products.
 
 A ridge that decays with the data, or is refreshed at the borders of spans, has a recursion in
 chunks (`recursion_backward`), in the state's dtype where that holds the digits that
@@ -9,6 +9,7 @@ approximations of the inverse, go through products with the Gram matrices of all
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 from recollect.choices.algorithm.closed_form import smallest_ridge
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.resolution import RESET, Unresolved, looks, loss, refuse, unresolved
-from recollect.engines.common.ridge import association, ridge_of
 from recollect.engines.least_squares.conjugate_gradient import approximate, how
 from recollect.engines.least_squares.cutting import (
     CHUNK,
@@ -27,8 +27,9 @@ from recollect.engines.least_squares.cutting import (
     gentle,
     halves,
     read_facts,
-    taken,
+    unaligned,
 )
+from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState, ridge_problem
 from recollect.engines.least_squares.recursion_backward import recursion
 from recollect.engines.least_squares.recursion_forward import Spans
 from recollect.state.state import State
@@ -46,6 +47,9 @@ e^−4 leaves a spread (`common.resolution`) of about 30.
 
 STALE = 1e3
 """The spread of eigenvalues above which decoding inverts the system at every token."""
+
+Solved = tuple[Tensor, RidgeState, Tensor]
+"""Outputs ``[B, T, H, G, V]``, the state after all tokens, and what is lost ``[n, B, H]``."""
 
 
 def refuses(recipe: Recipe) -> list[str]:
@@ -87,14 +91,13 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     B, T, H, G, _ = problem.q.shape
     if T == 0 or B == 0:
         return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), problem.after()
-    if not _recurs(problem.recipe):
-        y, weights, slots = approximate(problem)
-    else:
-        y, weights, slots = _recursive(problem)
+    solve = _recursive if _recurs(problem.recipe) else approximate
+    y, weights, slots = solve(problem)
     seen = (problem.end > 0)[:, None, None, None]
 
     def rows(new: Tensor, old: Tensor) -> Tensor:
-        return torch.where(seen.view(-1, *(1,) * (new.dim() - 1)), new, old)
+        some = seen if new.dim() == 4 else seen.view(-1, *(1,) * (new.dim() - 1))
+        return torch.where(some, new, old)
 
     state = problem.state
     after = problem.after(
@@ -105,135 +108,86 @@ def run(problem: Problem) -> tuple[Tensor, State]:
 
 
 def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    recipe, state = problem.recipe, problem.state
-    k, v, weight = association(problem)
-    q = problem.phi(problem.q, "query", problem.positions())
-    logs = problem.rates["log_decay"]
-    if recipe.context.weighs or recipe.bias.affine != (1.0, 1.0):
-        # The root's slope at 0 is infinite, and nothing so small reaches a sum.
-        root = (weight + 1e-20).sqrt().unsqueeze(-1)
-        k, v = k * root, v * root
-    if problem.live is not None:
-        live = problem.live[..., None, None]
-        k, v = torch.where(live, k, 0.0), torch.where(live, v, 0.0)
-        q = torch.where(live.unsqueeze(-1), q, 0.0)
-        logs = torch.where(problem.live[..., None], logs, 0.0)
-    every = _every(recipe)
-    ridge = ridge_of(problem.rates, k.shape[-1])
-    fresh = (state.position == 0)[:, None, None, None]
-    slots = {name: x[0] for name, x in state.slots.items()}
-    origin = torch.where(fresh, state.weights[0], slots["origin"]).mT
-    kept = torch.where(fresh[..., 0, 0], 1.0, slots["kept"])
-    inverse = torch.where(fresh, torch.diag_embed(1 / ridge), slots["inverse"])
-    M, D = state.weights[0].mT, slots["gram"]
-    forgets, tokens = recipe.context.forgets, k.shape[1]
-    asked, features = problem.chunk_size or CHUNK, k.shape[-1]
+    recipe, state, p = problem.recipe, problem.state, ridge_problem(problem)
+    forgets, every, tokens = recipe.context.forgets, _every(recipe), p.k.shape[1]
+    size, features = problem.chunk_size or CHUNK, p.k.shape[-1]
     facts, anew = None, None
     if forgets and tokens > 1:
-        facts = read_facts(problem, logs, (*halves(asked), features), every=every)
-    if forgets and (facts.anew if facts else not looks(k) or bool((logs < RESET).any())):
+        facts = read_facts(problem, p.log_decay, (*halves(size), features), every=every)
+    if forgets and (facts.anew if facts else not looks(p.k) or bool((p.log_decay < RESET).any())):
         # One token's in numbers alone, because a GPU that decodes should not wait.
-        anew = logs < RESET
-        logs = torch.where(anew, 0.0, logs)
-        first = anew[:, 0, :, None, None]
-        M, D = torch.where(first, origin, M), torch.where(first, 0.0, D)
-        kept = torch.where(anew[:, 0], 1.0, kept)
-        inverse = torch.where(first, torch.diag_embed(1 / ridge), inverse)
-    given = (q, k, v, logs, ridge, M, D, kept, origin)
-    wide, narrow = torch.float64, k.dtype
-    step = tokens == 1 and not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+        anew = p.log_decay < RESET
+        p = p.restarted(anew)
+    wide, narrow = torch.float64, p.k.dtype
+    step = tokens == 1 and not p.wants_gradient()
     compiling = torch.compiler.is_compiling()
-    looked = forgets and (looks(k) or (tokens > 1 and not compiling))
+    looked = forgets and (looks(p.k) or (tokens > 1 and not compiling))
     # What a chunk loses of its own, single tokens do not.
-    ways = [(narrow, asked), (wide, asked), (wide, 1)]
+    ways = [(narrow, size), (wide, size), (wide, 1)]
     bound = DOUBTFUL if compiling else HOPELESS
     if narrow == wide or (forgets and (facts is None or facts.most[features] > bound)):
         ways = ways[1:]
     if step:
         ways = ways[:1]
 
-    def attempt(dtype: torch.dtype, size: int) -> tuple[Cut, tuple[Tensor, ...], Unresolved | None]:
-        P, *numbers = (x.to(dtype) for x in (inverse, *given))
+    def attempt(dtype: torch.dtype, size: int) -> tuple[Cut, Solved, Unresolved | None]:
+        numbers = p.to(dtype)
         if step:
-            at, (*found, losses) = Cut(chunk=1, slots=1), _step(problem, every, P, *numbers)
+            at, solved = Cut(chunk=1, slots=1), _step(problem, every, numbers)
         else:
             size = size if facts is None else gentle(facts, size, dtype)
             in_step = facts is not None and facts.in_step
             at = cut(problem, size, every=every, in_step=in_step, anew=anew)
-            *found, losses = _chunks(problem, at, P.detach(), *numbers)
-        return at, tuple(found), unresolved(losses) if looked else None
+            solved = _chunks(problem, at, numbers)
+        return at, solved, unresolved(solved[-1]) if looked else None
 
-    at, (y, M, D, rho, P), lost = attempt(*ways[0])
+    at, (y, after, _), lost = attempt(*ways[0])
     for way in ways[1:]:
         if lost is None:
             break
-        at, (y, M, D, rho, P), lost = attempt(*way)
+        at, (y, after, _), lost = attempt(*way)
     if lost is not None:
-        if not all(bool(x.isfinite().all()) for x in (k, logs, ridge, slots["gram"])):
-            y = problem.v.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
+        slots = {name: x[0] for name, x in state.slots.items()}
+        if not all(bool(x.isfinite().all()) for x in (p.k, p.log_decay, p.ridge, slots["gram"])):
+            y = problem.v.new_full((*p.q.shape[:-1], p.v.shape[-1]), torch.nan)
             return y, state.weights[0], slots  # what went in as no number is refused for that
         real = tokens if problem.lengths is None else int(problem.lengths[lost.row])
         raise refuse(problem, lost, token=at.last(lost.row, lost.index, real))
-    held = recipe.algorithm.wide(recipe)
-    found = {"gram": D, "origin": origin.mT, "kept": rho, "inverse": P}
-    found = {name: x.to(wide if name in held else narrow) for name, x in found.items()}
-    return y, M.mT.to(narrow), found
+    in_float64 = recipe.algorithm.wide(recipe)
+    slots = {"gram": after.D, "origin": p.origin.mT, "kept": after.kappa, "inverse": after.inverse}
+    slots = {name: x.to(wide if name in in_float64 else narrow) for name, x in slots.items()}
+    return y, after.M.mT.to(narrow), slots
 
 
-def _chunks(
-    problem: Problem,
-    at: Cut,
-    P: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    logs: Tensor,
-    ridge: Tensor,
-    M: Tensor,
-    D: Tensor,
-    kept: Tensor,
-    origin: Tensor,
-) -> tuple[Tensor, ...]:
-    """Outputs, `recursion_backward`'s state after all tokens, and what is lost ``[1 + n, B, H]``.
+def _chunks(problem: Problem, at: Cut, p: RidgeProblem) -> Solved:
+    """By the recursion over chunks.
 
     The first loss is that of the state from before: what a call has left may need more digits than
     the next one's tokens.
     """
-    tokens, forgets = k.shape[1], problem.recipe.context.forgets
+    forgets, state = problem.recipe.context.forgets, p.state
     spans = Spans(
         chunk=at.chunk, ends=at.ends, anew=at.anew, forgets=forgets, continues=problem.continues
     )
-    q, k, v, logs = (aligned(x, at) for x in (q, k, v, logs))
-    y, *after, lost = recursion(q, k, v, logs, ridge, M, D, kept, origin, inverse=P, spans=spans)
+    start = replace(state, inverse=state.inverse.detach())
+    y, after, lost = recursion(replace(p.tokens(lambda x: aligned(x, at)), state=start), spans)
     if forgets:
-        G = D + torch.diag_embed(kept.unsqueeze(-1) * ridge)
-        lost = torch.cat([loss(G, P, torch.zeros_like(kept)).detach().unsqueeze(0), lost])
-    return taken(y, at, tokens), *after, lost
+        G = state.D + torch.diag_embed(state.kappa.unsqueeze(-1) * p.ridge)
+        before = loss(G, start.inverse, torch.zeros_like(state.kappa)).detach()
+        lost = torch.cat([before.unsqueeze(0), lost])
+    return unaligned(y, at, p.k.shape[1]), after, lost
 
 
-def _step(
-    problem: Problem,
-    every: int,
-    P: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    logs: Tensor,
-    ridge: Tensor,
-    M: Tensor,
-    D: Tensor,
-    kept: Tensor,
-    origin: Tensor,
-) -> tuple[Tensor, ...]:
+def _step(problem: Problem, every: int, p: RidgeProblem) -> Solved:
     """One token by the Sherman–Morrison formula, and the border's rule where a span ends.
 
-    Returns what `_chunks` does; nothing is lost where no system is inverted. In O(F (F + V)), and
-    an inverse at a border. Written apart from the chunks' recursion, because decoding is bound by
-    the number of operations.
+    Nothing is lost where no system is inverted. In O(F (F + V)), and an inverse at a border.
+    Written apart from the chunks' recursion, because decoding is bound by the number of operations.
     """
-    forgets, W, origin = problem.recipe.context.forgets, M.mT, origin.mT
-    key, value = k[:, 0], v[:, 0]  # [B, H, F], [B, H, V]
-    gamma = logs[:, 0].exp()
+    forgets, ridge = problem.recipe.context.forgets, p.ridge
+    M, D, kappa, P = p.state.tensors()
+    W, key, value = M.mT, p.k[:, 0], p.v[:, 0]  # [B, H, V, F], [B, H, F], [B, H, V]
+    gamma = p.log_decay[:, 0].exp()
     across = (P @ key.unsqueeze(-1)).squeeze(-1)  # P k
     excited = (across * key).sum(-1, keepdim=True)  # kᵀP k
     least = 2 * torch.finfo(P.dtype).eps * excited
@@ -241,13 +195,13 @@ def _step(
     error = value - (W @ key.unsqueeze(-1)).squeeze(-1)
     W = W + error.unsqueeze(-1) * gain.unsqueeze(-2)
     D = gamma[..., None, None] * D + key.unsqueeze(-1) * key.unsqueeze(-2)
-    kept = gamma * kept
+    kappa = gamma * kappa
     P = P - gain.unsqueeze(-1) * across.unsqueeze(-2)
     if forgets:
         P = P / gamma.clamp_min(torch.finfo(P.dtype).tiny)[..., None, None]
-    y = q @ W.unsqueeze(1).mT
+    y = p.q @ W.unsqueeze(1).mT
     least = smallest_ridge(D).squeeze(-1) / ridge.mean(-1)
-    fixed, target = least > kept, torch.maximum(kept, least)
+    fixed, target = least > kappa, torch.maximum(kappa, least)
     if every:
         ended = (problem.end % every == 0) & (problem.end > problem.state.position)
         fixed, target = fixed | ended[:, None], torch.where(ended[:, None], 1.0, target)
@@ -256,15 +210,15 @@ def _step(
         size = D.diagonal(dim1=-2, dim2=-1).sum(-1) + target * ridge.sum(-1)
         inverse = P.diagonal(dim1=-2, dim2=-1).sum(-1)
         fixed = fixed | (size * inverse > STALE * P.shape[-1] ** 2)
-    lost = kept.new_zeros(0, *kept.shape)
+    lost = kappa.new_zeros(0, *kappa.shape)
     if D.device.type != "cpu" or bool(fixed.any()):
         G = D + torch.diag_embed(target.unsqueeze(-1) * ridge)
         fresh = torch.cholesky_inverse(torch.linalg.cholesky_ex(G)[0])
-        raised = torch.where(least > kept, least, 0.0) * ridge.mean(-1)
-        by = torch.where(fixed, target - kept, 0.0).unsqueeze(-1) * ridge
-        W = W - ((W - origin) * by.unsqueeze(-2)) @ fresh
+        raised = torch.where(least > kappa, least, 0.0) * ridge.mean(-1)
+        by = torch.where(fixed, target - kappa, 0.0).unsqueeze(-1) * ridge
+        W = W - ((W - p.origin.mT) * by.unsqueeze(-2)) @ fresh
         P = torch.where(fixed[..., None, None], fresh, P)
-        kept = torch.where(fixed, target, kept)
+        kappa = torch.where(fixed, target, kappa)
         if forgets:
             lost = loss(G, P, raised).unsqueeze(0)
-    return y, W.mT, D, kept, P, lost
+    return y, RidgeState(W.mT, D, kappa, P), lost

@@ -35,7 +35,6 @@ v_l·v̄_l) from one token to the next, summed in float64 from the end. Derivati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,43 +42,28 @@ from torch import Tensor
 
 from recollect.choices.gradients import once
 from recollect.engines.common.linalg import bmm, plus
-from recollect.engines.least_squares.recursion_forward import Kept, Layout, Spans, forward
+from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
+from recollect.engines.least_squares.recursion_forward import Layout, Saved, Spans, forward
 
-__all__ = ["Spans", "recursion"]
+__all__ = ["recursion"]
 
 
-def recursion(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    ridge: Tensor,
-    M: Tensor,
-    D: Tensor,
-    kept: Tensor,
-    origin: Tensor,
-    *,
-    inverse: Tensor,
-    spans: Spans,
-) -> tuple[Tensor, ...]:
-    """Outputs and the state after all tokens.
+def recursion(p: RidgeProblem, spans: Spans) -> tuple[Tensor, RidgeState, Tensor]:
+    """Outputs, the state after all tokens, and what each chunk has lost.
 
     Args:
-        q: ``[B, S, H, G, F]``. k, v: ``[B, S, H, F]``, ``[B, S, H, V]``, zero where nothing is
-            written, with ``log_decay [B, S, H]`` zero there.
-        ridge: λ ``[B, H, F]``.
-        M, D, kept, origin: Wᵀ ``[B, H, F, V]``, the data's Gram matrix, ρ/λ ``[B, H]``, W₀ᵀ.
-        inverse: (D + ρI)⁻¹; the gradient goes through what it is the inverse of.
+        p: tokens and where they start from.
+        spans: how tokens are cut; they are aligned to it.
 
     Returns:
-        y ``[B, S, H, G, V]``, M, D, kept and the inverse, and what each chunk has lost
-        (`common.resolution`), ``[n, B, H]``; nothing is lost without decay, and n = 0.
+        y ``[B, S, H, G, V]``, the state, and losses (`common.resolution`) ``[n, B, H]``; nothing is
+        lost without decay, and n = 0.
     """
-    layout = Layout.of(q, spans)
-    tensors = (q, k, v, log_decay, ridge, M, D, kept, origin)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return _Recursion.apply(layout, inverse, *tensors)
-    return forward(layout, inverse, *tensors, keep=False)[0]
+    layout = Layout.of(p.q, spans)
+    if p.wants_gradient():
+        y, *state, lost = _Recursion.apply(layout, *p.tensors())
+        return y, RidgeState(*state), lost
+    return forward(layout, p, save=False)[0]
 
 
 # -- backward ------------------------------------------------------------------------------------
@@ -89,37 +73,33 @@ class _Recursion(torch.autograd.Function):
     """The recursion with its written-out backward."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, inverse: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        out, saved = forward(layout, inverse, *tensors, keep=True)
-        ctx.layout, ctx.kept = layout, saved
-        _, M, D, kept, P, lost = out
+    def forward(ctx: Any, layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
+        (y, state, lost), saved = forward(layout, RidgeProblem.rebuild(tensors), save=True)
+        ctx.layout, ctx.saved = layout, saved
         ctx.mark_non_differentiable(lost)
-        ctx.save_for_backward(*tensors, M, D, kept, P)
-        return out
+        ctx.save_for_backward(*tensors, *state.tensors())
+        return y, *state.tensors(), lost
 
     @staticmethod
     @once("least squares over all of the past (engine least_squares)")
     def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        *tensors, M, D, kept, P = saved
-        found = _backward(ctx.layout, ctx.kept, tuple(tensors), (M, D, kept, P), grads)
-        needs = ctx.needs_input_grad[2:]
-        return (None, None, *(x if need else None for x, need in zip(found, needs, strict=True)))
+        p, end = RidgeProblem.rebuild(saved[:-4]), RidgeState(*saved[-4:])
+        dy, *dstate, _ = grads
+        slopes = _backward(ctx.layout, ctx.saved, p, end, dy, RidgeState(*dstate))
+        needs = ctx.needs_input_grad[1:]
+        return None, *(x if need else None for x, need in zip(slopes, needs, strict=True))
 
 
 def _backward(
-    layout: Layout,
-    saved: Kept,
-    tensors: tuple[Tensor, ...],
-    end: tuple[Tensor, ...],
-    grads: Sequence[Tensor],
-) -> tuple[Tensor, ...]:
-    q, k, v, log_decay, ridge, M0, D0, kept, origin = tensors
-    dy, dM, dD, dkept, dP, _ = grads
+    layout: Layout, saved: Saved, p: RidgeProblem, end: RidgeState, dy: Tensor, dend: RidgeState
+) -> tuple[Tensor | None, ...]:
+    """Gradients in the order of `RidgeProblem.tensors`, but for the inverse."""
+    q, k, v, log_decay = p.q, p.k, p.v, p.log_decay
     flat = layout.heads
     F, V = k.shape[-1], v.shape[-1]
-    lam, W0 = flat(ridge), flat(origin).mT  # [BH, F], [BH, V, F]
-    M, D, kappa, P = (flat(x) for x in end)
-    dM, dD, dkept, dP = (flat(x) for x in (dM, dD, dkept, dP))
+    lam, W0 = flat(p.ridge), flat(p.origin).mT  # [BH, F], [BH, V, F]
+    M, D, kappa, P = end.map(flat).tensors()
+    dM, dD, dkappa, dP = dend.map(flat).tensors()
     # The final state as a function of its statistics J and G = D + κλ.
     G = D + torch.diag_embed(kappa[:, None] * lam)
     U = (P @ dM).mT
@@ -127,7 +107,7 @@ def _backward(
     flow = ((U * (G @ M).mT).sum((-2, -1)) - (N * G).sum((-2, -1))).double()  # ∂/∂log γ after all
     lifted = (dD.diagonal(dim1=-2, dim2=-1) * lam).sum(-1)
     # What reaches log κ beside G, which holds κ: the same for every token of the open span.
-    opened = (kappa * (dkept - lifted)).double()
+    opened = (kappa * (dkappa - lifted)).double()
     dlam = -kappa[:, None] * dD.diagonal(dim1=-2, dim2=-1)
     dW0 = torch.zeros_like(W0)
     both = torch.cat([U, N], dim=-2)  # [BH, V + F, F]
@@ -195,17 +175,17 @@ def _backward(
         fall = (near[..., :F] * keys).sum(-1) + (near[..., F:] * values).sum(-1)
         falls[:, start:stop] = layout.join(fall.double() / 2)
     dlog = _decays(flow.view(shape), falls, drop, own, layout.spans)
-    G0 = flat(D0) + torch.diag_embed(flat(kept)[:, None] * lam)
+    M, D, kappa, _ = p.state.map(flat).tensors()
+    G = D + torch.diag_embed(kappa[:, None] * lam)
     U, N = both.split([V, F], dim=-2)
-    dM0 = G0 @ U.mT
-    dG0 = flat(M0) @ U - N
-    dG0 = (dG0 + dG0.mT) / 2
-    through = dG0.diagonal(dim1=-2, dim2=-1)
-    dlam = dlam + flat(kept)[:, None] * through
-    dkept0 = (through * lam).sum(-1) + (opened / flat(kept)).to(through.dtype)
-    back = (dlam, dM0, dG0, dkept0, dW0.mT)
-    dlam, dM0, dG0, dkept0, dW0 = (x.unflatten(0, shape) for x in back)
-    return dq, dk, dv, dlog.to(log_decay.dtype), dlam, dM0, dG0, dkept0, dW0
+    dM = G @ U.mT
+    dD = M @ U - N
+    dD = (dD + dD.mT) / 2
+    through = dD.diagonal(dim1=-2, dim2=-1)
+    dlam = dlam + kappa[:, None] * through
+    dkappa = (through * lam).sum(-1) + (opened / kappa).to(through.dtype)
+    back = (x.unflatten(0, shape) for x in (dlam, dW0.mT, dM, dD, dkappa))
+    return dq, dk, dv, dlog.to(log_decay.dtype), *back, None
 
 
 def _decays(flow: Tensor, falls: Tensor, drop: Tensor, own: Tensor, spans: Spans) -> Tensor:

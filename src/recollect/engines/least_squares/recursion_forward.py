@@ -1,4 +1,4 @@
-"""The forward half of `recursion_backward`: chunks, how they are cut and solved."""
+"""Recursive least squares over chunks: their layout, systems, ridge borders; see the backward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from recollect.choices.algorithm.closed_form import smallest_ridge
 from recollect.engines.common.linalg import bmm, plus
 from recollect.engines.common.resolution import loss, lost_within
+from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
 
-__all__ = ["Kept", "Layout", "Spans", "forward"]
+__all__ = ["Layout", "Saved", "Spans", "forward"]
 
 GROUP = 4096
 """Rows (tokens · heads · batch) of a group on a CPU: what is made of them stays in the cache."""
@@ -54,7 +55,7 @@ class Border:
 
 
 @dataclass
-class Kept:
+class Saved:
     """What the backward pass needs of the forward pass, by groups of chunks."""
 
     states: list[Tensor]  # [n, BH, F, F + V]: P and M at chunk starts
@@ -161,9 +162,10 @@ class _Group:
     Attributes:
         keys: ``[n, BH, C, F]``. logs: sums of log decays ``[n, BH, C]`` where there are any, and
             their ``reach``, a.
+        ridge: λ ``[BH, F]``. origin: W₀ᵀ ``[BH, F, V]``.
         solved: ``[n, BH, C, F + V]``: 0 and the values; then −K P and V − K M; then −X and R.
         states: ``[n + 1, BH, F, F + V]``: P and M before each chunk and after the last.
-        factors: L, ``[n, BH, C, C]``, or L⁻¹ where there is decay; where they are kept.
+        factors: L, ``[n, BH, C, C]``, or L⁻¹ where there is decay; where backward needs them.
         anew: ``[n, BH]``, which memories start anew with a chunk.
     """
 
@@ -171,6 +173,8 @@ class _Group:
     keys: Tensor
     logs: Tensor
     reach: Tensor
+    ridge: Tensor
+    origin: Tensor
     solved: Tensor
     states: Tensor
     factors: Tensor | None
@@ -183,55 +187,45 @@ class _Group:
 
 
 def forward(
-    layout: Layout,
-    inverse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    ridge: Tensor,
-    M: Tensor,
-    D: Tensor,
-    kept: Tensor,
-    origin: Tensor,
-    *,
-    keep: bool,
-) -> tuple[tuple[Tensor, ...], Kept]:
-    """All that `recursion_backward.recursion` returns, and what backward needs."""
+    layout: Layout, p: RidgeProblem, *, save: bool
+) -> tuple[tuple[Tensor, RidgeState, Tensor], Saved]:
+    """What `recursion_backward.recursion` returns, and what its backward needs."""
     spans, C = layout.spans, layout.spans.chunk
-    F, V = k.shape[-1], v.shape[-1]
-    ridge, origin = layout.heads(ridge), layout.heads(origin)
-    Z = torch.cat([layout.heads(inverse), layout.heads(M)], dim=-1)  # [BH, F, F + V]
-    D, kappa = layout.heads(D), layout.heads(kept)
-    y = v.new_empty(*q.shape[:-1], V)
-    saved = Kept(states=[], solved=[], factors=[], borders=[], lost=[])
+    k, v, F, V = p.k, p.v, p.k.shape[-1], p.v.shape[-1]
+    ridge, origin = layout.heads(p.ridge), layout.heads(p.origin)
+    M, D, kappa, P = p.state.map(layout.heads).tensors()
+    Z = torch.cat([P, M], dim=-1)  # [BH, F, F + V]
+    y = v.new_empty(*p.q.shape[:-1], V)
+    saved = Saved(states=[], solved=[], factors=[], borders=[], lost=[])
     anew = None if spans.anew is None else spans.anew.flatten(1)
     nothing = v.new_zeros(())
     for start, stop in layout.groups:
         keys = layout.split(k[:, start:stop])
         n, BH = keys.shape[:2]
-        logs = layout.cumulated(log_decay[:, start:stop]) if spans.forgets else nothing
+        logs = layout.cumulated(p.log_decay[:, start:stop]) if spans.forgets else nothing
         group = _Group(
             first=start // C,
             keys=keys.contiguous() if spans.forgets else keys,
             logs=logs,
             reach=logs.exp().to(v.dtype),
+            ridge=ridge,
+            origin=origin,
             solved=keys.new_empty(n, BH, C, F + V),
             states=keys.new_empty(n + 1, BH, F, F + V),
-            factors=keys.new_empty(n, BH, C, C) if keep else None,
+            factors=keys.new_empty(n, BH, C, C) if save else None,
             anew=None if anew is None else anew[start // C : stop // C],
         )
         group.solved[..., :F] = 0
         group.solved[..., F:] = layout.split(v[:, start:stop])
         group.states[0] = Z
         if not spans.forgets:
-            _kept(group)
+            _without_decay(group)
         else:
-            D, kappa = _forgetting(layout, group, D, kappa, ridge, origin, saved)
+            D, kappa = _with_decay(layout, group, D, kappa, saved)
         Z = group.states[-1]
         # Rounding leaves P a little unsymmetric, and the recursion would feed on that.
         Z[..., :F] = (Z[..., :F] + Z[..., :F].mT) / 2
-        queries = layout.queries(q[:, start:stop]).contiguous()
+        queries = layout.queries(p.q[:, start:stop]).contiguous()
         scores = layout.causal(bmm(queries, group.solved[..., :F].mT, alpha=-1))
         out = bmm(queries, group.states[:-1, ..., F:])
         y[:, start:stop] = layout.unqueries(plus(out, scores, group.solved[..., F:]))
@@ -244,12 +238,12 @@ def forward(
         D = torch.baddbmm(D, flat.mT, flat)
     P, M = Z.split([F, V], dim=-1)
     shape = (layout.B, layout.H)
-    M, D, kappa, P = (x.unflatten(0, shape) for x in (M.clone(), D, kappa, P.clone()))
+    end = RidgeState(M.clone(), D, kappa, P.clone()).map(lambda x: x.unflatten(0, shape))
     lost = torch.cat([*saved.lost, kappa.new_zeros(0, *shape).flatten(1)]).unflatten(1, shape)
-    return (y, M, D, kappa, P, lost), saved
+    return (y, end, lost), saved
 
 
-def _kept(group: _Group) -> None:
+def _without_decay(group: _Group) -> None:
     """Chunks without decay: the recursion alone."""
     n, BH, C, F = group.keys.shape
     noise = torch.eye(C, dtype=group.keys.dtype, device=group.keys.device).expand(BH, C, C)
@@ -292,31 +286,25 @@ def _solve_chunk(group: _Group, i: int, A: Tensor) -> None:
         group.factors[i] = L
 
 
-def _forgetting(
-    layout: Layout,
-    group: _Group,
-    D: Tensor,
-    kappa: Tensor,
-    ridge: Tensor,
-    origin: Tensor,
-    saved: Kept,
+def _with_decay(
+    layout: Layout, group: _Group, D: Tensor, kappa: Tensor, saved: Saved
 ) -> tuple[Tensor, Tensor]:
     """Chunks with decay: every P comes from its Gram matrix, so only M is sequential.
 
     P − XᵀX would lose what strong decay leaves of it. A chunk takes M to T M + U with
     T = I − XᵀL⁻¹K and U = XᵀL⁻¹V, which all chunks find at once; then R = L⁻¹(V − K M).
     """
-    F, anew = group.keys.shape[-1], group.anew
+    F, anew, ridge = group.keys.shape[-1], group.anew, group.ridge
     ends = group.reach[..., -1]
     systems = _grams(group.keys, group.logs)
     carried = ends if anew is None else torch.where(anew, 0.0, ends)
     for gram, end in zip(systems.unbind(0), carried.unbind(0), strict=True):
         D = gram.addcmul_(D, end[:, None, None])
     D = D.clone()
-    found = _borders(layout, group, systems, kappa, ridge)
-    saved.borders += found
-    kappa = found[-1].after
-    after = torch.stack([border.after for border in found])
+    borders = _borders(layout, group, systems, kappa)
+    saved.borders += borders
+    kappa = borders[-1].after
+    after = torch.stack([border.after for border in borders])
     systems.diagonal(dim1=-2, dim2=-1).add_(after.unsqueeze(-1) * ridge)
     P = _inverse(systems)
     group.states[1:, ..., :F] = P
@@ -329,7 +317,7 @@ def _forgetting(
     A.diagonal(dim1=-2, dim2=-1).add_(group.reach)
     _floor(A, group.reach, group.least)
     half = _halves(A)
-    floor = torch.stack([border.floor for border in found]) * ridge.mean(-1)
+    floor = torch.stack([border.floor for border in borders]) * ridge.mean(-1)
     saved.lost.append(torch.maximum(loss(systems, P, floor), lost_within(A, half)))
     if group.factors is not None:
         group.factors = half
@@ -338,11 +326,11 @@ def _forgetting(
     whitened = bmm(half, group.solved)  # L⁻¹K and L⁻¹V
     step = bmm(X.mT, whitened)
     step[..., :F].neg_().diagonal(dim1=-2, dim2=-1).add_(1)
-    _raise(step, P, found, ridge, origin)
+    _raise(step, P, borders, group)
     states = group.states[..., F:]
     for i, (T, U) in enumerate(x.split([F, x.shape[-1] - F], dim=-1) for x in step.unbind(0)):
         if anew is not None:
-            states[i] = torch.where(anew[i, :, None, None], origin, states[i])
+            states[i] = torch.where(anew[i, :, None, None], group.origin, states[i])
         torch.baddbmm(U, T, states[i], out=states[i + 1])
     torch.neg(X, out=group.solved[..., :F])
     rest = whitened[..., F:].contiguous()
@@ -356,13 +344,11 @@ def _grams(keys: Tensor, logs: Tensor) -> Tensor:
     return bmm(decayed.mT, keys)
 
 
-def _borders(
-    layout: Layout, group: _Group, grams: Tensor, kappa: Tensor, ridge: Tensor
-) -> list[Border]:
+def _borders(layout: Layout, group: _Group, grams: Tensor, kappa: Tensor) -> list[Border]:
     """What happens to ρ after each chunk, from the Gram matrices there."""
     spans, ends = layout.spans, group.reach[..., -1]
-    floors = smallest_ridge(grams).squeeze(-1) / ridge.mean(-1)  # [n, BH]
-    found: list[Border] = []
+    floors = smallest_ridge(grams).squeeze(-1) / group.ridge.mean(-1)  # [n, BH]
+    borders: list[Border] = []
     for i, (least, end) in enumerate(zip(floors.unbind(0), ends.unbind(0), strict=True)):
         if group.anew is not None:
             kappa = torch.where(group.anew[i], 1.0, kappa)
@@ -373,19 +359,19 @@ def _borders(
             reached = spans.ends[group.first + i].repeat_interleave(layout.H)
             target = torch.where(reached, 1.0, target)
             fixed = fixed | reached
-        found.append(Border(group.first + i, kappa, target, fixed, floor))
+        borders.append(Border(group.first + i, kappa, target, fixed, floor))
         kappa = target
-    return found
+    return borders
 
 
-def _raise(step: Tensor, P: Tensor, borders: list[Border], ridge: Tensor, origin: Tensor) -> None:
+def _raise(step: Tensor, P: Tensor, borders: list[Border], group: _Group) -> None:
     """T and U after ρ is raised from κλ to τλ, in place; P is the inverse with τ."""
     fixed = torch.stack([border.fixed for border in borders])
     if P.device.type == "cpu" and not bool(fixed.any()):
         return
     raised = torch.stack([border.after - border.before for border in borders])
-    by = torch.where(fixed, raised, 0.0)[..., None] * ridge  # [n, BH, F]
+    by = torch.where(fixed, raised, 0.0)[..., None] * group.ridge  # [n, BH, F]
     F = P.shape[-1]
     moved = by.unsqueeze(-1) * step
-    moved[..., F:] -= by.unsqueeze(-1) * origin
+    moved[..., F:] -= by.unsqueeze(-1) * group.origin
     plus(step, P, moved, alpha=-1)

@@ -19,7 +19,7 @@ reads consecutive memory. States are kept transposed, ``[B, H, K, V]``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from recollect.engines.common.coefficients import Coefficients, shift
 from recollect.engines.common.decayed_products import causal_mask, decayed_gram, decayed_mix
 from recollect.engines.common.linalg import baddbmm
 
-__all__ = ["Flow", "Streams", "solve"]
+__all__ = ["ChunkTransition", "Streams", "solve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,30 +50,27 @@ class Streams:
     erases_at_once: bool = False
 
 
-class Flow:
+@dataclass(frozen=True, kw_only=True)
+class ChunkTransition:
     """How contributions and states travel inside a chunk: coefficients, or decays to absorb.
 
-    Args:
+    Attributes:
         table: coefficients for one decay per head, with or without momentum; or
         total: float64 cumulated log decays ``[N, B, H, C, K or 1]``; neither: nothing decays.
         total_v: the same over value channels, or ``None``.
+        before: whether predictions are measured after their token's decay.
+        tokens: C.
         absorbed: whether ``total`` may be split into exp(X) and exp(−Y).
     """
 
-    def __init__(
-        self,
-        *,
-        table: Coefficients | None,
-        total: Tensor | None,
-        total_v: Tensor | None,
-        before: bool,
-        tokens: int,
-        absorbed: bool,
-    ) -> None:
-        self.table, self.total, self.total_v = table, total, total_v
-        self.before, self.tokens, self.absorbed = before, tokens, absorbed
-        # The same rows are scaled the same way for the system, the read-out and the start.
-        self._scaled: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+    table: Coefficients | None
+    total: Tensor | None
+    total_v: Tensor | None
+    before: bool
+    tokens: int
+    absorbed: bool
+    # The same rows are scaled the same way for the system, the read-out and the start.
+    _scaled: dict[tuple[int, str], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
 
     def spread(self, x: Tensor, like: Tensor, dim: int) -> Tensor:
         """Numbers per token spread over the rows that ``like`` has per token."""
@@ -95,7 +92,7 @@ class Flow:
     def _seen(self, predict: bool) -> str:
         return "earlier" if predict and not self.before else "now"
 
-    def meet(self, x: Tensor, y: Tensor, *, predict: bool, at_once: bool = False) -> Tensor:
+    def gram(self, x: Tensor, y: Tensor, *, predict: bool, at_once: bool = False) -> Tensor:
         """Coefficient times inner product of every x row with every earlier y row.
 
         ``predict``: x is measured before its own step, and only the strictly lower part of the
@@ -118,7 +115,7 @@ class Flow:
         E = self.spread(self.spread(E, x, -2), y, -1)
         return (x @ y.mT) * E
 
-    def from_start(self, x: Tensor, *, predict: bool) -> Tensor:
+    def from_state(self, x: Tensor, *, predict: bool) -> Tensor:
         """x times the coefficient of A° at its token."""
         if self.table is None:
             return self._scale(x, self._seen(predict))
@@ -157,7 +154,7 @@ class Flow:
         rest = (self.total_v[..., -1:, :] - self.total_v).exp().to(values.dtype)
         return values * self.spread(rest, values, -2)
 
-    def kept(self, like: Tensor) -> Tensor:
+    def decay(self, like: Tensor) -> Tensor:
         """The factor of A° in A_C, on the transposed state: ``[N, B, H, K or 1, V or 1]``."""
         if self.total is not None:
             factor = self.total[..., -1, :].exp().to(like.dtype).unsqueeze(-1)
@@ -171,41 +168,39 @@ class Flow:
 
 
 def solve(
-    flow: Flow, streams: Streams, queries: Tensor, Z: Tensor, Zs: Tensor | None
+    transition: ChunkTransition, streams: Streams, queries: Tensor, Z: Tensor, Zs: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Outputs ``[N, B, H, C G, V]`` and the transposed states after the last chunk."""
-    N = N_s = None
+    known = known_s = unknown = x = None
     if streams.known is not None:
         direction, values = streams.known
-        N = flow.to_end(direction).mT @ flow.value_to_end(values)
+        known = transition.to_end(direction).mT @ transition.value_to_end(values)
         if Zs is not None:
-            N_s = flow.to_momentum(direction).mT @ values
-    unknown = None
+            known_s = transition.to_momentum(direction).mT @ values
     if streams.measured is not None:
-        unknown = _unknown(flow, streams, moving=Zs is not None)
-    x = None
+        unknown = _unknown(transition, streams, moving=Zs is not None)
     if unknown is not None and Zs is not None and Z.device.type == "cpu":
-        starts, moments, x, Z, Zs = _walk(flow, streams, unknown, N, N_s, Z, Zs)
+        starts, moments, x, Z, Zs = _thin_products(transition, unknown, (known, known_s), Z, Zs)
     else:
-        starts, moments, Z, Zs = _scan(flow, streams, unknown, N, N_s, Z, Zs)
-    y = flow.from_start(queries, predict=False) @ starts
-    if flow.total_v is not None:
-        y = y * flow.spread(flow.total_v.exp().to(y.dtype), queries, -2)
+        starts, moments, Z, Zs = _affine_maps(transition, unknown, (known, known_s), Z, Zs)
+    y = transition.from_state(queries, predict=False) @ starts
+    if transition.total_v is not None:
+        y = y * transition.spread(transition.total_v.exp().to(y.dtype), queries, -2)
     if moments is not None:
-        y = baddbmm(y, flow.from_momentum(queries, predict=False), moments)
+        y = baddbmm(y, transition.from_momentum(queries, predict=False), moments)
     if streams.known is not None:
         direction, values = streams.known
-        scores = flow.meet(queries, direction, predict=False)
-        if flow.total_v is None:
+        scores = transition.gram(queries, direction, predict=False)
+        if transition.total_v is None:
             y = baddbmm(y, scores, values)
         else:
-            y = y + decayed_mix(scores, values, flow.total_v)
+            y = y + decayed_mix(scores, values, transition.total_v)
     if unknown is not None and streams.direction is not None:
         if x is None:
-            x = baddbmm(unknown.constant, unknown.of_start, starts, -1)
+            x = baddbmm(unknown.constant, unknown.of_state, starts, -1)
             if moments is not None and unknown.of_momentum is not None:
                 x = baddbmm(x, unknown.of_momentum, moments, -1)
-        scores = flow.meet(
+        scores = transition.gram(
             queries, streams.direction, predict=False, at_once=streams.erases_at_once
         )
         y = baddbmm(y, scores, x)
@@ -216,24 +211,33 @@ def solve(
 class _Unknown:
     """Minus the unknown rows, as an affine function of the chunk's start.
 
-    −x = constant − of_start A°ᵀ − of_momentum S°ᵀ, what is added to the state in direction e.
+    −x = constant − of_state A°ᵀ − of_momentum S°ᵀ, what is added to the state in ``direction``.
     """
 
     constant: Tensor
-    of_start: Tensor
+    of_state: Tensor
     of_momentum: Tensor | None
+    direction: Tensor
+    erases_at_once: bool
+
+    def into_states(self, transition: ChunkTransition) -> tuple[Tensor, Tensor | None]:
+        """Directions in which −x is added to A_C, and to S_C where it does not bypass that."""
+        into_state = transition.to_end(self.direction, at_once=self.erases_at_once).mT
+        if self.of_momentum is None or self.erases_at_once:
+            return into_state, None
+        return into_state, transition.to_momentum(self.direction).mT
 
 
-def _unknown(flow: Flow, streams: Streams, *, moving: bool) -> _Unknown:
+def _unknown(transition: ChunkTransition, streams: Streams, *, moving: bool) -> _Unknown:
     """Solve the triangular system of every chunk at once.
 
     The inverse is formed by substitution against the identity and then multiplied: for as many
     right sides as a state has rows and columns that is faster than substitution against them, and
     as accurate here (unit diagonal, entries bounded by η‖k‖²).
     """
-    w, e = streams.measured, streams.direction
+    w, e, at_once = streams.measured, streams.direction, streams.erases_at_once
     assert w is not None and e is not None
-    system = flow.meet(w, e, predict=True, at_once=streams.erases_at_once)
+    system = transition.gram(w, e, predict=True, at_once=at_once)
     eye = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
     inverse = torch.linalg.solve_triangular(
         system, eye.expand_as(system), upper=False, unitriangular=True
@@ -243,56 +247,56 @@ def _unknown(flow: Flow, streams: Streams, *, moving: bool) -> _Unknown:
     else:
         assert streams.known is not None
         direction, values = streams.known
-        scores = flow.meet(w, direction, predict=True).tril(-1)
+        scores = transition.gram(w, direction, predict=True).tril(-1)
         constant = -(inverse @ (scores @ values))
     return _Unknown(
         constant=constant,
-        of_start=inverse @ flow.from_start(w, predict=True),
-        of_momentum=inverse @ flow.from_momentum(w, predict=True) if moving else None,
+        of_state=inverse @ transition.from_state(w, predict=True),
+        of_momentum=inverse @ transition.from_momentum(w, predict=True) if moving else None,
+        direction=e,
+        erases_at_once=at_once,
     )
 
 
-def _scan(
-    flow: Flow,
-    streams: Streams,
+def _affine_maps(
+    transition: ChunkTransition,
     unknown: _Unknown | None,
-    N: Tensor | None,
-    N_s: Tensor | None,
+    known: tuple[Tensor | None, Tensor | None],
     Z: Tensor,
     Zs: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """The states at every chunk's start, and after the last: one affine map per chunk."""
-    kept = flow.kept(Z)
+    """The states at every chunk's start, and after the last: one affine map per chunk.
+
+    ``known`` is what products without unknowns add to A_C and S_C.
+    """
+    decay, (N, N_s) = transition.decay(Z), known
     if unknown is None and Zs is None:
         assert N is not None
-        starts, end = _decaying_sum(kept, N, Z)
+        starts, end = _decaying_sum(decay, N, Z)
         return starts, None, end, None
     eye = torch.eye(Z.shape[-2], dtype=Z.dtype, device=Z.device)
-    M = eye * kept if unknown is None else (eye * kept).expand(*unknown.constant.shape[:3], -1, -1)
-    into_end = into_momentum = None
-    if unknown is not None and streams.direction is not None:
-        into_end = flow.to_end(streams.direction, at_once=streams.erases_at_once).mT
-        M = baddbmm(M, into_end, unknown.of_start, -1)
-        added = into_end @ unknown.constant
-        N = added if N is None else N + added
-        if Zs is not None and not streams.erases_at_once:
-            into_momentum = flow.to_momentum(streams.direction).mT
-            added = into_momentum @ unknown.constant
-            N_s = added if N_s is None else N_s + added
+    M, into_state, into_momentum = eye * decay, None, None
+    if unknown is not None:
+        into_state, into_momentum = unknown.into_states(transition)
+        M = M.expand(*unknown.constant.shape[:3], -1, -1)
+        M = baddbmm(M, into_state, unknown.of_state, -1)
+        N = _plus(N, into_state @ unknown.constant)
+        if into_momentum is not None:
+            N_s = _plus(N_s, into_momentum @ unknown.constant)
     assert N is not None
     if Zs is None:
         starts, end = _affine_scan(M, N, Z)
         return starts, None, end, None
-    table = flow.table
+    table = transition.table
     assert table is not None and table.m is not None and table.theta_end is not None
     assert N_s is not None
     A_S = eye * table.m[..., -1][..., None, None]
     S_S = eye * table.theta_end[..., None, None]
     S_A = torch.zeros_like(S_S)
-    if unknown is not None and unknown.of_momentum is not None and into_end is not None:
-        A_S = A_S - into_end @ unknown.of_momentum
+    if unknown is not None and unknown.of_momentum is not None and into_state is not None:
+        A_S = A_S - into_state @ unknown.of_momentum
         if into_momentum is not None:
-            S_A = S_A - into_momentum @ unknown.of_start
+            S_A = S_A - into_momentum @ unknown.of_state
             S_S = S_S - into_momentum @ unknown.of_momentum
     whole = torch.cat([torch.cat([M, A_S], -1), torch.cat([S_A, S_S], -1)], -2)
     starts, end = _affine_scan(whole, torch.cat([N, N_s], -2), torch.cat([Z, Zs], -2))
@@ -300,37 +304,34 @@ def _scan(
     return starts[..., :K, :], starts[..., K:, :], end[..., :K, :], end[..., K:, :]
 
 
-def _walk(
-    flow: Flow,
-    streams: Streams,
+def _plus(x: Tensor | None, y: Tensor) -> Tensor:
+    return y if x is None else x + y
+
+
+def _thin_products(
+    transition: ChunkTransition,
     unknown: _Unknown,
-    N: Tensor | None,
-    N_s: Tensor | None,
+    known: tuple[Tensor | None, Tensor | None],
     Z: Tensor,
     Zs: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `_scan`, and the unknown rows, by the chunk's own products instead of one map per chunk.
+    """As `_affine_maps`, and the unknown rows, by products of the chunk's own rows.
 
     With momentum two thin products per state take the place of a map of 2K × 2K that must be
     formed first: less work and memory, at more and smaller steps, which a GPU would notice.
     """
-    table = flow.table
-    assert streams.direction is not None and table is not None
-    assert table.m is not None and table.theta_end is not None
+    table, decay = transition.table, transition.decay(Z)
+    assert table is not None and table.m is not None and table.theta_end is not None
     lead, count = Z.shape[:2], unknown.constant.shape[0]
 
     def steps(x: Tensor | None) -> tuple[Tensor, ...]:
         return () if x is None else x.flatten(1, 2).unbind(0)
 
-    kept = flow.kept(Z)
-    keep = steps(kept.expand(count, *lead, *kept.shape[3:]))
+    keep = steps(decay.expand(count, *lead, *decay.shape[3:]))
     carried, moved = (steps(x[..., None, None]) for x in (table.m[..., -1], table.theta_end))
-    into = steps(flow.to_end(streams.direction, at_once=streams.erases_at_once).mT)
-    into_momentum: tuple[Tensor, ...] = ()
-    if not streams.erases_at_once:
-        into_momentum = steps(flow.to_momentum(streams.direction).mT)
-    known, known_s = steps(N), steps(N_s)
-    constant, of_start = steps(unknown.constant), steps(unknown.of_start)
+    into_state, into_momentum = map(steps, unknown.into_states(transition))
+    known_a, known_s = map(steps, known)
+    constant, of_state = steps(unknown.constant), steps(unknown.of_state)
     of_momentum = steps(unknown.of_momentum)
     A, S = Z.flatten(0, 1), Zs.flatten(0, 1)
     starts: list[Tensor] = []
@@ -339,15 +340,15 @@ def _walk(
     for n in range(count):
         starts.append(A)
         moments.append(S)
-        x = torch.baddbmm(constant[n], of_start[n], A, alpha=-1)
+        x = torch.baddbmm(constant[n], of_state[n], A, alpha=-1)
         x = torch.baddbmm(x, of_momentum[n], S, alpha=-1)
         rows.append(x)
-        A = torch.addcmul(known[n], A, keep[n]) if known else A * keep[n]
-        A = torch.baddbmm(torch.addcmul(A, S, carried[n]), into[n], x)
+        A = torch.addcmul(known_a[n], A, keep[n]) if known_a else A * keep[n]
+        A = torch.baddbmm(torch.addcmul(A, S, carried[n]), into_state[n], x)
         S = torch.addcmul(known_s[n], S, moved[n]) if known_s else S * moved[n]
         S = torch.baddbmm(S, into_momentum[n], x) if into_momentum else S
-    found = [torch.stack(x).unflatten(1, lead) for x in (starts, moments, rows)]
-    return found[0], found[1], found[2], A.unflatten(0, lead), S.unflatten(0, lead)
+    starts_, moments_, rows_ = (torch.stack(x).unflatten(1, lead) for x in (starts, moments, rows))
+    return starts_, moments_, rows_, A.unflatten(0, lead), S.unflatten(0, lead)
 
 
 def _affine_scan(M: Tensor, N: Tensor, Z: Tensor) -> tuple[Tensor, Tensor]:
@@ -360,10 +361,10 @@ def _affine_scan(M: Tensor, N: Tensor, Z: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(starts).unflatten(1, lead), state.unflatten(0, lead)
 
 
-def _decaying_sum(kept: Tensor, N: Tensor, Z: Tensor) -> tuple[Tensor, Tensor]:
-    """Z ← kept ⊙ Z + N over chunks: the state before each, and after the last."""
+def _decaying_sum(decay: Tensor, N: Tensor, Z: Tensor) -> tuple[Tensor, Tensor]:
+    """Z ← decay ⊙ Z + N over chunks: the state before each, and after the last."""
     starts: list[Tensor] = []
-    factors = kept.expand(N.shape[0], *kept.shape[1:]).unbind(0)
+    factors = decay.expand(N.shape[0], *decay.shape[1:]).unbind(0)
     for factor, n in zip(factors, N.unbind(0), strict=True):
         starts.append(Z)
         Z = torch.addcmul(n, factor, Z)

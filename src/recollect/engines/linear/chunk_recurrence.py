@@ -1,4 +1,4 @@
-"""One pass over the chunks of a sequence, with a backward of its own.
+"""The recurrence over the chunks of a sequence, with its written-out backward.
 
 What a chunk needs is made by ``prepare`` from the tokens of a *group* of chunks: few enough that
 intermediates are small and short-lived, many enough that operations are large. Per chunk, with Z
@@ -29,7 +29,7 @@ from torch import Tensor
 from recollect.choices.gradients import again
 from recollect.engines.common.linalg import baddbmm, bmm
 
-__all__ = ["Pieces", "Plan", "run"]
+__all__ = ["Pieces", "Plan", "run_chunks"]
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class Plan:
     outputs: Callable[[], Tensor]
 
 
-def run(plan: Plan, Z: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+def run_chunks(plan: Plan, Z: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs ``[B, T, ...]`` and the last state ``[B·H, K, V]``."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (Z, *tokens)):
-        return _Pass.apply(plan, Z, *tokens)
-    return _forward(plan, Z, tokens, keep=False)[:2]
+        return _ChunkRecurrence.apply(plan, Z, *tokens)
+    return _forward(plan, Z, tokens, save=False)[:2]
 
 
 def _inverse(system: Tensor) -> Tensor:
@@ -114,20 +114,21 @@ def _states(p: Pieces, inverse: Tensor | None, Z: Tensor) -> tuple[Tensor, Tenso
         return states, p.c
     u = p.c.new_empty(p.c.shape)
     rest = u.new_empty(u.shape[1:])
-    for now, after, e, c, X, D, inner, found in zip(
+    for now, after, e, c, X, D, inner, solved in zip(
         *(steps[:-1], steps[1:], factors, p.c.unbind(0), p.X.unbind(0)),
         *(p.D.mT.unbind(0), inverse.unbind(0), u.unbind(0)),
         strict=True,
     ):
-        torch.bmm(inner, rest.copy_(c).baddbmm_(X, now, alpha=-1), out=found)
-        (after.copy_(now) if e is None else torch.mul(now, e, out=after)).baddbmm_(D, found)
+        torch.bmm(inner, rest.copy_(c).baddbmm_(X, now, alpha=-1), out=solved)
+        (after.copy_(now) if e is None else torch.mul(now, e, out=after)).baddbmm_(D, solved)
     return states, u
 
 
 def _forward(
-    plan: Plan, Z: Tensor, tokens: Sequence[Tensor], *, keep: bool
+    plan: Plan, Z: Tensor, tokens: Sequence[Tensor], *, save: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    kept: list[Tensor] = []
+    """Outputs, the last state, and the states around every group's chunks where they are saved."""
+    saved: list[Tensor] = []
     y = plan.outputs()
     for start, stop in plan.groups:
         p = plan.prepare(*(x[:, start:stop] for x in tokens))
@@ -137,9 +138,9 @@ def _forward(
         out = bmm(p.Q, states[:-1])
         out.flatten(0, 1).baddbmm_(p.scores.flatten(0, 1), u.flatten(0, 1))
         y[:, start:stop] = plan.finish(out, stop - start)
-        if keep:
-            kept.append(states)
-    return y, Z.clone(), kept
+        if save:
+            saved.append(states)
+    return y, Z.clone(), saved
 
 
 def _differentiable(plan: Plan, Z: Tensor, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -193,13 +194,13 @@ def _pull(p: Pieces, starts: Tensor, dy: Tensor, dZ: Tensor) -> tuple[list[Tenso
     return grads, steps[0]
 
 
-class _Pass(torch.autograd.Function):
+class _ChunkRecurrence(torch.autograd.Function):
     """The recurrence with its written-out backward."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, Z: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
-        y, end, kept = _forward(plan, Z, tokens, keep=True)
-        ctx.plan, ctx.kept = plan, kept
+        y, end, ctx.states = _forward(plan, Z, tokens, save=True)
+        ctx.plan = plan
         ctx.save_for_backward(Z, *tokens)
         return y, end
 
@@ -210,18 +211,17 @@ class _Pass(torch.autograd.Function):
         Z, *tokens = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            found = again(
-                lambda given: _differentiable(plan, given[0], given[1:]),
+            return None, *again(
+                lambda inputs: _differentiable(plan, inputs[0], inputs[1:]),
                 [Z, *tokens],
                 needs,
                 (dy, dZ),
             )
-            return None, *found
         totals = [
             torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
             for x, need in zip(tokens, needs[1:], strict=True)
         ]
-        for (start, stop), starts in zip(reversed(plan.groups), reversed(ctx.kept), strict=True):
+        for (start, stop), starts in zip(reversed(plan.groups), reversed(ctx.states), strict=True):
             with torch.enable_grad():
                 pieces = [
                     x[:, start:stop].detach().requires_grad_(total is not None)
@@ -235,9 +235,9 @@ class _Pass(torch.autograd.Function):
                 continue
             outputs, pulls = zip(*pairs, strict=True)
             pulled = torch.autograd.grad(outputs, wanted, pulls, allow_unused=True)
-            found = iter(cast("tuple[Tensor | None, ...]", pulled))
+            slopes = iter(cast("tuple[Tensor | None, ...]", pulled))
             for total in totals:
                 if total is not None:
-                    got = next(found)
-                    total[:, start:stop] = 0.0 if got is None else got
+                    slope = next(slopes)
+                    total[:, start:stop] = 0.0 if slope is None else slope
         return None, dZ if needs[0] else None, *totals

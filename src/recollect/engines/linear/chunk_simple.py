@@ -1,8 +1,8 @@
 """Chunks of a memory without momentum, window, probe or decay over values: the common case.
 
 Linear attention, RetNet, Mamba-2, GLA, DeltaNet, Gated DeltaNet, Longhorn and leaky LMS end here.
-What a group of chunks needs is written in ordinary differentiable operations; `passes` does the
-rest.
+What a group of chunks needs is written in ordinary differentiable operations; `chunk_recurrence`
+carries the state through them.
 """
 
 from __future__ import annotations
@@ -14,49 +14,37 @@ from torch import Tensor
 
 from recollect.engines.common.coefficients import cumulated, decay_matrix, shift
 from recollect.engines.common.decayed_products import absorbable, decayed_gram
-from recollect.engines.linear.chunk_recurrence import Pieces, Plan, run
+from recollect.engines.linear.chunk_recurrence import Pieces, Plan, run_chunks
+from recollect.engines.linear.inputs import LinearProblem
 
-__all__ = ["plain"]
+__all__ = ["chunk_simple"]
 
 GROUP = 4096
 """Rows (tokens · heads · batch) of a group on a CPU, about 1 MB per intermediate of 64 channels."""
 
 
-def plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    lr: Tensor | None,
-    affine: tuple[float, float],
-    log_decay: Tensor | None,
-    before: bool,
-    A0: Tensor | None,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """y and A as `chunked.chunked`, for inputs of the state's dtype and T ≥ 1."""
-    B, T, H, G, K = q.shape
-    V = v.shape[-1]
-    layout = _Layout(B=B, H=H, G=G, C=min(chunk, T), affine=affine, before=before)
-    C = layout.C
+def chunk_simple(p: LinearProblem, chunk: int) -> tuple[Tensor, Tensor]:
+    """Outputs ``[B, T, H, G, V]`` and A after all tokens, for T ≥ 1.
+
+    Args:
+        p: without momentum, window, probe and decay over values.
+        chunk: tokens of a chunk, at most T.
+    """
+    (B, T, H, G, _), v = p.q.shape, p.v
+    layout = _Layout(B=B, H=H, G=G, C=chunk, affine=p.affine, before=p.before)
     # Elsewhere than on a CPU, launches cost more than memory: one group.
-    rows = GROUP if q.device.type == "cpu" else B * H * T
-    size = C * max(1, rows // (B * H * C))
-    rates = {"lr": lr, "log_decay": log_decay}
-    given = [name for name, x in rates.items() if x is not None]
-
-    def prepare(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Pieces:
-        return layout.prepare(q, k, v, **dict(zip(given, rest, strict=True)))
-
+    rows = GROUP if p.q.device.type == "cpu" else B * H * T
+    size = chunk * max(1, rows // (B * H * chunk))
     plan = Plan(
-        prepare=prepare,
+        prepare=layout.prepare,
         groups=[(start, min(start + size, T)) for start in range(0, T, size)],
-        outputs=lambda: v.new_empty(B, T, H, G, V),
+        outputs=lambda: v.new_empty(B, T, H, G, v.shape[-1]),
         finish=layout.finish,
         unfinish=layout.unfinish,
     )
-    Z = v.new_zeros(B * H, K, V) if A0 is None else A0.to(v.dtype).mT.flatten(0, 1)
-    y, Z = run(plan, Z, q, k, v, *(x for x in rates.values() if x is not None))
+    tokens = (p.q, p.k, v, p.lr)
+    tokens = tokens if p.log_decay is None else (*tokens, p.log_decay)
+    y, Z = run_chunks(plan, p.A0.mT.flatten(0, 1), *tokens)
     return y, Z.unflatten(0, (B, H)).mT
 
 
@@ -92,7 +80,7 @@ class _Layout:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        lr: Tensor | None = None,
+        lr: Tensor,
         log_decay: Tensor | None = None,
     ) -> Pieces:
         """The pieces of one group.
@@ -107,9 +95,9 @@ class _Layout:
         c = self.split(v) if b == 1 else b * self.split(v)
         c = c.contiguous() if a == 0 else c
         X = None if a == 0 else (k if a == 1 else a * k)
-        eta = None if lr is None else self.split(lr).unsqueeze(-1)  # [n, BH, C, 1]
+        eta = self.split(lr).unsqueeze(-1)  # [n, BH, C, 1]
         if log_decay is None:
-            D = k if eta is None else k * eta
+            D = k * eta
             system = None if X is None else X @ D.mT
             return Pieces(system, self._causal(Q @ D.mT), X, Q, D, c, None)
         logs = self.split(log_decay)
@@ -125,10 +113,10 @@ class _Layout:
         Qs = Q * self._queries(reach)
         if absorbable(total):
             back = (-total).exp().to(c.dtype)
-            D = k * (back if eta is None else eta * back)
+            D = k * (eta * back)
             system = None if Xs is None else Xs @ D.mT
             return Pieces(system, self._causal(Qs @ D.mT), Xs, Qs, D * end, c, end.mT)
-        D = k if eta is None else k * eta
+        D = k * eta
         to_end = D * (total[..., -1:, :] - total).exp().to(c.dtype)
         if log_decay.dim() == 4:
             scores = decayed_gram(Q, total, D, total, strict=False)

@@ -1,4 +1,4 @@
-"""What the linear engine costs."""
+"""FLOPs of the linear engine."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         notes.append("decay per channel with momentum runs token by token")
         return {"tokens": token * s.T}, token, T, tuple(notes)
     over_values = per in ("value", "key_value") and not sees
-    plain = not (moving or probe or c > 1 or over_values)
+    simple = not (moving or probe or c > 1 or over_values)
 
     def chunk(C: int) -> dict[str, int]:
-        parts = simple_chunk_flops if plain else _flow
+        parts = simple_chunk_flops if simple else _general_chunk_flops
         of = algorithm.momentum_of
         counted = parts(F, V, C * c, C * s.G, sees=sees, probe=probe, moving=moving, of=of)
         return {**counted, "coefficients": 2 * C**3 if moving else 0}
@@ -93,7 +93,7 @@ def simple_chunk_flops(
     }
 
 
-def _flow(
+def _general_chunk_flops(
     F: int, V: int, R: int, J: int, *, sees: bool, probe: bool, moving: bool, of: str | None
 ) -> dict[str, int]:
     """`recollect.engines.linear.chunk_general.solve`: known rows, unknown rows, or both."""
@@ -102,7 +102,7 @@ def _flow(
     gram = inverse = solve = 0
     state = 2 * R * F * V * (2 if moving else 1) if known else 0
     read = 2 * J * F * V * (2 if moving else 1)
-    # One map per chunk; where momentum would make it 2F × 2F, thin products walk instead.
+    # One map per chunk; where momentum would make it 2F × 2F, thin products take its place.
     scan = 0 if sees == moving else 2 * F * F * V * (4 if moving else 1)
     if known:
         read += 2 * J * R * (F + V)

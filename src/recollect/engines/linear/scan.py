@@ -1,4 +1,4 @@
-"""The scan: memories whose every entry follows a recurrence of its own, h_t = α_t h_(t−1) + b_t.
+"""A scan over time: memories whose every entry follows its own recurrence h_t = α_t h_(t−1) + b_t.
 
 Decays per entry (Mamba) and vector memories (LRU, RG-LRU) end here. With α_t ⊙ entry by entry,
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from recollect.choices.gradients import again
 
-__all__ = ["GROUP", "scan"]
+__all__ = ["GROUP", "ScanInputs", "scan"]
 
 GROUP = 1 << 18
 """Entries of the states of a group on a CPU: 1 MB per intermediate."""
@@ -37,43 +37,55 @@ WIDE = 256
 """Entries of one state from which a CPU gains nothing from running blocks side by side."""
 
 
-def scan(
-    q: Tensor,
-    k: Tensor,
-    u: Tensor,
-    decay: Tensor,
-    *,
-    scale: Tensor | None = None,
-    log: bool = True,
-    A0: Tensor,
-    chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Run A_t = α_t ⊙ A_{t−1} + u_t k_tᵀ, y_t = A_t q_t; all inputs in the state's dtype.
+@dataclass(frozen=True)
+class ScanInputs:
+    """What a scan starts from; all in the state's dtype.
 
-    Args:
+    Attributes:
+        A: the state before, ``[B, H, V, F]``.
         q: ``[B, T, H, G, F]``. k: ``[B, T, H, F]``. u: what is written, ``[B, T, H, V]``.
-        decay: log α ``[B, T, H, V, F]`` (α itself, of any sign, unless ``log``); or, with
+        decay: log α ``[B, T, H, V, F]`` (α itself, of any sign, unless logs are scanned); or, with
         scale: a ``[H, V, F]`` ≥ 0: ``[B, T, H, V]``, one factor of log α_t = decay_t ⊙ a, so that
             ``[B, T, H, V, F]`` is never made.
-        A0: ``[B, H, V, F]``.
+    """
+
+    A: Tensor
+    q: Tensor
+    k: Tensor
+    u: Tensor
+    decay: Tensor
+    scale: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them in the order of the fields."""
+        return self.A, self.q, self.k, self.u, self.decay, self.scale
+
+
+def scan(
+    x: ScanInputs, *, log: bool = True, chunk_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run A_t = α_t ⊙ A_{t−1} + u_t k_tᵀ, y_t = A_t q_t.
+
+    Args:
+        x: state and tokens.
+        log: whether decays are given as logs.
         chunk_size: tokens of a block; no influence on results.
 
     Returns:
         y ``[B, T, H, G, V]`` and A after the last token.
     """
-    B, T, H, V = u.shape
+    B, T, H, V = x.u.shape
     if not (B and T and H):
-        return u.new_zeros(B, T, H, q.shape[3], V), A0
+        return x.u.new_zeros(B, T, H, x.q.shape[3], V), x.A
     # −inf times a scale of 0 would be NaN.
-    decay = decay.clamp_min(-1e30) if log else decay
-    cut = _Cut.of(B * H * V * k.shape[-1], T, chunk_size, cpu=u.device.type == "cpu")
-    tokens = [x.transpose(0, 1) for x in (q, k, u, decay)]  # time first
-    plan = _Plan(cut=cut, log=log)
-    given = (A0, *tokens) if scale is None else (A0, *tokens, scale)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        y, A = cast(tuple[Tensor, Tensor], _Scan.apply(plan, *given))
+    decay = x.decay.clamp_min(-1e30) if log else x.decay
+    cut = _Cut.of(B * H * V * x.k.shape[-1], T, chunk_size, cpu=x.u.device.type == "cpu")
+    q, k, u = x.q.transpose(0, 1), x.k.transpose(0, 1), x.u.transpose(0, 1)  # time first
+    plan, x = _Plan(cut=cut, log=log), ScanInputs(x.A, q, k, u, decay.transpose(0, 1), x.scale)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x.tensors()):
+        y, A = cast(tuple[Tensor, Tensor], _Scan.apply(plan, *x.tensors()))
     else:
-        y, A, _ = _forward(plan, given, keep=False)
+        y, A, _ = _forward(plan, x, save=False)
     return y.transpose(0, 1), A
 
 
@@ -162,10 +174,10 @@ def _slopes(a: Tensor, o: Tensor, end: Tensor, block: int) -> Tensor:
     C = a.shape[0]
     if block >= C:
         o[C - 1].add_(end)
-        found, factors = o.unbind(0), a.unbind(0)
+        slopes, factors = o.unbind(0), a.unbind(0)
         for t in range(C - 2, -1, -1):
-            found[t].addcmul_(factors[t + 1], found[t + 1])
-        return factors[0] * found[0]
+            slopes[t].addcmul_(factors[t + 1], slopes[t + 1])
+        return factors[0] * slopes[0]
     n = C // block
     x, g = a.unflatten(0, (n, block)), o.unflatten(0, (n, block))
     reach = torch.empty_like(x)
@@ -179,76 +191,74 @@ def _slopes(a: Tensor, o: Tensor, end: Tensor, block: int) -> Tensor:
     return end
 
 
-def _forward(
-    plan: _Plan, given: Sequence[Tensor], *, keep: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    A, q, k, u, decay, *rest = given
-    scale = rest[0] if rest else None
-    y = u.new_empty(u.shape[0], *q.shape[1:4], u.shape[-1])
-    kept: list[Tensor] = []
+def _run_states(plan: _Plan, x: ScanInputs, run: slice, A: Tensor) -> tuple[Tensor, Tensor]:
+    """α and the states of the tokens of one run that starts from A."""
+    a = plan.alpha(x.decay[run], x.scale)
+    return a, _states(a, _outer(x.u[run], x.k[run]), A, plan.cut.block)
+
+
+def _forward(plan: _Plan, x: ScanInputs, *, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Outputs, the last state, and the states before every group where they are saved."""
+    A, starts = x.A, []
+    y = x.u.new_empty(x.u.shape[0], *x.q.shape[1:4], x.u.shape[-1])
     for start, stop in plan.cut.groups():
-        if keep:
-            kept.append(A)
+        if save:
+            starts.append(A)
         for first, last in plan.cut.blocks(stop - start):
             run = slice(start + first, start + last)
-            a = plan.alpha(decay[run], scale)
-            states = _states(a, _outer(u[run], k[run]), A, plan.cut.block)
-            y[run] = _apply(states[1:], q[run])
+            _, states = _run_states(plan, x, run, A)
+            y[run] = _apply(states[1:], x.q[run])
             A = states[-1]
         A = A.clone()
-    return y, A, kept
+    return y, A, starts
 
 
 def _pull(
     plan: _Plan,
     run: slice,
-    given: Sequence[Tensor],
+    x: ScanInputs,
     A: Tensor,
     dy: Tensor,
     dA: Tensor,
     grads: Sequence[Tensor | None],
 ) -> Tensor:
     """Gradients of the tokens of one run, written into ``grads``; that of the state before it."""
-    _, q, k, u, decay, *rest = given
     dq, dk, du, ddecay, dscale = grads
-    scale = rest[0] if rest else None
-    a = plan.alpha(decay[run], scale)
-    states = _states(a, _outer(u[run], k[run]), A, plan.cut.block)
+    a, states = _run_states(plan, x, run, A)
+    q, k = x.q[run], x.k[run]
     if q.shape[3] == 1:
-        g = _outer(dy[run].squeeze(3), q[run].squeeze(3))
+        g = _outer(dy[run].squeeze(3), q.squeeze(3))
     else:
-        g = dy[run].mT @ q[run]
+        g = dy[run].mT @ q
     dA = _slopes(a, g, dA, plan.cut.block)
     if dq is not None:
         dq[run] = dy[run] @ states[1:]
     if dk is not None:
-        dk[run] = (u[run].unsqueeze(-2) @ g).squeeze(-2)
+        dk[run] = (x.u[run].unsqueeze(-2) @ g).squeeze(-2)
     if du is not None:
-        du[run] = _apply(g, k[run].unsqueeze(-2)).squeeze(-2)
+        du[run] = _apply(g, k.unsqueeze(-2)).squeeze(-2)
     if ddecay is None and dscale is None:
         return dA
     slope = g.mul_(states[:-1])
     if plan.log:
         slope.mul_(a)
-    if scale is None:
+    if x.scale is None:
         if ddecay is not None:
             ddecay[run] = slope
         return dA
     if dscale is not None:
-        dscale += torch.mul(slope, decay[run].unsqueeze(-1), out=a).sum((0, 1))
+        dscale += torch.mul(slope, x.decay[run].unsqueeze(-1), out=a).sum((0, 1))
     if ddecay is not None:
-        ddecay[run] = slope.mul_(scale).sum(-1)
+        ddecay[run] = slope.mul_(x.scale).sum(-1)
     return dA
 
 
-def _differentiable(plan: _Plan, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _differentiable(plan: _Plan, x: ScanInputs) -> tuple[Tensor, Tensor]:
     """The same token by token, in operations that can be differentiated any number of times."""
-    A, q, k, u, decay, *rest = given
-    scale = rest[0] if rest else None
-    outputs: list[Tensor] = []
-    for t in range(u.shape[0]):
-        A = plan.alpha(decay[t], scale) * A + _outer(u[t], k[t])
-        outputs.append(_apply(A, q[t]))
+    A, outputs = x.A, []
+    for t in range(x.u.shape[0]):
+        A = plan.alpha(x.decay[t], x.scale) * A + _outer(x.u[t], x.k[t])
+        outputs.append(_apply(A, x.q[t]))
     return torch.stack(outputs), A
 
 
@@ -256,35 +266,33 @@ class _Scan(torch.autograd.Function):
     """The recurrence with its written-out backward."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, *given: Tensor) -> tuple[Tensor, Tensor]:
-        y, A, kept = _forward(plan, given, keep=True)
-        ctx.plan, ctx.kept = plan, kept
-        ctx.save_for_backward(*given)
+    def forward(ctx: Any, plan: _Plan, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        y, A, starts = _forward(plan, ScanInputs(*inputs), save=True)
+        ctx.plan, ctx.starts = plan, starts
+        ctx.save_for_backward(*inputs)
         return y, A
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy, dA), plan = gradients, cast(_Plan, ctx.plan)
         dy = dy.contiguous()  # of a sum it is one number, on which products are slow
-        given: tuple[Tensor, ...] = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:]
+        inputs: tuple[Tensor, ...] = ctx.saved_tensors
+        x, needs = ScanInputs(*inputs), ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            return None, *again(lambda x: _differentiable(plan, x), given, needs, (dy, dA))
+            return None, *again(
+                lambda given: _differentiable(plan, ScanInputs(*given)), inputs, needs, (dy, dA)
+            )
         grads = [
-            torch.zeros_like(x, memory_format=torch.contiguous_format) if need else None
-            for x, need in zip(given[1:], needs[1:], strict=True)
+            torch.zeros_like(t, memory_format=torch.contiguous_format) if need else None
+            for t, need in zip(inputs[1:], needs[1:], strict=True)
         ]
-        room = [*grads, None] if len(grads) == 4 else grads
-        groups = plan.cut.groups()
-        for (start, stop), A in zip(reversed(groups), reversed(ctx.kept), strict=True):
-            runs = plan.cut.blocks(stop - start)
+        for (start, stop), A in zip(reversed(plan.cut.groups()), reversed(ctx.starts), strict=True):
+            runs = [
+                slice(start + first, start + last) for first, last in plan.cut.blocks(stop - start)
+            ]
             starts = [A]
-            for first, last in runs[:-1]:  # where the rest of a group begins
-                run = slice(start + first, start + last)
-                _, _, k, u, decay, *rest = given
-                a = plan.alpha(decay[run], rest[0] if rest else None)
-                starts.append(_states(a, _outer(u[run], k[run]), starts[-1], plan.cut.block)[-1])
-            for (first, last), begin in zip(reversed(runs), reversed(starts), strict=True):
-                run = slice(start + first, start + last)
-                dA = _pull(plan, run, given, begin, dy, dA, room)
+            for run in runs[:-1]:  # where the rest of a group begins
+                starts.append(_run_states(plan, x, run, starts[-1])[1][-1])
+            for run, begin in zip(reversed(runs), reversed(starts), strict=True):
+                dA = _pull(plan, run, x, begin, dy, dA, grads)
         return None, dA if needs[0] else None, *grads
