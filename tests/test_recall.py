@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.contracts import generate
 from torch import Tensor
 from torch.nn import functional
 
@@ -594,6 +595,43 @@ def test_reading_after_everything_is_memorised() -> None:
     )
     weights = (Q @ X.T / math.sqrt(K)).softmax(-1)
     torch.testing.assert_close(ask(softmax, init=None, causal=False), weights @ Y, **TOL)
+
+
+@pytest.mark.parametrize("method", ["reference", "linear"])
+@pytest.mark.parametrize("rate", [None, 1.0, 0.5])
+def test_a_floor_without_a_decay_forgot_its_scale(rate: float | None, method: str) -> None:
+    """y = C q / max(|n·q|, 1) with steps e^(log η): nothing decays, and the scale still moves."""
+    kept = rc.retention.Keep() if rate is None else rc.retention.Decay(rate=rate)
+    recipe = rc.Recipe(
+        memory=rc.memory.Matrix(read=rc.memory.Read(normalize="floor")),
+        bias=rc.bias.DotProduct(),
+        retention=kept,
+        algorithm=rc.algorithm.GradientDescent(lr="log_token"),
+    )
+    log_lr, alpha = 2 * normal(T, seed=42), rate or 1.0
+    C, n, expected = torch.zeros(V, K).double(), torch.zeros(K).double(), []
+    for t in range(T):
+        C = alpha * C + log_lr[t].exp() * outer(Y[t], X[t])
+        n = alpha * n + log_lr[t].exp() * X[t]
+        expected.append(C @ Q[t] / max(abs(float(n @ Q[t])), 1.0))
+    q, k, v = (x[None, :, None] for x in (Q, X, Y))
+    y, _ = rc.recall(recipe, q, k, v, {"log_lr": log_lr[None, :, None]}, method=method)
+    torch.testing.assert_close(y[0, :, 0], torch.stack(expected), **TOL)
+
+
+@pytest.mark.parametrize("method", ["reference", "auto"])
+@pytest.mark.parametrize("name", ["gated_delta_net", "mesa_net", "titans", "delta_former"])
+def test_float64_inputs_widen_a_float32_state(name: str, method: str) -> None:
+    recipe = rc.zoo.get(name).recipe
+    x = generate.inputs(recipe, T=6)
+    single, rest = x.cut(0, 4).map(Tensor.float), x.cut(4, 6)
+    _, state = generate.run(recipe, single)
+    y, after = generate.run(recipe, rest, state=state, method=method)
+    wide = state.to(dtype=torch.float64)
+    expected, _ = generate.run(recipe, rest, state=wide, method=method)
+    assert y.dtype == wide.dtype == torch.float64
+    assert all(w.dtype == torch.float64 for w in after.weights)
+    assert generate.error(y, expected) < 1e-10
 
 
 def test_reading_afterwards_took_one_association_per_token() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import torch
 from torch import Tensor
 
 from recollect.engines.common.problem import Problem, resolve, state_dtype
@@ -175,6 +176,8 @@ def _run(call: Call) -> tuple[Tensor, State]:
     dtype = state_dtype(q, k, v)
     if state is None:
         state = initial_state(at, B=B, dtype=dtype, device=k.device, init=call.init)
+    elif dtype == torch.float64 and state.dtype not in (None, dtype):
+        state = state.to(dtype=dtype)  # float64 inputs widen what float32 ones have left
     problem = Problem(
         sized=at,
         plan=call.bound.plan,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from recollect.choices.fields import Gate, Param
+from recollect.choices.retention.base import Decay
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["SizedNumber", "SizedRecipe", "sized"]
@@ -31,6 +32,7 @@ class SizedRecipe:
     """A recipe, H memories, keys of size K and values of size V.
 
     Attributes:
+        recipe: as it is run; with a decay of 1 where a running scale needs one to act on.
         gates, params: by name, in the recipe's order.
         fills: a value of every number but 0 that its member can take, by engine-side name, for
             tokens that are padding and slots that hold nothing.
@@ -84,6 +86,10 @@ def sized(recipe: Recipe, *, H: int, K: int, V: int) -> SizedRecipe:
     Raises:
         RecipeError: sizes that the memory or the features cannot have.
     """
+    read = recipe.memory.read
+    if read.normalize == "floor" and recipe.retention.decay is None:
+        # A running scale decays the memory, so there has to be a decay: of nothing.
+        recipe = recipe.but(retention=Decay(rate=1.0))
     axes, statics, logs = recipe.axes(K, V), recipe.statics(), recipe.logs()
     gates: dict[str, SizedNumber] = {}
     for gate in recipe.gates():
@@ -94,7 +100,7 @@ def sized(recipe: Recipe, *, H: int, K: int, V: int) -> SizedRecipe:
         param.name: SizedNumber(declared=param, shape=(H, *(axes[axis] for axis in param.axes)))
         for param in recipe.params()
     }
-    read, weights = recipe.memory.read, recipe.shapes(K, V)
+    weights = recipe.shapes(K, V)
     normalised = read.normalize != "none" and not recipe.dual
     stabilised = read.normalize == "floor"
     return SizedRecipe(

@@ -118,6 +118,13 @@ class State:
         """B."""
         return self.position.shape[0]
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the weights, or of rows by key; ``None`` where associations are all that is kept."""
+        for x in (*self.weights, *(() if self.dual is None else self.dual.rows)):
+            return x.dtype
+        return None
+
     def detach(self) -> State:
         """Cut the graph (truncated backpropagation)."""
         return self.map(Tensor.detach)
