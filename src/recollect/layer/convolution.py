@@ -38,6 +38,8 @@ class _Slide(torch.autograd.Function):
 
 def _convolved(x: Tensor, weight: Tensor) -> Tensor:
     T = x.shape[1] - weight.shape[0] + 1
+    if T == 1:
+        return (x * weight).sum(1, keepdim=True)
     y = x[:, :T] * weight[0]
     for j in range(1, weight.shape[0]):
         y.addcmul_(x[:, j : j + T], weight[j])

@@ -160,7 +160,7 @@ def scaled(x: Tensor, length: float) -> Tensor:
     """x of the given length over the last axis, in float32 at least; 0 stays 0."""
     work = x if x.dtype == torch.float64 else x.float()
     inverse = (work.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
-    return (work * (length * inverse)).to(x.dtype)
+    return (work * (inverse if length == 1 else length * inverse)).to(x.dtype)
 
 
 def _schedule(name: str, shape: tuple[int, ...], depth: tuple[int, int]) -> Tensor:

@@ -117,6 +117,7 @@ class MemoryLayer(nn.Module):
             per_memory * self.head_dim,
             per_memory * self.value_dim,
         ]
+        self.sharing = [heads, per_memory]  # query heads, and keys of a token
         self.ties = Ties(options, heads=self.kv_heads, key_dim=self.head_dim)
         if options.qk == "ones":
             self.sizes[:2] = 0, 0
@@ -277,21 +278,23 @@ class MemoryLayer(nn.Module):
             u, tail = self.conv(u, tail, lengths=lengths, borders=borders)
         if options.conv_activation == "silu":
             u = functional.silu(u)
-        q, k, v = u.split(self.sizes, dim=-1)
+        qk, v = u.split([self.sizes[0] + self.sizes[1], self.sizes[2]], dim=-1)
         lead = (self.kv_heads, n) if n > 1 else (self.kv_heads,)
         v = v.unflatten(-1, (*lead, self.value_dim))
         values = self._values(x, seen)
+        # Queries, then keys. Where both are projected they are heads of one tensor: what is done
+        # to each vector is done at once.
         if options.qk == "ones":
-            q = v.new_ones(*x.shape[:2], self.heads, self.head_dim)
-            k = v.new_ones(*x.shape[:2], self.kv_heads, self.head_dim)
+            parts = [v.new_ones(*x.shape[:2], h, self.head_dim) for h in self.sharing]
+        elif self.sizes[1]:
+            parts = [qk.unflatten(-1, (sum(self.sharing), self.head_dim))]
         else:
-            q = q.unflatten(-1, (self.heads, self.head_dim))
-            own = k.unflatten(-1, (*lead, self.head_dim)) if self.sizes[1] else None
-            k = own if own is not None else self.ties.keys(None, values, q)
+            q = qk.unflatten(-1, (self.heads, self.head_dim))
+            parts = [q, self.ties.keys(None, values, q)]
         if options.rope is not None:
             start = None if state is None else state.position
             cos, sin = angles(positions(x, start, borders), self.head_dim, options.rope)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            parts = [rotate(part, cos, sin) for part in parts]
             for name in self.key_gates:
                 values[name] = rotate(values[name], cos, sin)
         written, phase, after_phase = v, None, None
@@ -301,14 +304,15 @@ class MemoryLayer(nn.Module):
             if self.recipe.memory.diagonal:
                 written = turn(v, phase)
             else:
-                q, k = turn(q, phase), turn(k, phase)
-        if options.qk_norm == "scaled":
-            k = k * self.head_dim**-0.5
-        elif options.qk_norm != "none":
+                parts = [turn(part, phase) for part in self._apart(parts)]
+        if options.qk_norm in ("l2", "rms"):
             length = math.sqrt(self.head_dim) if options.qk_norm == "rms" else 1.0
-            q, k = scaled(q, length), scaled(k, length)
+            parts = [scaled(part, length) for part in parts]
             for name in self.key_gates:
                 values[name] = scaled(values[name], length)
+        q, k = self._apart(parts)
+        if options.qk_norm == "scaled":
+            k = k * self.head_dim**-0.5
         if options.ties:
             values = self.ties.numbers(values, k, self.gates)
         if self.ties.key is not None and not self.ties.makes_keys:
@@ -327,6 +331,14 @@ class MemoryLayer(nn.Module):
             turned=after_phase,
             shift=last,
         )
+
+    def _apart(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Queries ``[B, T, heads, K]`` and keys ``[B, T, H, (n,) K]``."""
+        if len(parts) == 1:
+            q, k = parts[0].split_with_sizes(self.sharing, dim=2)
+            n = self.recipe.associations
+            return q, k.unflatten(2, (self.kv_heads, n)) if n > 1 else k
+        return parts
 
     def _dense(
         self,

@@ -44,24 +44,29 @@ def recurrent(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
         if p.log_decay_value is not None:
             decayed = decayed * p.log_decay_value[:, t].exp().unsqueeze(-1)
         point = decayed if p.before else A
-        write = b * (weight * values).transpose(-1, -2) @ keys
-        erase = None
+        error = values if b == 1 else b * values  # b v − a P k, and what of it is erased apart
+        erased, along, momentum = None, keys, None
         if p.probe is not None and p.erase is not None:
-            predicted = point @ p.probe[:, t].unsqueeze(-1)  # [B, H, V, 1]
-            erase = -a * predicted @ p.erase[:, t].unsqueeze(-2)
+            erased = -a * (p.probe[:, t].unsqueeze(-2) @ point.mT)  # [B, H, 1, V]
+            along = p.erase[:, t].unsqueeze(-2)
         elif a != 0:
-            predicted = keys @ point.transpose(-1, -2)  # [B, H, m, V]
-            erase = -a * (weight * predicted).transpose(-1, -2) @ keys
-        step = write if erase is None else write + erase
-        momentum = None
+            predicted = keys @ point.mT  # [B, H, m, V]
+            if S is not None and p.momentum_of == "value":
+                erased = -a * (weight * predicted)
+            else:
+                error = error - predicted if a == 1 else error - a * predicted
+        written = weight * error
         if S is None or p.momentum is None:
-            after = decayed + step
+            after = _plus_outer(decayed, written, keys)
+            after = after if erased is None else _plus_outer(after, erased, along)
         else:
-            value = p.momentum_of == "value"
-            momentum = p.momentum[:, t][..., None, None] * S + (write if value else step)
+            kept = p.momentum[:, t][..., None, None] * S
+            if erased is not None and p.momentum_of != "value":
+                kept = _plus_outer(kept, erased, along)
+            momentum = _plus_outer(kept, written, keys)
             after = decayed + momentum
-            if value and erase is not None:
-                after = after + erase
+            if erased is not None and p.momentum_of == "value":
+                after = _plus_outer(after, erased, along)
         if p.live is not None:
             rows = p.live[:, t].view(-1, 1, 1, 1)
             after = torch.where(rows, after, A)
@@ -69,5 +74,12 @@ def recurrent(p: LinearProblem) -> tuple[Tensor, Tensor, Tensor | None]:
                 momentum = torch.where(rows, momentum, S)
         A, S = after, momentum
         outputs.append(p.q[:, t] @ A.transpose(-1, -2))
+    if T == 1:
+        return outputs[0].unsqueeze(1), A, S
     y = torch.stack(outputs, dim=1) if outputs else v.new_zeros(B, 0, H, G, v.shape[-1])
     return y, A, S
+
+
+def _plus_outer(A: Tensor, u: Tensor, k: Tensor) -> Tensor:
+    """A + Σ_i u_i k_iᵀ for ``u [B, H, m, V]`` and ``k [B, H, m, F]``; m is 1 but in windows."""
+    return torch.addcmul(A, u.mT, k) if u.shape[-2] == 1 else A + u.mT @ k
