@@ -16,6 +16,7 @@ from recollect.layer.token_shift import RANK as SHIFT_RANK
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.recipe.recipe import Recipe
+from recollect.wording import word_for
 
 __all__ = ["count_parameters", "match_parameters", "parameter_count"]
 
@@ -202,7 +203,8 @@ def match_parameters(configs: Sequence[RecollectConfig], target: int) -> list[Re
         if target < least - step // 2:
             raise ValueError(
                 f"{', '.join(config.layers)}: {least:,} parameters with the narrowest MLP are more "
-                f"than the {target:,} asked for; raise the target or lower hidden_size"
+                f"than the {target:,} asked for; raise {word_for('target')} or lower "
+                f"{word_for('hidden_size')}"
             )
         config.intermediate_size = STEP * (1 + round((target - least) / step))
         matched.append(config)

@@ -17,6 +17,7 @@ from recollect.layer.memory_layer import MemoryLayer
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.pretrained import RecollectPreTrainedModel
+from recollect.wording import worded
 
 __all__ = ["RecollectForCausalLM", "RecollectModel"]
 
@@ -290,6 +291,9 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
 
+@worded(
+    {"d_model": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+)
 def _layer(config: RecollectConfig, index: int) -> MemoryLayer | FeedForward:
     recipe, options = config.recipe(config.pattern[index])
     return layer_of(
