@@ -55,7 +55,7 @@ def compile_blocks(model: RecollectForCausalLM) -> str:
     """Compile what one graph can hold, in place, and say what that is.
 
     Engines choose their way by what they see (how strong a decay is, whether a solve went well), so
-    a graph through a memory breaks dozens of times and gains nothing. MLPs are the same products
+    a graph through most memories breaks many times and gains nothing. MLPs are the same products
     for every batch.
     """
     for block in model.model.blocks:
