@@ -334,7 +334,7 @@ def test_low_rank_and_fixed_numbers() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: MemoryLayer(D, 3, rc.Recipe()), "multiple of 3 heads"),
+        (lambda: MemoryLayer(D, 3, rc.Recipe()), "multiple of heads = 3"),
         (lambda: MemoryLayer(D, 4, rc.Recipe(), kv_heads=3), "kv_heads = 3"),
         (lambda: MemoryLayer(D, 0, rc.Recipe()), "at least 1"),
         (lambda: MemoryLayer(D, 2, "delta_net"), "rc.Recipe"),  # type: ignore[arg-type]

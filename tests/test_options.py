@@ -59,6 +59,18 @@ def test_no_convolution_is_said_in_two_ways() -> None:
         (lambda: LayerOptions(gates=3), "GateOptions"),  # type: ignore[arg-type]
         (lambda: GateOptions(source="magic"), "'input', 'learned', 'fixed'"),
         (lambda: GateOptions(low=1, high=0), "low must be below high"),
+        (lambda: GateOptions(low="1"), r"^GateOptions\(low=...\) must be a number, not '1'$"),
+        (lambda: GateOptions(init=(0.1, 1e400)), r"\(init=...\) must be a finite number, not inf$"),
+        (lambda: LayerOptions(skip=1), r"^LayerOptions\(skip=...\) must be true or false, not 1$"),
+        (lambda: LayerOptions(key_dim=0), r"\(key_dim=...\) must be a whole number >= 1, not 0$"),
+        (
+            lambda: Tie(target="", source="lr", rule="rate"),
+            r"^Tie\(target=...\) must be a non-empty",
+        ),
+        (
+            lambda: Tie(target="lr", source="lr", rule="speed"),
+            r"^Tie\(rule=...\) must be one of 'c",
+        ),
         (lambda: GateOptions(temperature=0), "temperature"),
         (lambda: GateOptions(spread=0.5), "spread"),
         (lambda: GateOptions(rank=-1), "rank"),

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from recollect.wording import word_for
+
 __all__ = [
     "DOMAIN",
     "REAL",
@@ -148,12 +150,13 @@ def whole(at_least: int = 0, at_most: int | None = None) -> Callable[[Any], int]
 
 def real(span: Range) -> Callable[[Any], float]:
     """What checks finite numbers."""
+    bounds = "" if span == REAL else f" {span}"
 
     def check(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"must be a number {span}, not {value!r}")
+            raise ValueError(f"must be a number{bounds}, not {value!r}")
         if not span.contains(float(value)):
-            raise ValueError(f"must be a finite number {span}, not {value!r}")
+            raise ValueError(f"must be a finite number{bounds}, not {value!r}")
         return float(value)
 
     return check
@@ -226,7 +229,7 @@ class Validated:
     @classmethod
     def said(cls, field: str) -> str:
         """How a sentence names a field."""
-        return f"{cls.__name__}: {field}"
+        return word_for(field, f"{cls.__name__}: {field}")
 
     def validate(self) -> None:
         """Hook: checks that involve several fields; raises ValueError."""

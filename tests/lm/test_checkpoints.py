@@ -157,7 +157,10 @@ CORRUPTIONS: dict[str, tuple[Change, str]] = {
     "size not a number": (config(vocab_size=float("nan")), "not nan"),
     "endless size": (config(num_hidden_layers=10**9), "from 1 to 10,000, not 1000000000"),
     "truth for a size": (config(num_hidden_layers=True), "not True"),
-    "heads that do not divide": (config(num_attention_heads=3), "no multiple of 3 heads"),
+    "heads that do not divide": (
+        config(num_attention_heads=3),
+        "hidden_size = 32 is no multiple of num_attention_heads = 3",
+    ),
     "more layers": (config(num_hidden_layers=3), "lacks the weight 'model.blocks.2.*12 more"),
     "fewer layers": (config(num_hidden_layers=1), "knows nothing of"),
     "unknown field": (config(hiden_size=3), "did you mean 'hidden_size'"),

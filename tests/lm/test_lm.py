@@ -244,7 +244,7 @@ def test_parameters_are_counted_and_matched() -> None:
         (lambda: RecollectConfig(schema=9), "schema 9"),
         (lambda: RecollectConfig(recipes={"a": {"recipee": {}}}), "'options'"),
         (lambda: RecollectForCausalLM(RecollectConfig()), "no recipes"),
-        (lambda: model("gla", num_attention_heads=3), "multiple of 3 heads"),
+        (lambda: model("gla", num_attention_heads=3), "multiple of num_attention_heads = 3"),
     ],
 )
 def test_bad_configurations_are_one_sentence(make: object, says: str) -> None:

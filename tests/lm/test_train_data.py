@@ -217,7 +217,7 @@ def test_a_corrupt_line_is_named_with_file_and_line(line: bytes, says: str, tmp_
     bad = BadLines(skip=True)
     assert list(Source(files=(path,), bad=bad)) == ["one", "two"]
     assert bad.count == 1
-    assert "a.jsonl:3" in bad.told[0]
+    assert "a.jsonl:3" in bad.examples[0]
 
 
 def test_corrupt_text_and_parquet_are_named_too(tmp_path: Path) -> None:

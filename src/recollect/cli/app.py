@@ -72,8 +72,8 @@ def build() -> typer.Typer:
     return app
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"recollect {rc.__version__}")
         raise typer.Exit
 

@@ -15,13 +15,21 @@ import typer
 
 from recollect.cli.console import INTERRUPTED, check_writable, console_of_page, stated
 from recollect.cli.progress import CompareDisplay
+from recollect.wording import worded
 
 if TYPE_CHECKING:
     from recollect.experiments.comparison.results import Comparison
 
 __all__ = ["compare"]
 
+SIZES = (
+    *("width", "depth", "heads", "key-dim", "parameters"),
+    *("steps", "tokens", "batch", "length", "lr", "jobs"),
+)
+"""Options with which a model or its training may be refused."""
 
+
+@worded({name.replace("-", "_"): f"--{name}" for name in SIZES})
 def compare(
     models: Annotated[
         str, typer.Option(help="Zoo names or recipe files (.json, .toml), separated by commas.")

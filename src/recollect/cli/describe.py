@@ -57,8 +57,8 @@ _SHORT = {
 
 def _row(preset: Any) -> dict[str, Any]:
     """One architecture as data."""
-    recipe, found = preset.recipe, rc.explain(preset)
-    price = found.cost
+    recipe, explained = preset.recipe, rc.explain(preset)
+    price = explained.cost
     size = None if price is None else price.state_bytes
     grows = 0 if price is None else price.grows
     return {
@@ -67,12 +67,12 @@ def _row(preset: Any) -> dict[str, Any]:
         "title": preset.title,
         "family": preset.family,
         **{choice: getattr(recipe, choice).brief for choice in _CHOICES},
-        "write": list(found.write),
+        "write": list(explained.write),
         "state": _size(grows, size),
         "state_bytes": None if grows else size,
         "state_grows_per_token": grows,
-        "properties": dict(found.properties),
-        "engine": found.engine,
+        "properties": dict(explained.properties),
+        "engine": explained.engine,
         "fidelity": preset.fidelity.kind,
     }
 
@@ -99,11 +99,11 @@ def explain(
     """Say what a recipe solves, how it moves, and which engine runs it."""
     # A name of the zoo stays one, whatever files lie around.
     of_file = name not in rc.zoo.names() and ("." in name or "/" in name)
-    found = rc.explain(load_recipe(Path(name)) if of_file else name, method=method)
+    explained = rc.explain(load_recipe(Path(name)) if of_file else name, method=method)
     if as_json:
-        print_json(found.to_dict())
+        print_json(explained.to_dict())
     else:
-        typer.echo(str(found))
+        typer.echo(str(explained))
 
 
 def sizes(

@@ -12,6 +12,7 @@ import typer
 
 from recollect.cli.console import INTERRUPTED, console_of_page
 from recollect.cli.progress import TrainDisplay
+from recollect.wording import worded
 
 __all__ = ["train"]
 
@@ -33,7 +34,8 @@ def train(
     if out is not None:
         plan = replace(plan, run=replace(plan.run, out=out))
     if steps is not None:
-        plan = replace(plan, optimizer=replace(plan.optimizer, steps=steps, tokens=None))
+        with worded({"[optimizer] steps": "--steps"}):
+            plan = replace(plan, optimizer=replace(plan.optimizer, steps=steps, tokens=None))
     console = console_of_page(stderr=True)
 
     def say(sentence: str) -> None:

@@ -64,7 +64,8 @@ class Explanation:
         where: what their symbols mean.
         engine, how: which engine runs the recipe, and in which way.
         refused: why each faster engine does not, by name.
-        compiles: whether a call can be inside one graph of `torch.compile`.
+        compiles: whether every call of this engine is inside one graph of `torch.compile`. Where
+            none promises that, some recipes are: see docs/explain.md.
         named: systems with the same recipe, sizes apart. ``of``: how many were looked at.
         gates, params: the numbers and tensors that `recollect.recall` asks for.
         init: shapes of the initial memory that it needs, if it does.
@@ -143,9 +144,7 @@ class Explanation:
         yield "where", list(self.where)
         refused = [f"not {name}: {reasons[0]}" for name, reasons in self.refused.items()]
         if not self.compiles:
-            refused.append(
-                "not always in one graph of torch.compile: numbers may decide what it does next"
-            )
+            refused.append("torch.compile may break the graph; fullgraph=True says whether it does")
         yield "engine", [f"{self.engine} ({self.how})", *refused]
         if self.named and [n.name for n in self.named] != [self.title]:
             yield "named", [", ".join(map(str, self.named))]

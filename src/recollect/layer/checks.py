@@ -10,8 +10,9 @@ from recollect.layer.state import LayerState
 from recollect.layer.ties import check_ties
 from recollect.recall.checks import check_mask
 from recollect.recipe.recipe import Recipe
+from recollect.wording import word_for
 
-__all__ = ["check_options", "check_sizes", "check_state", "check_tokens"]
+__all__ = ["check_heads", "check_options", "check_sizes", "check_state", "check_tokens"]
 
 
 def check_sizes(
@@ -27,17 +28,41 @@ def check_sizes(
         raise RecipeError(f"MemoryLayer needs an rc.Recipe, not {recipe!r}")
     if not isinstance(options, LayerOptions):
         raise RecipeError(f"MemoryLayer needs rc.LayerOptions, not {options!r}")
-    if d_model < 1 or heads < 1:
-        raise RecipeError(f"d_model and heads must be at least 1, not {d_model} and {heads}")
-    if head_dim is None and d_model % heads:
-        raise RecipeError(
-            f"d_model = {d_model} is no multiple of {heads} heads: choose other sizes, or give "
-            "head_dim"
-        )
+    free = word_for("head_dim")
+    check_heads(d_model, heads, divide=head_dim is None, instead=free and f", or give {free}")
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
         raise RecipeError(
-            f"heads = {heads} must be a multiple of kv_heads = {kv_heads}: several query heads "
-            "share one memory, never the other way"
+            f"{word_for('heads')} = {heads} must be a multiple of {word_for('kv_heads')} = "
+            f"{kv_heads}: several query heads share one memory, never the other way"
+        )
+    key_dim = head_dim or options.key_dim or d_model // heads
+    if options.rope is not None and key_dim % 2:
+        own = word_for("head_dim" if head_dim else "key_dim")
+        shared = f"{word_for('d_model')} / {word_for('heads')}"
+        raise RecipeError(
+            "LayerOptions(rope=...) turns pairs of channels and needs an even "
+            f"{own if head_dim or options.key_dim else shared}, not {key_dim}"
+        )
+
+
+def check_heads(d_model: int, heads: int, *, divide: bool = True, instead: str = "") -> None:
+    """Whether a width can be divided among so many heads.
+
+    Args:
+        d_model: width of the tokens.
+        heads: that share it.
+        divide: whether it must be a multiple of them.
+        instead: what else there is to do than to choose other sizes.
+
+    Raises:
+        RecipeError: it cannot, in the words of whoever gave the sizes.
+    """
+    width, count = word_for("d_model"), word_for("heads")
+    if d_model < 1 or heads < 1:
+        raise RecipeError(f"{width} and {count} must be at least 1, not {d_model} and {heads}")
+    if divide and d_model % heads:
+        raise RecipeError(
+            f"{width} = {d_model} is no multiple of {count} = {heads}: choose other sizes{instead}"
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from recollect.choices.member import RecipeError
 from recollect.engines.select import select
+from recollect.layer.checks import check_heads
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
 from recollect.layer.state import LayerState
@@ -57,8 +58,7 @@ class FeedForward(nn.Module):
                 "no rope, gates or ties"
             )
         heads = 1 if options.joined else heads
-        if heads < 1 or d_model % heads:
-            raise RecipeError(f"d_model = {d_model} is no multiple of {heads} heads")
+        check_heads(d_model, heads)
         self.d_model, self.heads, self.kv_heads = d_model, heads, heads
         self.head_dim = self.value_dim = d_model // heads
         self.recipe, self.options = recipe, options

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recollect.choices.fields import Gate, Param
-from recollect.choices.member import RecipeError
 from recollect.layer.checks import check_options, check_sizes, check_state, check_tokens
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import Number, scaled
@@ -101,11 +100,6 @@ class MemoryLayer(nn.Module):
         self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads or heads
         self.head_dim = head_dim or options.key_dim or d_model // heads
         self.value_dim = value_dim or head_dim or d_model // heads
-        if options.rope is not None and self.head_dim % 2:
-            raise RecipeError(
-                f"LayerOptions(rope=...) turns pairs of channels and needs an even head_dim, not "
-                f"{self.head_dim}"
-            )
         self.recipe, self.options = recipe, options
         self.chunk_size, self.depth = chunk_size, depth
         check_options(recipe, options)

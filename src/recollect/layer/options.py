@@ -7,18 +7,26 @@ happens to the output, is said here, as plain data beside the recipe.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from recollect.choices.member import RecipeError
+from recollect.fields import (
+    REAL,
+    Validated,
+    checked,
+    flag,
+    integer,
+    number,
+    option,
+    real,
+    text,
+    whole,
+)
 
 __all__ = ["GateOptions", "LayerOptions", "Tie"]
 
-SOURCES = ("input", "learned", "fixed")
-SQUASHES = ("sigmoid", "softplus", "logsigmoid", "exp", "identity")
-SCHEDULES = ("dyadic", "alibi", "integers", "xpos")
 TIES = {
     "complement": "k",
     "blend": "k",
@@ -32,29 +40,44 @@ TIES = {
 """Rules of ties, and what each can make: keys, a probe, or (empty) a number of the recipe."""
 
 
-def _word(where: str, value: object, words: Iterable[str], *, optional: bool = False) -> None:
-    if (optional and value is None) or (isinstance(value, str) and value in words):
-        return
-    raise RecipeError(f"{where} must be one of {', '.join(map(repr, words))}, not {value!r}")
+class _Options(Validated):
+    """Fields that are checked, and refused as what has no meaning in a recipe."""
+
+    def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise RecipeError(str(error)) from None
+
+    @classmethod
+    def said(cls, field: str) -> str:
+        return f"{cls.__name__}({field}=...)"
 
 
-def _real(
-    where: str, value: object, *, above: float | None = None, at_least: float | None = None
-) -> float:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if fits:
-        assert isinstance(value, int | float)
-        if (above is None or value > above) and (at_least is None or value >= at_least):
-            return float(value)
-    bound = f" > {above:g}" if above is not None else ""
-    bound = f" >= {at_least:g}" if at_least is not None else bound
-    raise RecipeError(f"{where} must be a finite number{bound}, not {value!r}")
+def _conv(value: Any) -> int:
+    return 0 if value is None else whole()(value)
 
 
-def _whole(where: str, value: object, *, at_least: int) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= at_least:
-        return value
-    raise RecipeError(f"{where} must be a whole number >= {at_least}, not {value!r}")
+def _init(value: Any) -> float | tuple[float, ...]:
+    several = isinstance(value, list | tuple)
+    return tuple(map(real(REAL), value)) if several else real(REAL)(value)
+
+
+def _gates(value: Any) -> tuple[tuple[str, GateOptions], ...]:
+    try:
+        pairs = sorted(dict(value).items())
+    except (TypeError, ValueError):
+        raise ValueError(f"must map names to GateOptions, not {value!r}") from None
+    for name, options in pairs:
+        if not isinstance(name, str) or not isinstance(options, GateOptions):
+            raise ValueError(f"must map names to GateOptions, not {name!r} to {options!r}")
+    return tuple(pairs)
+
+
+def _ties(value: Any) -> tuple[Tie, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(tie, Tie) for tie in value):
+        raise ValueError(f"must be a tuple of Tie, not {value!r}")
+    return tuple(value)
 
 
 def _fields(cls: type, data: object) -> dict[str, Any]:
@@ -69,7 +92,7 @@ def _fields(cls: type, data: object) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateOptions:
+class GateOptions(_Options):
     """Where one number of the recipe comes from: a gate (per token), or a param (per head).
 
     The number is ``squash(z)``; z is a projection of the token plus a bias (``"input"``), the bias
@@ -105,42 +128,27 @@ class GateOptions:
         torch.Size([1, 4, 8])
     """
 
-    source: str | None = None
-    squash: str | None = None
-    low: float | None = None
-    high: float | None = None
-    temperature: float = 1.0
-    init: float | tuple[float, ...] | None = None
-    spread: float | None = None
-    rank: int | None = None
-    schedule: str | None = None
+    source: str | None = option(None, "input", "learned", "fixed", optional=True)
+    squash: str | None = option(
+        None, "sigmoid", "softplus", "logsigmoid", "exp", "identity", optional=True
+    )
+    low: float | None = number(None, optional=True)
+    high: float | None = number(None, optional=True)
+    temperature: float = number(1.0, above=0)
+    init: float | tuple[float, ...] | None = checked(None, _init, optional=True)
+    spread: float | None = number(None, at_least=1, optional=True)
+    rank: int | None = integer(None, optional=True)
+    schedule: str | None = option(None, "dyadic", "alibi", "integers", "xpos", optional=True)
 
-    def __post_init__(self) -> None:
-        me = "GateOptions"
-        _word(f"{me}(source=...)", self.source, SOURCES, optional=True)
-        _word(f"{me}(squash=...)", self.squash, SQUASHES, optional=True)
-        _word(f"{me}(schedule=...)", self.schedule, SCHEDULES, optional=True)
-        for name in ("low", "high"):
-            if getattr(self, name) is not None:
-                self._set(name, _real(f"{me}({name}=...)", getattr(self, name)))
+    def validate(self) -> None:
         if self.low is not None and self.high is not None and self.low >= self.high:
-            raise RecipeError(f"{me}(low={self.low:g}, high={self.high:g}): low must be below high")
-        self._set("temperature", _real(f"{me}(temperature=...)", self.temperature, above=0))
-        if self.spread is not None:
-            self._set("spread", _real(f"{me}(spread=...)", self.spread, at_least=1))
-        if self.rank is not None:
-            _whole(f"{me}(rank=...)", self.rank, at_least=0)
-        if isinstance(self.init, list | tuple):
-            self._set("init", tuple(_real(f"{me}(init=...)", value) for value in self.init))
-        elif self.init is not None:
-            self._set("init", _real(f"{me}(init=...)", self.init))
+            raise RecipeError(
+                f"GateOptions(low={self.low:g}, high={self.high:g}): low must be below high"
+            )
         if self.schedule is not None and (self.init is not None or self.spread is not None):
             raise RecipeError(
-                f"{me}(schedule={self.schedule!r}) gives the values: drop init and spread"
+                f"GateOptions(schedule={self.schedule!r}) gives the values: drop init and spread"
             )
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, every default written out."""
@@ -158,7 +166,7 @@ class GateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tie:
+class Tie(_Options):
     """One number that follows another instead of a projection of its own.
 
     Args:
@@ -188,15 +196,11 @@ class Tie:
         torch.Size([1, 4, 8])
     """
 
-    target: str
-    source: str
-    rule: str
+    target: str = text()
+    source: str = text()
+    rule: str = option(dataclasses.MISSING, *TIES)
 
-    def __post_init__(self) -> None:
-        _word("Tie(rule=...)", self.rule, TIES)
-        for name in ("target", "source"):
-            if not isinstance(getattr(self, name), str):
-                raise RecipeError(f"Tie({name}=...) must be a name, not {getattr(self, name)!r}")
+    def validate(self) -> None:
         if self.target == self.source:
             raise RecipeError(f"Tie: {self.target!r} cannot follow itself")
         if self.target != (TIES[self.rule] or self.target) or (
@@ -231,7 +235,7 @@ class Tie:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerOptions:
+class LayerOptions(_Options):
     """What a `MemoryLayer` does around its memory; defaults as in MIRAS 5.4 and ATLAS 5.1.
 
     Args:
@@ -271,73 +275,33 @@ class LayerOptions:
         (0, 'l2')
     """
 
-    conv: int = 4
-    conv_activation: str = "silu"
-    qk_norm: str = "l2"
-    qk: str = "input"
-    key_dim: int | None = None
-    rope: float | None = None
-    phase: str = "none"
-    shift: str = "none"
-    skip: bool = False
-    output_norm: str = "rms"
-    output_gate: str = "silu"
-    gates: tuple[tuple[str, GateOptions], ...] | Mapping[str, GateOptions] = ()
-    ties: tuple[Tie, ...] = ()
-    memory_scale: float = 1.0
-    anchors: int = 16
-    persistent: float = 0.0
-    joined: bool = False
+    conv: int = checked(4, _conv)
+    conv_activation: str = option("silu", "none")
+    qk_norm: str = option("l2", "rms", "scaled", "none")
+    qk: str = option("input", "ones")
+    key_dim: int | None = integer(None, at_least=1, optional=True)
+    rope: float | None = number(None, above=1, optional=True)
+    phase: str = option("none", "input", "learned")
+    shift: str = option("none", "static", "input")
+    skip: bool = flag(False)
+    output_norm: str = option("rms", "none")
+    output_gate: str = option("silu", "none")
+    gates: tuple[tuple[str, GateOptions], ...] | Mapping[str, GateOptions] = checked((), _gates)
+    ties: tuple[Tie, ...] = checked((), _ties)
+    memory_scale: float = number(1.0, above=0)
+    anchors: int = integer(16, at_least=1)
+    persistent: float = number(0.0, at_least=0)
+    joined: bool = flag(False)
 
-    def __post_init__(self) -> None:
-        me = "LayerOptions"
-        scale = _real(f"{me}(memory_scale=...)", self.memory_scale, above=0)
-        object.__setattr__(self, "memory_scale", scale)
-        _whole(f"{me}(anchors=...)", self.anchors, at_least=1)
-        object.__setattr__(
-            self, "persistent", _real(f"{me}(persistent=...)", self.persistent, at_least=0)
-        )
-        if not isinstance(self.joined, bool):
-            raise RecipeError(f"{me}(joined=...) must be True or False, not {self.joined!r}")
-        width = 0 if self.conv is None else _whole(f"{me}(conv=...)", self.conv, at_least=0)
-        object.__setattr__(self, "conv", width)
-        _word(f"{me}(conv_activation=...)", self.conv_activation, ("silu", "none"))
-        _word(f"{me}(qk_norm=...)", self.qk_norm, ("l2", "rms", "scaled", "none"))
-        _word(f"{me}(qk=...)", self.qk, ("input", "ones"))
-        _word(f"{me}(phase=...)", self.phase, ("input", "learned", "none"))
-        _word(f"{me}(shift=...)", self.shift, ("static", "input", "none"))
-        if self.key_dim is not None:
-            _whole(f"{me}(key_dim=...)", self.key_dim, at_least=1)
-        if not isinstance(self.skip, bool):
-            raise RecipeError(f"{me}(skip=...) must be True or False, not {self.skip!r}")
-        _word(f"{me}(output_norm=...)", self.output_norm, ("rms", "none"))
-        _word(f"{me}(output_gate=...)", self.output_gate, ("silu", "none"))
-        if self.rope is not None:
-            object.__setattr__(self, "rope", _real(f"{me}(rope=...)", self.rope, above=1))
-        try:
-            pairs = sorted(dict(self.gates).items())
-        except (TypeError, ValueError):
-            raise RecipeError(
-                f"{me}(gates=...) must map names to GateOptions, not {self.gates!r}"
-            ) from None
-        for name, value in pairs:
-            if not isinstance(name, str) or not isinstance(value, GateOptions):
-                raise RecipeError(
-                    f"{me}(gates=...) must map names to GateOptions, not {name!r} to {value!r}"
-                )
-        object.__setattr__(self, "gates", tuple(pairs))
-        if not isinstance(self.ties, list | tuple) or not all(
-            isinstance(tie, Tie) for tie in self.ties
-        ):
-            raise RecipeError(f"{me}(ties=...) must be a tuple of Tie, not {self.ties!r}")
-        object.__setattr__(self, "ties", tuple(self.ties))
+    def validate(self) -> None:
         targets = [tie.target for tie in self.ties]
         later = [set(targets[i:]) for i in range(len(targets))]
         pairs = zip(self.ties, later, strict=True)
         early = any(tie.source in rest - {"k"} for tie, rest in pairs)
         if len(set(targets)) < len(targets) or early:
             raise RecipeError(
-                f"{me}(ties=...): a number follows one other, which follows none or was tied before"
+                "LayerOptions(ties=...): a number follows one other, which follows none or was "
+                "tied before"
             )
 
     def gate(self, name: str) -> GateOptions:

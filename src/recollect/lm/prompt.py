@@ -120,9 +120,9 @@ class Prompt:
         Raises:
             ValueError: rows that are not this text's.
         """
-        told = self.inputs(more)
-        ids, mask, seen = told["input_ids"], told["attention_mask"], self.cache.seen
-        cache = told["past_key_values"]
+        inputs = self.inputs(more)
+        ids, mask, seen = inputs["input_ids"], inputs["attention_mask"], self.cache.seen
+        cache = inputs["past_key_values"]
         if ids.shape[1] - 1 > seen:
             fresh = {"attention_mask": mask[:, :-1], "use_cache": True, "logits_to_keep": 1}
             out = model(ids[:, seen:-1], past_key_values=cache, **fresh)
@@ -206,8 +206,8 @@ class Prompt:
         path = Path(path)
         tensors, metadata = read_tensors(path)
         written = _metadata(path, metadata)
-        for part, found in fingerprint(model).items():
-            if written["model"].get(part) != found:
+        for part, digest in fingerprint(model).items():
+            if written["model"].get(part) != digest:
                 raise CheckpointError(
                     f"{path} was read by another model: its {part} differs, and a state means "
                     "nothing to other weights; read the prompt anew"
@@ -243,8 +243,8 @@ def fingerprint(model: RecollectForCausalLM) -> dict[str, str]:
 
     Cost: one pass over the weights, about a second per gigabyte.
     """
-    told = {n: x for n, x in model.config.to_dict().items() if n not in SILENT}
-    plain = json.dumps(told, sort_keys=True, default=str).encode()
+    settings = {n: x for n, x in model.config.to_dict().items() if n not in SILENT}
+    plain = json.dumps(settings, sort_keys=True, default=str).encode()
     return {
         "configuration": hashlib.sha256(plain).hexdigest(),
         "weights": _digest(model.state_dict()),
@@ -301,11 +301,11 @@ def _check_states(cache: RecollectCache, model: RecollectForCausalLM) -> None:
     with torch.no_grad():
         short, long = (model.model(ids[:, :n], use_cache=True).past_key_values for n in (1, 3))
     for index, (state, a, b) in enumerate(zip(cache, short, long, strict=True)):
-        found, one, three = state.to_dict(), a.to_dict(), b.to_dict()
-        if set(found) != set(three):
-            odd = sorted(set(found) ^ set(three))[0]
+        parts, one, three = state.to_dict(), a.to_dict(), b.to_dict()
+        if set(parts) != set(three):
+            odd = sorted(set(parts) ^ set(three))[0]
             raise ValueError(f"{odd!r} of layer {index} is missing or too many")
-        for name, x in found.items():
+        for name, x in parts.items():
             free = [m != n for m, n in zip(one[name].shape, three[name].shape, strict=True)]
             shape = [
                 n if f else m for m, n, f in zip(three[name].shape, x.shape, free, strict=True)

@@ -98,29 +98,29 @@ class SwappedAttention(nn.Module):
         Raises:
             ValueError: a mask that is not causal, or a cache that cannot hold a state.
         """
-        told = columns(attention_mask, hidden_states, others.get("cu_seq_lens_q"))
+        where = columns(attention_mask, hidden_states, others.get("cu_seq_lens_q"))
         if past_key_values is None:
-            y, _ = _run(self.layer, hidden_states, None, told, output_state=False)
+            y, _ = _run(self.layer, hidden_states, None, where, output_state=False)
             return self.dropout(y), None
         slot = _slot(past_key_values, self.layer_idx)
-        y, after = _run(self.layer, hidden_states, slot, told, output_state=True)
+        y, after = _run(self.layer, hidden_states, slot, where, output_state=True)
         slot.advance(after, hidden_states.shape[1])
         return self.dropout(y), None
 
 
 def _run(
-    layer: MemoryLayer, x: Tensor, slot: StateLayer | None, told: Columns, *, output_state: bool
+    layer: MemoryLayer, x: Tensor, slot: StateLayer | None, where: Columns, *, output_state: bool
 ) -> tuple[Tensor, Any]:
     state = None if slot is None else slot.state
-    if told.borders is None:
-        return layer(x, state, told.mask, output_state=output_state)
+    if where.borders is None:
+        return layer(x, state, where.mask, output_state=output_state)
     if output_state:
         raise ValueError(
             "packed documents end where others begin, so there is no one state to go on from: pass "
             "use_cache=False, or one document per row"
         )
     # All rows in one: documents know nothing of each other anyway.
-    y, _ = layer(x.reshape(1, -1, x.shape[-1]), None, None, told.borders, output_state=False)
+    y, _ = layer(x.reshape(1, -1, x.shape[-1]), None, None, where.borders, output_state=False)
     return y.view_as(x), None
 
 
@@ -206,15 +206,15 @@ def replace_attention(
         >>> model(torch.tensor([[1, 2, 3]])).logits.shape
         torch.Size([1, 3, 32])
     """
-    found = _attentions(model)
-    if not found:
+    attentions = _attentions(model)
+    if not attentions:
         raise ValueError(
             f"{type(model).__name__} has no attention that could be replaced: modules are sought "
             f"that have a layer_idx, {', '.join(SEPARATE)} (or one of {', '.join(FUSED)}) and one "
             f"of {', '.join(OUT)}"
         )
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
-    chosen, (made, options) = _chosen(found, layers, depth), resolved(recipe)
+    chosen, (made, options) = _chosen(attentions, layers, depth), resolved(recipe)
     if options.persistent:
         raise RecipeError(
             "LayerOptions(persistent=...) reads learned pairs and no tokens, so it cannot stand in "
@@ -223,7 +223,7 @@ def replace_attention(
     swapped: list[tuple[str, SwappedAttention]] = []
     reports: list[SwappedLayer] = []
     for index in chosen:
-        name, old = found[index]
+        name, old = attentions[index]
         sizes = _sizes(model, old, name)
         layer = MemoryLayer(
             sizes.d_model,
@@ -239,8 +239,8 @@ def replace_attention(
         reports.append(_take_over(layer, old, sizes, index=index, name=name))
         weight = next(old.parameters())
         layer.to(device=weight.device, dtype=weight.dtype).train(old.training)
-        kept = getattr(old, "resid_dropout", None)
-        swapped.append((name, SwappedAttention(layer, index, kept)))
+        dropout = getattr(old, "resid_dropout", None)
+        swapped.append((name, SwappedAttention(layer, index, dropout)))
     # Only now, so that a refusal leaves the model as it was.
     for name, module in swapped:
         model.set_submodule(name, module)
@@ -259,28 +259,28 @@ class _Sizes:
 
 def _attentions(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     """Self-attention by layer, with its module's name."""
-    found: dict[int, tuple[str, nn.Module]] = {}
+    by_layer: dict[int, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
         into = all(hasattr(module, n) for n in SEPARATE) or any(hasattr(module, n) for n in FUSED)
         back = any(hasattr(module, n) for n in OUT)
         if isinstance(index, int) and into and back and not hasattr(module, "q_attn"):
-            found.setdefault(index, (name, module))
-    return dict(sorted(found.items()))
+            by_layer.setdefault(index, (name, module))
+    return dict(sorted(by_layer.items()))
 
 
-def _chosen(found: dict[int, Any], layers: Iterable[int] | None, depth: int) -> list[int]:
+def _chosen(attentions: dict[int, Any], layers: Iterable[int] | None, depth: int) -> list[int]:
     if layers is None:
-        return list(found)
+        return list(attentions)
     indices = [layers] if isinstance(layers, int) else list(layers)
     places: list[int] = []
     for index in indices:
         whole = isinstance(index, int) and not isinstance(index, bool)
         place = index + depth if whole and index < 0 else index
-        if place not in found:
+        if place not in attentions:
             raise ValueError(
                 f"layers names {index!r}, and this decoder has attention that could be replaced "
-                f"in layers {', '.join(map(str, found))}"
+                f"in layers {', '.join(map(str, attentions))}"
             )
         places.append(place)
     if not places:

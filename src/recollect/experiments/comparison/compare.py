@@ -20,6 +20,7 @@ from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import match_parameters, parameter_count
 from recollect.recipe.recipe import Recipe
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
+from recollect.wording import word_for, worded
 from recollect.zoo.preset import Preset, get
 
 __all__ = ["Named", "compare", "named"]
@@ -95,7 +96,7 @@ def compare(
         if task not in TASKS:
             raise ValueError(f"compare: unknown task {task!r}; there are {', '.join(TASKS)}")
     if jobs < 1:
-        raise ValueError(f"compare: jobs must be at least 1, not {jobs}")
+        raise ValueError(f"{word_for('jobs', 'compare: jobs')} must be at least 1, not {jobs}")
     every = {task: (sizes or {}).get(task, DEFAULTS[task]) for task in dict.fromkeys(tasks)}
     bigram = None
     facts: dict[str, str] = {}
@@ -139,6 +140,15 @@ def compare(
     )
 
 
+@worded(
+    {
+        "hidden_size": "width",
+        "num_hidden_layers": "depth",
+        "num_attention_heads": "heads",
+        "head_dim": "",  # all layers divide the width among their heads
+        "target": "parameters",
+    }
+)
 def _equal_configs(
     chosen: Sequence[tuple[str, Recipe, LayerOptions]],
     vocab: int,

@@ -10,6 +10,7 @@ from recollect.experiments.comparison.training import History, Schedule
 from recollect.experiments.framework.records import plain
 from recollect.fields import Validated, held, integer, whole
 from recollect.report.environment import Environment
+from recollect.wording import word_for
 
 __all__ = ["DEFAULTS", "Comparison", "ModelRun", "Nobody", "Sizes", "Watcher"]
 
@@ -77,8 +78,11 @@ class Sizes(Validated):
         if tokens is None:
             return changed
         if steps is not None:
-            raise ValueError("steps and tokens exclude each other: one follows from the other")
-        held("tokens", whole(1), tokens)
+            raise ValueError(
+                f"{word_for('steps')} and {word_for('tokens')} exclude each other: one follows "
+                "from the other"
+            )
+        held(word_for("tokens"), whole(1), tokens)
         steps = -(-tokens // (schedule.batch * changed.length))
         return replace(changed, schedule=replace(schedule, steps=steps))
 

@@ -125,7 +125,7 @@ class RowStream(IterableDataset[Row]):
     Args:
         documents: can be iterated again. tokenizer, context: as in `pack`.
         length: how many to give.
-        shuffle: how many rows are held, of which one is drawn; 1 keeps the order.
+        shuffle: how many rows the buffer holds, of which one is drawn; 1 keeps the order.
         seed: of the draws.
 
     Raises:
@@ -154,25 +154,25 @@ class RowStream(IterableDataset[Row]):
 
     def _endless(self) -> Iterator[Row]:
         draw = np.random.default_rng(self.seed)
-        held: list[Row] = []
+        buffer: list[Row] = []
         while True:
             made = 0
             for row in pack(self.documents, self.tokenizer, context=self.context, tally=self.tally):
                 made += 1
-                held.append(row)
-                if len(held) >= self.shuffle:
-                    yield _drawn(held, draw)
+                buffer.append(row)
+                if len(buffer) >= self.shuffle:
+                    yield _drawn(buffer, draw)
             if not made:
                 raise ValueError(_TOO_SHORT.format(context=self.context))
-            while held:
-                yield _drawn(held, draw)
+            while buffer:
+                yield _drawn(buffer, draw)
 
 
-def _drawn(held: list[Row], draw: np.random.Generator) -> Row:
-    """One of the rows held, whose place the last one takes."""
-    place = int(draw.integers(len(held)))
-    held[place], held[-1] = held[-1], held[place]
-    return held.pop()
+def _drawn(buffer: list[Row], draw: np.random.Generator) -> Row:
+    """One of the rows in the buffer, whose place the last one takes."""
+    place = int(draw.integers(len(buffer)))
+    buffer[place], buffer[-1] = buffer[-1], buffer[place]
+    return buffer.pop()
 
 
 _TOO_SHORT = (

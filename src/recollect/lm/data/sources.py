@@ -21,12 +21,12 @@ class BadLines:
     Attributes:
         skip: go on without it; otherwise the first one ends the run.
         count: lines left out.
-        told: the first few, each with file and line.
+        examples: the first few, each with file and line.
     """
 
     skip: bool = False
     count: int = 0
-    told: list[str] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)
 
     def note(self, where: str, reason: str) -> None:
         """A line that cannot be read.
@@ -41,8 +41,8 @@ class BadLines:
             )
         self.count += 1
         message = f"{where}: {reason}"
-        if len(self.told) < 10 and message not in self.told:
-            self.told.append(message)
+        if len(self.examples) < 10 and message not in self.examples:
+            self.examples.append(message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +115,8 @@ class Source:
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 try:
-                    found = file.read_row_group(group, columns=[self.column])
-                    texts = found.column(self.column).to_pylist()
+                    table = file.read_row_group(group, columns=[self.column])
+                    texts = table.column(self.column).to_pylist()
                 except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
                     where = f"{path}: rows {number + 1} to {number + rows}"
                     self.bad.note(where, f"cannot be read ({error})")
@@ -158,7 +158,7 @@ def find_files(patterns: Sequence[str], *, key: str) -> tuple[Path, ...]:
     Raises:
         ValueError: a pattern that finds nothing.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
@@ -171,8 +171,8 @@ def find_files(patterns: Sequence[str], *, key: str) -> tuple[Path, ...]:
             raise ValueError(
                 f"[data] {key}: {pattern!r} finds no file (in a folder: {', '.join(_KINDS)})"
             )
-        found += here
-    return tuple(dict.fromkeys(found))
+        files += here
+    return tuple(dict.fromkeys(files))
 
 
 @dataclass(frozen=True, kw_only=True)

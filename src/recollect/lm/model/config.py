@@ -14,6 +14,7 @@ from recollect.engines.select import select
 from recollect.layer.blocks import mlp_width
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
+from recollect.wording import word_for
 from recollect.zoo.preset import Preset, get
 
 __all__ = ["SCHEMA", "Named", "RecollectConfig", "resolved"]
@@ -242,9 +243,10 @@ def _check_fields(config: RecollectConfig) -> None:
     """Types and ranges of everything but the recipes."""
 
     def refuse(name: str, wanted: str) -> None:
-        said = repr(getattr(config, name))
-        said = said if len(said) <= 80 else f"{said[:77]}..."
-        raise RecipeError(f"RecollectConfig({name}=...) must be {wanted}, not {said}")
+        given = repr(getattr(config, name))
+        given = given if len(given) <= 80 else f"{given[:77]}..."
+        where = word_for(name, f"RecollectConfig({name}=...)")
+        raise RecipeError(f"{where} must be {wanted}, not {given}")
 
     for name in (*_SIZES, *_OPTIONAL):
         value = getattr(config, name)

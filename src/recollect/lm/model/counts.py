@@ -16,6 +16,7 @@ from recollect.layer.token_shift import RANK as SHIFT_RANK
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.recipe.recipe import Recipe
+from recollect.wording import word_for
 
 __all__ = ["count_parameters", "match_parameters", "parameter_count"]
 
@@ -78,7 +79,7 @@ def _layer(config: RecollectConfig, recipe: Recipe, options: LayerOptions) -> di
     qkv, width = sum(streams.values()), heads * V
     gated = options.output_gate == "silu"
     numbers = list(_numbers(recipe, options, D=D, N=N, K=K, V=V))
-    found = {
+    counts = {
         "maps": D * qkv + width * D * (2 if gated else 1),
         "convolution": (options.conv or 0) * qkv,
         "gates": sum(count for count, _ in numbers),
@@ -86,21 +87,21 @@ def _layer(config: RecollectConfig, recipe: Recipe, options: LayerOptions) -> di
     }
     if options.phase != "none":
         size = V if recipe.memory.diagonal else K
-        found["other"] += N * (size // 2) * (1 + (D if options.phase == "input" else 0))
+        counts["other"] += N * (size // 2) * (1 + (D if options.phase == "input" else 0))
     if options.shift != "none":
         made = sum(from_input for _, from_input in numbers)
         n = sum(1 for size in streams.values() if size) + made + gated
         rank = min(SHIFT_RANK, D)
-        found["other"] += n * D + (D + 2 * n * D * rank if options.shift == "input" else 0)
+        counts["other"] += n * D + (D + 2 * n * D * rank if options.shift == "input" else 0)
     if options.skip:
-        found["other"] += N * V
-    found["other"] += sum(N * K for tie in options.ties if tie.rule in ("blend", "direction"))
+        counts["other"] += N * V
+    counts["other"] += sum(N * K for tie in options.ties if tie.rule in ("blend", "direction"))
     if recipe.needs_init():
         shapes = recipe.shapes(K, V)
         if recipe.dual:
             shapes = recipe.starts(K, V, pairs=options.anchors)
-        found["other"] += N * sum(math.prod(shape) for shape in shapes)
-    return found
+        counts["other"] += N * sum(math.prod(shape) for shape in shapes)
+    return counts
 
 
 def _numbers(
@@ -202,7 +203,8 @@ def match_parameters(configs: Sequence[RecollectConfig], target: int) -> list[Re
         if target < least - step // 2:
             raise ValueError(
                 f"{', '.join(config.layers)}: {least:,} parameters with the narrowest MLP are more "
-                f"than the {target:,} asked for; raise the target or lower hidden_size"
+                f"than the {target:,} asked for; raise {word_for('target')} or lower "
+                f"{word_for('hidden_size')}"
             )
         config.intermediate_size = STEP * (1 + round((target - least) / step))
         matched.append(config)

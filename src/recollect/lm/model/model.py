@@ -17,6 +17,7 @@ from recollect.layer.memory_layer import MemoryLayer
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.pretrained import RecollectPreTrainedModel
+from recollect.wording import worded
 
 __all__ = ["RecollectForCausalLM", "RecollectModel"]
 
@@ -185,8 +186,10 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
         )
         x = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(x[:, kept])
+        columns = (
+            slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        )
+        logits = self.lm_head(x[:, columns])
         loss = None
         if labels is not None:
             if logits.shape[:2] != labels.shape:
@@ -194,8 +197,8 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                     f"labels must have shape {list(logits.shape[:2])} [B, T], one per logit, not "
                     f"{list(labels.shape)}"
                 )
-            asked = _asked(labels, attention_mask, cu_seqlens)
-            loss = _loss(logits, asked, num_items_in_batch)
+            targets = _targets(labels, attention_mask, cu_seqlens)
+            loss = _loss(logits, targets, num_items_in_batch)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -256,13 +259,13 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         if past_key_values and past_key_values.rows < rows and not rows % past_key_values.rows:
             repeats = rows // past_key_values.rows
             past_key_values = past_key_values.map(lambda state: state.repeat(repeats))
-        kept = kwargs.get("logits_to_keep")
+        to_keep = kwargs.get("logits_to_keep")
         return {
             **fresh,
             "attention_mask": attention_mask,
             "past_key_values": past_key_values,
             "use_cache": kwargs.get("use_cache", True),
-            **({} if kept is None else {"logits_to_keep": kept}),
+            **({} if to_keep is None else {"logits_to_keep": to_keep}),
         }
 
     def generate(  # type: ignore[override]
@@ -290,6 +293,9 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
 
+@worded(
+    {"d_model": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+)
 def _layer(config: RecollectConfig, index: int) -> MemoryLayer | FeedForward:
     recipe, options = config.recipe(config.pattern[index])
     return layer_of(
@@ -333,7 +339,7 @@ def _mask(mask: Tensor | None, x: Tensor, seen: int) -> Tensor | None:
     return mask
 
 
-def _asked(labels: Tensor, mask: Tensor | None, borders: Tensor | None) -> Tensor:
+def _targets(labels: Tensor, mask: Tensor | None, borders: Tensor | None) -> Tensor:
     """Next tokens ``[B, T − 1]`` to be predicted, `IGNORE` where nothing predicts them."""
     if borders is not None:
         starts = borders[:-1].to(device=labels.device, dtype=torch.long)

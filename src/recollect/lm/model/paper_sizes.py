@@ -76,11 +76,11 @@ def paper_config(size: str, recipes: Named, **sizes: Any) -> RecollectConfig:
         >>> config.hidden_size, config.num_hidden_layers, config.vocab_size
         (768, 12, 1000)
     """
-    found = paper_size(size)
+    paper = paper_size(size)
     own = {
-        "vocab_size": found.vocab,
-        "hidden_size": found.width,
-        "num_hidden_layers": found.depth,
-        "num_attention_heads": found.heads,
+        "vocab_size": paper.vocab,
+        "hidden_size": paper.width,
+        "num_hidden_layers": paper.depth,
+        "num_attention_heads": paper.heads,
     }
     return RecollectConfig.from_recipes(recipes, **{**own, **sizes})

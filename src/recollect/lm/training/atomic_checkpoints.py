@@ -120,14 +120,14 @@ def last_checkpoint(run: Path) -> Path | None:
     Raises:
         ValueError: it lacks a file. Ours appear whole, so somebody took it away.
     """
-    found = [
+    numbered = [
         (int(match[1]), path)
         for path in (run.iterdir() if run.is_dir() else ())
         if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and path.is_dir()
     ]
-    if not found:
+    if not numbered:
         return None
-    path = max(found)[1]
+    path = max(numbered)[1]
     sharded = (path / "model.safetensors.index.json").exists() or any(path.glob("pytorch_model*"))
     for name in _NEEDED:
         if not (path / name).exists() and not (sharded and name != "trainer_state.json"):
@@ -185,13 +185,13 @@ def explained(run: Path, name: str) -> Iterator[None]:
         checkpoint = None
         with contextlib.suppress(ValueError):
             checkpoint = last_checkpoint(run)
-        kept = "no checkpoint was written before"
+        left = "no checkpoint was written before"
         if checkpoint is not None:
-            kept = f"{checkpoint.name} is whole, and --resume goes on from it"
+            left = f"{checkpoint.name} is whole, and --resume goes on from it"
         reason = "the disk is full" if _full(error, run) else str(error)
         free = shutil.disk_usage(run).free / 2**20
         raise CheckpointError(
-            f"{name} could not be written to {run}: {reason} ({free:,.0f} MiB free); {kept}"
+            f"{name} could not be written to {run}: {reason} ({free:,.0f} MiB free); {left}"
         ) from error
 
 

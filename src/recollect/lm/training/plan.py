@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from recollect.fields import Range, Validated, checked, flag, integer, number, option, real, whole
 from recollect.lm.model.paper_sizes import PAPER_SIZES, paper_size
+from recollect.wording import word_for
 
 __all__ = ["DataPlan", "ModelPlan", "OptimizerPlan", "RunPlan", "TrainPlan", "load_plan"]
 
@@ -61,7 +62,7 @@ class _Table(Validated):
 
     @classmethod
     def said(cls, field: str) -> str:
-        return f"[{cls.table()}] {field}"
+        return word_for(f"[{cls.table()}] {field}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from recollect.lm.model.paper_sizes import PAPER_SIZES
 from recollect.lm.training.plan import ModelPlan, TrainPlan
 from recollect.recipe.files import load_recipe
 from recollect.recipe.recipe import Recipe
+from recollect.wording import worded
 from recollect.zoo.preset import get
 
 __all__ = [
@@ -46,14 +47,15 @@ def build_model(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast) -> Recollec
     if plan.model.start is not None:
         model = RecollectForCausalLM.from_pretrained(plan.model.start)
         return model.float()
-    return RecollectForCausalLM(model_config(plan.model, tokenizer))
+    with worded(_WORDS):
+        return RecollectForCausalLM(model_config(plan.model, tokenizer))
 
 
 def compile_blocks(model: RecollectForCausalLM) -> str:
     """Compile what one graph can hold, in place, and say what that is.
 
     Engines choose their way by what they see (how strong a decay is, whether a solve went well), so
-    a graph through a memory breaks dozens of times and gains nothing. MLPs are the same products
+    a graph through most memories breaks many times and gains nothing. MLPs are the same products
     for every batch.
     """
     for block in model.model.blocks:
@@ -85,6 +87,20 @@ def enough_memory(plan: TrainPlan) -> Iterator[None]:
         ) from error
 
 
+_WORDS = {
+    "hidden_size": "[model] width",
+    "num_hidden_layers": "[model] depth",
+    "num_attention_heads": "[model] heads",
+    "num_key_value_heads": "[model] kv_heads",
+    "head_dim": "[model] key_dim",
+    "value_dim": "[model] value_dim",
+    "intermediate_size": "[model] mlp",
+    "target": "[model] parameters",
+}
+"""How a plan calls the arguments of a configuration."""
+
+
+@worded(_WORDS)
 def model_config(plan: ModelPlan, tokenizer: PreTrainedTokenizerFast) -> RecollectConfig:
     """The configuration that ``[model]`` describes, for a tokenizer.
 
@@ -97,8 +113,8 @@ def model_config(plan: ModelPlan, tokenizer: PreTrainedTokenizerFast) -> Recolle
     if plan.recipes:
         named = {name: _recipe(value, None) for name, value in plan.recipes.items()}
     else:
-        found = _recipe(plan.recipe, plan.options)
-        named = found if isinstance(found, str) else {_name(plan.recipe): found}
+        recipe = _recipe(plan.recipe, plan.options)
+        named = recipe if isinstance(recipe, str) else {_name(plan.recipe): recipe}
     config = RecollectConfig.from_recipes(
         named,
         layers=plan.layers or None,

@@ -71,10 +71,10 @@ def same_model(checkpoint: Path, config: RecollectConfig) -> None:
     if not (checkpoint / "config.json").exists():
         return  # a checkpoint that many devices share has none
     before = RecollectConfig.from_pretrained(checkpoint)
-    for mine, kept in zip(config.pattern, before.pattern, strict=False):
-        if config.recipe(mine) != before.recipe(kept):
+    for now, saved in zip(config.pattern, before.pattern, strict=False):
+        if config.recipe(now) != before.recipe(saved):
             raise ValueError(
-                f"{checkpoint} was trained with another recipe than {mine!r} is now: put it back "
+                f"{checkpoint} was trained with another recipe than {now!r} is now: put it back "
                 "as it was, or give another folder as out in [run]"
             )
 

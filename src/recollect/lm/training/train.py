@@ -145,9 +145,9 @@ def train(
     torch.manual_seed(plan.run.seed)
     model = build_model(plan, tokenizer)
     notes: list[str] = []
-    told = bad.count
-    if told:
-        say(f"{told} lines were left out: {'; '.join(bad.told)}")
+    reported = bad.count
+    if reported:
+        say(f"{reported} lines were left out: {'; '.join(bad.examples)}")
     if plan.run.compile:
         notes.append(compile_blocks(model))
     if plan.run.checkpointing:
@@ -187,8 +187,8 @@ def train(
         trainer.save_whole(out / "model")
         if stock.heldout and not (plan.run.eval_every and plan.steps % plan.run.eval_every == 0):
             trainer.evaluate()
-    if bad.count > told:  # rows that stream are read while training
-        say(f"{bad.count} lines were left out: {'; '.join(bad.told)}")
+    if bad.count > reported:  # rows that stream are read while training
+        say(f"{bad.count} lines were left out: {'; '.join(bad.examples)}")
     return Trained(
         model=model,
         folder=out / "model",
@@ -198,7 +198,7 @@ def train(
         loss=keeper.progress.loss,
         heldout=keeper.progress.heldout,
         skipped=bad.count,
-        skipped_lines=tuple(bad.told),
+        skipped_lines=tuple(bad.examples),
         notes=tuple(notes),
     )
 
@@ -228,16 +228,16 @@ class RecollectTrainer(AtomicTrainer):
         assert model is not None
         training = model.training
         model.eval()
-        began, total, asked = time.perf_counter(), 0.0, 0
+        began, total, tokens = time.perf_counter(), 0.0, 0
         size = self.args.per_device_eval_batch_size
         for start in range(0, len(rows), size):
             batch = self._prepare_inputs(self.data_collator(cast(Any, rows[start : start + size])))
             with self.compute_loss_context_manager(), self.accelerator.autocast():
                 loss = model(**batch, use_cache=False).loss
             count = int((batch["labels"][:, 1:] != IGNORE).sum())
-            total, asked = total + float(loss) * count, asked + count
+            total, tokens = total + float(loss) * count, tokens + count
         model.train(training)
-        nats = total / max(asked, 1)
+        nats = total / max(tokens, 1)
         metrics = {
             "eval_loss": nats,
             "eval_bits_per_byte": nats / math.log(2) / self.bytes_per_token,

@@ -49,10 +49,10 @@ def parameter_groups(model: nn.Module, *, weight_decay: float = 0.1) -> list[dic
     """
     names = set(decayed_names(model))
     decayed = [p for name, p in _trained(model) if name in names]
-    kept = [p for name, p in _trained(model) if name not in names]
+    others = [p for name, p in _trained(model) if name not in names]
     groups: list[dict[str, object]] = [
         {"params": decayed, "weight_decay": weight_decay},
-        {"params": kept, "weight_decay": 0.0},
+        {"params": others, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

@@ -1,0 +1,45 @@
+"""Names of arguments in messages: those that the user wrote, wherever the check stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+__all__ = ["word_for", "worded"]
+
+_WORDS: ContextVar[Mapping[str, str]] = ContextVar("words", default={})  # noqa: B039
+
+
+@contextmanager
+def worded(words: Mapping[str, str]) -> Iterator[None]:
+    """Inside, messages name arguments by other words; as a decorator, during every call.
+
+    These nest: a layer's ``d_model`` is a model's ``hidden_size``, which is ``width`` in a plan.
+
+    Args:
+        words: by the name that the code inside has; empty for what cannot be given out here.
+
+    Examples:
+        >>> from recollect.wording import word_for, worded
+        >>> with worded({"hidden_size": "width"}), worded({"d_model": "hidden_size"}):
+        ...     word_for("d_model")
+        'width'
+    """
+    outer = _WORDS.get()
+    inner = {name: outer.get(word, word) for name, word in words.items()}
+    token = _WORDS.set({**outer, **inner})
+    try:
+        yield
+    finally:
+        _WORDS.reset(token)
+
+
+def word_for(name: str, otherwise: str | None = None) -> str:
+    """What the user calls an argument.
+
+    Args:
+        name: that the code has for it.
+        otherwise: where nobody has said; the name itself if omitted.
+    """
+    return _WORDS.get().get(name, name if otherwise is None else otherwise)

@@ -1,0 +1,277 @@
+"""A size that cannot be is refused by the name that the user wrote, wherever the check stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import recollect as rc
+from recollect.wording import word_for, worded
+
+ROPE = rc.LayerOptions(rope=1e4)
+PRESET = rc.zoo.get("delta_net")
+FEED_FORWARD = rc.zoo.get("ffn_relu")
+
+
+def refusal(make: Callable[[], object]) -> str:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011  # the sentence is compared whole
+        make()
+    return str(refused.value)
+
+
+def test_words_nest_and_end() -> None:
+    with worded({"hidden_size": "width", "head_dim": ""}):
+        with worded({"d_model": "hidden_size", "heads": "num_attention_heads"}):
+            assert [word_for("d_model"), word_for("heads")] == ["width", "num_attention_heads"]
+            assert word_for("head_dim") == ""
+            assert word_for("depth", "the depth") == "the depth"
+        assert word_for("d_model") == "d_model"
+
+    @worded({"heads": "H"})
+    def refuse() -> None:
+        raise ValueError(word_for("heads"))
+
+    for _ in range(2):
+        assert refusal(refuse) == "H"
+    assert word_for("heads") == "heads"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: rc.MemoryLayer(12, 5, rc.Recipe()),
+            "d_model = 12 is no multiple of heads = 5: choose other sizes, or give head_dim",
+        ),
+        (
+            lambda: PRESET.build(12, 5),
+            "d_model = 12 is no multiple of heads = 5: choose other sizes, or give head_dim",
+        ),
+        (
+            lambda: FEED_FORWARD.build(12, 5, options=rc.zoo.get("ffn_multi_head").options),
+            "d_model = 12 is no multiple of heads = 5: choose other sizes",
+        ),
+        (lambda: PRESET.build(12, 0), "d_model and heads must be at least 1, not 12 and 0"),
+        (
+            lambda: PRESET.build(12, 4, kv_heads=3),
+            "heads = 4 must be a multiple of kv_heads = 3: several query heads share one memory, "
+            "never the other way",
+        ),
+        (
+            lambda: PRESET.build(6, 2, options=ROPE),
+            "LayerOptions(rope=...) turns pairs of channels and needs an even d_model / heads, "
+            "not 3",
+        ),
+        (
+            lambda: PRESET.build(8, 2, options=ROPE, head_dim=5),
+            "LayerOptions(rope=...) turns pairs of channels and needs an even head_dim, not 5",
+        ),
+        (
+            lambda: PRESET.build(8, 2, options=rc.LayerOptions(rope=1e4, key_dim=7)),
+            "LayerOptions(rope=...) turns pairs of channels and needs an even key_dim, not 7",
+        ),
+    ],
+)
+def test_a_layer_says_what_its_arguments_are_called(make: Callable[[], object], says: str) -> None:
+    assert refusal(make) == says
+
+
+def model(recipe: str = "delta_net", **sizes: Any) -> object:
+    least = {"hidden_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 16}
+    config = rc.lm.RecollectConfig.from_recipes(recipe, **{**least, **sizes})
+    return rc.lm.RecollectForCausalLM(config)
+
+
+CONFIGS: list[tuple[Callable[[], object], str]] = [
+    (
+        lambda: model(num_attention_heads=5),
+        "hidden_size = 12 is no multiple of num_attention_heads = 5: choose other sizes, or give "
+        "head_dim",
+    ),
+    (
+        lambda: model("ffn_multi_head", num_attention_heads=5),
+        "hidden_size = 12 is no multiple of num_attention_heads = 5: choose other sizes",
+    ),
+    (
+        lambda: model(num_attention_heads=4, num_key_value_heads=3),
+        "num_attention_heads = 4 must be a multiple of num_key_value_heads = 3: several query "
+        "heads share one memory, never the other way",
+    ),
+    (
+        lambda: model("softmax_attention", num_attention_heads=4),
+        "LayerOptions(rope=...) turns pairs of channels and needs an even hidden_size / "
+        "num_attention_heads, not 3",
+    ),
+    (
+        lambda: rc.lm.RecollectConfig(hidden_size=0),
+        "RecollectConfig(hidden_size=...) must be a whole number from 1 to 2,147,483,647, not 0",
+    ),
+    (
+        lambda: rc.lm.RecollectConfig.from_recipes("gla", num_hidden_layers=10**6),
+        "RecollectConfig(num_hidden_layers=...) must be a whole number from 1 to 10,000, not "
+        "1000000",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), CONFIGS)
+def test_a_configuration_says_what_its_fields_are_called(
+    make: Callable[[], object], says: str
+) -> None:
+    pytest.importorskip("transformers")
+    assert refusal(make) == says
+
+
+def test_too_few_parameters_are_said_in_the_words_of_a_configuration() -> None:
+    pytest.importorskip("transformers")
+    config = rc.lm.RecollectConfig.from_recipes(
+        "gla", vocab_size=16, hidden_size=12, num_attention_heads=2, num_hidden_layers=1
+    )
+    found = refusal(lambda: rc.lm.match_parameters([config], 1))
+    assert found.endswith("than the 1 asked for; raise target or lower hidden_size")
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        (
+            {"width": 12, "heads": 5},
+            "[model] width = 12 is no multiple of [model] heads = 5: choose other sizes, or give "
+            "[model] key_dim",
+        ),
+        (
+            {"width": 12, "heads": 4, "kv_heads": 3},
+            "[model] heads = 4 must be a multiple of [model] kv_heads = 3: several query heads "
+            "share one memory, never the other way",
+        ),
+        (
+            {"recipe": "softmax_attention", "width": 12, "heads": 2, "key_dim": 3},
+            "LayerOptions(rope=...) turns pairs of channels and needs an even [model] key_dim, "
+            "not 3",
+        ),
+        ({"depth": 10**6}, "[model] depth must be a whole number from 1 to 10,000, not 1000000"),
+        (
+            {"width": 2**31, "heads": 1},
+            "[model] width must be a whole number from 1 to 2,147,483,647, not 2147483648",
+        ),
+        (
+            {"mlp": 2**31},
+            "[model] mlp must be a whole number from 1 to 2,147,483,647, not 2147483648",
+        ),
+        (
+            {"recipe": "gla", "width": 12, "heads": 2, "parameters": 1},
+            "raise [model] parameters or lower [model] width",
+        ),
+    ],
+)
+def test_a_plan_says_what_its_keys_are_called(table: dict[str, Any], says: str) -> None:
+    pytest.importorskip("transformers")
+    from recollect.lm.data.tokenizers import byte_tokenizer
+    from recollect.lm.training.plan import TrainPlan
+    from recollect.lm.training.prepare import build_model
+
+    tables = {"model": table, "data": {"train": "a.txt"}, "optimizer": {"steps": 1}}
+    plan = TrainPlan.from_dict(tables)
+    assert says in refusal(lambda: build_model(plan, byte_tokenizer()))
+
+
+def test_a_saved_model_that_a_plan_names_says_what_its_own_fields_are_called(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("transformers")
+    from recollect.lm.data.tokenizers import byte_tokenizer
+    from recollect.lm.training.plan import TrainPlan
+    from recollect.lm.training.prepare import build_model
+
+    config = rc.lm.RecollectConfig.from_recipes("gla", hidden_size=12, num_attention_heads=5)
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    tables = {"model": {"start": str(tmp_path)}, "data": {"train": "a"}, "optimizer": {"steps": 1}}
+    plan = TrainPlan.from_dict(tables)
+    found = refusal(lambda: build_model(plan, byte_tokenizer()))
+    assert "hidden_size = 12 is no multiple of num_attention_heads = 5" in found
+
+
+MQAR: dict[str, Any] = {"width": 12, "depth": 1, "heads": 1, "length": 48}
+
+COMPARISONS = [
+    (
+        {"heads": 5},
+        "{0}width = 12 is no multiple of {0}heads = 5: choose other sizes",
+    ),
+    (
+        {"parameters": 1},
+        "than the 1 asked for; raise {0}parameters or lower {0}width",
+    ),
+    (
+        {"models": "softmax_attention", "key_dim": 3},
+        "needs an even {1}, not 3",
+    ),
+    (
+        {"models": "softmax_attention", "heads": 4},
+        "needs an even {0}width / {0}heads, not 3",
+    ),
+    ({"depth": 10**6}, "{0}depth must be a whole number from 1 to 10,000, not 1000000"),
+    ({"jobs": 0}, "jobs must be at least 1, not 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), COMPARISONS)
+def test_a_comparison_says_what_its_sizes_are_called(changes: dict[str, Any], says: str) -> None:
+    pytest.importorskip("transformers")
+    from recollect.experiments.comparison.results import DEFAULTS
+
+    changes = {**MQAR, **changes}
+    chosen = [changes.pop("models", "gla")]
+    given = {name: changes.pop(name) for name in ("parameters", "jobs") if name in changes}
+    sizes = {"mqar": DEFAULTS["mqar"].but(**changes)}
+    found = refusal(lambda: rc.compare(chosen, ["mqar"], sizes=sizes, **given))
+    assert found.endswith(says.format("", "key_dim"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        *COMPARISONS,
+        ({"jobs": 0}, "recollect compare: --jobs must be at least 1, not 0"),
+        ({"width": 0}, "recollect compare: --width must be a whole number >= 1, not 0"),
+        ({"steps": 0}, "recollect compare: --steps must be a whole number >= 1, not 0"),
+        ({"tokens": 0}, "recollect compare: --tokens must be a whole number >= 1, not 0"),
+        ({"lr": -1}, "recollect compare: --lr must be a finite number > 0, not -1.0"),
+        ({"steps": 1, "tokens": 1}, "--steps and --tokens exclude each other"),
+    ],
+)
+def test_the_command_line_says_its_options(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("typer")
+    pytest.importorskip("transformers")
+    from typer.testing import CliRunner
+
+    from recollect.cli import build
+
+    options = {"models": "gla", "task": "mqar", "out": tmp_path, **MQAR, **changes}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    result = CliRunner().invoke(build(), ["compare", *words])
+    assert result.exit_code == 2, result.output
+    assert says.format("--", "--key-dim") in result.stderr
+
+
+def test_the_steps_of_the_command_line_are_no_key_of_the_file(tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    pytest.importorskip("transformers")
+    from typer.testing import CliRunner
+
+    from recollect.cli import build
+
+    config = tmp_path / "run.toml"
+    config.write_text("[data]\ntrain = 'x'\n[optimizer]\nsteps = 3\n")
+    result = CliRunner().invoke(build(), ["train", str(config), "--steps", "0"])
+    assert result.exit_code == 2
+    assert "recollect train: --steps must be a whole number >= 1, not 0" in result.stderr
+    config.write_text("[data]\ntrain = 'x'\n[optimizer]\nsteps = 0\n")
+    result = CliRunner().invoke(build(), ["train", str(config)])
+    assert "[optimizer] steps must be a whole number >= 1, not 0" in result.stderr
