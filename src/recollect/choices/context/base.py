@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.context.weights import Scene, Weights
+from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.equation_terms import figure
 from recollect.choices.features.base import Kernel
 from recollect.choices.member import Member
@@ -50,29 +50,31 @@ class Context(Member):
     reads: tuple[str, ...] = ()
     block: int = 1
 
-    def over(self, scene: Scene) -> Weights | None:
-        """This context's weights of the associations in ``scene``, beyond its horizon.
+    def over(self, visible: VisibleAssociations) -> ContextWeights | None:
+        """This context's weights of the associations in ``visible``, beyond its horizon.
 
         ``None`` where they are all 1. Unless overridden, those of its numbers:
         log γ_i^(t) = Σ_(i<j≤t) log γ_j + log w_i, from sums in float64.
         """
         if not (self.forgets or self.weighs):
             return None
-        n = scene.valid.shape[1]
-        passed = torch.zeros(*scene.valid.shape, scene.k.shape[2], device=scene.k.device).double()
+        n = visible.valid.shape[1]
+        passed = torch.zeros(
+            *visible.valid.shape, visible.k.shape[2], device=visible.k.device
+        ).double()
         if self.forgets:
-            steps = scene.rates["log_decay"].double().clamp_min(FORGOTTEN)
-            passed = torch.where(scene.valid.unsqueeze(-1), steps, 0.0).cumsum(1)
-        slots = scene.slots.clamp_max(max(n - 1, 0))
+            steps = visible.rates["log_decay"].double().clamp_min(FORGOTTEN)
+            passed = torch.where(visible.valid.unsqueeze(-1), steps, 0.0).cumsum(1)
+        slots = visible.slots.clamp_max(max(n - 1, 0))
         own = -passed
         if self.weighs:
-            own = own + _log(scene.rates["weight"].double())
-        dtype = scene.q.dtype
+            own = own + _log(visible.rates["weight"].double())
+        dtype = visible.q.dtype
 
         def log_weight(queries: slice, keys: slice) -> Tensor:
             # Sums far from each other cancel: take them from the first query of the piece.
             q = passed[:, slots[queries]]  # [B, C, H]
-            start, reference = int(scene.first + (queries.start or 0)), q[:, :1]
+            start, reference = int(visible.first + (queries.start or 0)), q[:, :1]
             q, k = (q - reference).transpose(1, 2), (own[:, keys] + reference).transpose(1, 2)
             total = q.to(dtype).unsqueeze(-1) + k.to(dtype).unsqueeze(-2)  # [B, H, C, m]
             before = max(min(start, keys.stop) - keys.start, 0)
@@ -80,7 +82,7 @@ class Context(Member):
             total[..., before:] = (q.unsqueeze(-1) + k[..., before:].unsqueeze(-2)).to(dtype)
             return total.unsqueeze(2)
 
-        return Weights(log=log_weight, of_key=own, hides=self.weighs)
+        return ContextWeights(log=log_weight, of_key=own, hides=self.weighs)
 
     @functools.cached_property
     def forgets(self) -> bool:

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recollect.choices.context.weights import Scene
+from recollect.choices.context.weights import VisibleAssociations
 from recollect.engines.common.problem import Problem
 
-__all__ = ["look", "values"]
+__all__ = ["gather_visible", "values"]
 
 
-def look(problem: Problem, dtype: torch.dtype, asked: Mapping[str, Tensor] | None = None) -> Scene:
-    """The scene of a problem, in ``dtype``.
+def gather_visible(
+    problem: Problem, dtype: torch.dtype, asked: Mapping[str, Tensor] | None = None
+) -> VisibleAssociations:
+    """The associations that a problem's queries may see, in ``dtype``.
 
     Old associations stand right-aligned and new ones left-aligned, so that distance in slots is
     distance in tokens.
@@ -40,7 +42,7 @@ def look(problem: Problem, dtype: torch.dtype, asked: Mapping[str, Tensor] | Non
     position = start + torch.arange(n, device=device) - held
     if asked is None:
         slots = torch.arange(held, n, device=device)
-        return Scene(
+        return VisibleAssociations(
             q=q,
             k=k,
             rates=rates,
@@ -52,7 +54,7 @@ def look(problem: Problem, dtype: torch.dtype, asked: Mapping[str, Tensor] | Non
             first=held,
         )
     count = q.shape[1]
-    return Scene(
+    return VisibleAssociations(
         q=q,
         k=k,
         rates=rates,

@@ -38,14 +38,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from recollect.choices.context.weights import Scene, Weights
+from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.features.base import Kernel
 from recollect.choices.gradients import once
-from recollect.engines.common.associations import look, values
+from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.linalg import least
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.resolution import digits, ridged
-from recollect.engines.kernel.attention import piece_size, seen, slices, weights_over
+from recollect.engines.kernel.attention import context_weights, piece_size, seen, slices
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -144,20 +144,20 @@ def _plan(
     kernel, degree = recipe.context.kernel, recipe.memory.degree
     assert kernel is not None
     assert degree is not None
-    scene, stored = look(problem, dtype, asked), values(problem, dtype)
-    B, T, H, G, K = scene.q.shape
+    visible, stored = gather_visible(problem, dtype, asked), values(problem, dtype)
+    B, T, H, G, K = visible.q.shape
     D, n = math.comb(K + degree, degree) - 1, stored.shape[1]
-    q, v = scene.q.permute(0, 2, 3, 1, 4), stored.transpose(1, 2).unsqueeze(2)
-    shares = _shares(scene, kernel, weights_over(scene, recipe), recipe.context.horizon)
+    q, v = visible.q.permute(0, 2, 3, 1, 4), stored.transpose(1, 2).unsqueeze(2)
+    shares = _shares(visible, kernel, context_weights(visible, recipe), recipe.context.horizon)
     solved = kept is not None
     if kept is None:
         kept = q.new_zeros((B, H, G, T, D) if solver == "cg" else (0,))
     if solver == "dense":
-        fit = _dense(scene, recipe.memory.basis, shares, recipe.ridge)
+        fit = _dense(visible, recipe.memory.basis, shares, recipe.ridge)
     else:
-        fit = _iterative(scene, degree, shares, recipe.ridge, kept, solved=solved)
+        fit = _iterative(visible, degree, shares, recipe.ridge, kept, solved=solved)
     size = queries(B * H * G, n, D, dense=solver == "dense")
-    at = slices(scene, recipe.context.horizon, size)
+    at = slices(visible, recipe.context.horizon, size)
     found = ((i, fit(i, keys, q[..., i, :]) @ v[..., keys, :]) for i, keys in at)
     return found, kept
 
@@ -235,13 +235,15 @@ Fit = Callable[[slice, slice, Tensor], Tensor]
 """p_i (1 − c_i·x) of a piece."""
 
 
-def _shares(scene: Scene, kernel: Kernel, weights: list[Weights], horizon: int | None) -> Shares:
-    q, k = scene.q.permute(0, 2, 3, 1, 4), scene.k.transpose(1, 2).unsqueeze(2)
+def _shares(
+    visible: VisibleAssociations, kernel: Kernel, weights: list[ContextWeights], horizon: int | None
+) -> Shares:
+    q, k = visible.q.permute(0, 2, 3, 1, 4), visible.k.transpose(1, 2).unsqueeze(2)
 
     def shares(queries: slice, keys: slice) -> Tensor:
-        mask = seen(scene, queries, keys, horizon)
+        mask = seen(visible, queries, keys, horizon)
         assert mask is not None
-        hidden = ~(mask & scene.valid[:, None, keys])[:, None, None]
+        hidden = ~(mask & visible.valid[:, None, keys])[:, None, None]
         at, by = q[..., queries, :], k[..., keys, :]
         if kernel.positive:
             log = kernel.log_kappa(at, by)
@@ -262,8 +264,10 @@ def _shares(scene: Scene, kernel: Kernel, weights: list[Weights], horizon: int |
 # -- dense -----------------------------------------------------------------------------------------
 
 
-def _dense(scene: Scene, basis: Callable[[Tensor], Tensor], shares: Shares, ridge: float) -> Fit:
-    k = scene.k.transpose(1, 2)[:, :, None, None]  # [B, H, 1, 1, n, K]
+def _dense(
+    visible: VisibleAssociations, basis: Callable[[Tensor], Tensor], shares: Shares, ridge: float
+) -> Fit:
+    k = visible.k.transpose(1, 2)[:, :, None, None]  # [B, H, 1, 1, n, K]
 
     def fit(queries: slice, keys: slice, q: Tensor) -> Tensor:
         p = shares(queries, keys)
@@ -339,10 +343,16 @@ class _Shift:
 
 
 def _iterative(
-    scene: Scene, degree: int, shares: Shares, ridge: float, kept: Tensor, *, solved: bool
+    visible: VisibleAssociations,
+    degree: int,
+    shares: Shares,
+    ridge: float,
+    kept: Tensor,
+    *,
+    solved: bool,
 ) -> Fit:
-    shift = _Shift.of(degree, scene.k)
-    phi = shift.lift(scene.k).transpose(1, 2).unsqueeze(2)  # [B, H, 1, n, D]
+    shift = _Shift.of(degree, visible.k)
+    phi = shift.lift(visible.k).transpose(1, 2).unsqueeze(2)  # [B, H, 1, n, D]
 
     def fit(queries: slice, keys: slice, q: Tensor) -> Tensor:
         p, f = shares(queries, keys), phi[..., keys, :]
