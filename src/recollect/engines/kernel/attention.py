@@ -15,7 +15,7 @@ of the piece so that it stays small. Where a piece decays so far that float32 wo
 value is a mask without a gradient, made from differences in float64, and the channel is zero and
 carries the gradient.
 
-Where decays are all the weights, keys that have decayed to nothing are left out (`reach`).
+Where decays are all the weights, keys that have decayed to nothing are left out (`decay_cutoff`).
 
 What is no softmax (a plain sum, a kernel that is no exponential) is two products per piece. Pieces
 are recomputed in the backward pass, so that memory stays O(T).
@@ -38,7 +38,7 @@ from recollect.choices.features.base import Kernel
 from recollect.choices.gradients import once_through
 from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.problem import Problem, state_dtype
-from recollect.engines.kernel.decay_cutoff import Reach
+from recollect.engines.kernel.decay_cutoff import DecayCutoff
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -144,9 +144,9 @@ def _softmax(
         extra.append(by_length * visible.k.square().sum(-1))
     separable = [x.of_key for x in weights if x.of_key is not None and not x.hides]
     decay = torch.stack(separable).sum(0) if separable else None
-    reach = None
+    cutoff = None
     if decay is not None and len(separable) == len(weights) and not reading:
-        reach = Reach.of(decay, q, k, scale=scale, by_length=by_length)
+        cutoff = DecayCutoff.of(decay, q, k, scale=scale, by_length=by_length)
     moving = decay is not None and _is_gentle(visible, decay, k.dtype)
     if moving:
         weights = [x for x in weights if x.of_key is None or x.hides]
@@ -163,14 +163,14 @@ def _softmax(
     if moving:
         assert decay is not None
         place = visible.q.shape[-1]
-        y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, reach, (decay, place))
+        y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff, (decay, place))
     elif old is None and not weights and not reading and (horizon is None or horizon >= T):
         # Padding stands on the right, after every real query.
         y = _sdpa(q, k, v, scale=scale, is_causal=True)
     elif horizon is not None and not weights and not reading and T > 1:
         y = _banded(q, k, v, visible.valid, visible.first, horizon, scale)
     else:
-        y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, reach)
+        y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff)
     return y[..., :V].transpose(1, 2).unflatten(2, (-1, G))
 
 
@@ -276,13 +276,13 @@ def _pieces(
     weights: list[ContextWeights],
     scale: float,
     horizon: int | None,
-    reach: Reach | None,
+    cutoff: DecayCutoff | None,
     moving: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Queries in pieces, each with the keys up to its last: the weights are the logits' bias.
 
     Args:
-        reach: how far decays leave anything to see.
+        reach: keys that decay has made negligible are left out.
         moving: a bias of the key alone ``[B, n, H]``, and the channel that it is added to.
     """
     q, k, v = qkv
@@ -295,12 +295,12 @@ def _pieces(
     loud = [x for x in weights if not (x.hard or x.of_key is not None)]
 
     size = piece_size(q.shape[0] * q.shape[1], k.shape[2], PIECE)
-    lows: dict[int, int] = {}
-    if reach is not None:
-        lows = reach.lows(visible.slots, list(slices(visible, horizon, size)))
+    first_keys: dict[int, int] = {}
+    if cutoff is not None:
+        first_keys = cutoff.first_keys(visible.slots, list(slices(visible, horizon, size)))
 
     def piece(queries: slice, keys: slice) -> Tensor:
-        keys = slice(lows.get(queries.start, keys.start), keys.stop)
+        keys = slice(first_keys.get(queries.start, keys.start), keys.stop)
         mask = seen(visible, queries, keys, horizon, gapped=gapped)  # [B, C, m] or None
         if mask is not None:
             mask = mask[:, None]
@@ -317,8 +317,8 @@ def _pieces(
             total = total.flatten(1, 2)  # [B, H G, C, m]
             if mask is not None:
                 total = total.masked_fill(~mask, -torch.inf)
-            if reach is not None:
-                total = total.masked_fill(total < -reach.furthest, -torch.inf)
+            if cutoff is not None:
+                total = total.masked_fill(total < -cutoff.furthest, -torch.inf)
             if may_be_empty:
                 empty = (total == -torch.inf).all(-1, keepdim=True)
                 total = total.masked_fill(empty, 0.0)
@@ -331,9 +331,9 @@ def _pieces(
             of_key, place = moving
             start = of_key[:, visible.slots[queries.start]].unsqueeze(1)
             bias_of_key = of_key[:, keys] - start
-            if reach is not None:
+            if cutoff is not None:
                 bias_of_key = bias_of_key.masked_fill(
-                    reach.beyond(visible.slots[queries], keys), FAR
+                    cutoff.negligible(visible.slots[queries], keys), FAR
                 )
             bias_of_key = bias_of_key.clamp_min(FAR).to(k.dtype).transpose(1, 2)
             parts = seen_keys.split([place, 1, k.shape[-1] - place - 1], dim=-1)
