@@ -282,7 +282,7 @@ def _pieces(
     """Queries in pieces, each with the keys up to its last: the weights are the logits' bias.
 
     Args:
-        reach: keys that decay has made negligible are left out.
+        cutoff: keys that decay has made negligible are left out.
         moving: a bias of the key alone ``[B, n, H]``, and the channel that it is added to.
     """
     q, k, v = qkv

@@ -51,15 +51,8 @@ class DecayCutoff:
         """By each piece's first query, the first key that one of its queries may weigh."""
         if math.isinf(self.furthest):
             return {}
-        firsts = [
-            self.negligible(slots[queries], keys)
-            .all(-1)
-            .all(0)
-            .logical_not()
-            .to(torch.uint8)
-            .argmax()
-            for queries, keys in cuts
-        ]
+        gone = [self.negligible(slots[queries], keys).all(-1).all(0) for queries, keys in cuts]
+        firsts = [keys_gone.logical_not().to(torch.uint8).argmax() for keys_gone in gone]
         return {
             queries.start: keys.start + low
             for (queries, keys), low in zip(cuts, torch.stack(firsts).tolist(), strict=True)
