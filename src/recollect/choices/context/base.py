@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
-from recollect.choices.equation_terms import figure
+from recollect.choices.equation_terms import format_number
 from recollect.choices.features.base import Kernel
 from recollect.choices.member import Member
 
@@ -140,10 +140,10 @@ class Context(Member):
             decay = self.field_of("decay")
             rate = "γ_i" if decay is None else self.symbol(decay, "i")
             per_token = isinstance(rate, str) and rate.endswith("_i")
-            words.append("γ_i^(t)" if per_token else f"{figure(rate)}^(t−i)")
+            words.append("γ_i^(t)" if per_token else f"{format_number(rate)}^(t−i)")
         if self.weighs:
             weight = self.field_of("weight")
-            words.append("w_i" if weight is None else figure(self.symbol(weight, "i")))
+            words.append("w_i" if weight is None else format_number(self.symbol(weight, "i")))
         return " ".join(words)
 
     def notes(self) -> tuple[str, ...]:
