@@ -30,7 +30,7 @@ from recollect.engines.common.problem import Problem, join, wants_gradient
 from recollect.state.kernel_rows import Dual, join_rows
 from recollect.state.state import State
 
-__all__ = ["DualWalk", "likeness"]
+__all__ = ["KernelTokenLoop", "likeness"]
 
 Rows = list[Tensor]
 Mass = tuple[Tensor, Tensor | None]  # of keys in a normaliser, and what of it is lacking
@@ -63,7 +63,7 @@ def likeness(
     return torch.where(empty, 0.0, found / torch.where(empty, 1.0, total)), lost
 
 
-class DualWalk:
+class KernelTokenLoop:
     """The recursion over tokens, for B rows and H memories at once.
 
     N counts the rows of the state and one for every buffered or new token.
@@ -294,7 +294,7 @@ class DualWalk:
             if bool(live.any()):
                 self.advance(j, live)
 
-    def through(self) -> Tensor:
+    def run(self) -> Tensor:
         """Replay the open batch, then every new token; outputs of the new ones."""
         problem, held = self.problem, self.tokens.held
         self.replay()
@@ -354,30 +354,30 @@ def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(rows.view(-1, *(1,) * (old.dim() - 1)), new, old)
 
 
-def through(problem: Problem) -> tuple[Tensor, State]:
+def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the final state.
 
     Raises:
         ValueError: float64 does not hold what a decay has left and what is read needs.
     """
 
-    def run(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tensor]:
-        walk = DualWalk(problem, lacking)
-        y = walk.through()
-        return y.to(problem.v.dtype), walk.state(), walk.lost
+    def in_one_dtype(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tensor]:
+        loop = KernelTokenLoop(problem, lacking)
+        y = loop.run()
+        return y.to(problem.v.dtype), loop.state(), loop.lost
 
-    return with_enough_digits(run, problem)
+    return with_enough_digits(in_one_dtype, problem)
 
 
 def read(problem: Problem) -> Tensor:
     """Read ``problem.q [B, T, H, G, K]`` from the state without writing."""
 
-    def run(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tensor]:
+    def in_one_dtype(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tensor]:
         none, nothing = problem.k[:, :0], problem.v[:, :0]
-        walk = DualWalk(dataclasses.replace(problem, k=none, v=nothing), lacking)
-        walk.replay()
+        loop = KernelTokenLoop(dataclasses.replace(problem, k=none, v=nothing), lacking)
+        loop.replay()
         q = problem.q.transpose(1, 2)  # [B, H, T, G, K]
-        y = walk.read(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
-        return y.transpose(1, 2).to(problem.v.dtype), walk.problem.state, walk.lost
+        y = loop.read(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
+        return y.transpose(1, 2).to(problem.v.dtype), loop.problem.state, loop.lost
 
-    return with_enough_digits(run, problem)[0]
+    return with_enough_digits(in_one_dtype, problem)[0]

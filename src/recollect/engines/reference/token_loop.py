@@ -23,10 +23,10 @@ from recollect.engines.common.problem import (
 )
 from recollect.state.state import State
 
-__all__ = ["Walk"]
+__all__ = ["TokenLoop"]
 
 
-class Walk:
+class TokenLoop:
     """The recursion of `docs/design/meaning.md` over tokens, for B rows and H memories at once.
 
     Attributes:
@@ -343,7 +343,7 @@ class Walk:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def through(self, problem: Problem) -> Tensor:
+    def run(self, problem: Problem) -> Tensor:
         """Replay the open batch, then every new token; outputs of the new ones."""
         tokens, read_how = self.tokens, self.recipe.memory.read
         held, opened = tokens.held, problem.state.position % self.b
