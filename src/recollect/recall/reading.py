@@ -79,7 +79,7 @@ def read(
         given = [init] if isinstance(init, Tensor) else list(init)
         if not given:
             raise RecipeError("rc.read needs something to read, and init is empty")
-        # A bundle of associations ends with gates; its values come second.
+        # Initial associations end with gates; their values come second.
         last = given[1] if recipe.nonparametric and len(given) > 1 else given[-1]
         if recipe.nonparametric and (len(given) < 2 or last.dim() != 3):
             raise RecipeError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recollect.recipe.recipe import Recipe
-from recollect.state.kernel_rows import Dual
+from recollect.state.kernel_rows import KernelRows
 from recollect.typing import Init, Weights
 
 __all__ = ["Buffer", "State", "join_states", "roll"]
@@ -77,7 +77,7 @@ class State:
     sizes: tuple[int, int, int]
     slots: Mapping[str, Weights] = field(default_factory=dict)
     buffer: Buffer | None = None
-    dual: Dual | None = None
+    dual: KernelRows | None = None
     ones: Tensor | None = None
     log_scale: Tensor | None = None
     cache: Mapping[str, Tensor] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class State:
             slots={name: numbered(f"slots.{name}.") for name in slot_names},
             position=flat["position"],
             buffer=buffer,
-            dual=Dual.from_dict(flat),
+            dual=KernelRows.from_dict(flat),
             ones=flat.get("ones"),
             log_scale=flat.get("log_scale"),
         )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from recollect.engines.common.problem import Problem, state_dtype
-from recollect.state.kernel_rows import Dual
+from recollect.state.kernel_rows import KernelRows
 from recollect.state.state import State
 
 __all__ = ["Run", "bearable", "counts", "doubtful", "least", "too_faint", "with_enough_digits"]
@@ -56,14 +56,14 @@ def counts(total: Tensor, keys: int, missing: Tensor | None = None) -> Tensor:
     return found
 
 
-def doubtful(dual: Dual) -> Tensor:
+def doubtful(dual: KernelRows) -> Tensor:
     """What rows and masses of a state may lack ``[B, n, H]``."""
     dtype = dual.mass.dtype
     faint = (dual.mass > 0) & (dual.mass < least(dtype) / bearable(dtype))
     return faint.double() * least(dtype)
 
 
-def _narrowed(dual: Dual, dtype: torch.dtype) -> Dual:
+def _narrowed(dual: KernelRows, dtype: torch.dtype) -> KernelRows:
     """The state in a dtype of a smaller range: a key that is there stays there."""
     mass = torch.where(dual.mass > 0, dual.mass.clamp_min(least(dtype)), 0.0)
     return dataclasses.replace(

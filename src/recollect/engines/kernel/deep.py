@@ -31,7 +31,7 @@ from recollect.choices.memory.base import Stack
 from recollect.engines.common.coefficients import Coefficients, coefficients
 from recollect.engines.common.decayed_keys import counts, least, with_enough_digits
 from recollect.engines.common.problem import Problem, join, wants_gradient
-from recollect.state.kernel_rows import Dual
+from recollect.state.kernel_rows import KernelRows
 from recollect.state.state import State, join_states
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class _Memory:
     """
 
     def __init__(
-        self, dual: Dual, slot: str | None, state: State, more: int, mass: Tensor | None, *,
+        self, dual: KernelRows, slot: str | None, state: State, more: int, mass: Tensor | None, *,
         outer: bool,
     ) -> None:  # fmt: skip
 
@@ -268,7 +268,7 @@ class _Deep:
         self.now = _Memory(state.dual, self.slot, state, more, mass, outer=self.outer)
         self.lost = torch.zeros((), dtype=torch.bool, device=self.k.device)
 
-    def _gone(self, dual: Dual) -> Tensor | None:
+    def _gone(self, dual: KernelRows) -> Tensor | None:
         """Which rows are gone at the start and after every token ``[B, H, 1 + n, rows]``.
 
         A row is where α was 0 and no later step reaches it: a window goes on writing to rows, and
@@ -538,7 +538,7 @@ class _Deep:
 
         slots = {} if self.slot is None else {self.slot: tuple(map(lower, now.SU))}
         keys = lower(now.keys)
-        dual = Dual(
+        dual = KernelRows(
             k=keys,
             rows=tuple(map(lower, now.U)),
             mass=keys.new_ones(keys.shape[:3]) if now.mass is None else lower(now.mass)[..., 0],

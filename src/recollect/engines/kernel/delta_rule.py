@@ -25,7 +25,7 @@ from recollect.choices.features.base import Kernel
 from recollect.engines.common.decayed_keys import bearable, doubtful, least, too_faint
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.kernel.blockwise import Spec, apply_rows, solve_rows
-from recollect.state.kernel_rows import Dual, join_rows
+from recollect.state.kernel_rows import KernelRows, join_rows
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _fold(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1).contiguous()
 
 
-def _mass(dual: Dual) -> Tensor:
+def _mass(dual: KernelRows) -> Tensor:
     """Log mass of the state's keys ``[B·H, n]``; −inf where there is none."""
     present = dual.mask[..., None] & (dual.mass > 0)
     return _fold(torch.where(present, torch.where(present, dual.mass, 1.0).log(), -torch.inf))
@@ -266,14 +266,14 @@ class _Call:
             rows = rows * fade.unsqueeze(-1)
             mass = torch.where(gone[:, 1:], 0.0, fade.clamp_min(floor))
             nothing = gone[:, :1] | (old.mass == 0)
-            old = Dual(
+            old = KernelRows(
                 k=old.k,
                 rows=(old.rows[0] * all_of.unsqueeze(-1),),
                 mass=torch.where(nothing, 0.0, (old.mass * all_of).clamp_min(floor)),
                 mask=old.mask,
             )
         mask = torch.ones(self.B, self.T, dtype=torch.bool, device=rows.device)
-        new = Dual(k=problem.k.to(self.dtype), rows=(rows,), mass=mass, mask=mask)
+        new = KernelRows(k=problem.k.to(self.dtype), rows=(rows,), mass=mass, mask=mask)
         return problem.after(dual=join_rows(old, new, problem.lengths))
 
 

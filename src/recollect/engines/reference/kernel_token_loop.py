@@ -27,7 +27,7 @@ from recollect.choices.memory.base import Stack
 from recollect.choices.memory.norms import NORM_EPS
 from recollect.engines.common.decayed_keys import counts, least, with_enough_digits
 from recollect.engines.common.problem import Problem, join, wants_gradient
-from recollect.state.kernel_rows import Dual, join_rows
+from recollect.state.kernel_rows import KernelRows, join_rows
 from recollect.state.state import State
 
 __all__ = ["KernelTokenLoop", "likeness"]
@@ -49,18 +49,18 @@ def likeness(
         The weights ``[..., M, N]``, 0 where no key is seen; whether what is lacking counts.
     """
     weight = mass.unsqueeze(-2)
-    held = weight > 0
-    logs = torch.where(held, kernel.log_kappa(x, keys), -torch.inf)
+    seen = weight > 0
+    logs = torch.where(seen, kernel.log_kappa(x, keys), -torch.inf)
     top = logs.amax(-1, keepdim=True) if logs.shape[-1] else logs.sum(-1, keepdim=True)
     top = torch.where(top.isfinite(), top, 0.0).detach()
-    found = torch.where(held, (logs - top).exp(), 0.0)
-    total = (found * weight).sum(-1, keepdim=True)
+    weights = torch.where(seen, (logs - top).exp(), 0.0)
+    total = (weights * weight).sum(-1, keepdim=True)
     missing = None
     if lacking is not None:
-        missing = (found * lacking.unsqueeze(-2)).sum(-1, keepdim=True)
-    lost = (held.any(-1, keepdim=True) & counts(total, keys.shape[-2], missing)).any()
+        missing = (weights * lacking.unsqueeze(-2)).sum(-1, keepdim=True)
+    lost = (seen.any(-1, keepdim=True) & counts(total, keys.shape[-2], missing)).any()
     empty = total == 0
-    return torch.where(empty, 0.0, found / torch.where(empty, 1.0, total)), lost
+    return torch.where(empty, 0.0, weights / torch.where(empty, 1.0, total)), lost
 
 
 class KernelTokenLoop:
@@ -331,14 +331,14 @@ class KernelTokenLoop:
             index = index.clamp_max(max(x.shape[1] - 1, 0))
             return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand_as(x))
 
-        standing = Dual(
+        standing = KernelRows(
             k=back(self.keys)[:, :n0],
             rows=tuple(back(u)[:, :n0] for u in U),
             mass=back(mass)[:, :n0],
             mask=old.mask,
             slots={n: tuple(back(u)[:, :n0] for u in SU[n]) for n in SU},
         )
-        fresh = Dual(
+        fresh = KernelRows(
             k=cut(self.keys),
             rows=tuple(cut(u) for u in U),
             mass=cut(mass),
