@@ -12,11 +12,11 @@ from recollect.choices.algorithm.base import Inverse
 from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
 
-__all__ = ["Statistics", "association", "dense", "ridge_of"]
+__all__ = ["RidgeStatistics", "association", "dense", "ridge_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistics:
+class RidgeStatistics:
     """Sufficient statistics of the past.
 
     Attributes:
@@ -65,7 +65,7 @@ def ridge_of(rates: Mapping[str, Tensor], features: int) -> Tensor:
     return ridge if ridge.dim() == 3 else ridge.unsqueeze(-1).expand(-1, -1, features)
 
 
-def dense(inverse: Inverse, now: Statistics, q: Tensor) -> Tensor:
+def dense(inverse: Inverse, now: RidgeStatistics, q: Tensor) -> Tensor:
     """B_t q for approximate rules, with the Gram matrix at hand: ``[B, H, G, F]``."""
     kind, power = inverse.kind, inverse.power
     if kind == "identity":

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from recollect.engines.common.problem import Problem, forward_of, join
 from recollect.engines.reference import kernel_token_loop, local_regression
-from recollect.engines.reference.full_batch import full_batch, solve
-from recollect.engines.reference.least_squares import condensed, read_condensed
+from recollect.engines.reference.full_batch import full_batch, full_batch_weights
+from recollect.engines.reference.least_squares import least_squares, read_least_squares
 from recollect.engines.reference.token_loop import TokenLoop
 from recollect.state.state import State
 
@@ -35,7 +35,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     if problem.recipe.nonparametric:
         return local_regression.local(problem)
     if problem.recipe.algorithm.condenses:
-        return condensed(problem)
+        return least_squares(problem)
     if problem.recipe.from_gram:
         return local_regression.regression(problem)
     if problem.recipe.context.horizon is None:
@@ -64,11 +64,11 @@ def read(problem: Problem, rates: Mapping[str, Tensor]) -> Tensor:
     position = (problem.state.position - 1).clamp_min(0)[:, None].expand(-1, T)
     phi = problem.phi(problem.q, "query", position)
     if recipe.algorithm.condenses:
-        return read_condensed(problem, phi, rates).to(problem.v.dtype)
+        return read_least_squares(problem, phi, rates).to(problem.v.dtype)
     raw, forward = problem.q.to(phi.dtype), forward_of(problem)
     if recipe.context.horizon is None:
         tokens = join(problem)
-        W = [solve(problem, tokens, len(tokens) - 1)] * T
+        W = [full_batch_weights(problem, tokens, len(tokens) - 1)] * T
     else:
         loop = TokenLoop(problem)
         loop.run(problem)

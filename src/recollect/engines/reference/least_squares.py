@@ -21,20 +21,20 @@ from torch import Tensor
 from recollect.choices.algorithm.closed_form import smallest_ridge
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.resolution import RESET, loss, refuse, unresolved
-from recollect.engines.common.ridge import Statistics, association, dense, ridge_of
+from recollect.engines.common.ridge import RidgeStatistics, association, dense, ridge_of
 from recollect.state.state import State
 
-__all__ = ["condensed", "read_condensed"]
+__all__ = ["least_squares", "read_least_squares"]
 
 
-def _start(state: State, ridge: Tensor) -> Statistics:
+def _start(state: State, ridge: Tensor) -> RidgeStatistics:
     """The statistics of a state. A row that has seen nothing holds its initial memory alone."""
     A, slots = state.weights[0], {name: x[0] for name, x in state.slots.items()}
     fresh = state.position == 0
     origin = torch.where(fresh[:, None, None, None], A, slots["origin"])
     gram = slots.get("gram", ridge)
     gram = gram if gram.dim() == 4 else torch.diag_embed(gram)
-    start = Statistics(
+    start = RidgeStatistics(
         gram=gram,
         residual=A - origin,
         kept=torch.ones_like(ridge[..., 0]),
@@ -48,7 +48,7 @@ def _start(state: State, ridge: Tensor) -> Statistics:
     return replace(start, residual=start.residual @ start.system)
 
 
-def condensed(problem: Problem) -> tuple[Tensor, State]:
+def least_squares(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the final state."""
     B, T, H, G, _ = problem.q.shape
     V = problem.v.shape[-1]
@@ -103,7 +103,7 @@ def condensed(problem: Problem) -> tuple[Tensor, State]:
     return y, _state(problem, now)
 
 
-def _resolved(problem: Problem, now: Statistics, floor: Tensor, t: int) -> None:
+def _resolved(problem: Problem, now: RidgeStatistics, floor: Tensor, t: int) -> None:
     """Refuse a token that leaves no digits. On a GPU its dense solve waits anyway."""
     if torch.compiler.is_compiling():
         return
@@ -114,7 +114,7 @@ def _resolved(problem: Problem, now: Statistics, floor: Tensor, t: int) -> None:
         raise refuse(problem, found, token=t)
 
 
-def _chosen(rows: Tensor, new: Statistics, old: Statistics) -> Statistics:
+def _chosen(rows: Tensor, new: RidgeStatistics, old: RidgeStatistics) -> RidgeStatistics:
     """Rows ``[B]`` of the new statistics, others of the old."""
     wide = rows[:, None, None, None]
     return replace(
@@ -125,7 +125,7 @@ def _chosen(rows: Tensor, new: Statistics, old: Statistics) -> Statistics:
     )
 
 
-def _read(problem: Problem, now: Statistics, q: Tensor) -> Tensor:
+def _read(problem: Problem, now: RidgeStatistics, q: Tensor) -> Tensor:
     """``[B, H, G, V]`` from lifted queries ``[B, H, G, F]``."""
     inverse = problem.recipe.algorithm.inverse
     assert inverse is not None
@@ -134,7 +134,7 @@ def _read(problem: Problem, now: Statistics, q: Tensor) -> Tensor:
     return q @ now.origin.mT + dense(inverse, now, q) @ now.residual.mT
 
 
-def _state(problem: Problem, now: Statistics) -> State:
+def _state(problem: Problem, now: RidgeStatistics) -> State:
     algorithm = problem.recipe.algorithm
     seen = (problem.end > 0)[:, None, None, None]
 
@@ -157,7 +157,7 @@ def _state(problem: Problem, now: Statistics) -> State:
     return problem.after(weights=(torch.where(seen, weights.to(old.dtype), old),), slots=slots)
 
 
-def read_condensed(problem: Problem, q: Tensor, rates: Mapping[str, Tensor]) -> Tensor:
+def read_least_squares(problem: Problem, q: Tensor, rates: Mapping[str, Tensor]) -> Tensor:
     """Outputs of lifted queries ``[B, T, H, G, F]`` from ``problem.state``, without writing."""
     algorithm, state = problem.recipe.algorithm, problem.state
     A = state.weights[0].unsqueeze(1)
