@@ -23,7 +23,7 @@ from recollect.choices.memory.base import Read, Stack
 from recollect.engines.common.problem import Problem, wants_gradient
 from recollect.engines.deep.chain.engine import Chain, run_chain, slope_of
 from recollect.engines.deep.decode import Stepped, follow, step
-from recollect.engines.deep.general import walk
+from recollect.engines.deep.general import run_inner_batches
 from recollect.engines.deep.layout import Grid, Layout, Memory, Method, lay_out
 from recollect.engines.deep.recompute import Part
 from recollect.engines.deep.recompute import run as run_groups
@@ -208,7 +208,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
             (B, H, G),
             outer=outer,
         )
-        y, after = (walk if method.chain is None else _walk_chain)(
+        y, after = (run_inner_batches if method.chain is None else _run_chain)(
             method, layout, memory.like(memories)
         )
         y = y.unflatten(3, (grid.b, G)).permute(1, 0, 3, 2, 4, 5).flatten(1, 2)
@@ -229,8 +229,8 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     return y.to(problem.v.dtype), kept
 
 
-def _walk_chain(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
-    """`general.walk` of a memory that is a chain."""
+def _run_chain(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
+    """`run_inner_batches` of a memory that is a chain."""
     assert method.chain is not None
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
     y, A, S = run_chain(

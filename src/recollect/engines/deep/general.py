@@ -36,15 +36,17 @@ from recollect.engines.deep.layout import (
 from recollect.engines.deep.step_coefficients import per_map, window_rows
 from recollect.engines.deep.token_weights import TokenStep, advance
 
-__all__ = ["walk"]
+__all__ = ["run_inner_batches"]
 
 
-def walk(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
+def run_inner_batches(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
     """Outputs ``[N, B, H, b G, V]`` and the memory after the last committed batch."""
-    return _Walk(method, layout).run(memory)
+    return InnerBatchLoop(method, layout).run(memory)
 
 
-class _Walk:
+class InnerBatchLoop:
+    """One memory moved from inner batch to inner batch."""
+
     def __init__(self, method: Method, layout: Layout) -> None:
         self.method, self.layout = method, layout
         self.recipe = method.recipe
@@ -59,7 +61,7 @@ class _Walk:
     def run(self, memory: Memory) -> tuple[Tensor, Memory]:
         outputs: list[Tensor] = []
         if not self.layout.outer:
-            # From here on the memory is the walk's own, to be moved in place.
+            # From here on the memory is the loop's own, to be moved in place.
             memory = memory.like([w.clone() for w in memory.tensors()])
         for n, commit in enumerate(self.layout.commits):
             y, after = self._batch(n, memory, commit)
