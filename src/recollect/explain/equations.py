@@ -18,7 +18,7 @@ def _index(recipe: Recipe) -> str:
 
 def objective(recipe: Recipe) -> str:
     """What is minimised at time t."""
-    if recipe.from_gram:
+    if recipe.solves_from_gram:
         penalty = Term(("‖W‖²",), recipe.ridge / 2)
         return f"{render_sum(_over(recipe, _loss(recipe)))} + {penalty}"
     i = _index(recipe)
@@ -114,7 +114,7 @@ def write_rule(recipe: Recipe) -> tuple[str, ...]:
         return (f"keep (k_t, v_t){drop}",)
     if recipe.algorithm.condenses:
         return algorithm.solution(recipe)
-    if recipe.from_gram:
+    if recipe.solves_from_gram:
         x = recipe.features.lift("K")
         ridge = Term(("I",), recipe.ridge)
         return (f"W_t = Vᵀ {parenthesise(render_sum((Term(('κ(K, K)',)), ridge)))}⁻¹ {x}ᵀ",)
@@ -239,7 +239,7 @@ def read_rule(recipe: Recipe) -> tuple[str, ...]:
     memory, read, W = recipe.memory, recipe.memory.read, recipe.memory.letter
     if recipe.nonparametric:
         return (_attend(recipe),)
-    if recipe.from_gram:
+    if recipe.solves_from_gram:
         likeness = recipe.features.similarity("k", "q")
         return ("y_t = W_t φ(q_t), from the rows i ≤ t", f"κ(k, q) = {likeness}")
     q, k = recipe.features.lift("q_t"), recipe.features.lift("k_t")

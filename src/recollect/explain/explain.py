@@ -301,7 +301,7 @@ def _state(recipe: Recipe) -> tuple[str, ...]:
     if recipe.nonparametric or recipe.history is None:
         span = recipe.span
         parts.append("all associations" if span is None else f"the last {span} associations")
-    if recipe.from_gram:
+    if recipe.solves_from_gram:
         parts.append("the factor of their likenesses, a row per token")
     elif not recipe.nonparametric:
         widths = recipe.row_widths(_SIZE)

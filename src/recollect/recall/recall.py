@@ -210,7 +210,7 @@ def _solve(problem: Problem, engine: Engine, *, causal: bool) -> tuple[Tensor, S
     lowered = lower(problem)
     # Engines keep their sums in float32 themselves; autocast would undo that.
     with full_precision(problem.k.device):
-        if not causal and (recipe.nonparametric or recipe.from_gram):
+        if not causal and (recipe.nonparametric or recipe.solves_from_gram):
             # What is kept depends on no query: nothing has to be read on the way.
             y, after = problem.v.new_zeros(0), problem.after()
         else:

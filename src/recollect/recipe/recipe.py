@@ -148,8 +148,7 @@ class Recipe:
                     owners = " and ".join(item.owner for item in asked if item.name == name)
                     yield (
                         f"the {what} {name!r} is asked for by {owners}: give one of them a "
-                        "constant "
-                        "or drop it"
+                        "constant or drop it"
                     )
 
     def members(self) -> tuple[Member, ...]:
@@ -233,13 +232,18 @@ class Recipe:
         return infinite and self.context.horizon is not None
 
     @once_made
-    def from_gram(self) -> bool:
+    def solves_from_gram(self) -> bool:
         """Whether a matrix over a kernel's features is solved for all of the past at every token.
 
-        Its weights never stand anywhere: what is kept is the associations.
+        The weights are never formed: what is kept is the associations.
         """
         infinite = not self.nonparametric and not self.features.finite
         return infinite and self.context.horizon is None
+
+    @property
+    def from_gram(self) -> bool:
+        """The former name of `solves_from_gram`."""
+        return self.solves_from_gram
 
     @once_made
     def ridge(self) -> float:
@@ -283,8 +287,7 @@ class Recipe:
         if self.memory.residual and K != V:
             raise RecipeError(
                 f"{self.memory.title}(residual=True) adds the key to the prediction and needs K "
-                "= V, "
-                f"not K = {K} and V = {V}: use residual=False or equal sizes"
+                f"= V, not K = {K} and V = {V}: use residual=False or equal sizes"
             )
         F = self.features.dim(K) if self.features.finite else 0
         sizes = {"K": K, "V": V, "F": F, "b": self.algorithm.batch, "n": self.associations}
@@ -303,7 +306,7 @@ class Recipe:
         Raises:
             RecipeError: the memory needs K = V.
         """
-        if self.nonparametric or self.from_gram:
+        if self.nonparametric or self.solves_from_gram:
             return ()
         F = self.axes(K, V)["F"]
         if self.dual and isinstance(self.memory, Stack):
@@ -316,7 +319,7 @@ class Recipe:
             return ()
         return tuple(m.out for m in self.memory.maps(0, V) if m.first)
 
-    def starts(self, K: int, V: int, *, pairs: int) -> tuple[tuple[int, ...], ...]:
+    def init_shapes(self, K: int, V: int, *, pairs: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of the tensors of ``init``, without the head.
 
         Of a `dual` memory: ``pairs`` keys, the rows that go with them, then the other maps.
@@ -331,6 +334,8 @@ class Recipe:
         """
         widths = (K, *self.row_widths(V)) if self.dual else ()
         return (*((pairs, width) for width in widths), *self.shapes(K, V))
+
+    starts = init_shapes  # its former name
 
     def needs_init(self) -> bool:
         """Whether a zero memory would never learn, so that ``init`` is required."""

@@ -44,7 +44,7 @@ def initial_state(
     pairs: tuple[Tensor, ...] = ()
     if init is None:
         if recipe.needs_init():
-            starts = recipe.starts(K, V, pairs=1) if recipe.dual else shapes
+            starts = recipe.init_shapes(K, V, pairs=1) if recipe.dual else shapes
             wanted = ", ".join(str([H, *shape]) for shape in starts)
             raise RecipeError(
                 f"{recipe.memory.title} needs init: a deep memory of zeros has zero gradients and "

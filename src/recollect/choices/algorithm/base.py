@@ -283,7 +283,7 @@ class Algorithm(Member):
         """What engines would have to assume of an algorithm that does not say it."""
         me, of, slots = self.title, self.momentum_of, self.slots
         own = type(self).update is not Algorithm.update
-        if self.solves and not (self.condenses or recipe.nonparametric or recipe.from_gram):
+        if self.solves and not (self.condenses or recipe.nonparametric or recipe.solves_from_gram):
             yield (
                 f"{me} says that it solves, and not from which statistics: state its inverse, as "
                 "algorithm.LeastSquares does, or descend"

@@ -106,7 +106,7 @@ class Context(Member):
         return self.geometric and not changes
 
     @property
-    def still(self) -> bool:
+    def time_invariant(self) -> bool:
         """Whether it sees all of the past, and no weight changes with time."""
         everything = self.horizon is None and self.kernel is None
         return everything and self.geometric and not self.forgets
@@ -163,7 +163,7 @@ class Context(Member):
                     f"{self.title} weighs associations for a query that compares them: use "
                     f"context.Similar(within=({self.brief},))"
                 )
-            elif self.signed or not recipe.from_gram:
+            elif self.signed or not recipe.solves_from_gram:
                 yield (
                     f"{self.title} states weights in over(), which only memories that solve for "
                     "each query ask for: declare the numbers 'decay' and 'weight', or set "

@@ -17,7 +17,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
     """What a call takes, of the form that runs the recipe."""
     if recipe.dual:
         return dual_flops(recipe, s)
-    return gram_flops(recipe, s) if recipe.from_gram else local_flops(recipe, s)
+    return gram_flops(recipe, s) if recipe.solves_from_gram else local_flops(recipe, s)
 
 
 STEPS = 8  # of conjugate gradients, where nothing is known of their number

@@ -39,9 +39,9 @@ FACTOR, SOLVED = "factor", "solved"
 
 def refuses(recipe: Recipe) -> list[str]:
     """Why no one factor serves all prefixes."""
-    if not recipe.from_gram:
+    if not recipe.solves_from_gram:
         return [f"{recipe.memory.title} with {recipe.algorithm.title} is no kernel regression"]
-    if not recipe.context.still:
+    if not recipe.context.time_invariant:
         return [f"{recipe.context.brief} changes the weights of the past from token to token"]
     return []
 

@@ -17,7 +17,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
     """What a call takes, token by token."""
     if recipe.dual:
         return dual_flops(recipe, s)
-    if recipe.nonparametric or recipe.from_gram:
+    if recipe.nonparametric or recipe.solves_from_gram:
         each = 2 * (s.K + s.V) * s.H * s.G
         horizon = recipe.context.horizon
         pairs = sum(min(t, horizon or t) for t in range(1, s.T + 1))

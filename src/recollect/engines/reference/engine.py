@@ -36,7 +36,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
         return local_regression.local(problem)
     if problem.recipe.algorithm.condenses:
         return least_squares(problem)
-    if problem.recipe.from_gram:
+    if problem.recipe.solves_from_gram:
         return local_regression.regression(problem)
     if problem.recipe.context.horizon is None:
         return full_batch(problem)
@@ -56,7 +56,7 @@ def read(problem: Problem, rates: Mapping[str, Tensor]) -> Tensor:
     recipe = problem.recipe
     if recipe.nonparametric:
         return local_regression.attend(problem, rates)
-    if recipe.from_gram:
+    if recipe.solves_from_gram:
         return local_regression.regress(problem, rates)
     if recipe.dual:
         return kernel_token_loop.read(problem)
