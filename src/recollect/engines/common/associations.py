@@ -14,7 +14,7 @@ __all__ = ["gather_visible", "values"]
 
 
 def gather_visible(
-    problem: Problem, dtype: torch.dtype, asked: Mapping[str, Tensor] | None = None
+    problem: Problem, dtype: torch.dtype, query_rates: Mapping[str, Tensor] | None = None
 ) -> VisibleAssociations:
     """The associations that a problem's queries may see, in ``dtype``.
 
@@ -22,8 +22,8 @@ def gather_visible(
     distance in tokens.
 
     Args:
-        asked: numbers of queries that only read what stands there; ``None`` when each query comes
-            with an association of its own.
+        query_rates: numbers of queries that only read what stands there; ``None`` when each query
+            comes with an association of its own.
     """
     buffer, q = problem.state.buffer, problem.q.to(dtype)
     k, rates = problem.k.to(dtype), dict(problem.rates)
@@ -40,7 +40,7 @@ def gather_visible(
         valid = torch.cat([buffer.mask, valid], dim=1)
     n, start = held + T, problem.state.position[:, None]
     position = start + torch.arange(n, device=device) - held
-    if asked is None:
+    if query_rates is None:
         slots = torch.arange(held, n, device=device)
         return VisibleAssociations(
             q=q,
@@ -58,7 +58,7 @@ def gather_visible(
         q=q,
         k=k,
         rates=rates,
-        asked=asked,
+        asked=query_rates,
         valid=valid,
         position=position,
         where=(start - 1).expand(-1, count),

@@ -21,17 +21,14 @@ What is no softmax (a plain sum, a kernel that is no exponential) is two product
 are recomputed in the backward pass, so that memory stays O(T).
 """
 
-# More than 400 lines: the forms share their pieces, and which of them a call takes is decided here.
-
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.features.base import Kernel
@@ -39,25 +36,21 @@ from recollect.choices.gradients import once_through
 from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.kernel.decay_cutoff import DecayCutoff
+from recollect.engines.kernel.pieces import (
+    PIECE,
+    context_weights,
+    piece_size,
+    piecewise,
+    seen,
+    seen_or_all,
+    slices,
+)
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = [
-    "PIECE",
-    "attend",
-    "context_weights",
-    "describes",
-    "pairs",
-    "piece_size",
-    "piecewise",
-    "refuses",
-    "seen",
-    "slices",
-]
+__all__ = ["attend", "describes", "pairs", "refuses"]
 
-PIECE = 256  # queries at a time, where the past is long
-ENTRIES = 2**25  # numbers of one piece of logits
 GENTLE = 4e-6  # error of a logit that a channel may make
 FAR = -1e4  # of a logit: its exponential is 0
 
@@ -90,8 +83,8 @@ def _is_mean(recipe: Recipe) -> bool:
     return affine is not None and affine[0] != 0
 
 
-def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Outputs ``[B, T, H, G, V]``; with ``asked``, of queries that only read."""
+def attend(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Outputs ``[B, T, H, G, V]``; with ``query_rates``, of queries that only read."""
     recipe, q, v = problem.recipe, problem.q, problem.v
     kernel, horizon = recipe.context.kernel, recipe.context.horizon
     assert kernel is not None
@@ -105,21 +98,15 @@ def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tenso
     alone = all(part.uniform for part in recipe.context.within)
     exact = exponent is None or exponent[1] != 0 or not alone
     dtype = state_dtype(q, problem.k, v) if exact else v.dtype
-    visible, stored = gather_visible(problem, dtype, asked), values(problem, dtype)
+    visible, stored = gather_visible(problem, dtype, query_rates), values(problem, dtype)
     weights = context_weights(visible, recipe)
     if exponent is None:
         y = _products(visible, stored, weights, kernel, horizon, mean=_is_mean(recipe))
     else:
         y = _softmax(problem, visible, stored, weights, exponent, horizon)
-    if problem.live is not None and asked is None:
+    if problem.live is not None and query_rates is None:
         y = torch.where(problem.live[..., None, None, None], y, 0.0)
     return (y if (size := recipe.bias.optimum) == 1.0 else size * y).to(v.dtype)
-
-
-def context_weights(visible: VisibleAssociations, recipe: Recipe) -> list[ContextWeights]:
-    """The weights of everything that restricts the context, where they are not all 1."""
-    found = (part.over(visible) for part in recipe.context.within)
-    return [weights for weights in found if weights is not None]
 
 
 # -- softmax ---------------------------------------------------------------------------------------
@@ -264,11 +251,6 @@ def pairs(T: int, horizon: int | None, *, banded: bool, size: int) -> int:
     return total
 
 
-def piece_size(rows: int, n: int, size: int) -> int:
-    """Queries of a piece: ``size``, or fewer where ``rows`` of n keys would fill the memory."""
-    return max(1, min(size, ENTRIES // max(1, rows * n)))
-
-
 def _pieces(
     problem: Problem,
     visible: VisibleAssociations,
@@ -345,73 +327,6 @@ def _pieces(
     return torch.cat(list(piecewise(visible, piece, horizon, recompute=again)), dim=2)
 
 
-# -- what pieces share -----------------------------------------------------------------------------
-
-
-def piecewise(
-    visible: VisibleAssociations,
-    piece: Callable[[slice, slice], Tensor],
-    horizon: int | None,
-    *,
-    recompute: bool,
-    size: int = PIECE,
-) -> Iterator[Tensor]:
-    """``piece(queries, keys)`` for all queries in order, with the keys that any of them sees.
-
-    Args:
-        recompute: keep nothing of a piece for the backward pass.
-        size: queries at a time; fewer where the past is very long.
-    """
-    B, _, H, G, _ = visible.q.shape
-    size = piece_size(B * H * G, visible.k.shape[1], size)
-    for queries, keys in slices(visible, horizon, size):
-        if recompute and torch.is_grad_enabled():
-            found = checkpoint(piece, queries, keys, use_reentrant=False)
-        else:
-            found = piece(queries, keys)
-        assert isinstance(found, Tensor)
-        yield found
-
-
-def slices(
-    visible: VisibleAssociations, horizon: int | None, size: int
-) -> Iterator[tuple[slice, slice]]:
-    """Pieces of ``size`` queries in order, each with the keys that any of them sees."""
-    T, n = visible.q.shape[1], visible.k.shape[1]
-    for start in range(0, T, size):
-        stop, low = min(start + size, T), 0
-        if horizon is not None:
-            low = max((visible.first + start + 1 if visible.first < n else n) - horizon, 0)
-        yield slice(start, stop), slice(low, min(visible.first + stop, n))
-
-
-def seen(
-    visible: VisibleAssociations,
-    queries: slice,
-    keys: slice,
-    horizon: int | None,
-    *,
-    gapped: bool = True,
-) -> Tensor | None:
-    """``[B or 1, C, m]``: which associations each query sees; ``None`` when it is all of them.
-
-    A padded query sees itself, so that no softmax is empty.
-
-    Args:
-        gapped: whether slots may hold nothing.
-    """
-    n, device = visible.k.shape[1], visible.k.device
-    key = torch.arange(keys.start, keys.stop, device=device)
-    valid = visible.valid[:, None, keys]
-    if visible.first >= n:
-        return valid.expand(-1, queries.stop - queries.start, -1) if gapped else None
-    query = visible.slots[queries, None]
-    mask = (key <= query)[None]
-    if horizon is not None:
-        mask = mask & (key > query - horizon)
-    return (mask & valid) | (key == query) if gapped else mask
-
-
 # -- sums that are no softmax ----------------------------------------------------------------------
 
 
@@ -454,14 +369,5 @@ def _products(
         size = score.sum(-1, keepdim=True)
         return torch.where(size == 0, 0.0, y / torch.where(size == 0, 1.0, size))
 
-    found = list(piecewise(visible, piece, horizon, recompute=True))
-    return torch.cat(found, dim=3).permute(0, 3, 1, 2, 4)
-
-
-def seen_or_all(
-    visible: VisibleAssociations, queries: slice, keys: slice, horizon: int | None
-) -> Tensor:
-    """`seen`, with an empty past where a padded query would see itself: for sums."""
-    mask = seen(visible, queries, keys, horizon)
-    assert mask is not None
-    return mask & visible.valid[:, None, keys]
+    pieces = list(piecewise(visible, piece, horizon, recompute=True))
+    return torch.cat(pieces, dim=3).permute(0, 3, 1, 2, 4)

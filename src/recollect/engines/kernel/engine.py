@@ -119,7 +119,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     return form.run(problem)
 
 
-def read(problem: Problem, asked: Mapping[str, Tensor]) -> Tensor | None:
+def read(problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor | None:
     """Outputs of queries that only read; ``None`` where the reference has to."""
     form: Form = problem.plan
-    return None if form.read is None else form.read(problem, asked)
+    return None if form.read is None else form.read(problem, query_rates)

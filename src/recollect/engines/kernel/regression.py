@@ -26,7 +26,7 @@ from recollect.choices.context.weights import VisibleAssociations
 from recollect.choices.features.base import Kernel
 from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.problem import Problem, state_dtype
-from recollect.engines.kernel.attention import piecewise, seen_or_all
+from recollect.engines.kernel.pieces import piecewise, seen_or_all
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -61,32 +61,32 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     return y.to(v.dtype).to(problem.v.dtype), after
 
 
-def read(problem: Problem, asked: Mapping[str, Tensor]) -> Tensor:
+def read(problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor:
     """Outputs of queries that only read."""
-    visible, _, factor, solved = _solve(problem, asked)
+    visible, _, factor, solved = _solve(problem, query_rates)
     return _outputs(problem, visible, factor, solved).to(problem.v.dtype)
 
 
 def _solve(
-    problem: Problem, asked: Mapping[str, Tensor] | None
+    problem: Problem, query_rates: Mapping[str, Tensor] | None
 ) -> tuple[VisibleAssociations, Tensor, Tensor, Tensor]:
     """What is visible, its values, L ``[B, H, n, n]`` and Z ``[B, H, n, V]``."""
     recipe, dtype = problem.recipe, state_dtype(problem.q, problem.k, problem.v)
-    visible, v = gather_visible(problem, dtype, asked), values(problem, dtype)
+    visible, v = gather_visible(problem, dtype, query_rates), values(problem, dtype)
     kernel = recipe.features
     assert isinstance(kernel, Kernel)
     scale = _scales(recipe, visible)  # [B, H, n]
     k, right = visible.k.transpose(1, 2), scale.unsqueeze(-1) * v.transpose(1, 2)
     cache, n = problem.state.cache, k.shape[2]
-    held = cache[FACTOR].shape[2] if FACTOR in cache else 0
-    if held == 0 or held != n - problem.k.shape[1]:
+    solved_before = cache[FACTOR].shape[2] if FACTOR in cache else 0
+    if solved_before == 0 or solved_before != n - problem.k.shape[1]:
         factor = _factor(_gram(recipe, kernel, k, k, scale, scale), recipe)
         return visible, v, factor, torch.linalg.solve_triangular(factor, right, upper=False)
     old, done = cache[FACTOR].to(dtype), cache[SOLVED].to(dtype)
-    if held == n:
+    if solved_before == n:
         return visible, v, old, done
     # [[L, 0], [X, C]] with X Lᵀ = A₂₁ and C Cᵀ = A₂₂ − X Xᵀ.
-    a, b = slice(0, held), slice(held, n)
+    a, b = slice(0, solved_before), slice(solved_before, n)
     across = _gram(recipe, kernel, k[:, :, a], k[:, :, b], scale[:, :, a], scale[:, :, b], ridge=0)
     X = torch.linalg.solve_triangular(old, across, upper=False).mT
     own = _gram(recipe, kernel, k[:, :, b], k[:, :, b], scale[:, :, b], scale[:, :, b])

@@ -25,19 +25,19 @@ def local(problem: Problem) -> tuple[Tensor, State]:
     return attend(problem), problem.after()
 
 
-def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tensor:
+def attend(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) -> Tensor:
     """The polynomial fitted around every query (a constant, a plain sum), read there.
 
     Args:
-        asked: numbers of queries that only read.
+        query_rates: numbers of queries that only read.
     """
     recipe, dtype = problem.recipe, digits(problem)
     visible, v = (
-        gather_visible(problem, dtype, asked),
+        gather_visible(problem, dtype, query_rates),
         values(problem, dtype).transpose(1, 2),
     )  # [B, H, n, V]
-    found = (part.over(visible) for part in recipe.context.within)
-    parts = [part for part in found if part is not None]
+    per_part = (part.over(visible) for part in recipe.context.within)
+    parts = [part for part in per_part if part is not None]
     horizon, kernel, affine = recipe.context.horizon, recipe.context.kernel, recipe.bias.affine
     assert kernel is not None and affine is not None
     B, T, H, G, _ = problem.q.shape
@@ -76,7 +76,7 @@ def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tenso
             p = p * _coefficients(basis, p, recipe.ridge)
         outputs.append(p @ here)
     y = torch.stack(outputs, dim=1) if T else v.new_zeros(B, 0, H, G, v.shape[-1])
-    if asked is None and problem.live is not None:
+    if query_rates is None and problem.live is not None:
         y = torch.where(problem.live[..., None, None, None], y, 0.0)
     return (recipe.bias.optimum * y).to(problem.v.dtype)
 
@@ -113,13 +113,13 @@ def regression(problem: Problem) -> tuple[Tensor, State]:
     return regress(problem), problem.after()
 
 
-def regress(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tensor:
+def regress(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) -> Tensor:
     """Least squares over a kernel's features, solved anew for every prefix (TTR 43).
 
     y_t = κ(q_t, K) S (S κ(K, K) S + λ)⁻¹ S V with S² = diag(γ_i^(t)).
     """
     recipe, dtype = problem.recipe, state_dtype(problem.q, problem.k, problem.v)
-    visible, v = gather_visible(problem, dtype, asked), values(problem, dtype).transpose(1, 2)
+    visible, v = gather_visible(problem, dtype, query_rates), values(problem, dtype).transpose(1, 2)
     weights, keys = recipe.context.over(visible), visible.k.transpose(1, 2)
     B, T, H, G, _ = problem.q.shape
     n = visible.k.shape[1]
@@ -135,6 +135,6 @@ def regress(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tens
         rows = S.unsqueeze(-1) * torch.linalg.solve(A, S.unsqueeze(-1) * v[:, :, past])
         outputs.append(recipe.features.kappa(visible.q[:, t], k) @ rows)
     y = torch.stack(outputs, dim=1) if T else v.new_zeros(B, 0, H, G, v.shape[-1])
-    if asked is None and problem.live is not None:
+    if query_rates is None and problem.live is not None:
         y = torch.where(problem.live[..., None, None, None], y, 0.0)
     return (recipe.bias.optimum * y).to(problem.v.dtype)
