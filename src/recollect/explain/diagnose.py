@@ -77,10 +77,10 @@ class _Patient:
     def __init__(self, layer: MemoryLayer, x: Tensor) -> None:
         self.layer, self.x, self.recipe = layer, x, layer.recipe
         self.b = layer.recipe.algorithm.batch
-        told = layer.associations(x)
+        inputs = layer.associations(x)
         self.q, self.k, self.v, self.gates, self.params = (
-            *(told.q, told.k, told.v),
-            *(told.gates, told.params),
+            *(inputs.q, inputs.k, inputs.v),
+            *(inputs.gates, inputs.params),
         )
         self.T, self.H = x.shape[1], layer.kv_heads
         self.memory: dict[str, list[Tensor]] = {name: [] for name in self._map_names()}
@@ -213,18 +213,22 @@ class _Patient:
         prediction = self._at_keys(k, gates, rates, state).to(dtype)
         if error is not None:
             return error, prediction, prediction
-        held: dict[str, Tensor] = {}
+        bias_numbers: dict[str, Tensor] = {}
         travelling = {gate.name for gate in bias.gates()}  # one number per association
         for name in bias.numbers:
             rate = rates[name]
             if n > 1 and name in travelling:
-                held[name] = rate if bias.numbers[name] else rate.unsqueeze(-1)
+                bias_numbers[name] = rate if bias.numbers[name] else rate.unsqueeze(-1)
             else:
-                held[name] = rate.unsqueeze(3) if rate.dim() == 4 else rate[..., None, None]
+                bias_numbers[name] = rate.unsqueeze(3) if rate.dim() == 4 else rate[..., None, None]
         v = v.to(dtype)
-        error = bias.error(prediction, v, held)
+        error = bias.error(prediction, v, bias_numbers)
         # A bias that states an error and no loss: half its square is as good a measure.
-        loss = bias.loss(prediction, v, held) if bias.states_loss else 0.5 * error.square().sum(-1)
+        loss = (
+            bias.loss(prediction, v, bias_numbers)
+            if bias.states_loss
+            else 0.5 * error.square().sum(-1)
+        )
         return error, prediction, loss.mean((0, -1)).float().cpu()
 
     def _at_keys(
@@ -236,9 +240,11 @@ class _Patient:
         if not weights:
             wanted = {g.name for g in recipe.retention.gates() if "decay" not in g.name}
             wanted |= {name for part in recipe.context.within for name in part.reads}
-            asked = {name: g.repeat_interleave(n, 1) for name, g in gates.items() if name in wanted}
+            read_gates = {
+                name: g.repeat_interleave(n, 1) for name, g in gates.items() if name in wanted
+            }
             flat = k.transpose(2, 3).reshape(B, t * n, H, K)
-            y = read(recipe, flat, gates=asked, state=state, params=self.params)
+            y = read(recipe, flat, gates=read_gates, state=state, params=self.params)
             return y.unflatten(1, (t, n)).transpose(2, 3)
         position = state.position[:, None] + torch.arange(t, device=k.device)
         W = [w.to(state_dtype(k)) for w in state.weights]
@@ -291,14 +297,14 @@ class _Patient:
     # -- gates -------------------------------------------------------------------------------------
 
     def _saturated(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        saturated: dict[str, Tensor] = {}
         own = dict(self.layer.gates.named_children())  # a tie makes others of these
         for name, gate in self.gates.items():
             squash = getattr(own.get(name), "squash", None)
             at_end = None if squash is None else self._at_an_end(name, gate.float(), squash)
             if at_end is not None:
-                found[name] = at_end.float().transpose(0, 2).flatten(1).mean(1).cpu()
-        return found
+                saturated[name] = at_end.float().transpose(0, 2).flatten(1).mean(1).cpu()
+        return saturated
 
     def _at_an_end(self, name: str, gate: Tensor, squash: Squash) -> Tensor | None:
         if name.startswith("log_decay"):

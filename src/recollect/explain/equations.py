@@ -244,26 +244,26 @@ def read_rule(recipe: Recipe) -> tuple[str, ...]:
         return ("y_t = W_t φ(q_t), from the rows i ≤ t", f"κ(k, q) = {likeness}")
     q, k = recipe.features.lift("q_t"), recipe.features.lift("k_t")
     when = f"{W}_(t−1)" if read.when == "before" else f"{W}_t"
-    found = memory.at(q, raw="q_t", W=when)
+    line = memory.at(q, raw="q_t", W=when)
     n = "n_(t−1)" if read.when == "before" else "n_t"
     notes: list[str] = []
     if recipe.dual:
         notes.append(_rows(recipe))
     elif read.normalize != "none":
         below = f"({n}·{q})" if read.normalize == "sum" else f"max(|{n}·{q}|, 1)"
-        found = f"{found} / {below}"
+        line = f"{line} / {below}"
         zero = "; y_t = 0 where that is 0" if read.normalize == "sum" else ""
         notes.append(f"n_t: the write with 1 in place of v_t{zero}")
     if read.bonus != 0.0:
         u = read.symbol("bonus")
         match = f"⟨{q}, u ⊙ {k}⟩" if isinstance(u, str) else f"⟨{q}, {k}⟩"
         more = Term((match, "v_t"), 1.0 if isinstance(u, str) else u)
-        found = render_sum((Term((found,)), more))
+        line = render_sum((Term((line,)), more))
     if recipe.algorithm.every == "batch":
-        found = found.replace(f"{W}_t", f"{W}°")
+        line = line.replace(f"{W}_t", f"{W}°")
     elif recipe.at_border:
         notes.append(f"inside the batch {W}_t is {W}° decayed plus the steps, without the link")
-    return (f"y_t = {found}", *notes)
+    return (f"y_t = {line}", *notes)
 
 
 def _rows(recipe: Recipe) -> str:

@@ -117,24 +117,24 @@ class Recipe:
 
     def _shared_names(self) -> Iterator[str]:
         """Engines know numbers by name alone, however they are given: a name has one owner."""
-        held: dict[str, list[Member]] = {}
+        owners_of: dict[str, list[Member]] = {}
         for part in self.members():
             asked = {
                 item.name for item in (*part.gates(), *part.params())
             } | part.constants().keys()
             for name in sorted({name.removeprefix("log_") for name in asked}):
-                held.setdefault(name, []).append(part)
+                owners_of.setdefault(name, []).append(part)
         for name, choice in _READ_FROM.items():
             if name == "weight" and self.context.horizon is not None:
                 continue  # nobody reads it
-            owners = held.get(name, [])
+            owners = owners_of.get(name, [])
             own = (choice, "context") if name == "decay" else (choice,)
             if len(owners) == 1 and owners[0].choice not in own:
                 yield (
                     f"the number {name!r} is read from the {choice}, and {owners[0].title} "
                     "declares one that means something else: give its quantity another name"
                 )
-        for name, owners in held.items():
+        for name, owners in owners_of.items():
             if len(owners) > 1:
                 titles = [part.title for part in owners]
                 yield (
@@ -181,23 +181,23 @@ class Recipe:
 
     @cached_property
     def _constants(self) -> dict[str, float]:
-        found = self._neutral()
+        constants = self._neutral()
         for part in self.members():
-            found.update(part.constants())
-        return found
+            constants.update(part.constants())
+        return constants
 
     def _neutral(self) -> dict[str, float]:
         """Numbers that engines read and no member declares: steps at rate 1, all of the past."""
-        found: dict[str, float] = {}
+        constants: dict[str, float] = {}
         algorithm = self.algorithm
         descends = not (algorithm.solves or algorithm.condenses)
         if descends and not {"lr", "log_lr"} & algorithm.numbers.keys():
-            found["lr"] = 1.0
+            constants["lr"] = 1.0
         if self.context.horizon is None and self.memory.degree is None and self.features.finite:
             for name, neutral in (("log_decay", 0.0), ("weight", 1.0)):
                 if name not in self.context.numbers:
-                    found[name] = neutral
-        return found
+                    constants[name] = neutral
+        return constants
 
     def per_association(self, gate: Gate) -> bool:
         """Whether a gate has an axis n after the head: one number per association of a token."""

@@ -74,8 +74,10 @@ def initial_state(
     slots: dict[str, tuple[Tensor, ...]] = {}
     if weights or not recipe.dual:
         for name, (blank, wide) in sized.slots.items():
-            kept = torch.float64 if wide else dtype
-            slots[name] = tuple(torch.zeros(B, H, *s, dtype=kept, device=device) for s in blank)
+            slot_dtype = torch.float64 if wide else dtype
+            slots[name] = tuple(
+                torch.zeros(B, H, *s, dtype=slot_dtype, device=device) for s in blank
+            )
     ones = (B, H, 1, sized.features)
     dual = None
     if recipe.dual:

@@ -61,8 +61,8 @@ class KernelRows:
         """Rows where ``rows [B]`` is True start anew from the pairs ``given`` (none if omitted)."""
         B, _, H = self.mass.shape
         m = given[0].shape[-2] if given else 0
-        kept = self.mask & ~rows[:, None]
-        size = max(int(kept.sum(1).max()) if B else 0, m if bool(rows.any()) else 0)
+        staying = self.mask & ~rows[:, None]
+        size = max(int(staying.sum(1).max()) if B else 0, m if bool(rows.any()) else 0)
         fresh = [
             a.to(u.dtype).expand(B, H, m, a.shape[-1]).transpose(1, 2)
             for a, u in zip(given, (self.k, *self.rows), strict=True)
@@ -109,8 +109,8 @@ class KernelRows:
             return None
 
         def numbered(prefix: str) -> Weights:
-            found = {int(n[len(prefix) :]): x for n, x in flat.items() if n.startswith(prefix)}
-            return tuple(found[i] for i in sorted(found))
+            by_index = {int(n[len(prefix) :]): x for n, x in flat.items() if n.startswith(prefix)}
+            return tuple(by_index[i] for i in sorted(by_index))
 
         head = "dual.slots."
         names = dict.fromkeys(n[len(head) :].split(".")[0] for n in flat if n.startswith(head))
@@ -172,7 +172,7 @@ def join_rows(old: KernelRows, new: KernelRows, count: Tensor | None) -> KernelR
     ``new`` stands aligned left and its mask is ignored; ``count`` omitted takes all of it. Cost
     O(n) per call.
     """
-    held, more = old.k.shape[1], new.k.shape[1]
+    before, more = old.k.shape[1], new.k.shape[1]
     if count is None:
         mask = torch.ones_like(new.mask)
         joined = _zip(old, new, lambda a, b: torch.cat([a, b.to(a.dtype)], dim=1))
@@ -183,18 +183,18 @@ def join_rows(old: KernelRows, new: KernelRows, count: Tensor | None) -> KernelR
             slots=joined.slots,
             mask=torch.cat([old.mask, mask], dim=1),
         )
-    n = int((old.mask.sum(1) + count).max()) if count.numel() else held
-    index = (held + count)[:, None] - n + torch.arange(n, device=count.device)  # [B, n]
-    inside = index.clamp(0, max(held + more - 1, 0))
+    n = int((old.mask.sum(1) + count).max()) if count.numel() else before
+    index = (before + count)[:, None] - n + torch.arange(n, device=count.device)  # [B, n]
+    inside = index.clamp(0, max(before + more - 1, 0))
     mask = index >= 0
-    if held:
-        mask &= torch.where(index < held, old.mask.gather(1, index.clamp(0, held - 1)), True)
+    if before:
+        mask &= torch.where(index < before, old.mask.gather(1, index.clamp(0, before - 1)), True)
 
     def pick(a: Tensor, b: Tensor) -> Tensor:
         both = torch.cat([a, b.to(a.dtype)], dim=1)
         shape = (1,) * (a.dim() - 2)
-        found = both.gather(1, inside.view(*inside.shape, *shape).expand(-1, -1, *a.shape[2:]))
-        return torch.where(mask.view(*mask.shape, *shape), found, torch.zeros_like(found))
+        picked = both.gather(1, inside.view(*inside.shape, *shape).expand(-1, -1, *a.shape[2:]))
+        return torch.where(mask.view(*mask.shape, *shape), picked, torch.zeros_like(picked))
 
     joined = _zip(old, new, pick)
     return KernelRows(k=joined.k, rows=joined.rows, mass=joined.mass, slots=joined.slots, mask=mask)

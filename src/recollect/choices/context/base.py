@@ -147,12 +147,12 @@ class Context(Member):
         return " ".join(words)
 
     def notes(self) -> tuple[str, ...]:
-        found = super().notes()
+        notes = super().notes()
         if "window" in self.numbers and self.horizon != 1:
-            return ("γ_i^(t): the current token's weight of association i", *found)
+            return ("γ_i^(t): the current token's weight of association i", *notes)
         if self.forgets and any(gate.name == "log_decay" for gate in self.gates()):
-            return ("γ_i^(t): the product of the decays of the tokens after i", *found)
-        return found
+            return ("γ_i^(t): the product of the decays of the tokens after i", *notes)
+        return notes
 
     def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)

@@ -143,22 +143,22 @@ class Blocks(_Restriction):
         def log_weight(queries: slice, keys: slice) -> Tensor:
             q = visible.q[:, queries]  # [B, C, H, G, K]
             here = own[:, queries]
-            found = torch.einsum("bchgk,bnhk->bhgcn", q, means)
+            scores = torch.einsum("bchgk,bnhk->bhgcn", q, means)
             blocks = torch.arange(count, device=q.device)
             mine = (blocks == here[..., None])[:, None, None]  # [B, 1, 1, C, count]
             if running is not None and not reading:
                 now = torch.einsum("bchgk,bchk->bhgc", q, own_mean(queries))
-                found = torch.where(mine, now.unsqueeze(-1), found)
+                scores = torch.where(mine, now.unsqueeze(-1), scores)
             begun = (blocks <= here[..., None])[:, None, None]
-            order = found.masked_fill(~begun, -torch.inf)
+            order = scores.masked_fill(~begun, -torch.inf)
             if self.current:
                 order = order.masked_fill(mine, torch.inf)
             best = order.detach().topk(min(self.top, count), dim=-1).indices
             chosen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, best, True) & begun
             if self.share == "one":
-                log = torch.zeros_like(found)
+                log = torch.zeros_like(scores)
             else:
-                log = found.masked_fill(~chosen, -torch.inf).log_softmax(-1)
+                log = scores.masked_fill(~chosen, -torch.inf).log_softmax(-1)
             log = log.masked_fill(~chosen, -torch.inf)
             where = block[:, None, None, None, keys].expand(*log.shape[:-1], -1)
             return log.gather(-1, where)

@@ -32,16 +32,16 @@ def gather_visible(
     valid = problem.live
     if valid is None:
         valid = torch.ones(B, T, dtype=torch.bool, device=device)
-    held = 0
+    buffered = 0
     if buffer is not None:
-        held = buffer.k.shape[1]
+        buffered = buffer.k.shape[1]
         k = torch.cat([buffer.k.to(dtype), k], dim=1)
         rates = {name: torch.cat([buffer.rates[name].to(x), x], 1) for name, x in rates.items()}
         valid = torch.cat([buffer.mask, valid], dim=1)
-    n, start = held + T, problem.state.position[:, None]
-    position = start + torch.arange(n, device=device) - held
+    n, start = buffered + T, problem.state.position[:, None]
+    position = start + torch.arange(n, device=device) - buffered
     if query_rates is None:
-        slots = torch.arange(held, n, device=device)
+        slots = torch.arange(buffered, n, device=device)
         return VisibleAssociations(
             q=q,
             k=k,
@@ -49,9 +49,9 @@ def gather_visible(
             asked=problem.rates,
             valid=valid,
             position=position,
-            where=position[:, held:],
+            where=position[:, buffered:],
             slots=slots,
-            first=held,
+            first=buffered,
         )
     count = q.shape[1]
     return VisibleAssociations(

@@ -50,10 +50,10 @@ def counts(total: Tensor, keys: int, missing: Tensor | None = None) -> Tensor:
     Args:
         missing: Σ of likenesses times what the state may lack, like ``total``.
     """
-    found = total.detach() < keys * least(total.dtype) / bearable(total.dtype)
+    missed = total.detach() < keys * least(total.dtype) / bearable(total.dtype)
     if missing is not None:
-        found = found | (missing.detach() > bearable(torch.float32) * total.detach())
-    return found
+        missed = missed | (missing.detach() > bearable(torch.float32) * total.detach())
+    return missed
 
 
 def doubtful(dual: KernelRows) -> Tensor:

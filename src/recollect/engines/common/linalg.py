@@ -65,10 +65,10 @@ def least(covariance: Tensor) -> Tensor:
     """The pseudo-inverse of a covariance ``[..., D, D]``; directions of rounding count as none."""
     eps, bad = torch.finfo(covariance.dtype).eps, ~covariance.isfinite().all(-1).all(-1)
     bad = bad[..., None, None]
-    found = torch.linalg.pinv(
+    inverse = torch.linalg.pinv(
         torch.where(bad, 0.0, covariance), hermitian=True, rtol=eps * 100 * covariance.shape[-1]
     )
-    return torch.where(bad, torch.nan, found)
+    return torch.where(bad, torch.nan, inverse)
 
 
 def bmm(x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:

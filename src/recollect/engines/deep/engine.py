@@ -223,10 +223,10 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     if problem.live is not None:
         y = torch.where(problem.live[..., None, None, None], y, 0.0)
     end = memory.like([w.unflatten(0, (B, H)) for w in after])
-    kept = problem.after(
+    state_after = problem.after(
         weights=tuple(end.A), slots={name: tuple(slot) for name, slot in end.slots.items()}
     )
-    return y.to(problem.v.dtype), kept
+    return y.to(problem.v.dtype), state_after
 
 
 def _run_chain(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
@@ -246,16 +246,16 @@ def _run_chain(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, 
     return y, Memory(A=A, slots={} if S is None else {"momentum": S})
 
 
-def _stepped(problem: Problem, made: Stepped) -> tuple[Tensor, State]:
+def _stepped(problem: Problem, stepped: Stepped) -> tuple[Tensor, State]:
     """What `run` returns, of one decoded token."""
     B, _, H, _, _ = problem.q.shape
-    end = made.memory.like([w.unflatten(0, (B, H)) for w in made.memory.tensors()])
-    kept = problem.after(
+    end = stepped.memory.like([w.unflatten(0, (B, H)) for w in stepped.memory.tensors()])
+    state_after = problem.after(
         weights=tuple(end.A),
         slots={name: tuple(slot) for name, slot in end.slots.items()},
-        cache=made.cache,
+        cache=stepped.cache,
     )
-    return made.y.unflatten(0, (B, 1, H)).to(problem.v.dtype), kept
+    return stepped.y.unflatten(0, (B, 1, H)).to(problem.v.dtype), state_after
 
 
 @functools.cache
@@ -280,8 +280,8 @@ def _batches_a_group(problem: Problem, method: Method, grid: Grid, *, outer: boo
     rows = grid.b * (1 + G) + grid.c
     if method.chain is not None:
         # M at the border; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.
-        kept = weights * (1 + len(problem.state.slots))
-        numbers = kept + rows * (3 * widths + 2 * (grid.b + grid.c))
+        borders = weights * (1 + len(problem.state.slots))
+        numbers = borders + rows * (3 * widths + 2 * (grid.b + grid.c))
         each = B * H * numbers * problem.state.weights[0].element_size()
         whole = grid.N * each <= WHOLE_BYTES
         # Without gradients next to nothing of this is kept.

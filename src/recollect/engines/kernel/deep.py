@@ -146,7 +146,7 @@ class _DeepKernelLoop:
         position = int(state.position[0])
         self.opened = position % self.b
         self.closed = position - self.opened
-        self.border = self.tokens.held - self.opened
+        self.border = self.tokens.buffered - self.opened
         self.slot = next(iter(recipe.algorithm.slots), None)
         self.decays = recipe.retention.decay is not None
         more = len(self.tokens) - self.border
@@ -194,7 +194,7 @@ class _DeepKernelLoop:
             self.now.keys.add(self.k[:, :, batch.start : batch.stop])
             past_reads = self._past_reads(batch)
             inputs, deltas = self._gradients(batch, past_reads)
-            if batch.stop > tokens.held:
+            if batch.stop > tokens.buffered:
                 outputs.append(self._read(batch, past_reads, inputs, deltas))
             if batch.stop - batch.start == self.b:
                 gone = None if self.gone is None else self.gone[:, :, batch.stop - self.border]
@@ -236,9 +236,9 @@ class _DeepKernelLoop:
 
     def _queries(self, batch: Batch) -> tuple[Tensor, int]:
         """The batch's new queries ``[B, H, t·G, K]``, and how many of its tokens are old."""
-        held = self.tokens.held
-        skip = max(held - batch.start, 0)
-        q = self.problem.q[:, batch.start + skip - held : max(batch.stop - held, 0)]
+        buffered = self.tokens.buffered
+        skip = max(buffered - batch.start, 0)
+        q = self.problem.q[:, batch.start + skip - buffered : max(batch.stop - buffered, 0)]
         return q.transpose(1, 2).to(self.k.dtype).flatten(2, 3), skip
 
     def _past_reads(self, batch: Batch) -> _PastReads:

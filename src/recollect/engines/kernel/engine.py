@@ -85,17 +85,17 @@ FORMS: tuple[Form, ...] = (
 
 def refuses(recipe: Recipe) -> list[str]:
     """Why no form runs a recipe: none if one does."""
-    found: list[str] = []
+    refusals: list[str] = []
     for form in FORMS:
         reasons = form.refuses(recipe)
         if not reasons:
             return []
-        found += reasons
+        refusals += reasons
     if recipe.dual:
         return (kernel_delta if recipe.memory.linear else kernel_deep).refuses(recipe)
     if not recipe.nonparametric and recipe.features.finite:
         return [f"{recipe.memory.title} keeps weights, not associations"]
-    return found
+    return refusals
 
 
 def form_of(recipe: Recipe) -> Form:

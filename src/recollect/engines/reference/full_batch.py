@@ -27,7 +27,7 @@ def full_batch(problem: Problem) -> tuple[Tensor, State]:
     q_phi = problem.phi(problem.q, "query", problem.positions())
     outputs = [
         forward(
-            full_batch_weights(problem, tokens, tokens.held + t),
+            full_batch_weights(problem, tokens, tokens.buffered + t),
             q_phi[:, t],
             problem.q[:, t].to(q_phi.dtype),
             problem.params,

@@ -132,9 +132,9 @@ class KernelTokenLoop:
 
         Buffered associations of closed inner batches have theirs in the state, newest last.
         """
-        held = self.tokens.held
+        buffered = self.tokens.buffered
         own = torch.full_like(self.count, self.n0 + j)
-        back = held - self.opened - j  # > 0: written before the open batch began
+        back = buffered - self.opened - j  # > 0: written before the open batch began
         place = torch.where(back > 0, self.n0 - back, own)
         N = self.keys.shape[2]
         steps = torch.arange(N, device=place.device)
@@ -146,9 +146,9 @@ class KernelTokenLoop:
         """What ``x [B, H, M, K]`` weighs each row by, ``[B, H, M, N]``."""
         if not divides:
             return kernel.kappa(x, self.keys)
-        found, lost = likeness(kernel, x, self.keys, *mass)
+        shares, lost = likeness(kernel, x, self.keys, *mass)
         self.lost = self.lost | lost
-        return found
+        return shares
 
     def measure(self, x: Tensor, U: Rows, D: Rows, mass: Mass, taps: Rows) -> Tensor:
         """M(x): ``[B, H, M, V]``; each tap is added to what one map reads from the features."""
@@ -190,7 +190,7 @@ class KernelTokenLoop:
             else:
                 target = prediction
                 cotangent = bias.error(prediction, v, gates) * weight.unsqueeze(-1)
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 target,
                 [*taps, *points],
                 cotangent,
@@ -199,9 +199,9 @@ class KernelTokenLoop:
             )
         if not self.outer:
             # Where a map's output is the prediction, its δ is the error itself, with its history.
-            found = tuple(d.detach() for d in found)
-        deltas = [torch.einsum("bmn,bhmo->bhno", place, d) for d in found[: len(U)]]
-        return deltas, list(found[len(U) :])
+            gradients = tuple(d.detach() for d in gradients)
+        deltas = [torch.einsum("bmn,bhmo->bhno", place, d) for d in gradients[: len(U)]]
+        return deltas, list(gradients[len(U) :])
 
     def _erased(self, j: int, U: Rows, mass: Mass) -> Tensor:
         """What the memory holds at the probe's keys, ``[B, H, V]``."""
@@ -216,10 +216,10 @@ class KernelTokenLoop:
         if probe.heads > 1:
             mix = self.problem.params["mix"].to(seen.dtype)  # [H, J]
             seen = (mix.unsqueeze(-1) * seen).sum(2, keepdim=True)
-        found = (seen @ U[0]).squeeze(2)
+        reads = (seen @ U[0]).squeeze(2)
         if probe.normalize == "rms":
-            found = found * (found.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
-        return found
+            reads = reads * (reads.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+        return reads
 
     def _rate(self, j: int) -> Tensor:
         """η_t ``[B, H, 1, 1]``."""
@@ -275,34 +275,34 @@ class KernelTokenLoop:
         """Mass after token j's decay: a key stays unless α = 0 and no step reaches its row."""
         if self.recipe.retention.decay is None:
             return self.mass
-        kept = (alpha * self.mass).clamp_min(least(self.mass.dtype))
-        kept = torch.where(self.mass > 0, kept, 0.0)
+        mass = (alpha * self.mass).clamp_min(least(self.mass.dtype))
+        mass = torch.where(self.mass > 0, mass, 0.0)
         if self.SU:  # momentum is a step of every row
-            return kept
+            return mass
         low = max(j - self.c + 1, 0)
-        valid = self.tokens.valid[:, low : j + 1].to(kept.dtype)
+        valid = self.tokens.valid[:, low : j + 1].to(mass.dtype)
         rows = torch.stack([self._row_of(i) for i in range(low, j + 1)], dim=1)  # [B, m, N]
         reached = (rows * valid.unsqueeze(-1)).sum(1).bool().unsqueeze(1)
         nothing = self.tokens.rates["log_decay"][:, j].isneginf().unsqueeze(-1)  # [B, H, 1]
-        return torch.where(nothing & ~reached, 0.0, kept)
+        return torch.where(nothing & ~reached, 0.0, mass)
 
     def replay(self) -> None:
         """The open inner batch, out of the buffer."""
-        tokens, held = self.tokens, self.tokens.held
-        for j in range(held):
-            live = tokens.valid[:, j] & (j >= held - self.opened)
+        tokens, buffered = self.tokens, self.tokens.buffered
+        for j in range(buffered):
+            live = tokens.valid[:, j] & (j >= buffered - self.opened)
             if bool(live.any()):
                 self.advance(j, live)
 
     def run(self) -> Tensor:
         """Replay the open batch, then every new token; outputs of the new ones."""
-        problem, held = self.problem, self.tokens.held
+        problem, buffered = self.problem, self.tokens.buffered
         self.replay()
         outputs: list[Tensor] = []
-        for j in range(held, len(self.tokens)):
+        for j in range(buffered, len(self.tokens)):
             live = self.tokens.valid[:, j]
             self.advance(j, live)
-            y = self.read(problem.q[:, j - held])
+            y = self.read(problem.q[:, j - buffered])
             outputs.append(torch.where(live.view(-1, 1, 1, 1), y, 0.0))
         if outputs:
             return torch.stack(outputs, dim=1)
@@ -316,7 +316,7 @@ class KernelTokenLoop:
         self._remember(self.count % self.b == 0)
         U, D, SU, SD, mass, _ = self.start
         # Rows of closed batches: those of the state, then of tokens before the last border.
-        n0, held = self.n0, self.tokens.held
+        n0, buffered = self.n0, self.tokens.buffered
         closed = problem.end - problem.end % self.b
         before = problem.state.position - self.opened
 
@@ -325,9 +325,9 @@ class KernelTokenLoop:
 
         def cut(x: Tensor) -> Tensor:  # the new rows aligned left, per row of the batch
             x = back(x)[:, n0:]
-            if held == 0:
+            if buffered == 0:
                 return x
-            index = (held - self.opened)[:, None] + torch.arange(x.shape[1], device=x.device)
+            index = (buffered - self.opened)[:, None] + torch.arange(x.shape[1], device=x.device)
             index = index.clamp_max(max(x.shape[1] - 1, 0))
             return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand_as(x))
 

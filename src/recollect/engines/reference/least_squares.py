@@ -76,20 +76,20 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
         rows = live[:, t]
         key, value = k[:, t], v[:, t]
         alpha, w = (x[:, t, :, None, None] for x in (decay, weight))
-        kept = now.kept if form == "constant" else now.kept * decay[:, t]
-        kept = torch.where(anew[:, t], 1.0, kept)
+        share = now.kept if form == "constant" else now.kept * decay[:, t]
+        share = torch.where(anew[:, t], 1.0, share)
         error = value - (now.origin @ key.unsqueeze(-1)).squeeze(-1)
         gram = alpha * now.gram + w * key.unsqueeze(-1) * key.unsqueeze(-2)
-        floor = torch.zeros_like(kept)
+        floor = torch.zeros_like(share)
         if form != "constant":
             least = smallest_ridge(gram).squeeze(-1) / now.ridge.mean(-1)
-            floor = torch.where(least > kept, least, 0.0)
-            kept = torch.maximum(kept, least)
+            floor = torch.where(least > share, least, 0.0)
+            share = torch.maximum(share, least)
         then = replace(
             now,
             gram=gram,
             residual=alpha * now.residual + w * error.unsqueeze(-1) * key.unsqueeze(-2),
-            kept=kept,
+            kept=share,
         )
         now = _chosen(rows, then, now)
         if wide:
@@ -109,9 +109,9 @@ def _resolved(problem: Problem, now: RidgeStatistics, floor: Tensor, t: int) -> 
         return
     system = now.system.detach()
     lost = loss(system, torch.linalg.inv_ex(system)[0], floor * now.ridge.mean(-1))
-    found = unresolved(lost.unsqueeze(0))
-    if found is not None:
-        raise refuse(problem, found, token=t)
+    excess = unresolved(lost.unsqueeze(0))
+    if excess is not None:
+        raise refuse(problem, excess, token=t)
 
 
 def _chosen(rows: Tensor, new: RidgeStatistics, old: RidgeStatistics) -> RidgeStatistics:

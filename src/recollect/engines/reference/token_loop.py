@@ -346,18 +346,18 @@ class TokenLoop:
     def run(self, problem: Problem) -> Tensor:
         """Replay the open batch, then every new token; outputs of the new ones."""
         tokens, read_how = self.tokens, self.recipe.memory.read
-        held, opened = tokens.held, problem.state.position % self.b
+        buffered, opened = tokens.buffered, problem.state.position % self.b
         q_phi = problem.phi(problem.q, "query", self._query_positions(problem))
         outputs: list[Tensor] = []
         replay = problem.state.buffer is not None
         for j in range(len(tokens)):
-            if j < held:
-                live = tokens.valid[:, j] & (j >= held - opened)
+            if j < buffered:
+                live = tokens.valid[:, j] & (j >= buffered - opened)
                 if replay and bool(live.any()):
                     self._advance(j, live)
                 continue
             live = tokens.valid[:, j]
-            t = j - held
+            t = j - buffered
             if read_how.when == "before":
                 y = self._read(q_phi[:, t], problem.q[:, t])
                 self._advance(j, live)
