@@ -1,4 +1,4 @@
-"""`diagnose`: what a layer's memory does with a sequence, head by head, and where it breaks.
+"""`diagnose`: runs a layer on a sequence and measures its memory, head by head.
 
 Inner batches are run one after the other, by whatever engine runs the layer. Before each, its keys
 are read from the memory as it stands: the loss of these predictions is the *surprise*. After it,
@@ -68,10 +68,10 @@ def diagnose(layer: MemoryLayer, x: Tensor) -> Diagnosis:
         raise ValueError(
             f"x must have shape [B, T, {layer.d_model}] with T ≥ 1, not {list(x.shape)}"
         )
-    return _Patient(layer, x).examine()
+    return _Examination(layer, x).examine()
 
 
-class _Patient:
+class _Examination:
     """One examination: the layer's numbers, and the curves as they grow."""
 
     def __init__(self, layer: MemoryLayer, x: Tensor) -> None:
@@ -100,10 +100,10 @@ class _Patient:
         return [recipe.memory.letter] if len(shapes) == 1 else [f"W{i}" for i in range(len(shapes))]
 
     def examine(self) -> Diagnosis:
-        """Walk through the sequence until its end or the first fault."""
+        """Run the sequence until its end or the first fault."""
         first = self._given()
         if first is None:
-            first = self._walk()
+            first = self._run_batches()
         return Diagnosis(
             recipe=self.recipe,
             engine=select(self.recipe, self.layer.method).engine.name,
@@ -149,9 +149,9 @@ class _Patient:
                 break
         return min(faults, key=lambda fault: fault.token or 0) if faults else None
 
-    # -- the walk ----------------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------
 
-    def _walk(self) -> Fault | None:
+    def _run_batches(self) -> Fault | None:
         state = self._recall(slice(0, 0), None)[1]
         self._norms(state)
         for start in range(0, self.T, self.b):

@@ -1,4 +1,4 @@
-"""What `diagnose` finds: curves by head, the first fault, and what should be looked at."""
+"""Results of `diagnose`: curves by head, the first fault, and findings in words."""
 
 from __future__ import annotations
 

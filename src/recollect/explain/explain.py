@@ -1,4 +1,4 @@
-"""A recipe in words and equations: what it solves, how it moves, which engine runs it and why.
+"""A recipe in words and equations: its problem, its update, its engine and why.
 
 Every line is made of what the members say about themselves (signed terms, see
 `recollect.choices.equation_terms`), so a member of one's own explains itself like any other::

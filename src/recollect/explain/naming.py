@@ -1,4 +1,4 @@
-"""What a recipe is called: the architectures that share it, and the five properties it has."""
+"""Names of a recipe: the architectures that share it, and which of five properties it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `MemoryLayer` refuses, and why: sizes, options, tokens, and states of other layers."""
+"""Checks of a `MemoryLayer`: sizes, options, tokens, and states of other layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`MemoryLayer`: a recipe with everything around it that a sequence model needs."""
+"""`MemoryLayer`: projections, gates, convolution and normalisation around a recipe."""
 
 # More than 400 lines: the layer in the order in which a call goes through it.
 

@@ -1,4 +1,4 @@
-"""Checks of a call: each failure is one sentence that says what, where, and what to do instead."""
+"""Checks of the arguments of a call; each failure is one sentence with what to do instead."""
 
 # What a caller hands over is not what its annotation says.
 # pyright: reportUnnecessaryIsInstance=none

@@ -1,4 +1,4 @@
-"""The functional face: `recall` memorises and reads; `recollect.recall.reading` only reads.
+"""The functional interface: `recall` memorises and reads; `recollect.recall.reading` only reads.
 
 Everything that is the same for all engines happens here, once: checks, packing, padding, grouped
 query heads, several associations per token, and the normaliser. Engines see dense right-padded

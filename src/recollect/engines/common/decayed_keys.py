@@ -1,4 +1,4 @@
-"""What a decay leaves of keys that a read divides by, and where a dtype does not hold it.
+"""Limits of precision of normalised reads over decayed keys: when float64 is needed, or a refusal.
 
 A normalised read of x is Σ_j κ_j u_j / Σ_j m_j κ_j. A row u_j and its mass m_j may have decayed to
 e^−100 and still be most of what is read: where κ_j is e^110 times the likeness of every newer key.

@@ -1,4 +1,4 @@
-"""Powers of symmetric matrices whose derivative stays finite where eigenvalues coincide."""
+"""Batched products, pseudo-inverses, and powers of symmetric matrices with finite derivatives."""
 
 from __future__ import annotations
 

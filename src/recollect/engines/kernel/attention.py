@@ -1,4 +1,4 @@
-"""Local constant memories: a mean of the values near the query, or a plain sum.
+"""Attention: a kernel-weighted mean or sum of the values (local constant regression).
 
 A mean under a kernel whose logarithm is a·q·k + b(‖q‖² + ‖k‖²) is softmax attention and goes
 through the platform's `scaled_dot_product_attention`:

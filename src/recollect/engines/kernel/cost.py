@@ -1,4 +1,4 @@
-"""What the kernel engine costs."""
+"""FLOPs of the kernel engine, form by form."""
 
 from __future__ import annotations
 

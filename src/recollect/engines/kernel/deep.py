@@ -1,4 +1,4 @@
-"""Deep memories over a kernel's features: attention behind which a perceptron learns.
+"""Deep memories over a kernel's features, by inner batches: attention feeding a perceptron.
 
 Maps that read features are rows by key (`KernelRows`), later maps are ordinary weights
 (`batch_memory`). Inside an inner batch every gradient is taken at its start, W°, so the batch is

@@ -1,4 +1,4 @@
-"""What the reference costs."""
+"""FLOPs of the reference engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The reference for infinitely many features: `docs/design/kernel-delta.md`, token by token.
+"""The reference for memories over a kernel's features: rows by key, one token at a time.
+
+It follows `docs/design/kernel-delta.md`.
 
 Weights that read features are rows u by key z, W φ(x) = Σ_j u_j κ(z_j, x) (`dual`). A gradient of
 such a map is δ φ(k_i)ᵀ, δ the gradient of its output: it adds to the row of association i. All

@@ -1,4 +1,4 @@
-"""The reference's recursion, one token at a time; see `recollect.engines.reference`."""
+"""The reference's recursion, one token at a time; see `recollect.engines.reference.engine`."""
 
 # More than 400 lines: one recursion, the definition, to be read in one piece.
 
