@@ -195,11 +195,11 @@ def _at_border(recipe: Recipe, step: Terms, A: str) -> list[str]:
     retention, algorithm, W = recipe.retention, recipe.algorithm, recipe.memory.letter
     decay, b = retention.decay, algorithm.batch
     start = f"{A}°"
-    kept = Term((start,)) if decay is None else decay.on(start, "b")
+    decayed = Term((start,)) if decay is None else decay.on(start, "b")
     moved = tuple(
         Term(tuple(f.replace("η_t", "η̄") for f in term.factors), term.coefficient) for term in step
     )
-    line = f"{A}_t = {render_sum((kept, *moved))} at the last token of the inner batch"
+    line = f"{A}_t = {render_sum((decayed, *moved))} at the last token of the inner batch"
     if retention.linked:
         line += f",   {W}_t = {retention.text()}"
     bars = [] if decay is None or not isinstance(decay.rate, str) else ["α_b = Π α_t"]

@@ -156,9 +156,9 @@ class Explanation:
         yield "cost", list(self._cost())
         yield "theory", list(self.theory)
         for label, answer in (("has", True), ("lacks", False)):
-            found = [name for name, holds in self.properties.items() if holds is answer]
-            if found:
-                yield label, [", ".join(found)]
+            names = [name for name, holds in self.properties.items() if holds is answer]
+            if names:
+                yield label, [", ".join(names)]
 
     def _needs(self) -> Iterator[str]:
         for gate in self.gates:
@@ -166,8 +166,8 @@ class Explanation:
             yield f"gate {gate.name} {_shape('B, T, H', gate.axes)} {_span(gate)}{travels}"
         for param in self.params:
             drawn = f", drawn ({param.draw})" if param.draw else ""
-            held = "" if param.learned else ", not trained"
-            yield f"param {param.name} {_shape('H', param.axes)} {_span(param)}{drawn}{held}"
+            fixed = "" if param.learned else ", not trained"
+            yield f"param {param.name} {_shape('H', param.axes)} {_span(param)}{drawn}{fixed}"
         if self.init:
             yield f"init {', '.join(self.init)}: a memory of zeros would never learn"
 

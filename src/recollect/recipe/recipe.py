@@ -119,10 +119,10 @@ class Recipe:
         """Engines know numbers by name alone, however they are given: a name has one owner."""
         owners_of: dict[str, list[Member]] = {}
         for part in self.members():
-            asked = {
+            declared = {
                 item.name for item in (*part.gates(), *part.params())
             } | part.constants().keys()
-            for name in sorted({name.removeprefix("log_") for name in asked}):
+            for name in sorted({name.removeprefix("log_") for name in declared}):
                 owners_of.setdefault(name, []).append(part)
         for name, choice in _READ_FROM.items():
             if name == "weight" and self.context.horizon is not None:
@@ -141,11 +141,11 @@ class Recipe:
                     f"the number {name!r} belongs to {' and '.join(titles)}: drop one of them, or "
                     "give its quantity another name"
                 )
-        for what, asked in (("gate", self.gates()), ("param", self.params())):
-            counts = Counter(item.name for item in asked)
+        for what, declared in (("gate", self.gates()), ("param", self.params())):
+            counts = Counter(item.name for item in declared)
             for name, count in counts.items():
                 if count > 1:
-                    owners = " and ".join(item.owner for item in asked if item.name == name)
+                    owners = " and ".join(item.owner for item in declared if item.name == name)
                     yield (
                         f"the {what} {name!r} is asked for by {owners}: give one of them a "
                         "constant or drop it"

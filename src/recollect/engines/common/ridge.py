@@ -21,19 +21,19 @@ class RidgeStatistics:
 
     Attributes:
         gram: D ``[B, H, F, F]``. residual: E ``[B, H, V, F]``.
-        kept: ρ_t by λ, ``[B, H]``. origin: W_0 ``[B, H, V, F]``. ridge: λ ``[B, H, F]``.
+        ridge_share: ρ_t by λ, ``[B, H]``. origin: W_0 ``[B, H, V, F]``. ridge: λ ``[B, H, F]``.
     """
 
     gram: Tensor
     residual: Tensor
-    kept: Tensor
+    ridge_share: Tensor
     origin: Tensor
     ridge: Tensor
 
     @property
     def rho(self) -> Tensor:
         """ρ_t by channel, ``[B, H, F]``."""
-        return self.kept[..., None] * self.ridge
+        return self.ridge_share[..., None] * self.ridge
 
     @property
     def system(self) -> Tensor:

@@ -322,7 +322,7 @@ def _layout(
         cut = x.unflatten(1, (N, b))
         steps[name] = cut.permute(1, 0, 3, 2, *range(4, cut.dim())).flatten(1, 2)
 
-    def asked(x: Tensor) -> Tensor:  # [B, N b, H, G, D] -> [N, B, H, b G, D]
+    def per_query(x: Tensor) -> Tensor:  # [B, N b, H, G, D] -> [N, B, H, b G, D]
         return x.unflatten(1, (N, b)).permute(1, 0, 3, 2, 4, 5).flatten(3, 4)
 
     gamma = _gamma(grid.valid, steps, N, b, c, H)
@@ -333,8 +333,8 @@ def _layout(
         keys=keys,
         steps=steps,
         gamma=gamma,
-        x=asked(grid.queries["x"]).contiguous(),
-        raw=asked(grid.queries["raw"]).contiguous() if "raw" in grid.queries else None,
+        x=per_query(grid.queries["x"]).contiguous(),
+        raw=per_query(grid.queries["raw"]).contiguous() if "raw" in grid.queries else None,
         count=grid.count.unflatten(1, (N, b)).transpose(0, 1),
         commits=[_commit(grid, start // b + n, H, gamma) for n in range(N)],
         params=params,

@@ -27,7 +27,7 @@ class TokenStep:
     """What the tokens of a segment bring.
 
     Attributes:
-        found: factors of every map; ``writes``: of the part that no prediction enters.
+        factors: of every map; ``writes``: of the part that no prediction enters.
         gamma: ``[P, n, c]``, entry m of row t for association t − m.
         numbers: per token, by name (lr, momentum, log_decay), one factor per map.
         gates: per token, what a link may use.

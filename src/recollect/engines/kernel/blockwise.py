@@ -74,8 +74,8 @@ class Spec:
                 fade[..., start:].masked_fill_(hidden, -torch.inf)
                 return likeness * fade.exp()
             if likeness.requires_grad:  # a kernel may keep its values for its own gradient
-                mine = likeness[..., start:].masked_fill(hidden, 0.0)
-                return torch.cat([likeness[..., :start], mine], dim=-1)
+                own = likeness[..., start:].masked_fill(hidden, 0.0)
+                return torch.cat([likeness[..., :start], own], dim=-1)
             likeness[..., start:].masked_fill_(hidden, 0.0)
             return likeness
         if exponent is not None and exponent[1] == 0.0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from recollect.engines.common.kernel_rows_cost import dual_flops
+from recollect.engines.common.kernel_rows_cost import kernel_rows_flops
 from recollect.engines.common.sizes import Counted, Sizes
 from recollect.engines.kernel import attention, local_regression
 from recollect.engines.kernel.pieces import PIECE, piece_size
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def flops(recipe: Recipe, s: Sizes) -> Counted:
     """What a call takes, of the form that runs the recipe."""
     if recipe.dual:
-        return dual_flops(recipe, s)
+        return kernel_rows_flops(recipe, s)
     return gram_flops(recipe, s) if recipe.solves_from_gram else local_flops(recipe, s)
 
 

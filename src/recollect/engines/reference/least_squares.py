@@ -37,14 +37,14 @@ def _start(state: State, ridge: Tensor) -> RidgeStatistics:
     start = RidgeStatistics(
         gram=gram,
         residual=A - origin,
-        kept=torch.ones_like(ridge[..., 0]),
+        ridge_share=torch.ones_like(ridge[..., 0]),
         origin=origin,
         ridge=ridge,
     )
     if "kept" not in slots:
         return start
     # W is held in place of E.
-    start = replace(start, kept=torch.where(fresh[:, None], 1.0, slots["kept"]))
+    start = replace(start, ridge_share=torch.where(fresh[:, None], 1.0, slots["kept"]))
     return replace(start, residual=start.residual @ start.system)
 
 
@@ -76,7 +76,7 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
         rows = live[:, t]
         key, value = k[:, t], v[:, t]
         alpha, w = (x[:, t, :, None, None] for x in (decay, weight))
-        share = now.kept if form == "constant" else now.kept * decay[:, t]
+        share = now.ridge_share if form == "constant" else now.ridge_share * decay[:, t]
         share = torch.where(anew[:, t], 1.0, share)
         error = value - (now.origin @ key.unsqueeze(-1)).squeeze(-1)
         gram = alpha * now.gram + w * key.unsqueeze(-1) * key.unsqueeze(-2)
@@ -89,7 +89,7 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
             now,
             gram=gram,
             residual=alpha * now.residual + w * error.unsqueeze(-1) * key.unsqueeze(-2),
-            kept=share,
+            ridge_share=share,
         )
         now = _chosen(rows, then, now)
         if wide:
@@ -98,7 +98,7 @@ def least_squares(problem: Problem) -> tuple[Tensor, State]:
         outputs.append(torch.where(rows[:, None, None, None], y, 0.0))
         if form == "refreshed":
             border = rows & ((problem.state.position + t + 1) % every == 0)
-            now = replace(now, kept=torch.where(border[:, None], 1.0, now.kept))
+            now = replace(now, ridge_share=torch.where(border[:, None], 1.0, now.ridge_share))
     y = torch.stack(outputs, dim=1).to(problem.v.dtype)
     return y, _state(problem, now)
 
@@ -121,7 +121,7 @@ def _chosen(rows: Tensor, new: RidgeStatistics, old: RidgeStatistics) -> RidgeSt
         new,
         gram=torch.where(wide, new.gram, old.gram),
         residual=torch.where(wide, new.residual, old.residual),
-        kept=torch.where(rows[:, None], new.kept, old.kept),
+        ridge_share=torch.where(rows[:, None], new.ridge_share, old.ridge_share),
     )
 
 
@@ -138,18 +138,18 @@ def _state(problem: Problem, now: RidgeStatistics) -> State:
     algorithm = problem.recipe.algorithm
     seen = (problem.end > 0)[:, None, None, None]
 
-    def kept(name: str, x: Tensor) -> tuple[Tensor]:
+    def where_seen(name: str, x: Tensor) -> tuple[Tensor]:
         rows, old = seen.view(-1, *(1,) * (x.dim() - 1)), problem.state.slots[name][0]
         return (torch.where(rows, x.to(old.dtype), old),)
 
-    slots = {"origin": kept("origin", now.origin)}
+    slots = {"origin": where_seen("origin", now.origin)}
     if "gram" in algorithm.slots:
         vector = problem.state.slots["gram"][0].dim() == 3
         gram = now.gram.diagonal(dim1=-2, dim2=-1) if vector else now.gram
-        slots["gram"] = kept("gram", gram)
+        slots["gram"] = where_seen("gram", gram)
     if "kept" in algorithm.slots:
-        slots["kept"] = kept("kept", now.kept)
-        slots["inverse"] = kept("inverse", torch.linalg.inv(now.system))
+        slots["kept"] = where_seen("kept", now.ridge_share)
+        slots["inverse"] = where_seen("inverse", torch.linalg.inv(now.system))
         weights = now.solved()
     else:
         weights = now.origin + now.residual

@@ -123,7 +123,9 @@ class _Errors:
         assert trace.saved is not None
         self.spec, self.keys, self.points = spec, keys, trace.saved.prediction
         self.leaves = {"v": keys.v, **{f"gate {name}": x for name, x in keys.gates.items()}}
-        self.found = {name: torch.zeros_like(x) for name, x in self.leaves.items() if needs[name]}
+        self.gradients = {
+            name: torch.zeros_like(x) for name, x in self.leaves.items() if needs[name]
+        }
 
     def pull(self, n: int, up: Tensor, out: Tensor) -> None:
         affine = self.spec.bias.affine
@@ -134,25 +136,25 @@ class _Errors:
         with torch.enable_grad():
             point = self.points[n].detach().requires_grad_()
             leaves = {
-                name: x[n].detach().requires_grad_(name in self.found)
+                name: x[n].detach().requires_grad_(name in self.gradients)
                 for name, x in self.leaves.items()
             }
             gates = {name: leaves[f"gate {name}"] for name in self.keys.gates}
             error = self.spec.bias.error(point, leaves["v"], gates)
-            wanted = [point, *(leaves[name] for name in self.found)]
+            wanted = [point, *(leaves[name] for name in self.gradients)]
             grads = torch.autograd.grad(
                 error, wanted, up, allow_unused=True, materialize_grads=True
             )
         out.copy_(grads[0])
-        for total, grad in zip(self.found.values(), grads[1:], strict=True):
+        for total, grad in zip(self.gradients.values(), grads[1:], strict=True):
             total[n] = grad
 
     def values(self, up: Tensor) -> dict[str, Tensor]:
         """Gradients of v and the numbers, given δ̄ of all batches."""
         affine = self.spec.bias.affine
-        if affine is not None and "v" in self.found:
-            torch.mul(up, -affine[1], out=self.found["v"])
-        return self.found
+        if affine is not None and "v" in self.gradients:
+            torch.mul(up, -affine[1], out=self.gradients["v"])
+        return self.gradients
 
 
 @dataclass(frozen=True, kw_only=True)
