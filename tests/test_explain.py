@@ -15,7 +15,7 @@ from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
-from recollect.choices.equation_terms import Term, figure, grouped, power, written
+from recollect.choices.equation_terms import Term, format_number, parenthesise, power, render_sum
 from recollect.engines.select import ENGINES, Engine
 from recollect.recipe.recipe import CHOICES
 
@@ -538,15 +538,15 @@ def test_what_is_no_recipe_is_refused() -> None:
 
 def test_terms() -> None:
     a, b = Term(("a",)), Term(("b",), -2.0)
-    assert written((a, b)) == "a − 2 b"
-    assert written((-a, -b)) == "−a + 2 b"
-    assert written((b.times("η", -0.5), a.times(0.0))) == "η b"
-    assert written(()) == "0"
-    assert [grouped(x) for x in ("a b", "(a b)", "f(a b)", "−a")] == [
+    assert render_sum((a, b)) == "a − 2 b"
+    assert render_sum((-a, -b)) == "−a + 2 b"
+    assert render_sum((b.times("η", -0.5), a.times(0.0))) == "η b"
+    assert render_sum(()) == "0"
+    assert [parenthesise(x) for x in ("a b", "(a b)", "f(a b)", "−a")] == [
         "(a b)", "(a b)", "f(a b)", "(−a)",
     ]  # fmt: skip
     assert (power(2), power(-1), power(0.5), power(1)) == ("²", "⁻¹", "^0.5", "")
-    assert (figure(-0.25), figure("η")) == ("−0.25", "η")
+    assert (format_number(-0.25), format_number("η")) == ("−0.25", "η")
 
 
 def test_members_as_one_would_type_them() -> None:

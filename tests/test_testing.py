@@ -322,7 +322,7 @@ def test_a_kernel_that_says_definite_and_is_not() -> None:
 
 
 def test_a_context_that_says_hard_and_is_not() -> None:
-    from recollect.choices.context.weights import Scene, Weights
+    from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 
     @rc.member
     class Soft(rc.context.Context):
@@ -334,12 +334,12 @@ def test_a_context_that_says_hard_and_is_not() -> None:
         def horizon(self) -> None:
             return None
 
-        def over(self, scene: Scene) -> Weights:
+        def over(self, visible: VisibleAssociations) -> ContextWeights:
             def log(queries: slice, keys: slice) -> Tensor:
-                age = scene.where[:, queries, None] - scene.position[:, None, keys]
-                return -age.clamp_min(0).to(scene.q.dtype)[:, None, None]
+                age = visible.where[:, queries, None] - visible.position[:, None, keys]
+                return -age.clamp_min(0).to(visible.q.dtype)[:, None, None]
 
-            return Weights(log=log, hard=True)
+            return ContextWeights(log=log, hard=True)
 
     caught(Soft, "declares hard weights")
 

@@ -195,7 +195,7 @@ def cost(
     lifts = recipe.features.flops(K) * (s.n + G) * H if recipe.features.finite else 0
     forward, decode = {"features": lifts * T, **forward}, decode + lifts
     forward = {name: flops * B for name, flops in forward.items() if flops}
-    factored = recipe.from_gram and selection.engine.name == "kernel"
+    factored = recipe.solves_from_gram and selection.engine.name == "kernel"
     state, grows = _state(recipe, s, dtype_bytes, state_size, factored=factored)
     weights = state.get("memory", 0) + state.get("algorithm", 0)
     gates = sum(s.numel(gate.axes) for gate in recipe.gates())

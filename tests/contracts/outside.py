@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import recollect as rc
-from recollect.choices.context.weights import Scene, Weights
+from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.fields import flag, integer, number, slot
 from recollect.choices.memory import LinearMap
 from recollect.choices.memory.base import Apply, Forward
@@ -106,13 +106,13 @@ class Aging(rc.context.Context):
     def horizon(self) -> None:
         return None
 
-    def over(self, scene: Scene) -> Weights:
+    def over(self, visible: VisibleAssociations) -> ContextWeights:
         def log(queries: slice, keys: slice) -> Tensor:
-            age = scene.where[:, queries, None] - scene.position[:, None, keys]
-            age = age.clamp_min(0).to(scene.q.dtype)
+            age = visible.where[:, queries, None] - visible.position[:, None, keys]
+            age = age.clamp_min(0).to(visible.q.dtype)
             return -(age / self.patience).log1p()[:, None, None]  # [B, 1, 1, C, m]
 
-        return Weights(log=log)
+        return ContextWeights(log=log)
 
 
 # -- retention ---------------------------------------------------------------------------------

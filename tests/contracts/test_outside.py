@@ -301,7 +301,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "weights in over() that no solver of statistics asks for": (
         lambda: rc.Recipe(
-            context=_context(horizon=_ALL_PAST, over=lambda self, scene: None), algorithm=Solver()
+            context=_context(horizon=_ALL_PAST, over=lambda self, visible: None), algorithm=Solver()
         ),
         r"states weights in over\(\)",
     ),

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.choices.memory import LocalPolynomial
-from recollect.engines.kernel import attention, local_regression
+from recollect.engines.kernel import local_regression, pieces
 from recollect.engines.kernel import regression as kernel_regression
-from recollect.engines.kernel.local_regression import _Shift, conjugate_gradients
+from recollect.engines.kernel.local_conjugate_gradient import Shift, conjugate_gradients
 
 EXACT = 1e-9  # the contract's: float64, another order of sums, a solve
 C, F = rc.context, rc.features
@@ -114,7 +114,7 @@ def test_pieces_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     recipe = RECIPES[name]
     x = generate.inputs(recipe, B=1, T=17, H=2, K=4, V=5)
     y, _, slopes = generate.gradients(recipe, x, method="kernel")
-    monkeypatch.setattr(attention, "ENTRIES", 5 * 2 * 17)
+    monkeypatch.setattr(pieces, "ENTRIES", 5 * 2 * 17)
     monkeypatch.setattr(local_regression, "ENTRIES", 5 * 2 * 17 * 4)
     y2, _, slopes2 = generate.gradients(recipe, x, method="kernel")
     assert generate.error(y2, y) < EXACT
@@ -209,7 +209,7 @@ def test_the_shifted_basis_is_the_basis_of_the_difference() -> None:
     g = torch.Generator().manual_seed(1)
     q, k = (torch.randn(7, 5, generator=g, dtype=torch.float64) for _ in range(2))
     for degree in (1, 2):
-        shift = _Shift.of(degree, k)
+        shift = Shift.of(degree, k)
         want = LocalPolynomial(degree=degree).basis(k - q)[..., 1:]
         torch.testing.assert_close(shift.mean(q, shift.lift(k)), want)
         x = torch.randn(want.shape, generator=g, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Deep memories over a kernel, by inner batches, against the reference that `test_dual` checks."""
+"""Deep memories over a kernel, by inner batches, against the reference of `test_kernel_rows`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from tests.contracts import generate
-from tests.engines.test_dual import EXPLICIT
+from tests.engines.test_kernel_rows import EXPLICIT
 
 import recollect as rc
 from recollect.engines.kernel import deep as kernel_deep
@@ -22,7 +22,7 @@ LIMIT = 1e-9
 
 
 def _recipes() -> dict[str, rc.Recipe]:
-    """Those that `test_dual` holds against explicit features, normalised as well, and the zoo's."""
+    """Those of `test_kernel_rows` with explicit features, normalised as well, and the zoo's."""
     found: dict[str, rc.Recipe] = {}
     for (name, recipe), normalize in itertools.product(EXPLICIT.items(), ("none", "sum")):
         memory = dataclasses.replace(recipe.memory, read=Read(normalize=normalize))

@@ -304,3 +304,12 @@ def test_float32_lost_its_digits_at_long_queries(length: float, degree: int, met
         return
     assert method != "reference"
     assert "normalise q and k" in sentence
+
+
+def test_former_names_of_a_recipes_answers() -> None:
+    """`Recipe.from_gram` and `Recipe.starts` are public: they go on answering."""
+    gram = rc.zoo.get("kernel_regression_attention").recipe
+    rows = rc.zoo.get("deep_transformer").recipe
+    assert [r.from_gram for r in (gram, rows)] == [r.solves_from_gram for r in (gram, rows)]
+    assert gram.from_gram and not rows.from_gram
+    assert rows.starts(4, 4, pairs=3) == rows.init_shapes(4, 4, pairs=3) != ()

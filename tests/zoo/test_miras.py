@@ -263,14 +263,14 @@ def test_memora_stays_on_the_simplex(every: str, batch: int, dtype: torch.dtype)
 
 
 def _readable(recipe: rc.Recipe, state: rc.State, params: dict[str, Tensor]) -> list[Tensor]:
-    """The weights that are read now: by the reference's own walk over the open inner batch."""
+    """The weights that are read now: by the reference's own loop over the open inner batch."""
     from recollect.engines.common.problem import Problem
-    from recollect.engines.reference.token_loop import Walk
+    from recollect.engines.reference.token_loop import TokenLoop
     from recollect.recipe.sized import sized
 
     empty = torch.zeros(B, 0, H, D, dtype=state.weights[0].dtype)
     rates = {} if state.buffer is None else {n: x[:, :0] for n, x in state.buffer.rates.items()}
-    walker = Walk(
+    loop = TokenLoop(
         Problem(
             sized=sized(recipe, H=H, K=D, V=D),
             q=empty.unsqueeze(3),
@@ -281,8 +281,8 @@ def _readable(recipe: rc.Recipe, state: rc.State, params: dict[str, Tensor]) -> 
             state=state,
         )
     )
-    walker.through(walker.problem)
-    return list(walker.readable_with({}, 0))
+    loop.run(loop.problem)
+    return list(loop.readable_with({}, 0))
 
 
 # -- elastic nets ----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Signed terms of equations, from which `explain` renders a recipe.
 
 A term is a signed number times factors, so that a minus never meets another minus as text. Members
-return terms (`Bias.error_terms`, `Memory.outer`, `Algorithm.moves`), and only `written` makes a
+return terms (`Bias.error_terms`, `Memory.outer`, `Algorithm.moves`), and only `render_sum` makes a
 string of a sum.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Gradient", "Term", "Terms", "figure", "grouped", "power", "written"]
+__all__ = ["Gradient", "Term", "Terms", "format_number", "parenthesise", "power", "render_sum"]
 
 _SUPERSCRIPTS = str.maketrans("0123456789−", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
@@ -39,7 +39,7 @@ class Term:
     def body(self) -> str:
         """The term without its sign."""
         size = abs(self.coefficient)
-        numbers = () if size == 1 and self.factors else (figure(size),)
+        numbers = () if size == 1 and self.factors else (format_number(size),)
         return " ".join((*numbers, *self.factors))
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Term:
 Terms = tuple[Term, ...]
 
 
-def written(terms: Iterable[Term]) -> str:
+def render_sum(terms: Iterable[Term]) -> str:
     """A sum as it is written: ``a − b + c``; terms of coefficient 0 are left out."""
     text = ""
     for term in terms:
@@ -62,12 +62,12 @@ def written(terms: Iterable[Term]) -> str:
     return text or "0"
 
 
-def figure(x: float | str) -> str:
+def format_number(x: float | str) -> str:
     """A number as it is written, a letter as it is."""
     return x if isinstance(x, str) else f"{x:.4g}".replace("-", "−")
 
 
-def grouped(text: str) -> str:
+def parenthesise(text: str) -> str:
     """``text`` in parentheses, unless it is one factor already."""
     depth = 0
     for index, letter in enumerate(text):
@@ -84,8 +84,8 @@ def power(exponent: float) -> str:
     if exponent == 1:
         return ""
     if exponent == int(exponent):
-        return figure(int(exponent)).translate(_SUPERSCRIPTS)
-    return f"^{figure(exponent)}"
+        return format_number(int(exponent)).translate(_SUPERSCRIPTS)
+    return f"^{format_number(exponent)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`diagnose`: what a layer's memory does with a sequence, head by head, and where it breaks.
+"""`diagnose`: runs a layer on a sequence and measures its memory, head by head.
 
 Inner batches are run one after the other, by whatever engine runs the layer. Before each, its keys
 are read from the memory as it stands: the loss of these predictions is the *surprise*. After it,
@@ -68,19 +68,19 @@ def diagnose(layer: MemoryLayer, x: Tensor) -> Diagnosis:
         raise ValueError(
             f"x must have shape [B, T, {layer.d_model}] with T ≥ 1, not {list(x.shape)}"
         )
-    return _Patient(layer, x).examine()
+    return _Examination(layer, x).examine()
 
 
-class _Patient:
+class _Examination:
     """One examination: the layer's numbers, and the curves as they grow."""
 
     def __init__(self, layer: MemoryLayer, x: Tensor) -> None:
         self.layer, self.x, self.recipe = layer, x, layer.recipe
         self.b = layer.recipe.algorithm.batch
-        told = layer.associations(x)
+        inputs = layer.associations(x)
         self.q, self.k, self.v, self.gates, self.params = (
-            *(told.q, told.k, told.v),
-            *(told.gates, told.params),
+            *(inputs.q, inputs.k, inputs.v),
+            *(inputs.gates, inputs.params),
         )
         self.T, self.H = x.shape[1], layer.kv_heads
         self.memory: dict[str, list[Tensor]] = {name: [] for name in self._map_names()}
@@ -100,10 +100,10 @@ class _Patient:
         return [recipe.memory.letter] if len(shapes) == 1 else [f"W{i}" for i in range(len(shapes))]
 
     def examine(self) -> Diagnosis:
-        """Walk through the sequence until its end or the first fault."""
+        """Run the sequence until its end or the first fault."""
         first = self._given()
         if first is None:
-            first = self._walk()
+            first = self._run_batches()
         return Diagnosis(
             recipe=self.recipe,
             engine=select(self.recipe, self.layer.method).engine.name,
@@ -149,9 +149,9 @@ class _Patient:
                 break
         return min(faults, key=lambda fault: fault.token or 0) if faults else None
 
-    # -- the walk ----------------------------------------------------------------------------------
+    # -- batches -----------------------------------------------------------------------------------
 
-    def _walk(self) -> Fault | None:
+    def _run_batches(self) -> Fault | None:
         state = self._recall(slice(0, 0), None)[1]
         self._norms(state)
         for start in range(0, self.T, self.b):
@@ -213,18 +213,22 @@ class _Patient:
         prediction = self._at_keys(k, gates, rates, state).to(dtype)
         if error is not None:
             return error, prediction, prediction
-        held: dict[str, Tensor] = {}
+        bias_numbers: dict[str, Tensor] = {}
         travelling = {gate.name for gate in bias.gates()}  # one number per association
         for name in bias.numbers:
             rate = rates[name]
             if n > 1 and name in travelling:
-                held[name] = rate if bias.numbers[name] else rate.unsqueeze(-1)
+                bias_numbers[name] = rate if bias.numbers[name] else rate.unsqueeze(-1)
             else:
-                held[name] = rate.unsqueeze(3) if rate.dim() == 4 else rate[..., None, None]
+                bias_numbers[name] = rate.unsqueeze(3) if rate.dim() == 4 else rate[..., None, None]
         v = v.to(dtype)
-        error = bias.error(prediction, v, held)
+        error = bias.error(prediction, v, bias_numbers)
         # A bias that states an error and no loss: half its square is as good a measure.
-        loss = bias.loss(prediction, v, held) if bias.states_loss else 0.5 * error.square().sum(-1)
+        loss = (
+            bias.loss(prediction, v, bias_numbers)
+            if bias.states_loss
+            else 0.5 * error.square().sum(-1)
+        )
         return error, prediction, loss.mean((0, -1)).float().cpu()
 
     def _at_keys(
@@ -236,9 +240,11 @@ class _Patient:
         if not weights:
             wanted = {g.name for g in recipe.retention.gates() if "decay" not in g.name}
             wanted |= {name for part in recipe.context.within for name in part.reads}
-            asked = {name: g.repeat_interleave(n, 1) for name, g in gates.items() if name in wanted}
+            read_gates = {
+                name: g.repeat_interleave(n, 1) for name, g in gates.items() if name in wanted
+            }
             flat = k.transpose(2, 3).reshape(B, t * n, H, K)
-            y = read(recipe, flat, gates=asked, state=state, params=self.params)
+            y = read(recipe, flat, gates=read_gates, state=state, params=self.params)
             return y.unflatten(1, (t, n)).transpose(2, 3)
         position = state.position[:, None] + torch.arange(t, device=k.device)
         W = [w.to(state_dtype(k)) for w in state.weights]
@@ -291,14 +297,14 @@ class _Patient:
     # -- gates -------------------------------------------------------------------------------------
 
     def _saturated(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        saturated: dict[str, Tensor] = {}
         own = dict(self.layer.gates.named_children())  # a tie makes others of these
         for name, gate in self.gates.items():
             squash = getattr(own.get(name), "squash", None)
             at_end = None if squash is None else self._at_an_end(name, gate.float(), squash)
             if at_end is not None:
-                found[name] = at_end.float().transpose(0, 2).flatten(1).mean(1).cpu()
-        return found
+                saturated[name] = at_end.float().transpose(0, 2).flatten(1).mean(1).cpu()
+        return saturated
 
     def _at_an_end(self, name: str, gate: Tensor, squash: Squash) -> Tensor | None:
         if name.startswith("log_decay"):

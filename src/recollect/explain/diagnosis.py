@@ -1,4 +1,4 @@
-"""What `diagnose` finds: curves by head, the first fault, and what should be looked at."""
+"""Results of `diagnose`: curves by head, the first fault, and findings in words."""
 
 from __future__ import annotations
 
@@ -97,34 +97,34 @@ class Diagnosis:
     @property
     def findings(self) -> tuple[str, ...]:
         """What should be looked at, worst first; empty when nothing was found."""
-        found = [] if self.first is None else [str(self.first)]
+        findings = [] if self.first is None else [str(self.first)]
         for head in range(self.heads):
             steps = self.step[:, head]
             steps = steps[steps.isfinite()]
             over = (steps > OVERSHOOT).double().mean().item() if len(steps) else 0.0
             if over:
-                found.append(
+                findings.append(
                     f"head {head}: {over:.0%} of the writes overshoot, the largest removes "
                     f"{short(steps.max().item())} times the error: smaller steps, or shorter keys"
                 )
             elif len(steps) and steps.abs().max() < 1e-3:
-                found.append(f"head {head}: next to nothing is written: larger steps")
+                findings.append(f"head {head}: next to nothing is written: larger steps")
             for name, norm in {**self.memory, **self.slots}.items():
                 ends = norm[norm[:, head].isfinite(), head]
                 if len(ends) > 1 and ends[-1] > GROWS * ends[0].clamp_min(1.0):
-                    found.append(
+                    findings.append(
                         f"head {head}: the norm of {name} grows from {short(ends[0].item())} to "
                         f"{short(ends[-1].item())}: faster decays, or a retention that bounds it"
                     )
                 elif len(ends) > 1 and ends[-1] < 1e-2 * ends[0]:
-                    found.append(
+                    findings.append(
                         f"head {head}: the norm of {name} fades from {short(ends[0].item())} to "
                         f"{short(ends[-1].item())}: slower decays, or larger steps"
                     )
         for name, share in self.saturated.items():
             for head in (share > 0.5).nonzero().flatten().tolist():
-                found.append(f"head {head}: gate {name!r} is saturated at {share[head]:.0%}")
-        return tuple(found)
+                findings.append(f"head {head}: gate {name!r} is saturated at {share[head]:.0%}")
+        return tuple(findings)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: lists, NaN as null."""

@@ -5,7 +5,7 @@ Every line is made of what the members say about themselves (`recollect.choices.
 
 from __future__ import annotations
 
-from recollect.choices.equation_terms import Gradient, Term, Terms, grouped, written
+from recollect.choices.equation_terms import Gradient, Term, Terms, parenthesise, render_sum
 from recollect.choices.memory.base import Stack
 from recollect.recipe.recipe import Recipe
 
@@ -18,21 +18,21 @@ def _index(recipe: Recipe) -> str:
 
 def objective(recipe: Recipe) -> str:
     """What is minimised at time t."""
-    if recipe.from_gram:
+    if recipe.solves_from_gram:
         penalty = Term(("‖W‖²",), recipe.ridge / 2)
-        return f"{written(_over(recipe, _loss(recipe)))} + {penalty}"
+        return f"{render_sum(_over(recipe, _loss(recipe)))} + {penalty}"
     i = _index(recipe)
     x = "k_i" if recipe.nonparametric else recipe.features.lift(f"k_{i}")
     loss = recipe.bias.term(recipe.memory.at(x, raw=f"k_{i}"), f"v_{i}")
     if i == "t":
-        return written(_over(recipe, loss, apart=True))
+        return render_sum(_over(recipe, loss, apart=True))
     if recipe.memory.degree:
-        return _local(recipe, written(loss))
+        return _local(recipe, render_sum(loss))
     if i == "tj":
-        total = written(loss)
+        total = render_sum(loss)
         return f"Σ_(j≤{recipe.associations}) {total if len(loss) == 1 else f'({total})'}"
     penalty = recipe.algorithm.penalty(recipe)
-    return written(_over(recipe, loss)) + (f" + {penalty}" if penalty else "")
+    return render_sum(_over(recipe, loss)) + (f" + {penalty}" if penalty else "")
 
 
 def _loss(recipe: Recipe) -> Terms:
@@ -48,7 +48,7 @@ def _local(recipe: Recipe, loss: str) -> str:
     slopes = " + ".join(f"‖M{j}‖²" for j in range(1, (recipe.memory.degree or 0) + 1))
     slopes = slopes if recipe.memory.degree == 1 else f"({slopes})"
     penalty = Term((slopes,), ridge / 2)
-    inside = written((Term((loss,)), penalty))
+    inside = render_sum((Term((loss,)), penalty))
     return recipe.context.total(f"({inside})" if ridge else loss)
 
 
@@ -56,7 +56,7 @@ def _over(recipe: Recipe, terms: Terms, *, apart: bool = False) -> Terms:
     """A sum of one association as terms of the whole context: one term, or one for each."""
     total = recipe.context.total
     if len(terms) > 1 and not apart:
-        return (Term((total(f"({written(terms)})"),)),)
+        return (Term((total(f"({render_sum(terms)})"),)),)
     return tuple(Term((total(" ".join(t.factors)),), t.coefficient) for t in terms)
 
 
@@ -70,7 +70,7 @@ def _gradient(recipe: Recipe, point: str) -> Gradient:
         return Gradient(terms=(alone,), compact=(alone,))
     error = recipe.bias.error_terms(memory.at(x, W=point), v)
     error = tuple(term for term in error if term.coefficient != 0)
-    written_at = [memory.outer(grouped(" ".join(term.factors)), x) or "" for term in error]
+    written_at = [memory.outer(parenthesise(" ".join(term.factors)), x) or "" for term in error]
     parts = _over(
         recipe,
         tuple(Term((text,), t.coefficient) for text, t in zip(written_at, error, strict=True)),
@@ -78,7 +78,7 @@ def _gradient(recipe: Recipe, point: str) -> Gradient:
     )
     compact = parts
     if len(error) > 1:
-        compact = _over(recipe, (Term((memory.outer(f"({written(error)})", x) or "",)),))
+        compact = _over(recipe, (Term((memory.outer(f"({render_sum(error)})", x) or "",)),))
     affine = recipe.bias.affine
     sees = affine is not None and affine[0] != 0
     return Gradient(
@@ -97,7 +97,7 @@ def _probed(recipe: Recipe, point: str) -> tuple[Terms, Terms]:
     key, own = lift(f"k_{i}"), lift(f"w_{i}" if probe.at == "token" else f"k_{i}")
     into = own if probe.write == "probe" else key
     rate = probe.symbol("rate", i)
-    error = grouped(recipe.memory.at(own, W=point))
+    error = parenthesise(recipe.memory.at(own, W=point))
     if probe.per == "key" and isinstance(rate, str):
         erase = Term((error, f"({rate} ⊙ {into})ᵀ"), -affine[0])
     else:
@@ -114,10 +114,10 @@ def write_rule(recipe: Recipe) -> tuple[str, ...]:
         return (f"keep (k_t, v_t){drop}",)
     if recipe.algorithm.condenses:
         return algorithm.solution(recipe)
-    if recipe.from_gram:
+    if recipe.solves_from_gram:
         x = recipe.features.lift("K")
         ridge = Term(("I",), recipe.ridge)
-        return (f"W_t = Vᵀ {grouped(written((Term(('κ(K, K)',)), ridge)))}⁻¹ {x}ᵀ",)
+        return (f"W_t = Vᵀ {parenthesise(render_sum((Term(('κ(K, K)',)), ridge)))}⁻¹ {x}ᵀ",)
     if recipe.context.horizon is None:
         return _full_pass(recipe)
     if algorithm.reduce == "mean":
@@ -195,11 +195,11 @@ def _at_border(recipe: Recipe, step: Terms, A: str) -> list[str]:
     retention, algorithm, W = recipe.retention, recipe.algorithm, recipe.memory.letter
     decay, b = retention.decay, algorithm.batch
     start = f"{A}°"
-    kept = Term((start,)) if decay is None else decay.on(start, "b")
+    decayed = Term((start,)) if decay is None else decay.on(start, "b")
     moved = tuple(
         Term(tuple(f.replace("η_t", "η̄") for f in term.factors), term.coefficient) for term in step
     )
-    line = f"{A}_t = {written((kept, *moved))} at the last token of the inner batch"
+    line = f"{A}_t = {render_sum((decayed, *moved))} at the last token of the inner batch"
     if retention.linked:
         line += f",   {W}_t = {retention.text()}"
     bars = [] if decay is None or not isinstance(decay.rate, str) else ["α_b = Π α_t"]
@@ -217,7 +217,7 @@ def _averaged(recipe: Recipe) -> tuple[str, ...]:
     if offset == 0.0:
         tau = place
     else:
-        tau = f"max(0, {written((Term((place,)), Term(()).times(offset)))})"
+        tau = f"max(0, {render_sum((Term((place,)), Term(()).times(offset)))})"
     return (
         f"{W}_t = {W}° − τ_t Σ_(s≤t) {gradient}",
         f"τ_t = {tau}; {W}° and s begin with the inner batch of {b}",
@@ -229,9 +229,9 @@ def _full_pass(recipe: Recipe) -> tuple[str, ...]:
     W, n = recipe.memory.letter, recipe.algorithm.steps
     if n == 1:
         step = _gradient(recipe, f"{W}_0").scaled(recipe.algorithm.pace(), -1.0)
-        return (f"{W}_t = {written((Term((f'{W}_0',)), *step))}",)
+        return (f"{W}_t = {render_sum((Term((f'{W}_0',)), *step))}",)
     step = _gradient(recipe, W).scaled(recipe.algorithm.pace(), -1.0)
-    return (f"{W} ← {written((Term((W,)), *step))}", f"{n} times from {W}_0, at every t")
+    return (f"{W} ← {render_sum((Term((W,)), *step))}", f"{n} times from {W}_0, at every t")
 
 
 def read_rule(recipe: Recipe) -> tuple[str, ...]:
@@ -239,31 +239,31 @@ def read_rule(recipe: Recipe) -> tuple[str, ...]:
     memory, read, W = recipe.memory, recipe.memory.read, recipe.memory.letter
     if recipe.nonparametric:
         return (_attend(recipe),)
-    if recipe.from_gram:
+    if recipe.solves_from_gram:
         likeness = recipe.features.similarity("k", "q")
         return ("y_t = W_t φ(q_t), from the rows i ≤ t", f"κ(k, q) = {likeness}")
     q, k = recipe.features.lift("q_t"), recipe.features.lift("k_t")
     when = f"{W}_(t−1)" if read.when == "before" else f"{W}_t"
-    found = memory.at(q, raw="q_t", W=when)
+    line = memory.at(q, raw="q_t", W=when)
     n = "n_(t−1)" if read.when == "before" else "n_t"
     notes: list[str] = []
     if recipe.dual:
         notes.append(_rows(recipe))
     elif read.normalize != "none":
         below = f"({n}·{q})" if read.normalize == "sum" else f"max(|{n}·{q}|, 1)"
-        found = f"{found} / {below}"
+        line = f"{line} / {below}"
         zero = "; y_t = 0 where that is 0" if read.normalize == "sum" else ""
         notes.append(f"n_t: the write with 1 in place of v_t{zero}")
     if read.bonus != 0.0:
         u = read.symbol("bonus")
         match = f"⟨{q}, u ⊙ {k}⟩" if isinstance(u, str) else f"⟨{q}, {k}⟩"
         more = Term((match, "v_t"), 1.0 if isinstance(u, str) else u)
-        found = written((Term((found,)), more))
+        line = render_sum((Term((line,)), more))
     if recipe.algorithm.every == "batch":
-        found = found.replace(f"{W}_t", f"{W}°")
+        line = line.replace(f"{W}_t", f"{W}°")
     elif recipe.at_border:
         notes.append(f"inside the batch {W}_t is {W}° decayed plus the steps, without the link")
-    return (f"y_t = {found}", *notes)
+    return (f"y_t = {line}", *notes)
 
 
 def _rows(recipe: Recipe) -> str:

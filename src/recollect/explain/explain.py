@@ -1,4 +1,4 @@
-"""A recipe in words and equations: what it solves, how it moves, which engine runs it and why.
+"""A recipe in words and equations: its problem, its update, its engine and why.
 
 Every line is made of what the members say about themselves (signed terms, see
 `recollect.choices.equation_terms`), so a member of one's own explains itself like any other::
@@ -121,8 +121,8 @@ class Explanation:
                 {"name": n.name, "title": n.title, "row": n.row, "apart": dict(n.apart)}
                 for n in self.named
             ],
-            "gates": [_asked(gate) for gate in self.gates],
-            "params": [_asked(param) for param in self.params],
+            "gates": [_declared(gate) for gate in self.gates],
+            "params": [_declared(param) for param in self.params],
             "init": list(self.init),
             "state": list(self.state),
             "properties": dict(self.properties),
@@ -155,9 +155,9 @@ class Explanation:
         yield "cost", list(self._cost())
         yield "theory", list(self.theory)
         for label, answer in (("has", True), ("lacks", False)):
-            found = [name for name, holds in self.properties.items() if holds is answer]
-            if found:
-                yield label, [", ".join(found)]
+            names = [name for name, holds in self.properties.items() if holds is answer]
+            if names:
+                yield label, [", ".join(names)]
 
     def _needs(self) -> Iterator[str]:
         for gate in self.gates:
@@ -165,8 +165,8 @@ class Explanation:
             yield f"gate {gate.name} {_shape('B, T, H', gate.axes)} {_span(gate)}{travels}"
         for param in self.params:
             drawn = f", drawn ({param.draw})" if param.draw else ""
-            held = "" if param.learned else ", not trained"
-            yield f"param {param.name} {_shape('H', param.axes)} {_span(param)}{drawn}{held}"
+            fixed = "" if param.learned else ", not trained"
+            yield f"param {param.name} {_shape('H', param.axes)} {_span(param)}{drawn}{fixed}"
         if self.init:
             yield f"init {', '.join(self.init)}: a memory of zeros would never learn"
 
@@ -196,29 +196,29 @@ def explain(recipe: Recipe | str | _Preset, *, method: str = "auto") -> Explanat
         >>> rc.explain(rc.Recipe(bias=rc.bias.Huber())).engine
         'deep'
     """
-    title, options, found = _resolve(recipe)
-    selection = select(found, method)
-    matches, of = named(found, options)
+    title, options, resolved = _resolve(recipe)
+    selection = select(resolved, method)
+    matches, of = named(resolved, options)
     return Explanation(
         title=title,
-        recipe=found,
-        problem=objective(found),
-        write=write_rule(found),
-        read=read_rule(found),
-        where=legend(found),
+        recipe=resolved,
+        problem=objective(resolved),
+        write=write_rule(resolved),
+        read=read_rule(resolved),
+        where=legend(resolved),
         engine=selection.engine.name,
         how=selection.how,
         refused={name: tuple(reasons) for name, reasons in selection.refused.items()},
         compiles=selection.engine.compiles,
         named=matches,
         of=of,
-        gates=found.gates(),
-        params=found.params(),
-        init=_init(found),
-        state=_state(found),
-        properties=properties(found),
-        cost=_price(found, method),
-        theory=findings(found, _SIZE, _SIZE),
+        gates=resolved.gates(),
+        params=resolved.params(),
+        init=_init(resolved),
+        state=_state(resolved),
+        properties=properties(resolved),
+        cost=_price(resolved, method),
+        theory=findings(resolved, _SIZE, _SIZE),
     )
 
 
@@ -229,13 +229,13 @@ def _resolve(recipe: object) -> tuple[str, LayerOptions | None, Recipe]:
         recipe = zoo.get(recipe)
     if isinstance(recipe, Recipe):
         return _typed(recipe), None, recipe
-    name, found = getattr(recipe, "name", None), getattr(recipe, "recipe", None)
-    if not isinstance(name, str) or not isinstance(found, Recipe):
+    name, preset_recipe = getattr(recipe, "name", None), getattr(recipe, "recipe", None)
+    if not isinstance(name, str) or not isinstance(preset_recipe, Recipe):
         raise RecipeError(
             "explain takes a Recipe, the name of an architecture or a preset, not "
             f"{type(recipe).__name__}"
         )
-    return name, getattr(recipe, "options", None), found
+    return name, getattr(recipe, "options", None), preset_recipe
 
 
 def _typed(recipe: Recipe) -> str:
@@ -260,9 +260,9 @@ def _span(item: Gate | Param) -> str:
     return str(item.range).replace(">=", "≥").replace("<=", "≤")
 
 
-def _asked(item: Gate | Param) -> dict[str, Any]:
+def _declared(item: Gate | Param) -> dict[str, Any]:
     lead = "B, T, H" if isinstance(item, Gate) else "H"
-    found: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "name": item.name,
         "owner": item.owner,
         "shape": _shape(lead, item.axes),
@@ -270,8 +270,8 @@ def _asked(item: Gate | Param) -> dict[str, Any]:
         "init": list(item.init) if isinstance(item.init, tuple) else item.init,
     }
     if isinstance(item, Gate):
-        return {**found, "travels": item.travels}
-    return {**found, "draw": item.draw, "learned": item.learned}
+        return {**entry, "travels": item.travels}
+    return {**entry, "draw": item.draw, "learned": item.learned}
 
 
 def _init(recipe: Recipe) -> tuple[str, ...]:
@@ -300,7 +300,7 @@ def _state(recipe: Recipe) -> tuple[str, ...]:
     if recipe.nonparametric or recipe.history is None:
         span = recipe.span
         parts.append("all associations" if span is None else f"the last {span} associations")
-    if recipe.from_gram:
+    if recipe.solves_from_gram:
         parts.append("the factor of their likenesses, a row per token")
     elif not recipe.nonparametric:
         widths = recipe.row_widths(_SIZE)

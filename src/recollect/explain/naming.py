@@ -1,4 +1,4 @@
-"""What a recipe is called: the architectures that share it, and the five properties it has."""
+"""Names of a recipe: the architectures that share it, and which of five properties it has."""
 
 from __future__ import annotations
 
@@ -86,15 +86,15 @@ def _print(part: Any) -> Any:
         return tuple(_print(item) for item in part)
     if not isinstance(part, Member):
         return part
-    found: list[Any] = [type(part).__name__]
+    parts: list[Any] = [type(part).__name__]
     for item in part._fields():
         rule, value = domain(item), getattr(part, item.name)
         if rule is not None and rule.kind == "integer":
             if rule.size:
                 continue
             value = value is not None and value > (rule.range.low or 0)
-        found.append((item.name, _print(value)))
-    return tuple(found)
+        parts.append((item.name, _print(value)))
+    return tuple(parts)
 
 
 def named(recipe: Recipe, options: LayerOptions | None = None) -> tuple[tuple[Named, ...], int]:
@@ -114,7 +114,7 @@ def named(recipe: Recipe, options: LayerOptions | None = None) -> tuple[tuple[Na
     flat = [dict(_leaves(preset.options.to_dict())) for preset in same]
     keys = dict.fromkeys(key for f in flat for key in f)
     differ = [key for key in keys if len({_plain(f.get(key)) for f in flat}) > 1]
-    found = [
+    same_named = [
         Named(
             name=preset.name,
             title=preset.title,
@@ -123,7 +123,7 @@ def named(recipe: Recipe, options: LayerOptions | None = None) -> tuple[tuple[Na
         )
         for preset, f in zip(same, flat, strict=True)
     ]
-    return tuple(found), len(presets)
+    return tuple(same_named), len(presets)
 
 
 def _leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a `MemoryLayer` refuses, and why: sizes, options, tokens, and states of other layers."""
+"""Checks of a `MemoryLayer`: sizes, options, tokens, and states of other layers."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def check_options(recipe: Recipe, options: LayerOptions) -> None:
 def check_tokens(x: Tensor, mask: Tensor | None, borders: Tensor | None, *, d_model: int) -> None:
     """Whether tokens, and what says where documents are, have the shapes that a layer takes."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x must be a floating-point tensor [B, T, {d_model}], not {found}")
+        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x must be a floating-point tensor [B, T, {d_model}], not {given}")
     if x.dim() != 3 or x.shape[-1] != d_model:
         raise ValueError(f"x must have shape [B, T, {d_model}], not {list(x.shape)}")
     if mask is not None and borders is not None:
@@ -117,10 +117,10 @@ def check_state(
         )
     if state.rows != rows:
         raise ValueError(f"the state has {state.rows} rows and this call {rows}")
-    found = None if state.conv is None else tuple(state.conv.shape[1:])
-    if tail != found:
+    own_tail = None if state.conv is None else tuple(state.conv.shape[1:])
+    if tail != own_tail:
         raise ValueError(
-            f"this state belongs to another layer: its convolution tail is {found} and this "
+            f"this state belongs to another layer: its convolution tail is {own_tail} and this "
             f"layer's is {tail}"
         )
     for name, has, needs in (

@@ -131,9 +131,9 @@ class FeedForward(nn.Module):
             check_mask(attention_mask, B, T)
             x = torch.where(attention_mask[..., None] != 0, x, 0.0)
         q = x.flatten(0, 1).unflatten(-1, (self.heads, self.head_dim)).unsqueeze(0)
-        asked = {name: q for part in self.recipe.context.within for name in part.reads}
+        gates = {name: q for part in self.recipe.context.within for name in part.reads}
         bundle = tuple(p.to(q.dtype) for p in self.bundle())
-        y = read(self.recipe, q, gates=asked, init=bundle)[0].flatten(1).unflatten(0, (B, T))
+        y = read(self.recipe, q, gates=gates, init=bundle)[0].flatten(1).unflatten(0, (B, T))
         y = y.to(x.dtype) if self.out is None else self.out(y)
         if attention_mask is not None:
             y = torch.where(attention_mask[..., None] != 0, y, 0.0)

@@ -67,7 +67,7 @@ class InitialPairs(nn.Module):
         super().__init__()
         self.rows, self.length = len(recipe.row_widths(V)), length
         self.mean = recipe.memory.read.normalize == "sum"
-        shapes = recipe.starts(K, V, pairs=pairs)
+        shapes = recipe.init_shapes(K, V, pairs=pairs)
         self.maps = nn.ParameterList([torch.empty(heads, *shape) for shape in shapes])
         self.reset_parameters()
 

@@ -1,4 +1,4 @@
-"""`MemoryLayer`: a recipe with everything around it that a sequence model needs."""
+"""`MemoryLayer`: projections, gates, convolution and normalisation around a recipe."""
 
 # More than 400 lines: the layer in the order in which a call goes through it.
 
@@ -344,15 +344,15 @@ class MemoryLayer(nn.Module):
     ) -> tuple[Tensor, LayerState | None]:
         """Rows without padding, or padded on the right only."""
         lengths = None if batch is None else batch.lengths
-        told = self.associations(x, state, lengths, borders)
+        inputs = self.associations(x, state, lengths, borders)
         y, memory = memorise(
             Call(
                 bound=self._bound,
-                q=told.q,
-                k=told.k,
-                v=told.v,
-                gates=told.gates,
-                params=told.params,
+                q=inputs.q,
+                k=inputs.k,
+                v=inputs.v,
+                gates=inputs.gates,
+                params=inputs.params,
                 init=self.initial_memory if state is None else None,
                 state=None if state is None else state.memory,
                 cu_seqlens=borders,
@@ -362,19 +362,21 @@ class MemoryLayer(nn.Module):
                 places=None if batch is None else batch.index,
             )
         )
-        if told.phase is not None and self.recipe.memory.diagonal:
-            y = turn(y, told.phase, back=True)
+        if inputs.phase is not None and self.recipe.memory.diagonal:
+            y = turn(y, inputs.phase, back=True)
         if self.skip is not None:
-            v = told.plain
+            v = inputs.plain
             y = y + (self.skip.to(v.dtype) * v).repeat_interleave(self.heads // self.kv_heads, 2)
         if self.norm is not None:
             y = self.norm(y.to(self.norm.weight.dtype)).to(y.dtype)
         y = y.flatten(2)
         if self.output_gate is not None:
-            y = y * functional.silu(self.output_gate(told.gated))
+            y = y * functional.silu(self.output_gate(inputs.gated))
         after = None
         if memory is not None:
-            after = LayerState(memory=memory, conv=told.conv, phase=told.turned, shift=told.shift)
+            after = LayerState(
+                memory=memory, conv=inputs.conv, phase=inputs.turned, shift=inputs.shift
+            )
         return self.out(y), after
 
     def _streams(
@@ -399,13 +401,13 @@ class MemoryLayer(nn.Module):
 
     def _values(self, x: Tensor, seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every number that the layer makes, before ties."""
-        made: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for numbers in (self.gates, self.params):
             for name, number in numbers.items():
                 value = number(seen.get(name, x))
                 paired = name in self.shared_angles
-                made[name] = torch.cat([value, value], dim=-1) if paired else value
-        return made
+                values[name] = torch.cat([value, value], dim=-1) if paired else value
+        return values
 
     def extra_repr(self) -> str:
         """Sizes, and the engine that runs the recipe."""

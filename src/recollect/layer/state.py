@@ -1,4 +1,4 @@
-"""What a memory layer hands to its memory, and what it remembers between calls."""
+"""Inputs of a layer's memory, and the state of a layer between calls."""
 
 from __future__ import annotations
 

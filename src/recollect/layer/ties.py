@@ -124,12 +124,12 @@ class Ties(nn.Module):
         Args:
             values: those that the layer made. k: keys, before ties. gates: what made its gates.
         """
-        found = dict(values)
+        tied = dict(values)
         for tie in self.ties:
             if tie.target != "k":
-                source = k if tie.source == "k" else found[tie.source]
-                found[tie.target] = self._tied(tie, found, source, k, gates)
-        return found
+                source = k if tie.source == "k" else tied[tie.source]
+                tied[tie.target] = self._tied(tie, tied, source, k, gates)
+        return tied
 
     def _tied(
         self,

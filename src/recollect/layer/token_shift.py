@@ -63,7 +63,7 @@ class TokenShift(nn.Module):
         """
         before, after = _previous(x, tail, lengths, borders)
         delta = before - x
-        found: dict[str, Tensor] = {}
+        shifted: dict[str, Tensor] = {}
         if self.first is not None and self.down is not None and self.up is not None:
             z = x + self.first * delta
             h = torch.einsum("btd,ndr->nbtr", z, self.down).tanh()
@@ -72,8 +72,8 @@ class TokenShift(nn.Module):
         else:
             mixes = list(self.mix)
         for name, mix in zip(self.streams, mixes, strict=True):
-            found[name] = torch.addcmul(x, mix.to(x.dtype), delta)
-        return found, after
+            shifted[name] = torch.addcmul(x, mix.to(x.dtype), delta)
+        return shifted, after
 
     def extra_repr(self) -> str:
         """The streams."""

@@ -1,4 +1,4 @@
-"""One call of `recollect.recall`: what the caller gave, on its way to an engine."""
+"""Arguments of one call of `recollect.recall`, on their way to an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a call: each failure is one sentence that says what, where, and what to do instead."""
+"""Checks of the arguments of a call; each failure is one sentence with what to do instead."""
 
 # What a caller hands over is not what its annotation says.
 # pyright: reportUnnecessaryIsInstance=none
@@ -166,8 +166,8 @@ def check_mask(mask: object, B: int, T: int) -> None:
         ValueError: another shape, or values other than 0 and 1 (looked at on the CPU).
     """
     if not isinstance(mask, Tensor) or tuple(mask.shape) != (B, T):
-        found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"attention_mask must have shape {[B, T]} [B, T], not {found}")
+        given = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask must have shape {[B, T]} [B, T], not {given}")
     if mask.device.type != "cpu" or mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
     odd = mask[(mask != 0) & (mask != 1)]
@@ -189,21 +189,21 @@ def check_state(sized: SizedRecipe, state: State) -> None:
         RecipeError: it belongs to another recipe.
     """
     recipe, buffer = sized.recipe, state.buffer
-    held = None if buffer is None else buffer.k.shape[1]
-    kept = state.slots if state.dual is None else state.dual.slots
+    buffered = None if buffer is None else buffer.k.shape[1]
+    slots = state.slots if state.dual is None else state.dual.slots
     shapes: list[list[int]] = []
     for w in state.weights:  # called for every token: no generators
         shapes.append(list(w.shape[2:]))
-    asked = sorted(sized.gates)
-    gates = asked if buffer is None else sorted(sized.gates.keys() & buffer.rates.keys())
+    declared = sorted(sized.gates)
+    gates = declared if buffer is None else sorted(sized.gates.keys() & buffer.rates.keys())
     pairs = (
         ("weights of shapes", shapes, list(map(list, sized.weights))),
-        ("slots", sorted(kept), sorted(sized.slots)),
+        ("slots", sorted(slots), sorted(sized.slots)),
         ("a memory of ones", state.ones is not None, sized.normalised),
         ("rows by key", state.dual is not None, recipe.dual),
         ("a scale", state.log_scale is not None, sized.stabilised),
-        ("associations kept", held, held if buffer is None else recipe.span or held),
-        ("gates kept", gates, asked),
+        ("associations kept", buffered, buffered if buffer is None else recipe.span or buffered),
+        ("gates kept", gates, declared),
     )
     for what, has, needs in pairs:
         if has != needs:
@@ -264,26 +264,26 @@ def check_params(sized: SizedRecipe, params: Mapping[str, Tensor], *, like: Tens
 
 def _check_numbers(
     kind: str,
-    asked: Mapping[str, SizedNumber],
+    numbers: Mapping[str, SizedNumber],
     given: Mapping[str, Tensor],
     *,
     lead: list[int],
     like: Tensor,
 ) -> None:
-    missing, unknown = asked.keys() - given.keys(), given.keys() - asked.keys()
+    missing, unknown = numbers.keys() - given.keys(), given.keys() - numbers.keys()
     if missing:
         name = sorted(missing)[0]
-        declared, shape = asked[name].declared, [*lead, *asked[name].shape]
+        declared, shape = numbers[name].declared, [*lead, *numbers[name].shape]
         values = f", values {declared.range}" if isinstance(declared, Gate) else ""
         raise RecipeError(
             f"{kind} {name!r} is missing: {declared.owner} needs it with shape {shape}{values}"
         )
     if unknown:
-        needs = ", ".join(sorted(asked)) or "none"
+        needs = ", ".join(sorted(numbers)) or "none"
         raise RecipeError(
             f"{kind} {sorted(unknown)[0]!r} is unknown to this recipe, which needs: {needs}"
         )
-    for name, number in asked.items():
+    for name, number in numbers.items():
         x, shape = given[name], [*lead, *number.shape]
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise RecipeError(f"{kind} {name!r} must be a floating-point tensor of shape {shape}")
@@ -307,8 +307,8 @@ def check_values(sized: SizedRecipe, gates: Mapping[str, Tensor], params: Params
     Raises:
         RecipeError: a value outside its range.
     """
-    for kind, asked, given in (("gate", sized.gates, gates), ("param", sized.params, params)):
-        for name, number in asked.items():
+    for kind, numbers, given in (("gate", sized.gates, gates), ("param", sized.params, params)):
+        for name, number in numbers.items():
             x = given[name].detach()
             if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
                 continue

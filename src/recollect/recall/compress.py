@@ -9,7 +9,7 @@ from torch import Tensor
 from recollect.choices.member import RecipeError
 from recollect.recall.reading import read
 from recollect.recipe.recipe import Recipe
-from recollect.state.kernel_rows import Dual
+from recollect.state.kernel_rows import KernelRows
 from recollect.state.state import State
 from recollect.typing import Params
 
@@ -40,7 +40,7 @@ def rewrite(recipe: Recipe, state: State, keys: Tensor, *, params: Params | None
         )
     values = read(recipe, keys, state=state, params=params).to(state.dual.k.dtype)
     ones = values.new_ones(values.shape[:3])
-    dual = Dual(
+    dual = KernelRows(
         k=keys.to(values.dtype), rows=(values,), mass=ones, mask=ones[..., 0].bool(), slots={}
     )
     return dataclasses.replace(state, dual=dual)

@@ -1,4 +1,4 @@
-"""Modes of PyTorch that a call runs in, leaves, or refuses.
+"""PyTorch modes during a call: inference mode and autocast are left, transforms refused.
 
 A memory learns by a gradient also where nobody trains. Inference mode forbids autograd, even for
 numbers made and forgotten inside one call, so an engine that takes its inner gradient by autograd

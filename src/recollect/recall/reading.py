@@ -79,7 +79,7 @@ def read(
         given = [init] if isinstance(init, Tensor) else list(init)
         if not given:
             raise RecipeError("rc.read needs something to read, and init is empty")
-        # A bundle of associations ends with gates; its values come second.
+        # Initial associations end with gates; their values come second.
         last = given[1] if recipe.nonparametric and len(given) > 1 else given[-1]
         if recipe.nonparametric and (len(given) < 2 or last.dim() != 3):
             raise RecipeError(
@@ -110,8 +110,8 @@ def read(
     if Hq % H:
         raise ValueError(f"q has {Hq} heads, which is no multiple of the {H} memories")
     wanted = {gate.name: gate for gate in recipe.retention.gates() if "decay" not in gate.name}
-    asked = {name for part in recipe.context.within for name in part.reads}
-    wanted |= {gate.name: gate for gate in recipe.context.gates() if gate.name in asked}
+    read_gates = {name for part in recipe.context.within for name in part.reads}
+    wanted |= {gate.name: gate for gate in recipe.context.gates() if gate.name in read_gates}
     for name in wanted.keys() - gates.keys():
         axes = ", ".join(("B", "T", "H", *wanted[name].axes))
         raise RecipeError(f"rc.read needs the gate {name!r} of {wanted[name].owner}, [{axes}]")
@@ -161,8 +161,8 @@ def read_from(
     at, (B, T) = problem.sized, problem.q.shape[:2]
     dtype, device = state_dtype(problem.q, problem.k), problem.q.device
     known = {name: x for name, x in problem.rates.items() if x.shape[1] == T}
-    asked = resolve(at, gates or {}, problem.params, B=B, T=T, dtype=dtype, device=device)
-    rates = {**asked, **known}
+    query_rates = resolve(at, gates or {}, problem.params, B=B, T=T, dtype=dtype, device=device)
+    rates = {**query_rates, **known}
     empty = dataclasses.replace(
         problem,
         k=problem.k.new_zeros(B, 0, at.H, at.K),

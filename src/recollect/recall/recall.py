@@ -1,4 +1,4 @@
-"""The functional face: `recall` memorises and reads; `recollect.recall.reading` only reads.
+"""The functional interface: `recall` memorises and reads; `recollect.recall.reading` only reads.
 
 Everything that is the same for all engines happens here, once: checks, packing, padding, grouped
 query heads, several associations per token, and the normaliser. Engines see dense right-padded
@@ -213,7 +213,7 @@ def _solve(problem: Problem, engine: Engine, *, causal: bool) -> tuple[Tensor, S
     lowered = lower(problem)
     # Engines keep their sums in float32 themselves; autocast would undo that.
     with full_precision(problem.k.device):
-        if not causal and (recipe.nonparametric or recipe.from_gram):
+        if not causal and (recipe.nonparametric or recipe.solves_from_gram):
             # What is kept depends on no query: nothing has to be read on the way.
             y, after = problem.v.new_zeros(0), problem.after()
         else:

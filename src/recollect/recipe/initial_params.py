@@ -54,11 +54,11 @@ def initial_params(
         {'lr': (2,)}
     """
     sizes = {} if recipe.nonparametric else recipe.axes(K, V)
-    found: dict[str, Tensor] = {}
+    params: dict[str, Tensor] = {}
     for param in recipe.params():
         shape = (H, *(sizes[axis] for axis in param.axes))
-        found[param.name] = start(param, shape, generator=generator).to(dtype=dtype, device=device)
-    return found
+        params[param.name] = start(param, shape, generator=generator).to(dtype=dtype, device=device)
+    return params
 
 
 def start(

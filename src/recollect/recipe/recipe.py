@@ -117,39 +117,38 @@ class Recipe:
 
     def _shared_names(self) -> Iterator[str]:
         """Engines know numbers by name alone, however they are given: a name has one owner."""
-        held: dict[str, list[Member]] = {}
+        owners_of: dict[str, list[Member]] = {}
         for part in self.members():
-            asked = {
+            declared = {
                 item.name for item in (*part.gates(), *part.params())
             } | part.constants().keys()
-            for name in sorted({name.removeprefix("log_") for name in asked}):
-                held.setdefault(name, []).append(part)
+            for name in sorted({name.removeprefix("log_") for name in declared}):
+                owners_of.setdefault(name, []).append(part)
         for name, choice in _READ_FROM.items():
             if name == "weight" and self.context.horizon is not None:
                 continue  # nobody reads it
-            owners = held.get(name, [])
+            owners = owners_of.get(name, [])
             own = (choice, "context") if name == "decay" else (choice,)
             if len(owners) == 1 and owners[0].choice not in own:
                 yield (
                     f"the number {name!r} is read from the {choice}, and {owners[0].title} "
                     "declares one that means something else: give its quantity another name"
                 )
-        for name, owners in held.items():
+        for name, owners in owners_of.items():
             if len(owners) > 1:
                 titles = [part.title for part in owners]
                 yield (
                     f"the number {name!r} belongs to {' and '.join(titles)}: drop one of them, or "
                     "give its quantity another name"
                 )
-        for what, asked in (("gate", self.gates()), ("param", self.params())):
-            counts = Counter(item.name for item in asked)
+        for what, declared in (("gate", self.gates()), ("param", self.params())):
+            counts = Counter(item.name for item in declared)
             for name, count in counts.items():
                 if count > 1:
-                    owners = " and ".join(item.owner for item in asked if item.name == name)
+                    owners = " and ".join(item.owner for item in declared if item.name == name)
                     yield (
                         f"the {what} {name!r} is asked for by {owners}: give one of them a "
-                        "constant "
-                        "or drop it"
+                        "constant or drop it"
                     )
 
     def members(self) -> tuple[Member, ...]:
@@ -182,23 +181,23 @@ class Recipe:
 
     @cached_property
     def _constants(self) -> dict[str, float]:
-        found = self._neutral()
+        constants = self._neutral()
         for part in self.members():
-            found.update(part.constants())
-        return found
+            constants.update(part.constants())
+        return constants
 
     def _neutral(self) -> dict[str, float]:
         """Numbers that engines read and no member declares: steps at rate 1, all of the past."""
-        found: dict[str, float] = {}
+        constants: dict[str, float] = {}
         algorithm = self.algorithm
         descends = not (algorithm.solves or algorithm.condenses)
         if descends and not {"lr", "log_lr"} & algorithm.numbers.keys():
-            found["lr"] = 1.0
+            constants["lr"] = 1.0
         if self.context.horizon is None and self.memory.degree is None and self.features.finite:
             for name, neutral in (("log_decay", 0.0), ("weight", 1.0)):
                 if name not in self.context.numbers:
-                    found[name] = neutral
-        return found
+                    constants[name] = neutral
+        return constants
 
     def per_association(self, gate: Gate) -> bool:
         """Whether a gate has an axis n after the head: one number per association of a token."""
@@ -233,13 +232,18 @@ class Recipe:
         return infinite and self.context.horizon is not None
 
     @once_made
-    def from_gram(self) -> bool:
+    def solves_from_gram(self) -> bool:
         """Whether a matrix over a kernel's features is solved for all of the past at every token.
 
-        Its weights never stand anywhere: what is kept is the associations.
+        The weights are never formed: what is kept is the associations.
         """
         infinite = not self.nonparametric and not self.features.finite
         return infinite and self.context.horizon is None
+
+    @property
+    def from_gram(self) -> bool:
+        """The former name of `solves_from_gram`."""
+        return self.solves_from_gram
 
     @once_made
     def ridge(self) -> float:
@@ -283,8 +287,7 @@ class Recipe:
         if self.memory.residual and K != V:
             raise RecipeError(
                 f"{self.memory.title}(residual=True) adds the key to the prediction and needs K "
-                "= V, "
-                f"not K = {K} and V = {V}: use residual=False or equal sizes"
+                f"= V, not K = {K} and V = {V}: use residual=False or equal sizes"
             )
         F = self.features.dim(K) if self.features.finite else 0
         sizes = {"K": K, "V": V, "F": F, "b": self.algorithm.batch, "n": self.associations}
@@ -303,7 +306,7 @@ class Recipe:
         Raises:
             RecipeError: the memory needs K = V.
         """
-        if self.nonparametric or self.from_gram:
+        if self.nonparametric or self.solves_from_gram:
             return ()
         F = self.axes(K, V)["F"]
         if self.dual and isinstance(self.memory, Stack):
@@ -316,7 +319,7 @@ class Recipe:
             return ()
         return tuple(m.out for m in self.memory.maps(0, V) if m.first)
 
-    def starts(self, K: int, V: int, *, pairs: int) -> tuple[tuple[int, ...], ...]:
+    def init_shapes(self, K: int, V: int, *, pairs: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of the tensors of ``init``, without the head.
 
         Of a `dual` memory: ``pairs`` keys, the rows that go with them, then the other maps.
@@ -331,6 +334,8 @@ class Recipe:
         """
         widths = (K, *self.row_widths(V)) if self.dual else ()
         return (*((pairs, width) for width in widths), *self.shapes(K, V))
+
+    starts = init_shapes  # its former name
 
     def needs_init(self) -> bool:
         """Whether a zero memory would never learn, so that ``init`` is required."""

@@ -19,7 +19,7 @@ def joint_rules(recipe: RecipeLike) -> Iterator[str]:
         yield from _nonparametric_rules(recipe)
         return
     if not recipe.features.finite:
-        yield from _dual_rules(recipe)
+        yield from _kernel_rows_rules(recipe)
     changes = retention.decay is not None or retention.linked or not retention.additive
     if recipe.context.horizon is None and changes:
         yield (
@@ -40,7 +40,7 @@ def joint_rules(recipe: RecipeLike) -> Iterator[str]:
         yield from _read_rules(recipe)
 
 
-def _dual_rules(recipe: RecipeLike) -> Iterator[str]:
+def _kernel_rows_rules(recipe: RecipeLike) -> Iterator[str]:
     """What infinitely many features can do, whose weights are one row per key."""
     memory, algorithm, retention = recipe.memory, recipe.algorithm, recipe.retention
     what, read = f"{recipe.features.title} has infinitely many features", recipe.memory.read

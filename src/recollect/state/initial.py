@@ -7,11 +7,11 @@ from torch import Tensor
 
 from recollect.choices.member import RecipeError
 from recollect.recipe.sized import SizedRecipe
-from recollect.state.kernel_rows import begin
+from recollect.state.kernel_rows import initial_rows
 from recollect.state.state import State, roll
 from recollect.typing import Init
 
-__all__ = ["bundled", "initial_state"]
+__all__ = ["initial_associations", "initial_state"]
 
 
 def initial_state(
@@ -36,7 +36,7 @@ def initial_state(
     """
     recipe, H, K, V = sized.recipe, sized.H, sized.K, sized.V
     if init is not None and recipe.nonparametric:
-        k, v, rates = bundled(sized, init, B=B, dtype=dtype)
+        k, v, rates = initial_associations(sized, init, B=B, dtype=dtype)
         position = torch.full((B,), k.shape[1], device=device)
         buffer = roll(recipe, None, k=k, v=v, rates=rates, lengths=None, position=position)
         return State(sizes=(H, K, V), weights=(), position=position, buffer=buffer)
@@ -44,7 +44,7 @@ def initial_state(
     pairs: tuple[Tensor, ...] = ()
     if init is None:
         if recipe.needs_init():
-            starts = recipe.starts(K, V, pairs=1) if recipe.dual else shapes
+            starts = recipe.init_shapes(K, V, pairs=1) if recipe.dual else shapes
             wanted = ", ".join(str([H, *shape]) for shape in starts)
             raise RecipeError(
                 f"{recipe.memory.title} needs init: a deep memory of zeros has zero gradients and "
@@ -74,12 +74,14 @@ def initial_state(
     slots: dict[str, tuple[Tensor, ...]] = {}
     if weights or not recipe.dual:
         for name, (blank, wide) in sized.slots.items():
-            kept = torch.float64 if wide else dtype
-            slots[name] = tuple(torch.zeros(B, H, *s, dtype=kept, device=device) for s in blank)
+            slot_dtype = torch.float64 if wide else dtype
+            slots[name] = tuple(
+                torch.zeros(B, H, *s, dtype=slot_dtype, device=device) for s in blank
+            )
     ones = (B, H, 1, sized.features)
     dual = None
     if recipe.dual:
-        dual = begin(recipe, pairs, B=B, H=H, K=K, V=V, dtype=dtype, device=device)
+        dual = initial_rows(recipe, pairs, B=B, H=H, K=K, V=V, dtype=dtype, device=device)
     return State(
         sizes=(H, K, V),
         weights=weights,
@@ -91,10 +93,10 @@ def initial_state(
     )
 
 
-def bundled(
+def initial_associations(
     sized: SizedRecipe, init: Init, *, B: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Keys, values and numbers of a bundle as tokens, ``[B, m, H, ...]``.
+    """Keys, values and numbers of the associations that a memory starts with, ``[B, m, H, ...]``.
 
     Args:
         sized: the recipe, and how many memories of what size.
@@ -126,16 +128,16 @@ def bundled(
             )
     tokens = [x.transpose(0, 1).expand(B, *x.transpose(0, 1).shape) for x in given]
     rates = dict(zip(names[2:], tokens[2:], strict=True))
-    held = dict(recipe.constants())  # of the steps in which the bundle was never written
-    held |= {gate.name: gate.init for gate in recipe.gates()}
+    numbers = dict(recipe.constants())  # of the steps in which they were never written
+    numbers |= {gate.name: gate.init for gate in recipe.gates()}
     statics = recipe.statics()
     for param in recipe.params():
         if param.name in statics:
             log = param.name in recipe.logs()
             start = param.init if isinstance(param.init, int | float) else 1.0
-            held[f"log_{param.name}" if log else param.name] = 0.0 if log else float(start)
+            numbers[f"log_{param.name}" if log else param.name] = 0.0 if log else float(start)
     shapes = {gate.name: tuple(sizes[a] for a in gate.axes) for gate in recipe.gates()}
-    for name, value in held.items():
+    for name, value in numbers.items():
         if name not in rates:
             value = 0.0 if name.startswith("log_decay") else value
             shape = (B, m, H, *shapes.get(name, ()))

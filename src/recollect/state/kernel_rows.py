@@ -1,4 +1,4 @@
-"""Dual form of weights over a kernel's features: the keys, and one row of weights per key.
+"""Weights over a kernel's features in dual form: the keys, and one row of weights per key.
 
 A map that reads features has W = Σ_i u_i φ(z_i)ᵀ, so W φ(x) = Σ_i u_i κ(z_i, x): one row u_i per
 key z_i is all there is to know. What is written next to it (momentum, the mass that a normaliser
@@ -20,11 +20,11 @@ from recollect.typing import Weights
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["Dual", "begin", "join_rows"]
+__all__ = ["KernelRows", "initial_rows", "join_rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dual:
+class KernelRows:
     """Rows by key, newest last and aligned right.
 
     Attributes:
@@ -42,9 +42,9 @@ class Dual:
     mask: Tensor
     slots: Mapping[str, Weights] = field(default_factory=dict)
 
-    def map(self, f: Callable[[Tensor], Tensor]) -> Dual:
+    def map(self, f: Callable[[Tensor], Tensor]) -> KernelRows:
         """Apply ``f`` to every tensor."""
-        return Dual(
+        return KernelRows(
             k=f(self.k),
             rows=tuple(f(u) for u in self.rows),
             mass=f(self.mass),
@@ -57,12 +57,12 @@ class Dual:
         slots = [u for slot in self.slots.values() for u in slot]
         return [self.k, *self.rows, self.mass, self.mask, *slots]
 
-    def reset(self, rows: Tensor, given: tuple[Tensor, ...] = ()) -> Dual:
+    def reset(self, rows: Tensor, given: tuple[Tensor, ...] = ()) -> KernelRows:
         """Rows where ``rows [B]`` is True start anew from the pairs ``given`` (none if omitted)."""
         B, _, H = self.mass.shape
         m = given[0].shape[-2] if given else 0
-        kept = self.mask & ~rows[:, None]
-        size = max(int(kept.sum(1).max()) if B else 0, m if bool(rows.any()) else 0)
+        staying = self.mask & ~rows[:, None]
+        size = max(int(staying.sum(1).max()) if B else 0, m if bool(rows.any()) else 0)
         fresh = [
             a.to(u.dtype).expand(B, H, m, a.shape[-1]).transpose(1, 2)
             for a, u in zip(given, (self.k, *self.rows), strict=True)
@@ -86,7 +86,7 @@ class Dual:
             )
             for name, slot in self.slots.items()
         }
-        return Dual(
+        return KernelRows(
             k=k,
             rows=tuple(u),
             mass=choose(self.mass, ones),
@@ -103,14 +103,14 @@ class Dual:
         return flat
 
     @classmethod
-    def from_dict(cls, flat: Mapping[str, Tensor]) -> Dual | None:
+    def from_dict(cls, flat: Mapping[str, Tensor]) -> KernelRows | None:
         """What `to_dict` wrote; ``None`` when nothing of it is there."""
         if "dual.k" not in flat:
             return None
 
         def numbered(prefix: str) -> Weights:
-            found = {int(n[len(prefix) :]): x for n, x in flat.items() if n.startswith(prefix)}
-            return tuple(found[i] for i in sorted(found))
+            by_index = {int(n[len(prefix) :]): x for n, x in flat.items() if n.startswith(prefix)}
+            return tuple(by_index[i] for i in sorted(by_index))
 
         head = "dual.slots."
         names = dict.fromkeys(n[len(head) :].split(".")[0] for n in flat if n.startswith(head))
@@ -123,7 +123,7 @@ class Dual:
         )
 
 
-def begin(
+def initial_rows(
     recipe: Recipe,
     given: tuple[Tensor, ...],
     *,
@@ -133,7 +133,7 @@ def begin(
     V: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> Dual:
+) -> KernelRows:
     """The rows before the first token: none, or the pairs of ``init``.
 
     Args:
@@ -157,7 +157,7 @@ def begin(
     keys, *rows = (
         x.to(dtype=dtype, device=device).expand(B, H, m, x.shape[-1]).transpose(1, 2) for x in given
     )
-    return Dual(
+    return KernelRows(
         k=keys,
         rows=tuple(rows),
         mass=torch.ones(B, m, H, dtype=dtype, device=device),
@@ -166,47 +166,47 @@ def begin(
     )
 
 
-def join_rows(old: Dual, new: Dual, count: Tensor | None) -> Dual:
+def join_rows(old: KernelRows, new: KernelRows, count: Tensor | None) -> KernelRows:
     """``old``, then the first ``count [B]`` of ``new``, per row, aligned right.
 
     ``new`` stands aligned left and its mask is ignored; ``count`` omitted takes all of it. Cost
     O(n) per call.
     """
-    held, more = old.k.shape[1], new.k.shape[1]
+    before, more = old.k.shape[1], new.k.shape[1]
     if count is None:
         mask = torch.ones_like(new.mask)
         joined = _zip(old, new, lambda a, b: torch.cat([a, b.to(a.dtype)], dim=1))
-        return Dual(
+        return KernelRows(
             k=joined.k,
             rows=joined.rows,
             mass=joined.mass,
             slots=joined.slots,
             mask=torch.cat([old.mask, mask], dim=1),
         )
-    n = int((old.mask.sum(1) + count).max()) if count.numel() else held
-    index = (held + count)[:, None] - n + torch.arange(n, device=count.device)  # [B, n]
-    inside = index.clamp(0, max(held + more - 1, 0))
+    n = int((old.mask.sum(1) + count).max()) if count.numel() else before
+    index = (before + count)[:, None] - n + torch.arange(n, device=count.device)  # [B, n]
+    inside = index.clamp(0, max(before + more - 1, 0))
     mask = index >= 0
-    if held:
-        mask &= torch.where(index < held, old.mask.gather(1, index.clamp(0, held - 1)), True)
+    if before:
+        mask &= torch.where(index < before, old.mask.gather(1, index.clamp(0, before - 1)), True)
 
     def pick(a: Tensor, b: Tensor) -> Tensor:
         both = torch.cat([a, b.to(a.dtype)], dim=1)
         shape = (1,) * (a.dim() - 2)
-        found = both.gather(1, inside.view(*inside.shape, *shape).expand(-1, -1, *a.shape[2:]))
-        return torch.where(mask.view(*mask.shape, *shape), found, torch.zeros_like(found))
+        picked = both.gather(1, inside.view(*inside.shape, *shape).expand(-1, -1, *a.shape[2:]))
+        return torch.where(mask.view(*mask.shape, *shape), picked, torch.zeros_like(picked))
 
     joined = _zip(old, new, pick)
-    return Dual(k=joined.k, rows=joined.rows, mass=joined.mass, slots=joined.slots, mask=mask)
+    return KernelRows(k=joined.k, rows=joined.rows, mass=joined.mass, slots=joined.slots, mask=mask)
 
 
-def _zip(a: Dual, b: Dual, f: Callable[[Tensor, Tensor], Tensor]) -> Dual:
+def _zip(a: KernelRows, b: KernelRows, f: Callable[[Tensor, Tensor], Tensor]) -> KernelRows:
     """``f`` of every pair of tensors but the masks."""
 
     def both(x: Weights, y: Weights) -> Weights:
         return tuple(f(p, q) for p, q in zip(x, y, strict=True))
 
-    return Dual(
+    return KernelRows(
         k=f(a.k, b.k),
         rows=both(a.rows, b.rows),
         mass=f(a.mass, b.mass),

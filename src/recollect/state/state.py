@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recollect.recipe.recipe import Recipe
-from recollect.state.kernel_rows import Dual
+from recollect.state.kernel_rows import KernelRows
 from recollect.typing import Init, Weights
 
 __all__ = ["Buffer", "State", "join_states", "roll"]
@@ -77,7 +77,7 @@ class State:
     sizes: tuple[int, int, int]
     slots: Mapping[str, Weights] = field(default_factory=dict)
     buffer: Buffer | None = None
-    dual: Dual | None = None
+    dual: KernelRows | None = None
     ones: Tensor | None = None
     log_scale: Tensor | None = None
     cache: Mapping[str, Tensor] = field(default_factory=dict)
@@ -98,15 +98,15 @@ class State:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor, in the order in which `map` meets them."""
-        found = [*self.weights, self.position]
+        parts = [*self.weights, self.position]
         for name in sorted(self.slots):
-            found += self.slots[name]
+            parts += self.slots[name]
         if self.buffer is not None:
-            found += [self.buffer.k, self.buffer.v, *self.buffer.rates.values(), self.buffer.mask]
+            parts += [self.buffer.k, self.buffer.v, *self.buffer.rates.values(), self.buffer.mask]
         if self.dual is not None:
-            found += self.dual.tensors()
-        found += [x for x in (self.ones, self.log_scale) if x is not None]
-        return [*found, *self.cache.values()]
+            parts += self.dual.tensors()
+        parts += [x for x in (self.ones, self.log_scale) if x is not None]
+        return [*parts, *self.cache.values()]
 
     @property
     def nbytes(self) -> int:
@@ -212,8 +212,8 @@ class State:
                 raise ValueError(f"this is no recollect state: it has no {name!r}")
 
         def numbered(prefix: str) -> Weights:
-            found = {int(n[len(prefix) :]): x for n, x in flat.items() if n.startswith(prefix)}
-            return tuple(found[i] for i in sorted(found))
+            by_index = {int(n[len(prefix) :]): x for n, x in flat.items() if n.startswith(prefix)}
+            return tuple(by_index[i] for i in sorted(by_index))
 
         slot_names = dict.fromkeys(n.split(".")[1] for n in flat if n.startswith("slots."))
         buffer = None
@@ -232,7 +232,7 @@ class State:
             slots={name: numbered(f"slots.{name}.") for name in slot_names},
             position=flat["position"],
             buffer=buffer,
-            dual=Dual.from_dict(flat),
+            dual=KernelRows.from_dict(flat),
             ones=flat.get("ones"),
             log_scale=flat.get("log_scale"),
         )
@@ -241,22 +241,22 @@ class State:
 def join_states(states: list[State]) -> State:
     """Stack rows; growing buffers are padded on the left to one length."""
     width = max((s.buffer.k.shape[1] for s in states if s.buffer is not None), default=0)
-    held = max((s.dual.k.shape[1] for s in states if s.dual is not None), default=0)
+    rows = max((s.dual.k.shape[1] for s in states if s.dual is not None), default=0)
     # What an engine may spare the next one has as many sizes as there are states.
-    padded = [replace(_widen(state, width, held), cache={}) for state in states]
+    padded = [replace(_widen(state, width, rows), cache={}) for state in states]
     columns = zip(*(state.tensors() for state in padded), strict=True)
     joined = iter([torch.cat(column) for column in columns])
     return padded[0].map(lambda _: next(joined))
 
 
-def _widen(state: State, width: int, held: int) -> State:
+def _widen(state: State, width: int, rows: int) -> State:
     def pad(x: Tensor, size: int) -> Tensor:
         return torch.cat([x.new_zeros(x.shape[0], size - x.shape[1], *x.shape[2:]), x], dim=1)
 
     buffer: Buffer | None = None
     if state.buffer is not None:
         buffer = state.buffer.map(lambda x: pad(x, width))
-    dual = None if state.dual is None else state.dual.map(lambda x: pad(x, held))
+    dual = None if state.dual is None else state.dual.map(lambda x: pad(x, rows))
     return replace(state, buffer=buffer, dual=dual)
 
 
@@ -268,8 +268,8 @@ def _grown(old: Buffer | None, *, k: Tensor, v: Tensor, rates: Mapping[str, Tens
     mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
     if old is None:
         # A view would hold on to what it is a view of.
-        kept = {name: x.contiguous() for name, x in rates.items()}
-        return Buffer(k=k.contiguous(), v=v.contiguous(), rates=kept, mask=mask)
+        own = {name: x.contiguous() for name, x in rates.items()}
+        return Buffer(k=k.contiguous(), v=v.contiguous(), rates=own, mask=mask)
     return Buffer(
         k=torch.cat([old.k.to(k.dtype), k], dim=1),
         v=torch.cat([old.v.to(v.dtype), v], dim=1),
@@ -298,30 +298,34 @@ def roll(
     B, T = k.shape[:2]
     if span is None and lengths is None:
         return _grown(old, k=k, v=v, rates=rates)
-    held = 0 if old is None else old.k.shape[1]
-    slots = held + T if span is None else span
+    buffered = 0 if old is None else old.k.shape[1]
+    slots = buffered + T if span is None else span
     history = recipe.history
     wanted = position if history is None else position % recipe.algorithm.batch + history
     wanted = torch.minimum(position, wanted)
     if lengths is None:
         return _ended(old, slots, wanted, k=k, v=v, rates=rates)
     # Joined tokens form one run per row: old ones aligned right, new ones aligned left.
-    end = held + lengths  # [B]
+    end = buffered + lengths  # [B]
     index = end[:, None] - slots + torch.arange(slots, device=k.device)  # [B, n]
     mask = (index >= end[:, None] - wanted[:, None]) & (index >= 0)
     if old is not None:
-        inside = index.clamp(0, held - 1) if held else index
-        mask &= torch.where(index < held, old.mask.gather(1, inside), True) if held else True
-    index = index.clamp(0, max(held + T - 1, 0))
+        inside = index.clamp(0, buffered - 1) if buffered else index
+        mask &= (
+            torch.where(index < buffered, old.mask.gather(1, inside), True) if buffered else True
+        )
+    index = index.clamp(0, max(buffered + T - 1, 0))
 
     def pick(new: Tensor, past: Tensor | None) -> Tensor:
         # Slice before joining so that a long call does not copy all of its tokens.
         joined = new if past is None else torch.cat([past.to(new.dtype), new], dim=1)
         shaped = index.view(B, slots, *(1,) * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
-        kept = mask.view(B, slots, *(1,) * (new.dim() - 2))
+        shown = mask.view(B, slots, *(1,) * (new.dim() - 2))
         if joined.shape[1] == 0:
             return new.new_zeros(B, slots, *new.shape[2:])
-        return torch.where(kept, joined.gather(1, shaped), torch.zeros((), dtype=new.dtype).to(new))
+        return torch.where(
+            shown, joined.gather(1, shaped), torch.zeros((), dtype=new.dtype).to(new)
+        )
 
     return Buffer(
         k=pick(k, None if old is None else old.k),
@@ -343,23 +347,23 @@ def _ended(
     """The last ``slots`` of what was held and rows without padding, of which ``wanted`` count."""
     B, T = k.shape[:2]
     past = max(slots - T, 0)  # slots that new tokens do not reach
-    held = 0 if old is None else min(old.k.shape[1], past)
+    buffered = 0 if old is None else min(old.k.shape[1], past)
     mask = torch.arange(slots, 0, -1, device=k.device) <= wanted[:, None]
     if past:
         before = mask.new_zeros(B, past)
-        if old is not None and held:
-            before[:, past - held :] = old.mask[:, old.mask.shape[1] - held :]
+        if old is not None and buffered:
+            before[:, past - buffered :] = old.mask[:, old.mask.shape[1] - buffered :]
         mask[:, :past] &= before
 
     def pick(new: Tensor, older: Tensor | None) -> Tensor:
-        kept = mask.view(B, slots, *(1,) * (new.dim() - 2))
+        shown = mask.view(B, slots, *(1,) * (new.dim() - 2))
         parts = [new[:, T - (slots - past) :]]
-        if older is not None and held:
-            parts.insert(0, older[:, older.shape[1] - held :].to(new.dtype))
-        if held < past:
-            parts.insert(0, new.new_zeros(B, past - held, *new.shape[2:]))
+        if older is not None and buffered:
+            parts.insert(0, older[:, older.shape[1] - buffered :].to(new.dtype))
+        if buffered < past:
+            parts.insert(0, new.new_zeros(B, past - buffered, *new.shape[2:]))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return torch.where(kept, joined, 0.0)
+        return torch.where(shown, joined, 0.0)
 
     return Buffer(
         k=pick(k, None if old is None else old.k),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.context.base import Context
-from recollect.choices.context.weights import Scene, Weights
+from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import require
 from recollect.testing.declared import normal, off
@@ -15,7 +15,7 @@ from recollect.testing.inputs import draw_gate, draw_param
 __all__ = ["check_context"]
 
 
-def _scene(context: Context, T: int = 6) -> Scene:
+def _visible(context: Context, T: int = 6) -> VisibleAssociations:
     """T associations of one document and the queries of their tokens."""
     g = torch.Generator().manual_seed(4)
     rates = {n: torch.full((1, T, 1), x).double() for n, x in context.constants().items()}
@@ -30,7 +30,7 @@ def _scene(context: Context, T: int = 6) -> Scene:
             value.log() if param.name in logs else value
         )
     position = torch.arange(T)[None]
-    return Scene(
+    return VisibleAssociations(
         q=normal(1, T, 1, 1, 4, seed=1),
         k=normal(1, T, 1, 4, seed=2),
         rates=rates,
@@ -43,7 +43,7 @@ def _scene(context: Context, T: int = 6) -> Scene:
     )
 
 
-def _whole(weights: Weights, queries: slice, keys: slice) -> Tensor:
+def _whole(weights: ContextWeights, queries: slice, keys: slice) -> Tensor:
     """Weights ``[C, m]`` of a piece, as numbers."""
     if weights.log is not None:
         found = weights.log(queries, keys).exp()
@@ -62,11 +62,11 @@ def check_context(context: Context) -> None:
     require(not unknown, f"{title} reads the gate {unknown[:1]}, which it does not ask for")
     if context.kernel is not None:
         return
-    scene = _scene(context)
-    weights = context.over(scene)
+    visible = _visible(context)
+    weights = context.over(visible)
     if weights is None:
         return
-    T = scene.q.shape[1]
+    T = visible.q.shape[1]
     past = torch.ones(T, T, dtype=torch.bool).tril()
     whole = _whole(weights, slice(0, T), slice(0, T))
     seen = whole[past]

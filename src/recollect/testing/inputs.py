@@ -192,7 +192,7 @@ def inputs(
     if not recipe.nonparametric:
         size = 0.0 if zero else 0.4
         pairs = 0 if zero and not recipe.needs_init() else 3
-        init = tuple(size * normal(H, *shape) for shape in recipe.starts(K, V, pairs=pairs))
+        init = tuple(size * normal(H, *shape) for shape in recipe.init_shapes(K, V, pairs=pairs))
     made = Inputs(q=q, k=k, v=v, gates=gates, params=params, init=init)
     return made.map(lambda x: x.to(dtype))
 

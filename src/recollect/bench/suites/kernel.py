@@ -47,7 +47,7 @@ def _arguments(recipe: Recipe, sizes: Sizes) -> dict[str, object]:
         param.name: torch.full((H, *(axes[axis] for axis in param.axes)), 0.95)
         for param in recipe.params()
     }
-    starts = recipe.starts(K, V, pairs=16) if recipe.needs_init() else ()
+    starts = recipe.init_shapes(K, V, pairs=16) if recipe.needs_init() else ()
     init = tuple(draw(H, *shape) * shape[-1] ** -0.5 for shape in starts) or None
     return {
         "q": key(draw(B, T, H, K)),

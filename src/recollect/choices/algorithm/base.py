@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from recollect.choices.equation_terms import Gradient, Term, Terms, written
+from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
 from recollect.choices.member import (
     Member,
     RecipeError,
@@ -250,7 +250,7 @@ class Algorithm(Member):
         if self.momentum_of == "none":
             return (), gradient.scaled(self.pace(at), -1.0)
         own = f"{type(self).__name__.lower()}(g_{at})"
-        return (f"g_{at} = {written(gradient.compact)}",), (Term((own,)),)
+        return (f"g_{at} = {render_sum(gradient.compact)}",), (Term((own,)),)
 
     def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
@@ -283,7 +283,7 @@ class Algorithm(Member):
         """What engines would have to assume of an algorithm that does not say it."""
         me, of, slots = self.title, self.momentum_of, self.slots
         own = type(self).update is not Algorithm.update
-        if self.solves and not (self.condenses or recipe.nonparametric or recipe.from_gram):
+        if self.solves and not (self.condenses or recipe.nonparametric or recipe.solves_from_gram):
             yield (
                 f"{me} says that it solves, and not from which statistics: state its inverse, as "
                 "algorithm.LeastSquares does, or descend"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Algorithm, Inverse
-from recollect.choices.equation_terms import figure
+from recollect.choices.equation_terms import format_number
 from recollect.choices.fields import integer, number, option, quantity
 from recollect.choices.member import RecipeError, member
 
@@ -101,7 +101,7 @@ class _Condensed(Algorithm):
 
     @property
     def _lambda(self) -> str:
-        return figure(self.symbol("ridge"))
+        return format_number(self.symbol("ridge"))
 
     def _times(self, rest: str) -> str:
         """λ as a factor of what follows."""
@@ -230,7 +230,7 @@ class Preconditioned(_Condensed):
             )
 
     def solution(self, recipe: RecipeLike) -> tuple[str, ...]:
-        ridge, p, W = self._lambda, figure(self.power), recipe.memory.letter
+        ridge, p, W = self._lambda, format_number(self.power), recipe.memory.letter
         lines = (f"{W}_t = {W}_0 + E_t B_t", *self._statistics(recipe))
         if self.kind == "identity":
             return (f"{W}_t = {W}_0 + E_t", lines[1])

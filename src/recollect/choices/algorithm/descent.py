@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Algorithm, Slots, Step
-from recollect.choices.equation_terms import Gradient, Term, Terms, figure, grouped, written
+from recollect.choices.equation_terms import (
+    Gradient,
+    Term,
+    Terms,
+    format_number,
+    parenthesise,
+    render_sum,
+)
 from recollect.choices.fields import integer, option, quantity
 from recollect.choices.member import RecipeError, member
 
@@ -141,9 +148,9 @@ class Momentum(Descent):
     def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
         eta, kept = self.pace(at), Term(("S_(t−1)",)).times(self.symbol("momentum", at))
         if self.of == "gradient":
-            line = written((kept, *gradient.scaled(eta, -1.0, compact=True)))
+            line = render_sum((kept, *gradient.scaled(eta, -1.0, compact=True)))
             return (f"S_t = {line}",), (Term(("S_t",)),)
-        line = written((kept, *(term.times(eta, -1.0) for term in gradient.write)))
+        line = render_sum((kept, *(term.times(eta, -1.0) for term in gradient.write)))
         erased = tuple(term.times(eta, -1.0) for term in gradient.erase)
         return (f"S_t = {line}",), (*erased, Term(("S_t",)))
 
@@ -172,7 +179,8 @@ class Implicit(_Keyed):
 
     def rate_text(self, x: str, slope: float) -> str:
         delta = self.symbol("lr")
-        return f"{figure(delta)}/({written((Term(()), Term((f'‖{x}‖²',)).times(delta, slope)))})"
+        below = render_sum((Term(()), Term((f"‖{x}‖²",)).times(delta, slope)))
+        return f"{format_number(delta)}/({below})"
 
 
 @member
@@ -194,4 +202,4 @@ class Normalized(_Keyed):
     def rate_text(self, x: str, slope: float) -> str:
         mu = self.symbol("lr")
         below = Term((f"‖{x}‖²",)).times(slope)
-        return f"{figure(mu)}/{below if slope == 1 else grouped(str(below))}"
+        return f"{format_number(mu)}/{below if slope == 1 else parenthesise(str(below))}"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from recollect.choices.algorithm.base import Slots, Step
 from recollect.choices.algorithm.descent import Descent, step_size
-from recollect.choices.equation_terms import Gradient, Term, Terms, figure, written
+from recollect.choices.equation_terms import Gradient, Term, Terms, format_number, render_sum
 from recollect.choices.fields import integer, number
 from recollect.choices.member import member
 
@@ -39,8 +39,8 @@ class RMSProp(_Elementwise):
 
     def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
         moment = f"u_t = {_moment(self.decay_rate, 'u', 'g_t²')}"
-        step = Term((f"g_t/(√u_t + {figure(self.eps)})",), -1.0).times(self.pace())
-        return (f"g_t = {written(gradient.compact)}", moment), (step,)
+        step = Term((f"g_t/(√u_t + {format_number(self.eps)})",), -1.0).times(self.pace())
+        return (f"g_t = {render_sum(gradient.compact)}", moment), (step,)
 
 
 @member
@@ -68,18 +68,19 @@ class Adam(_Elementwise):
 
     def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
         lines = (
-            f"g_t = {written(gradient.compact)}",
+            f"g_t = {render_sum(gradient.compact)}",
             f"m_t = {_moment(self.beta1, 'm', 'g_t')}",
             f"u_t = {_moment(self.beta2, 'u', 'g_t²')}",
         )
-        return lines, (Term((f"m̂_t/(√û_t + {figure(self.eps)})",), -1.0).times(self.pace()),)
+        return lines, (Term((f"m̂_t/(√û_t + {format_number(self.eps)})",), -1.0).times(self.pace()),)
 
     def notes(self) -> tuple[str, ...]:
-        return (f"m̂_t = m_t/(1 − {figure(self.beta1)}^t), û_t = u_t/(1 − {figure(self.beta2)}^t)",)
+        first, second = format_number(self.beta1), format_number(self.beta2)
+        return (f"m̂_t = m_t/(1 − {first}^t), û_t = u_t/(1 − {second}^t)",)
 
 
 def _moment(rate: float, letter: str, new: str) -> str:
-    return written((Term((f"{letter}_(t−1)",), rate), Term((new,), round(1 - rate, 12))))
+    return render_sum((Term((f"{letter}_(t−1)",), rate), Term((new,), round(1 - rate, 12))))
 
 
 def _root(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recollect.choices.algorithm.base import Slots, Step
 from recollect.choices.algorithm.descent import Descent, step_size
-from recollect.choices.equation_terms import Gradient, Term, Terms, written
+from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
 from recollect.choices.fields import integer, option, quantity
 from recollect.choices.member import member
 
@@ -94,7 +94,7 @@ class Muon(Descent):
     def moves(self, gradient: Gradient, at: str = "t") -> tuple[tuple[str, ...], Terms]:
         kept = Term(("S_(t−1)",)).times(self.symbol("momentum"))
         inner: float | str = self.pace() if self.scale == "inner" else 1.0
-        line = written((kept, *gradient.scaled(inner, -1.0, compact=True)))
+        line = render_sum((kept, *gradient.scaled(inner, -1.0, compact=True)))
         moved = Term((f"NS{self.newton_steps}(S_t)" if self.newton_steps else "S_t",))
         return (f"S_t = {line}",), (moved.times(self.pace(at)) if self.scale == "outer" else moved,)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.equation_terms import Term, Terms, written
+from recollect.choices.equation_terms import Term, Terms, render_sum
 from recollect.choices.features.base import Kernel
 from recollect.choices.fields import Gate, Param, integer, option, quantity, slot
 from recollect.choices.member import Member, RecipeError, member
@@ -235,7 +235,7 @@ class Bias(Member):
         a, b = self.affine
         if a == 0:
             return (Term((f"⟨{prediction}, {value}⟩",), -b),)
-        difference = written((Term((prediction,)), Term((value,), -b / a)))
+        difference = render_sum((Term((prediction,)), Term((value,), -b / a)))
         return (Term((f"½‖{difference}‖²",), a),)
 
     def error_terms(self, prediction: str, value: str) -> Terms:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.bias.base import Bias, Probe, Values
-from recollect.choices.equation_terms import Term, Terms, figure, power, written
+from recollect.choices.equation_terms import Term, Terms, format_number, power, render_sum
 from recollect.choices.fields import number, option, quantity, slot
 from recollect.choices.member import RecipeError, member
 
@@ -100,22 +100,25 @@ class Lp(Bias):
 
     @property
     def name(self) -> str:
-        return f"ℓ_{figure(self.p)}"
+        return f"ℓ_{format_number(self.p)}"
 
     def term(self, prediction: str, value: str) -> Terms:
-        norm = f"‖{prediction} − {value}‖_{figure(self.p)}"
-        return (Term((norm + (f"^{figure(self.p)}" if self.p != 1 else ""),)),)
+        norm = f"‖{prediction} − {value}‖_{format_number(self.p)}"
+        return (Term((norm + (f"^{format_number(self.p)}" if self.p != 1 else ""),)),)
 
     def notes(self) -> tuple[str, ...]:
         p, eps = self.p, self.eps
         if self.smooth == "tanh":
-            root = f"(e² + {figure(eps)})^{figure((p - 1) / 2)}" if p != 1 else ""
-            slope = Term((f"tanh(e/{figure(eps**0.5)})", *((root,) if root else ())), p)
+            root = f"(e² + {format_number(eps)})^{format_number((p - 1) / 2)}" if p != 1 else ""
+            slope = Term((f"tanh(e/{format_number(eps**0.5)})", *((root,) if root else ())), p)
         elif eps == 0:
             slope = Term(("sign(e)" if p == 1 else f"sign(e)|e|{power(p - 1)}",), p)
         else:
-            slope = Term(("e" if p == 2 else f"e (e² + {figure(eps)})^{figure((p - 2) / 2)}",), p)
-        return (f"ℓ_{figure(p)}′ = {slope} of e = prediction − value, entry by entry",)
+            slope = Term(
+                ("e" if p == 2 else f"e (e² + {format_number(eps)})^{format_number((p - 2) / 2)}",),
+                p,
+            )
+        return (f"ℓ_{format_number(p)}′ = {slope} of e = prediction − value, entry by entry",)
 
 
 def _norm(e: Tensor) -> Tensor:
@@ -178,11 +181,11 @@ class Huber(Bias):
         return "huber"
 
     def term(self, prediction: str, value: str) -> Terms:
-        delta = "δ" if isinstance(self.threshold, str) else figure(self.threshold)
+        delta = "δ" if isinstance(self.threshold, str) else format_number(self.threshold)
         return (Term((f"huber_{delta}({prediction} − {value})",)),)
 
     def notes(self) -> tuple[str, ...]:
-        d = figure(self.symbol("threshold", "i"))
+        d = format_number(self.symbol("threshold", "i"))
         forms = {
             "coordinate": f"Σ_j ½e_j² where |e_j| ≤ {d}, else {d}(|e_j| − {d}/2)",
             "norm": f"½‖e‖² while ‖e‖ ≤ {d}, else {d}(‖e‖ − {d}/2)",
@@ -224,4 +227,4 @@ class ValueRobust(Bias):
 
     def notes(self) -> tuple[str, ...]:
         size = Term(("e/‖e‖",)).times(self.symbol("radius", "i"))
-        return (f"robust′ = {written((Term(('e',)), size))} of e = prediction − value",)
+        return (f"robust′ = {render_sum((Term(('e',)), size))} of e = prediction − value",)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.context.weights import Scene, Weights
-from recollect.choices.equation_terms import figure
+from recollect.choices.context.weights import ContextWeights, VisibleAssociations
+from recollect.choices.equation_terms import format_number
 from recollect.choices.features.base import Kernel
 from recollect.choices.member import Member
 
@@ -50,29 +50,31 @@ class Context(Member):
     reads: tuple[str, ...] = ()
     block: int = 1
 
-    def over(self, scene: Scene) -> Weights | None:
-        """This context's weights of the associations in ``scene``, beyond its horizon.
+    def over(self, visible: VisibleAssociations) -> ContextWeights | None:
+        """This context's weights of the associations in ``visible``, beyond its horizon.
 
         ``None`` where they are all 1. Unless overridden, those of its numbers:
         log γ_i^(t) = Σ_(i<j≤t) log γ_j + log w_i, from sums in float64.
         """
         if not (self.forgets or self.weighs):
             return None
-        n = scene.valid.shape[1]
-        passed = torch.zeros(*scene.valid.shape, scene.k.shape[2], device=scene.k.device).double()
+        n = visible.valid.shape[1]
+        passed = torch.zeros(
+            *visible.valid.shape, visible.k.shape[2], device=visible.k.device
+        ).double()
         if self.forgets:
-            steps = scene.rates["log_decay"].double().clamp_min(FORGOTTEN)
-            passed = torch.where(scene.valid.unsqueeze(-1), steps, 0.0).cumsum(1)
-        slots = scene.slots.clamp_max(max(n - 1, 0))
+            steps = visible.rates["log_decay"].double().clamp_min(FORGOTTEN)
+            passed = torch.where(visible.valid.unsqueeze(-1), steps, 0.0).cumsum(1)
+        slots = visible.slots.clamp_max(max(n - 1, 0))
         own = -passed
         if self.weighs:
-            own = own + _log(scene.rates["weight"].double())
-        dtype = scene.q.dtype
+            own = own + _log(visible.rates["weight"].double())
+        dtype = visible.q.dtype
 
         def log_weight(queries: slice, keys: slice) -> Tensor:
             # Sums far from each other cancel: take them from the first query of the piece.
             q = passed[:, slots[queries]]  # [B, C, H]
-            start, reference = int(scene.first + (queries.start or 0)), q[:, :1]
+            start, reference = int(visible.first + (queries.start or 0)), q[:, :1]
             q, k = (q - reference).transpose(1, 2), (own[:, keys] + reference).transpose(1, 2)
             total = q.to(dtype).unsqueeze(-1) + k.to(dtype).unsqueeze(-2)  # [B, H, C, m]
             before = max(min(start, keys.stop) - keys.start, 0)
@@ -80,7 +82,7 @@ class Context(Member):
             total[..., before:] = (q.unsqueeze(-1) + k[..., before:].unsqueeze(-2)).to(dtype)
             return total.unsqueeze(2)
 
-        return Weights(log=log_weight, of_key=own, hides=self.weighs)
+        return ContextWeights(log=log_weight, of_key=own, hides=self.weighs)
 
     @functools.cached_property
     def forgets(self) -> bool:
@@ -104,7 +106,7 @@ class Context(Member):
         return self.geometric and not changes
 
     @property
-    def still(self) -> bool:
+    def time_invariant(self) -> bool:
         """Whether it sees all of the past, and no weight changes with time."""
         everything = self.horizon is None and self.kernel is None
         return everything and self.geometric and not self.forgets
@@ -138,19 +140,19 @@ class Context(Member):
             decay = self.field_of("decay")
             rate = "γ_i" if decay is None else self.symbol(decay, "i")
             per_token = isinstance(rate, str) and rate.endswith("_i")
-            words.append("γ_i^(t)" if per_token else f"{figure(rate)}^(t−i)")
+            words.append("γ_i^(t)" if per_token else f"{format_number(rate)}^(t−i)")
         if self.weighs:
             weight = self.field_of("weight")
-            words.append("w_i" if weight is None else figure(self.symbol(weight, "i")))
+            words.append("w_i" if weight is None else format_number(self.symbol(weight, "i")))
         return " ".join(words)
 
     def notes(self) -> tuple[str, ...]:
-        found = super().notes()
+        notes = super().notes()
         if "window" in self.numbers and self.horizon != 1:
-            return ("γ_i^(t): the current token's weight of association i", *found)
+            return ("γ_i^(t): the current token's weight of association i", *notes)
         if self.forgets and any(gate.name == "log_decay" for gate in self.gates()):
-            return ("γ_i^(t): the product of the decays of the tokens after i", *found)
-        return found
+            return ("γ_i^(t): the product of the decays of the tokens after i", *notes)
+        return notes
 
     def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
@@ -161,7 +163,7 @@ class Context(Member):
                     f"{self.title} weighs associations for a query that compares them: use "
                     f"context.Similar(within=({self.brief},))"
                 )
-            elif self.signed or not recipe.from_gram:
+            elif self.signed or not recipe.solves_from_gram:
                 yield (
                     f"{self.title} states weights in over(), which only memories that solve for "
                     "each query ask for: declare the numbers 'decay' and 'weight', or set "

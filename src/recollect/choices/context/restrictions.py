@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.choices.context.base import Context
-from recollect.choices.context.weights import Scene, Weights
+from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.fields import Gate, flag, integer, number, option
 from recollect.choices.member import member
 
@@ -57,8 +57,8 @@ class Bilinear(_Restriction):
             Gate(name="gate_query", owner=self.title, axes=("K",)),
         )
 
-    def over(self, scene: Scene) -> Weights:
-        keys_all, queries_all = scene.rates["gate_key"], scene.asked["gate_query"]
+    def over(self, visible: VisibleAssociations) -> ContextWeights:
+        keys_all, queries_all = visible.rates["gate_key"], visible.asked["gate_query"]
         tau = math.sqrt(keys_all.shape[-1]) if self.temperature is None else self.temperature
 
         def score(queries: slice, keys: slice) -> Tensor:
@@ -66,8 +66,8 @@ class Bilinear(_Restriction):
             return (b @ a.transpose(-1, -2) / tau).unsqueeze(2)  # [B, H, 1, C, m]
 
         if self.signed:
-            return Weights(value=score)
-        return Weights(log=lambda queries, keys: functional.logsigmoid(score(queries, keys)))
+            return ContextWeights(value=score)
+        return ContextWeights(log=lambda queries, keys: functional.logsigmoid(score(queries, keys)))
 
     def notes(self) -> tuple[str, ...]:
         tau = {None: "/√K", 1.0: ""}.get(self.temperature, f"/{self.temperature or 1:g}")
@@ -110,28 +110,30 @@ class Blocks(_Restriction):
             return ()
         return (Gate(name="router", owner=self.title, axes=("K",), travels=True),)
 
-    def over(self, scene: Scene) -> Weights:
-        label = scene.k if self.score == "mean" else scene.rates["router"]
+    def over(self, visible: VisibleAssociations) -> ContextWeights:
+        label = visible.k if self.score == "mean" else visible.rates["router"]
         B, n, H, K = label.shape
-        real = scene.valid[..., None, None]
+        real = visible.valid[..., None, None]
         label = torch.where(real, label, 0.0)
-        block = torch.where(scene.valid, scene.position, 0).div(self.size, rounding_mode="floor")
-        own = scene.where.clamp_min(0).div(self.size, rounding_mode="floor")  # [B, T]
+        block = torch.where(visible.valid, visible.position, 0).div(
+            self.size, rounding_mode="floor"
+        )
+        own = visible.where.clamp_min(0).div(self.size, rounding_mode="floor")  # [B, T]
         count = int(max(x.max() if x.numel() else 0 for x in (block, own))) + 1
         # Sums of whole blocks, and of each block up to every slot: a query sees its own so far.
         index = block[..., None, None].expand(B, n, H, K)
         sums = label.new_zeros(B, count, H, K).scatter_add(1, index, label)
         sizes = torch.zeros(B, count, dtype=label.dtype, device=label.device)
-        sizes = sizes.scatter_add(1, block, scene.valid.to(label.dtype))
+        sizes = sizes.scatter_add(1, block, visible.valid.to(label.dtype))
         means = sums / sizes.clamp_min(1)[..., None, None]
-        reading = scene.first >= n
+        reading = visible.first >= n
         running = label.double().cumsum(1) if not (self.current and self.share == "one") else None
 
         def own_mean(queries: slice) -> Tensor:
             """The mean of each query's block up to the query, ``[B, C, H, K]``."""
             assert running is not None
-            slot = scene.slots[queries]
-            inside = scene.where[:, queries] - own[:, queries] * self.size + 1  # [B, C]
+            slot = visible.slots[queries]
+            inside = visible.where[:, queries] - own[:, queries] * self.size + 1  # [B, C]
             before = slot - inside
             past = running.gather(1, before.clamp_min(0)[..., None, None].expand(-1, -1, H, K))
             past = torch.where((before >= 0)[..., None, None], past, 0.0)
@@ -139,29 +141,29 @@ class Blocks(_Restriction):
             return total.to(label.dtype)
 
         def log_weight(queries: slice, keys: slice) -> Tensor:
-            q = scene.q[:, queries]  # [B, C, H, G, K]
+            q = visible.q[:, queries]  # [B, C, H, G, K]
             here = own[:, queries]
-            found = torch.einsum("bchgk,bnhk->bhgcn", q, means)
+            scores = torch.einsum("bchgk,bnhk->bhgcn", q, means)
             blocks = torch.arange(count, device=q.device)
             mine = (blocks == here[..., None])[:, None, None]  # [B, 1, 1, C, count]
             if running is not None and not reading:
                 now = torch.einsum("bchgk,bchk->bhgc", q, own_mean(queries))
-                found = torch.where(mine, now.unsqueeze(-1), found)
+                scores = torch.where(mine, now.unsqueeze(-1), scores)
             begun = (blocks <= here[..., None])[:, None, None]
-            order = found.masked_fill(~begun, -torch.inf)
+            order = scores.masked_fill(~begun, -torch.inf)
             if self.current:
                 order = order.masked_fill(mine, torch.inf)
             best = order.detach().topk(min(self.top, count), dim=-1).indices
             chosen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, best, True) & begun
             if self.share == "one":
-                log = torch.zeros_like(found)
+                log = torch.zeros_like(scores)
             else:
-                log = found.masked_fill(~chosen, -torch.inf).log_softmax(-1)
+                log = scores.masked_fill(~chosen, -torch.inf).log_softmax(-1)
             log = log.masked_fill(~chosen, -torch.inf)
             where = block[:, None, None, None, keys].expand(*log.shape[:-1], -1)
             return log.gather(-1, where)
 
-        return Weights(log=log_weight, hard=self.share == "one")
+        return ContextWeights(log=log_weight, hard=self.share == "one")
 
     def notes(self) -> tuple[str, ...]:
         label = "k_i" if self.score == "mean" else "r_i"

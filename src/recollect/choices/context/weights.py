@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Scene", "Weights"]
+__all__ = ["ContextWeights", "VisibleAssociations"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class VisibleAssociations:
     """Associations in one run of n slots, oldest first, and the T queries that ask for them.
 
     Attributes:
@@ -42,7 +42,7 @@ Piece = Callable[[slice, slice], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class ContextWeights:
     """A context's weights γ_i^(t), computed piece by piece.
 
     Attributes:

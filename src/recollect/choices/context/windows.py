@@ -1,9 +1,4 @@
-"""Contexts of the newest association, a sliding window, or all of the past.
-
-A context that restricts others (`Similar`'s ``within``) states its weights once, in `Context.over`;
-engines ask whether they are positive, a product of a factor of the query and one of the
-association, or a plain horizon, and never which context it is.
-"""
+"""Contexts of the newest association, a sliding window, or all of the past."""
 
 from __future__ import annotations
 

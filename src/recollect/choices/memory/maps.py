@@ -129,9 +129,9 @@ class _Perceptron(Stack):
 
     def notes(self) -> tuple[str, ...]:
         weights = {None: "", "layer": "LN", "rms": "RMS"}[self.norm]
-        found = (f"{weights}: its weights are learned, not memory",) if weights else ()
+        norms = (f"{weights}: its weights are learned, not memory",) if weights else ()
         biases = ("each map has a bias, which is memory too",) if self.biases else ()
-        return (*found, *biases)
+        return (*norms, *biases)
 
 
 @member

@@ -61,9 +61,9 @@ class _Slope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, h: Tensor, y: Tensor, mean: Tensor, r: Tensor) -> Tensor:
-        found = _slope(g, h, mean, r)
-        ctx.save_for_backward(g, h, y, mean, r, found)
-        return found
+        Jg = _slope(g, h, mean, r)
+        ctx.save_for_backward(g, h, y, mean, r, Jg)
+        return Jg
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:

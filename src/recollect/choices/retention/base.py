@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from recollect.choices.equation_terms import Term, Terms, written
+from recollect.choices.equation_terms import Term, Terms, render_sum
 from recollect.choices.fields import Gate, Param, Range, option, quantity
 from recollect.choices.member import Member, RecipeError, member
 
@@ -121,9 +121,9 @@ class Retention(Member):
         """
         if self.additive:
             kept = Term((old,)) if self.decay is None else self.decay.on(old, at, vector=vector)
-            return (f"{new} = {written((kept, *step))}",)
-        decay = "" if self.decay is None else f", {written((self.decay.on('', at),)).strip()}"
-        return (f"{new} = {type(self).__name__.lower()}({old}, {written(step)}{decay})",)
+            return (f"{new} = {render_sum((kept, *step))}",)
+        decay = "" if self.decay is None else f", {render_sum((self.decay.on('', at),)).strip()}"
+        return (f"{new} = {type(self).__name__.lower()}({old}, {render_sum(step)}{decay})",)
 
 
 @member

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.equation_terms import Term, Terms, figure, power, written
+from recollect.choices.equation_terms import Term, Terms, format_number, power, render_sum
 from recollect.choices.fields import flag, number, option, quantity, slot
 from recollect.choices.member import member
 from recollect.choices.retention.base import Decay, Retention, Values
@@ -96,15 +96,15 @@ class Lq(_Linked):
 
     def text(self) -> str:
         if self.form == "printed":
-            return f"A_t / ‖A_t‖_{figure(self.q)}" + (
-                f"^{figure(self.q - 2)}" if self.q != 3 else ""
+            return f"A_t / ‖A_t‖_{format_number(self.q)}" + (
+                f"^{format_number(self.q - 2)}" if self.q != 3 else ""
             )
-        size = f"‖A_t‖_{figure(self.q)}{power(self.q - 2)}"
+        size = f"‖A_t‖_{format_number(self.q)}{power(self.q - 2)}"
         return f"sign(A_t)|A_t|{power(self.q - 1)} / {size}"
 
     def notes(self) -> tuple[str, ...]:
         floor = (
-            (f"‖A_t‖_{figure(self.q)} is at least {figure(self.floor)}",)
+            (f"‖A_t‖_{format_number(self.q)} is at least {format_number(self.floor)}",)
             if self.form == "printed"
             else ()
         )
@@ -157,7 +157,7 @@ class Simplex(_Linked):
         yield from _constant_along(self.axis, self.decay, self.title)
 
     def text(self) -> str:
-        return f"{'' if self.scale == 1 else f'{figure(self.scale)}·'}softmax(A_t)"
+        return f"{'' if self.scale == 1 else f'{format_number(self.scale)}·'}softmax(A_t)"
 
     def notes(self) -> tuple[str, ...]:
         over = {"in": "rows", "out": "columns", "all": "all entries of each matrix"}[self.axis]
@@ -207,7 +207,7 @@ class ElasticNet(_Linked):
         return self.form == "ftrl"
 
     def text(self) -> str:
-        t = figure(self.symbol("tau"))
+        t = format_number(self.symbol("tau"))
         return f"soft({'Z_t' if self.form == 'proximal' else 'A_t'}, {t})"
 
     def moves(
@@ -216,7 +216,7 @@ class ElasticNet(_Linked):
         if self.form == "ftrl":
             return super().moves(old, new, step, at=at, vector=vector)
         kept = Term((old,)) if self.decay is None else self.decay.on(old, at, vector=vector)
-        return (f"Z_t = {written((kept, *step))}", f"{new} = {self.text()}")
+        return (f"Z_t = {render_sum((kept, *step))}", f"{new} = {self.text()}")
 
     def notes(self) -> tuple[str, ...]:
         if self.smooth:
@@ -327,10 +327,10 @@ class FDivergence(_Linked):
     def moves(
         self, old: str, new: str, step: Terms, *, at: str = "t", vector: bool = False
     ) -> tuple[str, ...]:
-        moved = written((*step, Term(("ζ_t",), -1.0)))
+        moved = render_sum((*step, Term(("ζ_t",), -1.0)))
         if self.decay is None:
             return (f"{new} = {old} ⊙ g({moved})",)
-        rate = figure(self.decay.symbol("rate", at))
+        rate = format_number(self.decay.symbol("rate", at))
         scale = Term((f"{old}^{rate} / ‖{old}^{rate}‖₁",)).times(self.scale)
         return (f"{new} = W̄_t ⊙ g({moved})", f"W̄_t = {scale}")
 
@@ -343,7 +343,7 @@ class FDivergence(_Linked):
         }[self.kind]
         over = {"in": "each row of the result", "out": "each column of the result"}
         what = over.get(self.axis, "each matrix of the result")
-        return (f"g(y) = {g}, ζ_t such that {what} sums to {figure(self.scale)}",)
+        return (f"g(y) = {g}, ζ_t such that {what} sums to {format_number(self.scale)}",)
 
 
 @member
@@ -364,4 +364,4 @@ class Ball(_Linked):
         return torch.where(outside, A * radius / torch.where(outside, size, 1.0), A)
 
     def text(self) -> str:
-        return f"A_t · min(1, {figure(self.symbol('radius'))}/‖A_t‖)"
+        return f"A_t · min(1, {format_number(self.symbol('radius'))}/‖A_t‖)"

@@ -7,21 +7,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recollect.choices.context.weights import Scene
+from recollect.choices.context.weights import VisibleAssociations
 from recollect.engines.common.problem import Problem
 
-__all__ = ["look", "values"]
+__all__ = ["gather_visible", "values"]
 
 
-def look(problem: Problem, dtype: torch.dtype, asked: Mapping[str, Tensor] | None = None) -> Scene:
-    """The scene of a problem, in ``dtype``.
+def gather_visible(
+    problem: Problem, dtype: torch.dtype, query_rates: Mapping[str, Tensor] | None = None
+) -> VisibleAssociations:
+    """The associations that a problem's queries may see, in ``dtype``.
 
     Old associations stand right-aligned and new ones left-aligned, so that distance in slots is
     distance in tokens.
 
     Args:
-        asked: numbers of queries that only read what stands there; ``None`` when each query comes
-            with an association of its own.
+        query_rates: numbers of queries that only read what stands there; ``None`` when each query
+            comes with an association of its own.
     """
     buffer, q = problem.state.buffer, problem.q.to(dtype)
     k, rates = problem.k.to(dtype), dict(problem.rates)
@@ -30,33 +32,33 @@ def look(problem: Problem, dtype: torch.dtype, asked: Mapping[str, Tensor] | Non
     valid = problem.live
     if valid is None:
         valid = torch.ones(B, T, dtype=torch.bool, device=device)
-    held = 0
+    buffered = 0
     if buffer is not None:
-        held = buffer.k.shape[1]
+        buffered = buffer.k.shape[1]
         k = torch.cat([buffer.k.to(dtype), k], dim=1)
         rates = {name: torch.cat([buffer.rates[name].to(x), x], 1) for name, x in rates.items()}
         valid = torch.cat([buffer.mask, valid], dim=1)
-    n, start = held + T, problem.state.position[:, None]
-    position = start + torch.arange(n, device=device) - held
-    if asked is None:
-        slots = torch.arange(held, n, device=device)
-        return Scene(
+    n, start = buffered + T, problem.state.position[:, None]
+    position = start + torch.arange(n, device=device) - buffered
+    if query_rates is None:
+        slots = torch.arange(buffered, n, device=device)
+        return VisibleAssociations(
             q=q,
             k=k,
             rates=rates,
             asked=problem.rates,
             valid=valid,
             position=position,
-            where=position[:, held:],
+            where=position[:, buffered:],
             slots=slots,
-            first=held,
+            first=buffered,
         )
     count = q.shape[1]
-    return Scene(
+    return VisibleAssociations(
         q=q,
         k=k,
         rates=rates,
-        asked=asked,
+        asked=query_rates,
         valid=valid,
         position=position,
         where=(start - 1).expand(-1, count),

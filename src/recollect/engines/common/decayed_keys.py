@@ -1,4 +1,4 @@
-"""What a decay leaves of keys that a read divides by, and where a dtype does not hold it.
+"""Limits of precision of normalised reads over decayed keys: when float64 is needed, or a refusal.
 
 A normalised read of x is Σ_j κ_j u_j / Σ_j m_j κ_j. A row u_j and its mass m_j may have decayed to
 e^−100 and still be most of what is read: where κ_j is e^110 times the likeness of every newer key.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from recollect.engines.common.problem import Problem, state_dtype
-from recollect.state.kernel_rows import Dual
+from recollect.state.kernel_rows import KernelRows
 from recollect.state.state import State
 
 __all__ = ["Run", "bearable", "counts", "doubtful", "least", "too_faint", "with_enough_digits"]
@@ -50,20 +50,20 @@ def counts(total: Tensor, keys: int, missing: Tensor | None = None) -> Tensor:
     Args:
         missing: Σ of likenesses times what the state may lack, like ``total``.
     """
-    found = total.detach() < keys * least(total.dtype) / bearable(total.dtype)
+    missed = total.detach() < keys * least(total.dtype) / bearable(total.dtype)
     if missing is not None:
-        found = found | (missing.detach() > bearable(torch.float32) * total.detach())
-    return found
+        missed = missed | (missing.detach() > bearable(torch.float32) * total.detach())
+    return missed
 
 
-def doubtful(dual: Dual) -> Tensor:
+def doubtful(dual: KernelRows) -> Tensor:
     """What rows and masses of a state may lack ``[B, n, H]``."""
     dtype = dual.mass.dtype
     faint = (dual.mass > 0) & (dual.mass < least(dtype) / bearable(dtype))
     return faint.double() * least(dtype)
 
 
-def _narrowed(dual: Dual, dtype: torch.dtype) -> Dual:
+def _narrowed(dual: KernelRows, dtype: torch.dtype) -> KernelRows:
     """The state in a dtype of a smaller range: a key that is there stays there."""
     mass = torch.where(dual.mass > 0, dual.mass.clamp_min(least(dtype)), 0.0)
     return dataclasses.replace(

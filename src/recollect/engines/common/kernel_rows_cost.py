@@ -22,7 +22,7 @@ from recollect.engines.common.sizes import Counted, Sizes
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["dual_flops", "row_bytes"]
+__all__ = ["kernel_rows_flops", "row_bytes"]
 
 
 def row_bytes(recipe: Recipe, s: Sizes, state_size: int) -> int:
@@ -31,7 +31,7 @@ def row_bytes(recipe: Recipe, s: Sizes, state_size: int) -> int:
     return s.H * (s.K + widths + 1) * state_size + 1
 
 
-def dual_flops(recipe: Recipe, s: Sizes) -> Counted:
+def kernel_rows_flops(recipe: Recipe, s: Sizes) -> Counted:
     """FLOPs of one row by part, of one decoded token after T, borders, and notes."""
     T = s.T * recipe.associations
     affine, probe, b = recipe.bias.affine, recipe.bias.probe, recipe.algorithm.batch

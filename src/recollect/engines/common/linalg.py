@@ -1,4 +1,4 @@
-"""Batched matrix products, and powers of symmetric matrices with a derivative that stays finite."""
+"""Batched products, pseudo-inverses, and powers of symmetric matrices with finite derivatives."""
 
 from __future__ import annotations
 

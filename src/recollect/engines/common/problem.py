@@ -187,7 +187,7 @@ def scaled(log_decay: Tensor, scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Buffered and new tokens in one run; the first ``held`` are the buffer's.
+    """Buffered and new tokens in one run; the first ``buffered`` are the buffer's.
 
     ``phi`` are the lifted keys, or the keys themselves where features are infinitely many.
     """
@@ -197,7 +197,7 @@ class Tokens:
     v: Tensor
     rates: Mapping[str, Tensor]
     valid: Tensor
-    held: int
+    buffered: int
 
     def numbers_of(self, bias: Bias, low: int, stop: int) -> dict[str, Tensor]:
         """A bias's numbers of associations ``low`` to ``stop``, ``[B, H, n, 1 or V]`` by name.
@@ -206,11 +206,11 @@ class Tokens:
             bias: whose numbers.
             low: the first association. stop: the one after the last.
         """
-        found: dict[str, Tensor] = {}
+        numbers: dict[str, Tensor] = {}
         for name in bias.numbers:
             x = self.rates[name][:, low:stop].transpose(1, 2)
-            found[name] = x if x.dim() == 4 else x.unsqueeze(-1)
-        return found
+            numbers[name] = x if x.dim() == 4 else x.unsqueeze(-1)
+        return numbers
 
     def __len__(self) -> int:
         return self.k.shape[1]
@@ -225,9 +225,9 @@ def join(problem: Problem) -> Tokens:
     valid = torch.ones(B, T, dtype=torch.bool, device=k.device)
     if problem.live is not None:
         valid = problem.live
-    held = 0
+    buffered = 0
     if buffer is not None:
-        held = buffer.k.shape[1]
+        buffered = buffer.k.shape[1]
         k = torch.cat([buffer.k.to(dtype), k], dim=1)
         v = torch.cat([buffer.v.to(dtype), v], dim=1)
         for name, x in rates.items():
@@ -238,12 +238,12 @@ def join(problem: Problem) -> Tokens:
         for name, x in rates.items():
             there = valid.view(*valid.shape, *(1,) * (x.dim() - 2))
             rates[name] = torch.where(there, x, fills.get(name, 0.0))
-    steps = torch.arange(held + T, device=k.device) - held
+    steps = torch.arange(buffered + T, device=k.device) - buffered
     position = (problem.state.position[:, None] + steps).clamp_min(0)
     phi = k
     if problem.sized.features:
         phi = problem.phi(k.unsqueeze(3), "key", position).squeeze(3)
-    return Tokens(k=k, phi=phi, v=v, rates=rates, valid=valid, held=held)
+    return Tokens(k=k, phi=phi, v=v, rates=rates, valid=valid, buffered=buffered)
 
 
 def forward_of(problem: Problem) -> Forward:
@@ -267,9 +267,9 @@ def as_matrix(w: Tensor) -> Tensor:
 
 def tensors(problem: Problem) -> list[Tensor]:
     """Every tensor of the problem."""
-    found = [problem.q, problem.k, problem.v, *problem.rates.values(), *problem.params.values()]
-    found += problem.state.tensors()
-    return found if problem.lengths is None else [*found, problem.lengths]
+    parts = [problem.q, problem.k, problem.v, *problem.rates.values(), *problem.params.values()]
+    parts += problem.state.tensors()
+    return parts if problem.lengths is None else [*parts, problem.lengths]
 
 
 def wants_gradient(problem: Problem) -> bool:

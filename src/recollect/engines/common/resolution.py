@@ -111,11 +111,13 @@ def digits(problem: Problem) -> torch.dtype:
     dtype, degree = state_dtype(problem.q, problem.k, problem.v), problem.recipe.memory.degree
     if not degree or dtype == torch.float64 or not looks(problem.q):
         return dtype
-    held = [] if problem.state.buffer is None else [problem.state.buffer.k]
-    longest = [x.detach().norm(dim=-1).max() for x in (problem.q, problem.k, *held) if x.numel()]
+    buffered = [] if problem.state.buffer is None else [problem.state.buffer.k]
+    longest = [
+        x.detach().norm(dim=-1).max() for x in (problem.q, problem.k, *buffered) if x.numel()
+    ]
     size = (1.0 + float(sum(longest))) ** (2 * degree)
-    kept = torch.finfo(dtype).eps * size < 1e-3 * min(problem.recipe.ridge, 1.0)
-    return dtype if kept else torch.float64
+    resolved = torch.finfo(dtype).eps * size < 1e-3 * min(problem.recipe.ridge, 1.0)
+    return dtype if resolved else torch.float64
 
 
 def ridged(covariance: Tensor, ridge: float, right: Tensor) -> Tensor:

@@ -12,28 +12,28 @@ from recollect.choices.algorithm.base import Inverse
 from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
 
-__all__ = ["Statistics", "association", "dense", "ridge_of"]
+__all__ = ["RidgeStatistics", "association", "dense", "ridge_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistics:
+class RidgeStatistics:
     """Sufficient statistics of the past.
 
     Attributes:
         gram: D ``[B, H, F, F]``. residual: E ``[B, H, V, F]``.
-        kept: ρ_t by λ, ``[B, H]``. origin: W_0 ``[B, H, V, F]``. ridge: λ ``[B, H, F]``.
+        ridge_share: ρ_t by λ, ``[B, H]``. origin: W_0 ``[B, H, V, F]``. ridge: λ ``[B, H, F]``.
     """
 
     gram: Tensor
     residual: Tensor
-    kept: Tensor
+    ridge_share: Tensor
     origin: Tensor
     ridge: Tensor
 
     @property
     def rho(self) -> Tensor:
         """ρ_t by channel, ``[B, H, F]``."""
-        return self.kept[..., None] * self.ridge
+        return self.ridge_share[..., None] * self.ridge
 
     @property
     def system(self) -> Tensor:
@@ -70,7 +70,7 @@ def ridge_of(rates: Mapping[str, Tensor], features: int) -> Tensor:
     return ridge if ridge.dim() == 3 else ridge.unsqueeze(-1).expand(-1, -1, features)
 
 
-def dense(inverse: Inverse, now: Statistics, q: Tensor) -> Tensor:
+def dense(inverse: Inverse, now: RidgeStatistics, q: Tensor) -> Tensor:
     """B_t q for approximate rules, with the Gram matrix at hand: ``[B, H, G, F]``."""
     kind, power = inverse.kind, inverse.power
     if kind == "identity":

@@ -1,4 +1,4 @@
-"""What the deep engine costs."""
+"""FLOPs of the deep engine."""
 
 from __future__ import annotations
 

@@ -80,10 +80,10 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
     depends = _depends(params, tag, problem.q.shape[0], like)
     old: list[Factors] = []
     if place or c > 1:
-        held = _held(method, cache, depends, place + c - 1, like)
-        if held is None or "C" not in cache:
+        cached = _cached_factors(method, cache, depends, place + c - 1, like)
+        if cached is None or "C" not in cache:
             return None
-        old = held
+        old = cached
     position = problem.positions()
     points = _points(problem, method, position)
     new = _factors(method, memory, points, params)
@@ -91,13 +91,13 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
         if one.h.shape[1] != 1:
             return None
     row = _advance(problem, method, cache if old else {}, place, points.phi)
-    found = [a.join(b) for a, b in zip(old, new, strict=True)] if old else new
+    all_factors = [a.join(b) for a, b in zip(old, new, strict=True)] if old else new
     x = problem.phi(problem.q, "query", position).squeeze(1)
     raw = problem.q.to(x.dtype).squeeze(1)
-    y = _read(method, memory, row, found, x, raw, params)
+    y = _read(method, memory, row, all_factors, x, raw, params)
     if place + 1 == b:
-        return Stepped(y=y, memory=_moved(row, memory, found), cache={})
-    return Stepped(y=y, memory=memory, cache=_kept(found, row, depends))
+        return Stepped(y=y, memory=_moved(row, memory, all_factors), cache={})
+    return Stepped(y=y, memory=memory, cache=_cached(all_factors, row, depends))
 
 
 def step(
@@ -115,7 +115,7 @@ def step(
     R, B = layout.b + layout.c - 1, layout.x.shape[1]
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
     depends = {} if tag is None else _depends(layout.params, tag, B, memory.A[0])
-    old = _held(method, cache, depends, R - 1, memory.A[0]) if depends else None
+    old = _cached_factors(method, cache, depends, R - 1, memory.A[0]) if depends else None
     here = slice(R - 1 if old else 0, R)
     keys: dict[str, Tensor] = {}
     for name, x in layout.keys.items():
@@ -126,16 +126,16 @@ def step(
     for one in new:
         if one.h.shape[1] != here.stop - here.start:
             return None
-    found = [a.join(b) for a, b in zip(old, new, strict=True)] if old else new
+    all_factors = [a.join(b) for a, b in zip(old, new, strict=True)] if old else new
     row, G = _row_of(table), layout.G
     x = layout.x[0, :, :, -G:]
     raw = x if layout.raw is None else layout.raw[0, :, :, -G:]
-    y = _read(method, memory, row, found, x, raw, layout.params)
+    y = _read(method, memory, row, all_factors, x, raw, layout.params)
     if layout.commits[0] is True:
-        return Stepped(y=y, memory=_moved(row, memory, found), cache={})
+        return Stepped(y=y, memory=_moved(row, memory, all_factors), cache={})
     if not depends:
         return Stepped(y=y, memory=memory, cache={})
-    cache = _kept(found, row, depends)
+    cache = _cached(all_factors, row, depends)
     if method.rule.mean:
         # Averages are made of plain sums, which the table does not hold.
         for name in _NUMBERS:
@@ -155,7 +155,7 @@ def _depends(params: Mapping[str, Tensor], tag: int, B: int, like: Tensor) -> Ca
     return made
 
 
-def _held(
+def _cached_factors(
     method: Method,
     cache: Mapping[str, Tensor],
     depends: Mapping[str, Tensor],
@@ -175,15 +175,15 @@ def _held(
     return old
 
 
-def _kept(found: Sequence[Factors], row: _Row, depends: Cache) -> Cache:
-    B, made = depends["recipe"].shape[0], dict(depends)
-    for i, one in enumerate(found):
-        made[f"h.{i}"] = one.h.unflatten(0, (B, -1))
-        made[f"delta.{i}"] = one.delta.unflatten(0, (B, -1))
+def _cached(all_factors: Sequence[Factors], row: _Row, depends: Cache) -> Cache:
+    B, entries = depends["recipe"].shape[0], dict(depends)
+    for i, one in enumerate(all_factors):
+        entries[f"h.{i}"] = one.h.unflatten(0, (B, -1))
+        entries[f"delta.{i}"] = one.delta.unflatten(0, (B, -1))
     for name, x in (("C", row.C), ("D", row.D), ("a", row.a), ("m", row.m), ("s", row.s)):
         if x is not None:
-            made[name] = x.unflatten(0, (B, -1))
-    return made
+            entries[name] = x.unflatten(0, (B, -1))
+    return entries
 
 
 # -- one token ------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def _read(
     method: Method,
     memory: Memory,
     row: _Row,
-    found: Sequence[Factors],
+    all_factors: Sequence[Factors],
     x: Tensor,
     raw: Tensor,
     params: Mapping[str, Tensor],
@@ -294,7 +294,7 @@ def _read(
     m = None if row.m is None else row.m[:, None, None]
     C = row.C.unsqueeze(1)
     reads: list[Read] = []
-    for i, one in enumerate(found):
+    for i, one in enumerate(all_factors):
         reads.append(
             Read(
                 W=memory.A[i],
@@ -312,17 +312,17 @@ def _read(
     return read(method.memory, reads, x, raw, params).flatten(0, 1)
 
 
-def _moved(row: _Row, memory: Memory, found: Sequence[Factors]) -> Memory:
+def _moved(row: _Row, memory: Memory, all_factors: Sequence[Factors]) -> Memory:
     """A_n = a_n A° + m_n S° + Σ C[n, i] δ_i h_iᵀ and S_n, at the batch's end."""
     moments = memory.slots.get("momentum")
     A: list[Tensor] = []
     S: list[Tensor] = []
-    for i, one in enumerate(found):
+    for i, one in enumerate(all_factors):
         moved = memory.A[i] if row.a is None else memory.A[i] * row.a[:, None, None]
         if moments is not None and row.m is not None:
             moved = torch.addcmul(moved, moments[i], row.m[:, None, None])
         A.append(torch.baddbmm(moved, (one.delta * row.C.unsqueeze(-1)).mT, one.h))
         if moments is not None and row.s is not None and row.D is not None:
-            kept = moments[i] * row.s[:, None, None]
-            S.append(torch.baddbmm(kept, (one.delta * row.D.unsqueeze(-1)).mT, one.h))
+            decayed = moments[i] * row.s[:, None, None]
+            S.append(torch.baddbmm(decayed, (one.delta * row.D.unsqueeze(-1)).mT, one.h))
     return Memory(A=A, slots={} if moments is None else {"momentum": S})

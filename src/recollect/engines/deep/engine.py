@@ -23,7 +23,7 @@ from recollect.choices.memory.base import Read, Stack
 from recollect.engines.common.problem import Problem, wants_gradient
 from recollect.engines.deep.chain.engine import Chain, run_chain, slope_of
 from recollect.engines.deep.decode import Stepped, follow, step
-from recollect.engines.deep.general import walk
+from recollect.engines.deep.general import run_inner_batches
 from recollect.engines.deep.layout import Grid, Layout, Memory, Method, lay_out
 from recollect.engines.deep.recompute import Part
 from recollect.engines.deep.recompute import run as run_groups
@@ -208,7 +208,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
             (B, H, G),
             outer=outer,
         )
-        y, after = (walk if method.chain is None else _walk_chain)(
+        y, after = (run_inner_batches if method.chain is None else _run_chain)(
             method, layout, memory.like(memories)
         )
         y = y.unflatten(3, (grid.b, G)).permute(1, 0, 3, 2, 4, 5).flatten(1, 2)
@@ -223,14 +223,14 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     if problem.live is not None:
         y = torch.where(problem.live[..., None, None, None], y, 0.0)
     end = memory.like([w.unflatten(0, (B, H)) for w in after])
-    kept = problem.after(
+    state_after = problem.after(
         weights=tuple(end.A), slots={name: tuple(slot) for name, slot in end.slots.items()}
     )
-    return y.to(problem.v.dtype), kept
+    return y.to(problem.v.dtype), state_after
 
 
-def _walk_chain(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
-    """`general.walk` of a memory that is a chain."""
+def _run_chain(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
+    """`run_inner_batches` of a memory that is a chain."""
     assert method.chain is not None
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
     y, A, S = run_chain(
@@ -246,16 +246,16 @@ def _walk_chain(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor,
     return y, Memory(A=A, slots={} if S is None else {"momentum": S})
 
 
-def _stepped(problem: Problem, made: Stepped) -> tuple[Tensor, State]:
+def _stepped(problem: Problem, stepped: Stepped) -> tuple[Tensor, State]:
     """What `run` returns, of one decoded token."""
     B, _, H, _, _ = problem.q.shape
-    end = made.memory.like([w.unflatten(0, (B, H)) for w in made.memory.tensors()])
-    kept = problem.after(
+    end = stepped.memory.like([w.unflatten(0, (B, H)) for w in stepped.memory.tensors()])
+    state_after = problem.after(
         weights=tuple(end.A),
         slots={name: tuple(slot) for name, slot in end.slots.items()},
-        cache=made.cache,
+        cache=stepped.cache,
     )
-    return made.y.unflatten(0, (B, 1, H)).to(problem.v.dtype), kept
+    return stepped.y.unflatten(0, (B, 1, H)).to(problem.v.dtype), state_after
 
 
 @functools.cache
@@ -280,8 +280,8 @@ def _batches_a_group(problem: Problem, method: Method, grid: Grid, *, outer: boo
     rows = grid.b * (1 + G) + grid.c
     if method.chain is not None:
         # M at the border; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.
-        kept = weights * (1 + len(problem.state.slots))
-        numbers = kept + rows * (3 * widths + 2 * (grid.b + grid.c))
+        borders = weights * (1 + len(problem.state.slots))
+        numbers = borders + rows * (3 * widths + 2 * (grid.b + grid.c))
         each = B * H * numbers * problem.state.weights[0].element_size()
         whole = grid.N * each <= WHOLE_BYTES
         # Without gradients next to nothing of this is kept.
@@ -322,7 +322,7 @@ def _layout(
         cut = x.unflatten(1, (N, b))
         steps[name] = cut.permute(1, 0, 3, 2, *range(4, cut.dim())).flatten(1, 2)
 
-    def asked(x: Tensor) -> Tensor:  # [B, N b, H, G, D] -> [N, B, H, b G, D]
+    def per_query(x: Tensor) -> Tensor:  # [B, N b, H, G, D] -> [N, B, H, b G, D]
         return x.unflatten(1, (N, b)).permute(1, 0, 3, 2, 4, 5).flatten(3, 4)
 
     gamma = _gamma(grid.valid, steps, N, b, c, H)
@@ -333,8 +333,8 @@ def _layout(
         keys=keys,
         steps=steps,
         gamma=gamma,
-        x=asked(grid.queries["x"]).contiguous(),
-        raw=asked(grid.queries["raw"]).contiguous() if "raw" in grid.queries else None,
+        x=per_query(grid.queries["x"]).contiguous(),
+        raw=per_query(grid.queries["raw"]).contiguous() if "raw" in grid.queries else None,
         count=grid.count.unflatten(1, (N, b)).transpose(0, 1),
         commits=[_commit(grid, start // b + n, H, gamma) for n in range(N)],
         params=params,

@@ -36,15 +36,17 @@ from recollect.engines.deep.layout import (
 from recollect.engines.deep.step_coefficients import per_map, window_rows
 from recollect.engines.deep.token_weights import TokenStep, advance
 
-__all__ = ["walk"]
+__all__ = ["run_inner_batches"]
 
 
-def walk(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
+def run_inner_batches(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
     """Outputs ``[N, B, H, b G, V]`` and the memory after the last committed batch."""
-    return _Walk(method, layout).run(memory)
+    return InnerBatchLoop(method, layout).run(memory)
 
 
-class _Walk:
+class InnerBatchLoop:
+    """One memory moved from inner batch to inner batch."""
+
     def __init__(self, method: Method, layout: Layout) -> None:
         self.method, self.layout = method, layout
         self.recipe = method.recipe
@@ -59,7 +61,7 @@ class _Walk:
     def run(self, memory: Memory) -> tuple[Tensor, Memory]:
         outputs: list[Tensor] = []
         if not self.layout.outer:
-            # From here on the memory is the walk's own, to be moved in place.
+            # From here on the memory is the loop's own, to be moved in place.
             memory = memory.like([w.clone() for w in memory.tensors()])
         for n, commit in enumerate(self.layout.commits):
             y, after = self._batch(n, memory, commit)
@@ -140,16 +142,16 @@ class _Walk:
         if method.way == "border" and not moves:
             # Nobody reads what an open batch has gathered.
             return self._read_all(n, segment, W), memory
-        found = self._factors(n, segment, W)
+        batch_factors = self._factors(n, segment, W)
         if method.rule.splits:
             writes = self._factors(n, segment, W, free=True)
-            found = [
+            batch_factors = [
                 Factors(w.h, w.delta).join(Factors(f.h, f.delta - w.delta))
-                for w, f in zip(writes, found, strict=True)
+                for w, f in zip(writes, batch_factors, strict=True)
             ]
         tokens = segment.stop - segment.start
         rows: list[Factors] = []
-        for one, columns in zip(found, segment.columns, strict=True):
+        for one, columns in zip(batch_factors, segment.columns, strict=True):
             h, delta, scale = one.h, one.delta, columns.scale[n]
             if method.rule.pairs:
                 h, delta = (_paired(x, tokens, layout.c) for x in (h, delta))
@@ -213,8 +215,8 @@ class _Walk:
                 s, D = columns.s[n], columns.D[n]
                 assert s is not None and D is not None
                 h, delta = _weighed(one, _repeated(D, one, 1))
-                kept = scaled(moments[i], s, own=own)
-                S.append(plus_product(kept, delta.mT, h, own=own))
+                decayed = scaled(moments[i], s, own=own)
+                S.append(plus_product(decayed, delta.mT, h, own=own))
         slots = {} if moments is None else {"momentum": S}
         if self.method.way == "border":
             A = self._settle(n, memory.A, slots)
@@ -260,7 +262,7 @@ class _Walk:
         built = advance(
             TokenStep(
                 recipe=self.recipe,
-                found=self._factors(n, segment, W),
+                factors=self._factors(n, segment, W),
                 writes=self._factors(n, segment, W, free=True) if splits else None,
                 gamma=self.layout.gamma[n, :, segment.start : segment.stop],
                 c=self.layout.c,
@@ -281,14 +283,14 @@ class _Walk:
     def _numbers(self, n: int, t: int) -> dict[str, list[Tensor]]:
         """lr, momentum and log decay of one token for every map, ``[P, out or 1, in or 1]``."""
         steps, maps = self.layout.steps, self.method.maps
-        found: dict[str, list[Tensor]] = {}
+        numbers: dict[str, list[Tensor]] = {}
         for name in ("lr", "momentum"):
             if name in steps:
                 x = steps[name][n : n + 1, :, t : t + 1]
-                found[name] = [own.matrix(0, 0) for own in per_map(x, "value", maps)]
+                numbers[name] = [own.matrix(0, 0) for own in per_map(x, "value", maps)]
         if self.retention.decay is not None:
-            found["log_decay"] = self._log_decays(n, t)
-        return found
+            numbers["log_decay"] = self._log_decays(n, t)
+        return numbers
 
 
 def _matrices(method: Method, steps: Mapping[str, Tensor], n: int, t: int) -> Weights:
@@ -341,7 +343,7 @@ def _paired(x: Tensor, n: int, c: int) -> Tensor:
 def _absorbed(old: Tensor, rows: Tensor, total: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """A° and rows ``[P, R, ·]`` decayed to the last token, over channels ``dim`` of A."""
     end = total[:, -1:]
-    kept = end.exp().to(old.dtype)
+    fade = end.exp().to(old.dtype)
     rest = (end - total).exp().to(old.dtype)
     rest = rest.repeat_interleave(rows.shape[1] // total.shape[1], dim=1)
-    return old * (kept if dim == -1 else kept.mT), rows * rest
+    return old * (fade if dim == -1 else fade.mT), rows * rest

@@ -102,7 +102,7 @@ def factors(
             deltas = torch.autograd.grad(
                 prediction, outputs, error, create_graph=outer, materialize_grads=True
             )
-    found: list[Factors] = []
+    by_map: list[Factors] = []
     rest = iter(deltas)
     for index, made in enumerate(calls):
         own: Factors | None = None
@@ -117,8 +117,8 @@ def factors(
             rows = points.phi.shape[2]
             zeros = weights[index].new_zeros
             own = Factors(zeros(P, rows, inp), zeros(P, rows, out))
-        found.append(own)
-    return found
+        by_map.append(own)
+    return by_map
 
 
 def _error(bias: Bias, prediction: Tensor, points: Points, *, free: bool) -> Tensor:

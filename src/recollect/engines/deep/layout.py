@@ -179,8 +179,8 @@ class _Place:
         index = _tensor(self.first, x)[:, None] + torch.arange(self.columns, device=x.device)
         there = (index >= 0) & (index < x.shape[1])
         index = index.clamp(0, x.shape[1] - 1)
-        found = x.gather(1, _spread(index, x).expand(-1, -1, *x.shape[2:]))
-        return torch.where(_spread(there, x), found, torch.full((), fill, dtype=x.dtype).to(x))
+        taken = x.gather(1, _spread(index, x).expand(-1, -1, *x.shape[2:]))
+        return torch.where(_spread(there, x), taken, torch.full((), fill, dtype=x.dtype).to(x))
 
 
 def _span(x: Tensor, first: int, columns: int, fill: float = 0.0) -> Tensor:
@@ -209,10 +209,10 @@ def lay_out(problem: Problem) -> Grid:
     # Columns without a token need numbers that every loss can take; without such, none are asked.
     whole = all(o == 0 for o in opened) and columns == T and c == 1
     fills: Mapping[str, float] = {} if whole else problem.sized.fills
-    join_first = tuple(tokens.held - o for o in opened)
+    join_first = tuple(tokens.buffered - o for o in opened)
     steps = _Place(first=join_first, columns=columns)
     keys = _Place(first=tuple(f - (c - 1) for f in join_first), columns=c - 1 + columns)
-    asked = _Place(first=tuple(-o for o in opened), columns=columns)
+    query_place = _Place(first=tuple(-o for o in opened), columns=columns)
     rates = dict(tokens.rates)
     if method.slope is not None and "lr" in rates:
         kappa = tokens.phi.square().sum(-1)
@@ -231,9 +231,9 @@ def lay_out(problem: Problem) -> Grid:
         of_keys[name] = keys.take(rates.pop(name), fills.get(name, 0.0))
     for name, x in rates.items():
         of_steps[name] = steps.take(x, fills.get(name, 0.0))
-    queries = {"x": asked.take(q_phi)}
+    queries = {"x": query_place.take(q_phi)}
     if not _same(q_phi, problem.q):
-        queries["raw"] = asked.take(problem.q.to(q_phi.dtype))
+        queries["raw"] = query_place.take(problem.q.to(q_phi.dtype))
     return Grid(
         b=width,
         c=c,
@@ -338,14 +338,14 @@ def segment_of(method: Method, layout: Layout, start: int, stop: int) -> Segment
         for n in range(N)
     ]
     x = layout.x[:, :, :, start * G : stop * G].unbind(0)
-    asked = x
+    raw_queries = x
     if layout.raw is not None:
-        asked = layout.raw[:, :, :, start * G : stop * G].unbind(0)
+        raw_queries = layout.raw[:, :, :, start * G : stop * G].unbind(0)
     return Segment(
         start=start,
         stop=stop,
         points=points,
-        queries=list(zip(x, asked, strict=True)),
+        queries=list(zip(x, raw_queries, strict=True)),
         columns=[] if method.way == "tokens" else _columns(method, layout, start, stop),
     )
 
@@ -354,7 +354,7 @@ def _columns(method: Method, layout: Layout, start: int, stop: int) -> list[Colu
     G, none = layout.G, (None,) * layout.x.shape[0]
     numbers = {name: x[:, :, start:stop] for name, x in layout.steps.items()}
     gamma = layout.gamma[:, :, start:stop]
-    found = tables(method.rule, method.maps, numbers, gamma, start=start)
+    map_tables = tables(method.rule, method.maps, numbers, gamma, start=start)
     memo: dict[int, Columns] = {}
 
     def each(x: Tensor | None) -> Sequence[Tensor | None]:
@@ -384,7 +384,7 @@ def _columns(method: Method, layout: Layout, start: int, stop: int) -> list[Colu
         )
 
     columns: list[Columns] = []
-    for table in found:
+    for table in map_tables:
         if id(table.C) not in memo:
             memo[id(table.C)] = shared(table)
         own = {"inner": table.inner, "outer": table.outer, "scale": table.scale}

@@ -84,13 +84,13 @@ def _forward(
 ) -> tuple[Tensor, Tensors, list[Tensors]]:
     memory, tokens, others = plan.split(flat)
     outputs: list[Tensor] = []
-    kept: list[Tensors] = []
+    starts: list[Tensors] = []
     for group in range(len(plan.groups)):
         if keep:
-            kept.append(memory)
+            starts.append(memory)
         y, memory = plan.call(group, memory, plan.cut(group, tokens), others, outer)
         outputs.append(y)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), memory, kept
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), memory, starts
 
 
 class _Groups(torch.autograd.Function):
@@ -98,8 +98,8 @@ class _Groups(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *flat: Tensor) -> tuple[Tensor, ...]:
-        y, memory, kept = _forward(plan, [x.detach() for x in flat], outer=False, keep=True)
-        ctx.plan, ctx.kept = plan, kept
+        y, memory, starts = _forward(plan, [x.detach() for x in flat], outer=False, keep=True)
+        ctx.plan, ctx.starts = plan, starts
         ctx.save_for_backward(*flat)
         # What leaves is never what came in, nor what is kept.
         return y, *(x.clone() for x in memory)
@@ -116,13 +116,13 @@ class _Groups(torch.autograd.Function):
                 return [y, *after]
 
             return None, *again(outputs, flat, needs, grads)
-        return None, *_backward(plan, flat, ctx.kept, needs, grads)
+        return None, *_backward(plan, flat, ctx.starts, needs, grads)
 
 
 def _backward(
     plan: Plan,
     flat: Sequence[Tensor],
-    kept: Sequence[Tensors],
+    starts: Sequence[Tensors],
     needs: Sequence[bool],
     grads: Sequence[Tensor],
 ) -> list[Tensor | None]:
@@ -134,7 +134,7 @@ def _backward(
     for group in reversed(range(len(plan.groups))):
         start, stop = plan.groups[group]
         with torch.enable_grad():
-            here = [x.detach().requires_grad_() for x in kept[group]]
+            here = [x.detach().requires_grad_() for x in starts[group]]
             cut = [
                 x.detach().requires_grad_(bool(need))
                 for x, need in zip(plan.cut(group, tokens), of_tokens, strict=True)
@@ -150,19 +150,19 @@ def _backward(
             for out, grad in zip((y, *after), (dy[:, start:stop], *dmemory), strict=True)
             if out.requires_grad
         ]
-        found = iter(
+        gradients = iter(
             torch.autograd.grad(
                 [out for out, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
             )
             if pairs
             else [None] * len(wanted)
         )
-        dmemory = [torch.zeros_like(x) if (g := next(found)) is None else g for x in here]
+        dmemory = [torch.zeros_like(x) if (g := next(gradients)) is None else g for x in here]
         for total, x, more in zip(token_sums, cut, plan.more, strict=True):
-            if total is not None and x.requires_grad and (g := next(found)) is not None:
+            if total is not None and x.requires_grad and (g := next(gradients)) is not None:
                 total[:, start : stop + more] += g
         for total, x in zip(other_sums, rest, strict=True):
-            if total is not None and x.requires_grad and (g := next(found)) is not None:
+            if total is not None and x.requires_grad and (g := next(gradients)) is not None:
                 total += g
     first = [g if need else None for g, need in zip(dmemory, of_memory, strict=True)]
     return [*first, *token_sums, *other_sums]

@@ -102,20 +102,20 @@ def per_map(x: Tensor, side: str, maps: Sequence[LinearMap]) -> list[Own]:
     Channels over ``"key"`` act on the first maps' inputs (a bias column takes their mean), over
     ``"value"`` on the last map's outputs; every other map takes the channels' mean.
     """
-    found: list[Own] = []
+    owns: list[Own] = []
     for one in maps:
         if x.dim() == 3:
-            found.append(Own(scalar=x))
+            owns.append(Own(scalar=x))
         elif x.dim() == 5:
-            found.append(Own(entry=x))
+            owns.append(Own(entry=x))
         elif side == "key" and one.first:
             whole = torch.cat([x, x.mean(-1, keepdim=True)], dim=-1) if one.bias else x
-            found.append(Own(inner=whole))
+            owns.append(Own(inner=whole))
         elif side == "value" and one.last:
-            found.append(Own(outer=x))
+            owns.append(Own(outer=x))
         else:
-            found.append(Own(scalar=x.mean(-1)))
-    return found
+            owns.append(Own(scalar=x.mean(-1)))
+    return owns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +175,8 @@ def tables(
     alphas = {key: x.exp() for key, x in logs.items()}
     given = [*alphas.values(), *([] if theta is None else [theta])]
     # One call for all of them: at small sizes every operation costs the same.
-    found = products(torch.stack(given)).unbind(0) if len(given) > 1 else map(products, given)
-    *moved, last = (*found, None) if theta is None else found
+    cumulative = products(torch.stack(given)).unbind(0) if len(given) > 1 else map(products, given)
+    *moved, last = (*cumulative, None) if theta is None else cumulative
     P = dict(zip(alphas, moved, strict=True))
     parts = _Parts(
         rule=rule,

@@ -27,7 +27,7 @@ class TokenStep:
     """What the tokens of a segment bring.
 
     Attributes:
-        found: factors of every map; ``writes``: of the part that no prediction enters.
+        factors: of every map; ``writes``: of the part that no prediction enters.
         gamma: ``[P, n, c]``, entry m of row t for association t − m.
         numbers: per token, by name (lr, momentum, log_decay), one factor per map.
         gates: per token, what a link may use.
@@ -36,7 +36,7 @@ class TokenStep:
     """
 
     recipe: Recipe
-    found: Sequence[Factors]
+    factors: Sequence[Factors]
     writes: Sequence[Factors] | None
     gamma: Tensor
     c: int
@@ -108,7 +108,7 @@ def _map(
         slots, step = algorithm.update(
             slots,
             Step(
-                gradient=_gradient(work, work.found[i], t),
+                gradient=_gradient(work, work.factors[i], t),
                 write=None if work.writes is None else _gradient(work, work.writes[i], t),
                 lr=lr,
                 momentum=theta,
@@ -129,7 +129,7 @@ def _directed(
     one = torch.ones_like(A[..., :1, :1])
     rates = [_rows(n["lr"][i], work) if "lr" in n else one for n in work.numbers]
     for t, numbers in enumerate(work.numbers):
-        gradient = _gradient(work, work.found[i], t)
+        gradient = _gradient(work, work.factors[i], t)
         gradient = rates[t] * gradient if scales else gradient
         S = (
             _rows(numbers["momentum"][i], work) * S - gradient

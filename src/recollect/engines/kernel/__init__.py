@@ -1,7 +1,4 @@
-"""Engine ``kernel``: memories that keep associations, in one of several forms.
-
-Each form says which recipes it is not for, and how it runs the others; the first that fits runs.
-"""
+"""Engine ``kernel``: memories that keep associations, in one of several forms; see `engine`."""
 
 from recollect.engines.kernel.cost import flops
 from recollect.engines.kernel.engine import FORMS, Form, describes, plan, read, refuses, run

@@ -1,4 +1,4 @@
-"""Local constant memories: a mean of the values near the query, or a plain sum.
+"""Attention: a kernel-weighted mean or sum of the values (local constant regression).
 
 A mean under a kernel whose logarithm is a·q·k + b(‖q‖² + ‖k‖²) is softmax attention and goes
 through the platform's `scaled_dot_product_attention`:
@@ -15,49 +15,42 @@ of the piece so that it stays small. Where a piece decays so far that float32 wo
 value is a mask without a gradient, made from differences in float64, and the channel is zero and
 carries the gradient.
 
-Where decays are all the weights, keys that have decayed to nothing are left out (`reach`).
+Where decays are all the weights, keys that have decayed to nothing are left out (`decay_cutoff`).
 
 What is no softmax (a plain sum, a kernel that is no exponential) is two products per piece. Pieces
 are recomputed in the backward pass, so that memory stays O(T).
 """
 
-# More than 400 lines: the forms share their pieces, and which of them a call takes is decided here.
-
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from recollect.choices.context.weights import Scene, Weights
+from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.features.base import Kernel
 from recollect.choices.gradients import once_through
-from recollect.engines.common.associations import look, values
+from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.problem import Problem, state_dtype
-from recollect.engines.kernel.decay_cutoff import Reach
+from recollect.engines.kernel.decay_cutoff import DecayCutoff
+from recollect.engines.kernel.pieces import (
+    PIECE,
+    context_weights,
+    piece_size,
+    piecewise,
+    seen,
+    seen_or_all,
+    slices,
+)
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = [
-    "PIECE",
-    "attend",
-    "describes",
-    "pairs",
-    "piece_size",
-    "piecewise",
-    "refuses",
-    "seen",
-    "slices",
-    "weights_over",
-]
+__all__ = ["attend", "describes", "pairs", "refuses"]
 
-PIECE = 256  # queries at a time, where the past is long
-ENTRIES = 2**25  # numbers of one piece of logits
 GENTLE = 4e-6  # error of a logit that a channel may make
 FAR = -1e4  # of a logit: its exponential is 0
 
@@ -90,8 +83,8 @@ def _is_mean(recipe: Recipe) -> bool:
     return affine is not None and affine[0] != 0
 
 
-def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Outputs ``[B, T, H, G, V]``; with ``asked``, of queries that only read."""
+def attend(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Outputs ``[B, T, H, G, V]``; with ``query_rates``, of queries that only read."""
     recipe, q, v = problem.recipe, problem.q, problem.v
     kernel, horizon = recipe.context.kernel, recipe.context.horizon
     assert kernel is not None
@@ -105,21 +98,15 @@ def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tenso
     alone = all(part.uniform for part in recipe.context.within)
     exact = exponent is None or exponent[1] != 0 or not alone
     dtype = state_dtype(q, problem.k, v) if exact else v.dtype
-    scene, stored = look(problem, dtype, asked), values(problem, dtype)
-    weights = weights_over(scene, recipe)
+    visible, stored = gather_visible(problem, dtype, query_rates), values(problem, dtype)
+    weights = context_weights(visible, recipe)
     if exponent is None:
-        y = _products(scene, stored, weights, kernel, horizon, mean=_is_mean(recipe))
+        y = _products(visible, stored, weights, kernel, horizon, mean=_is_mean(recipe))
     else:
-        y = _softmax(problem, scene, stored, weights, exponent, horizon)
-    if problem.live is not None and asked is None:
+        y = _softmax(problem, visible, stored, weights, exponent, horizon)
+    if problem.live is not None and query_rates is None:
         y = torch.where(problem.live[..., None, None, None], y, 0.0)
     return (y if (size := recipe.bias.optimum) == 1.0 else size * y).to(v.dtype)
-
-
-def weights_over(scene: Scene, recipe: Recipe) -> list[Weights]:
-    """The weights of everything that restricts the context, where they are not all 1."""
-    found = (part.over(scene) for part in recipe.context.within)
-    return [weights for weights in found if weights is not None]
 
 
 # -- softmax ---------------------------------------------------------------------------------------
@@ -127,27 +114,27 @@ def weights_over(scene: Scene, recipe: Recipe) -> list[Weights]:
 
 def _softmax(
     problem: Problem,
-    scene: Scene,
+    visible: VisibleAssociations,
     stored: Tensor,
-    weights: list[Weights],
+    weights: list[ContextWeights],
     exponent: tuple[float, float],
     horizon: int | None,
 ) -> Tensor:
-    G, V = scene.q.shape[3], stored.shape[-1]
-    q = scene.q.flatten(2, 3).transpose(1, 2)  # [B, H G, T, K]
-    k, v = scene.k.transpose(1, 2), stored.transpose(1, 2)  # [B, H, n, ·]
+    G, V = visible.q.shape[3], stored.shape[-1]
+    q = visible.q.flatten(2, 3).transpose(1, 2)  # [B, H G, T, K]
+    k, v = visible.k.transpose(1, 2), stored.transpose(1, 2)  # [B, H, n, ·]
     scale, by_length = exponent
     T, n = q.shape[2], k.shape[2]
-    reading, old = scene.first >= n, problem.state.buffer
+    reading, old = visible.first >= n, problem.state.buffer
     extra: list[Tensor] = []
     if by_length != 0:
-        extra.append(by_length * scene.k.square().sum(-1))
+        extra.append(by_length * visible.k.square().sum(-1))
     separable = [x.of_key for x in weights if x.of_key is not None and not x.hides]
     decay = torch.stack(separable).sum(0) if separable else None
-    reach = None
+    cutoff = None
     if decay is not None and len(separable) == len(weights) and not reading:
-        reach = Reach.of(decay, q, k, scale=scale, by_length=by_length)
-    moving = decay is not None and _is_gentle(scene, decay, k.dtype)
+        cutoff = DecayCutoff.of(decay, q, k, scale=scale, by_length=by_length)
+    moving = decay is not None and _is_gentle(visible, decay, k.dtype)
     if moving:
         weights = [x for x in weights if x.of_key is None or x.hides]
     channels = [x.of_key for x in weights if x.of_key is not None and x.of_key.requires_grad]
@@ -155,22 +142,22 @@ def _softmax(
         total = torch.stack([x.nan_to_num(0.0, 0.0, 0.0) for x in channels]).sum(0)
         extra.append((total - total.detach()).to(k.dtype))
     if extra or moving:
-        channel = torch.stack(extra).sum(0) if extra else torch.zeros_like(scene.k[..., 0])
+        channel = torch.stack(extra).sum(0) if extra else torch.zeros_like(visible.k[..., 0])
         q = torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1)
         k = torch.cat([k, channel.transpose(1, 2).unsqueeze(-1)], dim=-1)
     # The platform's fast kernels want keys and values of one size.
     q, k, v = (_widened(x, max(q.shape[-1], V)) for x in (q, k, v))
     if moving:
         assert decay is not None
-        place = scene.q.shape[-1]
-        y = _pieces(problem, scene, (q, k, v), weights, scale, horizon, reach, (decay, place))
+        place = visible.q.shape[-1]
+        y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff, (decay, place))
     elif old is None and not weights and not reading and (horizon is None or horizon >= T):
         # Padding stands on the right, after every real query.
         y = _sdpa(q, k, v, scale=scale, is_causal=True)
     elif horizon is not None and not weights and not reading and T > 1:
-        y = _banded(q, k, v, scene.valid, scene.first, horizon, scale)
+        y = _banded(q, k, v, visible.valid, visible.first, horizon, scale)
     else:
-        y = _pieces(problem, scene, (q, k, v), weights, scale, horizon, reach)
+        y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff)
     return y[..., :V].transpose(1, 2).unflatten(2, (-1, G))
 
 
@@ -178,14 +165,14 @@ def _widened(x: Tensor, size: int) -> Tensor:
     return functional.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
 
 
-def _is_gentle(scene: Scene, of_key: Tensor, dtype: torch.dtype) -> bool:
+def _is_gentle(visible: VisibleAssociations, of_key: Tensor, dtype: torch.dtype) -> bool:
     """Whether ``of_key`` moves so little within each piece that a channel keeps its digits."""
     if torch.compiler.is_compiling():
         return False
-    T, n = scene.q.shape[1], scene.k.shape[1]
-    if scene.first >= n:
+    T, n = visible.q.shape[1], visible.k.shape[1]
+    if visible.first >= n:
         return True  # from the last slot, all others only lie below
-    x = of_key.detach()[:, scene.first : scene.first + T]
+    x = of_key.detach()[:, visible.first : visible.first + T]
     moved = [(piece - piece[:, :1]).abs().amax() for piece in x.split(PIECE, dim=1)]
     return float(torch.stack(moved).max()) * torch.finfo(dtype).eps < GENTLE
 
@@ -264,29 +251,24 @@ def pairs(T: int, horizon: int | None, *, banded: bool, size: int) -> int:
     return total
 
 
-def piece_size(rows: int, n: int, size: int) -> int:
-    """Queries of a piece: ``size``, or fewer where ``rows`` of n keys would fill the memory."""
-    return max(1, min(size, ENTRIES // max(1, rows * n)))
-
-
 def _pieces(
     problem: Problem,
-    scene: Scene,
+    visible: VisibleAssociations,
     qkv: tuple[Tensor, Tensor, Tensor],
-    weights: list[Weights],
+    weights: list[ContextWeights],
     scale: float,
     horizon: int | None,
-    reach: Reach | None,
+    cutoff: DecayCutoff | None,
     moving: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Queries in pieces, each with the keys up to its last: the weights are the logits' bias.
 
     Args:
-        reach: how far decays leave anything to see.
+        cutoff: keys that decay has made negligible are left out.
         moving: a bias of the key alone ``[B, n, H]``, and the channel that it is added to.
     """
     q, k, v = qkv
-    G, reading = q.shape[1] // k.shape[1], scene.first >= k.shape[2]
+    G, reading = q.shape[1] // k.shape[1], visible.first >= k.shape[2]
     gapped = problem.state.buffer is not None or problem.lengths is not None
     # Padding may see nothing, not even itself.
     may_be_empty = reading or gapped or any(x.hides for x in weights)
@@ -295,13 +277,13 @@ def _pieces(
     loud = [x for x in weights if not (x.hard or x.of_key is not None)]
 
     size = piece_size(q.shape[0] * q.shape[1], k.shape[2], PIECE)
-    lows: dict[int, int] = {}
-    if reach is not None:
-        lows = reach.lows(scene.slots, list(slices(scene, horizon, size)))
+    first_keys: dict[int, int] = {}
+    if cutoff is not None:
+        first_keys = cutoff.first_keys(visible.slots, list(slices(visible, horizon, size)))
 
     def piece(queries: slice, keys: slice) -> Tensor:
-        keys = slice(lows.get(queries.start, keys.start), keys.stop)
-        mask = seen(scene, queries, keys, horizon, gapped=gapped)  # [B, C, m] or None
+        keys = slice(first_keys.get(queries.start, keys.start), keys.stop)
+        mask = seen(visible, queries, keys, horizon, gapped=gapped)  # [B, C, m] or None
         if mask is not None:
             mask = mask[:, None]
         with torch.no_grad():
@@ -317,8 +299,8 @@ def _pieces(
             total = total.flatten(1, 2)  # [B, H G, C, m]
             if mask is not None:
                 total = total.masked_fill(~mask, -torch.inf)
-            if reach is not None:
-                total = total.masked_fill(total < -reach.furthest, -torch.inf)
+            if cutoff is not None:
+                total = total.masked_fill(total < -cutoff.furthest, -torch.inf)
             if may_be_empty:
                 empty = (total == -torch.inf).all(-1, keepdim=True)
                 total = total.masked_fill(empty, 0.0)
@@ -329,10 +311,12 @@ def _pieces(
         seen_keys = k[:, :, keys]
         if moving is not None:
             of_key, place = moving
-            start = of_key[:, scene.slots[queries.start]].unsqueeze(1)
+            start = of_key[:, visible.slots[queries.start]].unsqueeze(1)
             bias_of_key = of_key[:, keys] - start
-            if reach is not None:
-                bias_of_key = bias_of_key.masked_fill(reach.beyond(scene.slots[queries], keys), FAR)
+            if cutoff is not None:
+                bias_of_key = bias_of_key.masked_fill(
+                    cutoff.negligible(visible.slots[queries], keys), FAR
+                )
             bias_of_key = bias_of_key.clamp_min(FAR).to(k.dtype).transpose(1, 2)
             parts = seen_keys.split([place, 1, k.shape[-1] - place - 1], dim=-1)
             seen_keys = torch.cat([parts[0], parts[1] + bias_of_key.unsqueeze(-1), parts[2]], -1)
@@ -340,88 +324,28 @@ def _pieces(
         return y if empty is None else y.masked_fill(empty, 0.0)
 
     again = any(x.log is not None for x in loud)
-    return torch.cat(list(piecewise(scene, piece, horizon, recompute=again)), dim=2)
-
-
-# -- what pieces share -----------------------------------------------------------------------------
-
-
-def piecewise(
-    scene: Scene,
-    piece: Callable[[slice, slice], Tensor],
-    horizon: int | None,
-    *,
-    recompute: bool,
-    size: int = PIECE,
-) -> Iterator[Tensor]:
-    """``piece(queries, keys)`` for all queries in order, with the keys that any of them sees.
-
-    Args:
-        recompute: keep nothing of a piece for the backward pass.
-        size: queries at a time; fewer where the past is very long.
-    """
-    B, _, H, G, _ = scene.q.shape
-    size = piece_size(B * H * G, scene.k.shape[1], size)
-    for queries, keys in slices(scene, horizon, size):
-        if recompute and torch.is_grad_enabled():
-            found = checkpoint(piece, queries, keys, use_reentrant=False)
-        else:
-            found = piece(queries, keys)
-        assert isinstance(found, Tensor)
-        yield found
-
-
-def slices(scene: Scene, horizon: int | None, size: int) -> Iterator[tuple[slice, slice]]:
-    """Pieces of ``size`` queries in order, each with the keys that any of them sees."""
-    T, n = scene.q.shape[1], scene.k.shape[1]
-    for start in range(0, T, size):
-        stop, low = min(start + size, T), 0
-        if horizon is not None:
-            low = max((scene.first + start + 1 if scene.first < n else n) - horizon, 0)
-        yield slice(start, stop), slice(low, min(scene.first + stop, n))
-
-
-def seen(
-    scene: Scene, queries: slice, keys: slice, horizon: int | None, *, gapped: bool = True
-) -> Tensor | None:
-    """``[B or 1, C, m]``: which associations each query sees; ``None`` when it is all of them.
-
-    A padded query sees itself, so that no softmax is empty.
-
-    Args:
-        gapped: whether slots may hold nothing.
-    """
-    n, device = scene.k.shape[1], scene.k.device
-    key = torch.arange(keys.start, keys.stop, device=device)
-    valid = scene.valid[:, None, keys]
-    if scene.first >= n:
-        return valid.expand(-1, queries.stop - queries.start, -1) if gapped else None
-    query = scene.slots[queries, None]
-    mask = (key <= query)[None]
-    if horizon is not None:
-        mask = mask & (key > query - horizon)
-    return (mask & valid) | (key == query) if gapped else mask
+    return torch.cat(list(piecewise(visible, piece, horizon, recompute=again)), dim=2)
 
 
 # -- sums that are no softmax ----------------------------------------------------------------------
 
 
 def _products(
-    scene: Scene,
+    visible: VisibleAssociations,
     stored: Tensor,
-    weights: list[Weights],
+    weights: list[ContextWeights],
     kernel: Kernel,
     horizon: int | None,
     *,
     mean: bool,
 ) -> Tensor:
     """Σ γ κ v, divided by Σ γ κ for a mean."""
-    q, k = scene.q.permute(0, 2, 3, 1, 4), scene.k.transpose(1, 2).unsqueeze(2)
+    q, k = visible.q.permute(0, 2, 3, 1, 4), visible.k.transpose(1, 2).unsqueeze(2)
     v = stored.transpose(1, 2).unsqueeze(2)  # [B, H, 1, n, V]
     logs = mean and kernel.positive
 
     def piece(queries: slice, keys: slice) -> Tensor:
-        hidden = ~seen_or_all(scene, queries, keys, horizon)[:, None, None]
+        hidden = ~seen_or_all(visible, queries, keys, horizon)[:, None, None]
         bias: Tensor | float = sum(
             (x.log(queries, keys) for x in weights if x.log is not None), start=0.0
         )
@@ -445,12 +369,5 @@ def _products(
         size = score.sum(-1, keepdim=True)
         return torch.where(size == 0, 0.0, y / torch.where(size == 0, 1.0, size))
 
-    found = list(piecewise(scene, piece, horizon, recompute=True))
-    return torch.cat(found, dim=3).permute(0, 3, 1, 2, 4)
-
-
-def seen_or_all(scene: Scene, queries: slice, keys: slice, horizon: int | None) -> Tensor:
-    """`seen`, with an empty past where a padded query would see itself: for sums."""
-    mask = seen(scene, queries, keys, horizon)
-    assert mask is not None
-    return mask & scene.valid[:, None, keys]
+    pieces = list(piecewise(visible, piece, horizon, recompute=True))
+    return torch.cat(pieces, dim=3).permute(0, 3, 1, 2, 4)

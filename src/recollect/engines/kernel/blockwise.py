@@ -4,9 +4,9 @@ A row is made of κ(x_t, z_i) over the keys that token t may see: all before it 
 erased), or itself too (what is read). It may be divided by its sum over the keys' mass, decays
 with the distance, and mixes several probe keys of one token.
 
-`solve` and `attend` are the two products in which rows meet values. Both go through the tokens in
-blocks and have a backward of their own that makes each block's rows once more, so that a matrix
-of T² entries never exists.
+`solve_rows` and `apply_rows` are the two products in which rows meet values. Both go through the
+tokens in blocks and have a backward of their own that makes each block's rows once more, so that a
+matrix of T² entries never exists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from recollect.choices.features.base import Kernel
 from recollect.choices.gradients import again
 
-__all__ = ["Spec", "attend", "solve"]
+__all__ = ["Spec", "apply_rows", "solve_rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class Spec:
             start: how many keys come before the block's.
         """
         heads, C = self.heads, x.shape[1] // self.heads
-        dark = torch.ones(C, C, dtype=torch.bool, device=x.device).triu(0 if self.strict else 1)
-        dark = dark if heads == 1 else dark.repeat_interleave(heads, dim=0)
+        hidden = torch.ones(C, C, dtype=torch.bool, device=x.device).triu(0 if self.strict else 1)
+        hidden = hidden if heads == 1 else hidden.repeat_interleave(heads, dim=0)
         exponent = self.kernel.exponent(x.shape[-1])
         faded = (not self.normalize and exponent is None) or self.steep
         fade = None
@@ -69,33 +69,33 @@ class Spec:
             fade = seen.repeat_interleave(heads, dim=1).unsqueeze(-1) + logs.unsqueeze(1)
             fade = fade.to(x.dtype)
         if not self.normalize and exponent is None:
-            found = self.kernel.kappa(x, k)
+            likeness = self.kernel.kappa(x, k)
             if fade is not None:
-                fade[..., start:].masked_fill_(dark, -torch.inf)
-                return found * fade.exp()
-            if found.requires_grad:  # a kernel may keep its values for its own gradient
-                mine = found[..., start:].masked_fill(dark, 0.0)
-                return torch.cat([found[..., :start], mine], dim=-1)
-            found[..., start:].masked_fill_(dark, 0.0)
-            return found
+                fade[..., start:].masked_fill_(hidden, -torch.inf)
+                return likeness * fade.exp()
+            if likeness.requires_grad:  # a kernel may keep its values for its own gradient
+                own = likeness[..., start:].masked_fill(hidden, 0.0)
+                return torch.cat([likeness[..., :start], own], dim=-1)
+            likeness[..., start:].masked_fill_(hidden, 0.0)
+            return likeness
         if exponent is not None and exponent[1] == 0.0:
-            found = (exponent[0] * x) @ k.mT
+            likeness = (exponent[0] * x) @ k.mT
         else:
-            found = self.kernel.log_kappa(x, k)
+            likeness = self.kernel.log_kappa(x, k)
         if fade is not None:
-            found = found + fade
+            likeness = likeness + fade
         elif logs is not None:
-            found = found + logs.unsqueeze(1)
+            likeness = likeness + logs.unsqueeze(1)
         if not self.normalize:
             if seen is not None and fade is None:
-                found = found + seen.repeat_interleave(heads, dim=1).unsqueeze(-1)
-            found[..., start:].masked_fill_(dark, -torch.inf)
-            return found.exp_() if not found.requires_grad else found.exp()
-        found[..., start:].masked_fill_(dark, -torch.inf)
+                likeness = likeness + seen.repeat_interleave(heads, dim=1).unsqueeze(-1)
+            likeness[..., start:].masked_fill_(hidden, -torch.inf)
+            return likeness.exp_() if not likeness.requires_grad else likeness.exp()
+        likeness[..., start:].masked_fill_(hidden, -torch.inf)
         if not self._may_be_empty(start, logs):
-            return torch.softmax(found, dim=-1)
-        empty = found.detach().amax(-1, keepdim=True) == -torch.inf
-        return torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, found), dim=-1))
+            return torch.softmax(likeness, dim=-1)
+        empty = likeness.detach().amax(-1, keepdim=True) == -torch.inf
+        return torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, likeness), dim=-1))
 
     def _may_be_empty(self, start: int, logs: Tensor | None) -> bool:
         return self.strict and (start == 0 or logs is not None)
@@ -112,7 +112,7 @@ def _mixed(rows: Tensor, scale: Tensor, heads: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cut:
+class _Block:
     """One block: tokens ``s`` to ``e`` of the call, behind ``n`` keys of the state."""
 
     s: int
@@ -128,18 +128,18 @@ class _Cut:
         return self.n + self.e
 
 
-def _cuts(T: int, n: int, block: int) -> list[_Cut]:
-    return [_Cut(s=s, e=min(s + block, T), n=n) for s in range(0, T, block)]
+def _blocks(T: int, n: int, block: int) -> list[_Block]:
+    return [_Block(s=s, e=min(s + block, T), n=n) for s in range(0, T, block)]
 
 
-def _take(spec: Spec, cut: _Cut, x: Tensor, k: Tensor, logs: Any, seen: Any) -> Parts:
+def _take(spec: Spec, block: _Block, x: Tensor, k: Tensor, logs: Any, seen: Any) -> Parts:
     """The inputs of a block's rows."""
     J = spec.heads
     return (
-        x[:, cut.s * J : cut.e * J],
-        k[:, : cut.stop],
-        None if logs is None else logs[:, : cut.stop],
-        None if seen is None else seen[:, cut.s : cut.e],
+        x[:, block.s * J : block.e * J],
+        k[:, : block.stop],
+        None if logs is None else logs[:, : block.stop],
+        None if seen is None else seen[:, block.s : block.e],
     )
 
 
@@ -158,7 +158,7 @@ def _relative(spec: Spec, parts: Parts) -> Parts:
 # -- U = (I + B)⁻¹ C -----------------------------------------------------------------------------
 
 
-def solve(
+def solve_rows(
     spec: Spec,
     x: Tensor,
     k: Tensor,
@@ -182,7 +182,7 @@ def solve(
     """
     inputs = (x, k, scale, write, past, logs, seen)
     if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in inputs):
-        return cast(Tensor, _Solve.apply(spec, *inputs))
+        return cast(Tensor, _SolveRows.apply(spec, *inputs))
     return _substitute(spec, *inputs)
 
 
@@ -201,29 +201,31 @@ def _substitute(
     U = past if differentiable else write.new_empty(past.shape[0], n + T, past.shape[2])
     if not differentiable:
         U[:, :n] = past
-    for cut in _cuts(T, n, spec.block):
-        parts = _relative(spec, _take(spec, cut, x, k, logs, seen))
-        rows, mine = spec.rows(*parts, cut.start), scale[:, cut.s : cut.e]
-        right = write[:, cut.s : cut.e]
+    for block in _blocks(T, n, spec.block):
+        parts = _relative(spec, _take(spec, block, x, k, logs, seen))
+        rows, factor = spec.rows(*parts, block.start), scale[:, block.s : block.e]
+        right = write[:, block.s : block.e]
         if spec.heads == 1:  # scale what was summed, not every weight
-            if cut.start:
-                found = torch.bmm(rows[..., : cut.start], U[:, : cut.start])
-                right = torch.addcmul(right, mine, found, value=-1)
-            own = rows[..., cut.start :] * mine
+            if block.start:
+                seen_sum = torch.bmm(rows[..., : block.start], U[:, : block.start])
+                right = torch.addcmul(right, factor, seen_sum, value=-1)
+            own = rows[..., block.start :] * factor
         else:
-            rows = _mixed(rows, mine, spec.heads)
-            if cut.start:
-                right = torch.baddbmm(right, rows[..., : cut.start], U[:, : cut.start], alpha=-1)
-            own = rows[..., cut.start :]
+            rows = _mixed(rows, factor, spec.heads)
+            if block.start:
+                right = torch.baddbmm(
+                    right, rows[..., : block.start], U[:, : block.start], alpha=-1
+                )
+            own = rows[..., block.start :]
         u = torch.linalg.solve_triangular(own, right, upper=False, unitriangular=True)
         if differentiable:
             U = torch.cat([U, u], dim=1)
         else:
-            U[:, cut.start : cut.stop] = u
+            U[:, block.start : block.stop] = u
     return U[:, n:]
 
 
-class _Solve(torch.autograd.Function):
+class _SolveRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: Spec, *inputs: Any) -> Tensor:
         u = _substitute(spec, *inputs)
@@ -242,41 +244,44 @@ class _Solve(torch.autograd.Function):
         n, T = past.shape[1], write.shape[1]
         U = torch.cat([past, u], dim=1)
         g = torch.cat([torch.zeros_like(past), du], dim=1)
-        sums = _Sums(spec, (x, k, logs, seen))
+        gradients = _InputGradients(spec, (x, k, logs, seen))
         dscale = torch.zeros_like(scale)
-        for cut in reversed(_cuts(T, n, spec.block)):
-            parts = sums.leaves(cut)
-            mine = scale[:, cut.s : cut.e].detach().requires_grad_()
+        for block in reversed(_blocks(T, n, spec.block)):
+            parts = gradients.leaves(block)
+            factor = scale[:, block.s : block.e].detach().requires_grad_()
             with torch.enable_grad():
-                B = _mixed(spec.rows(*_relative(spec, parts), cut.start), mine, spec.heads)
+                B = _mixed(spec.rows(*_relative(spec, parts), block.start), factor, spec.heads)
             b = B.detach()
             r = torch.linalg.solve_triangular(
-                b[..., cut.start :].mT, g[:, cut.start : cut.stop], upper=True, unitriangular=True
+                b[..., block.start :].mT,
+                g[:, block.start : block.stop],
+                upper=True,
+                unitriangular=True,
             )
-            g[:, cut.start : cut.stop] = r
-            if cut.start:
-                g[:, : cut.start].baddbmm_(b[..., : cut.start].mT, r, alpha=-1)
-            dB = torch.bmm(r.neg(), U[:, : cut.stop].mT)
-            (dscale[:, cut.s : cut.e],) = sums.pull(cut, B, dB, parts, mine)
-        dx, dk, dlogs, dseen = sums.found
+            g[:, block.start : block.stop] = r
+            if block.start:
+                g[:, : block.start].baddbmm_(b[..., : block.start].mT, r, alpha=-1)
+            dB = torch.bmm(r.neg(), U[:, : block.stop].mT)
+            (dscale[:, block.s : block.e],) = gradients.pull(block, B, dB, parts, factor)
+        dx, dk, dlogs, dseen = gradients.totals
         return None, dx, dk, dscale, g[:, n:], g[:, :n], dlogs, dseen
 
 
 # -- Y = R U -------------------------------------------------------------------------------------
 
 
-def attend(
+def apply_rows(
     spec: Spec, x: Tensor, k: Tensor, u: Tensor, logs: Tensor | None, seen: Tensor | None
 ) -> Tensor:
     """y_t = Σ_(i≤t) κ̄(x_t, z_i) u_i for ``heads`` queries per token: ``[N, T·G, V]``.
 
     Args:
         x: queries ``[N, T·G, K]``. k: keys ``[N, n + T, K]``. u: ``[N, n + T, V]``.
-        logs, seen: as for `solve`.
+        logs, seen: as for `solve_rows`.
     """
     inputs = (x, k, u, logs, seen)
     if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in inputs):
-        return cast(Tensor, _Attend.apply(spec, *inputs))
+        return cast(Tensor, _ApplyRows.apply(spec, *inputs))
     return _products(spec, *inputs)
 
 
@@ -284,14 +289,14 @@ def _products(
     spec: Spec, x: Tensor, k: Tensor, u: Tensor, logs: Tensor | None, seen: Tensor | None
 ) -> Tensor:
     T = x.shape[1] // spec.heads
-    found: list[Tensor] = []
-    for cut in _cuts(T, u.shape[1] - T, spec.block):
-        parts = _relative(spec, _take(spec, cut, x, k, logs, seen))
-        found.append(torch.bmm(spec.rows(*parts, cut.start), u[:, : cut.stop]))
-    return torch.cat(found, dim=1)
+    outputs: list[Tensor] = []
+    for block in _blocks(T, u.shape[1] - T, spec.block):
+        parts = _relative(spec, _take(spec, block, x, k, logs, seen))
+        outputs.append(torch.bmm(spec.rows(*parts, block.start), u[:, : block.stop]))
+    return torch.cat(outputs, dim=1)
 
 
-class _Attend(torch.autograd.Function):
+class _ApplyRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: Spec, *inputs: Any) -> Tensor:
         ctx.spec = spec
@@ -306,43 +311,43 @@ class _Attend(torch.autograd.Function):
             return (None, *again(lambda a: [_products(spec, *a)], inputs, needs, outer))
         x, k, u, logs, seen = inputs
         T, G = x.shape[1] // spec.heads, spec.heads
-        sums, du = _Sums(spec, (x, k, logs, seen)), torch.zeros_like(u)
-        for cut in _cuts(T, u.shape[1] - T, spec.block):
-            parts = sums.leaves(cut)
+        gradients, du = _InputGradients(spec, (x, k, logs, seen)), torch.zeros_like(u)
+        for block in _blocks(T, u.shape[1] - T, spec.block):
+            parts = gradients.leaves(block)
             with torch.enable_grad():
-                R = spec.rows(*_relative(spec, parts), cut.start)
-            above = dy[:, cut.s * G : cut.e * G]
-            du[:, : cut.stop].baddbmm_(R.detach().mT, above)
-            sums.pull(cut, R, torch.bmm(above, u[:, : cut.stop].mT), parts)
-        dx, dk, dlogs, dseen = sums.found
+                R = spec.rows(*_relative(spec, parts), block.start)
+            above = dy[:, block.s * G : block.e * G]
+            du[:, : block.stop].baddbmm_(R.detach().mT, above)
+            gradients.pull(block, R, torch.bmm(above, u[:, : block.stop].mT), parts)
+        dx, dk, dlogs, dseen = gradients.totals
         return None, dx, dk, du, dlogs, dseen
 
 
 # -- gradients -----------------------------------------------------------------------------------
 
 
-class _Sums:
-    """Gradients of what rows are made of, gathered over blocks."""
+class _InputGradients:
+    """Gradients of the inputs that rows are made of, summed over blocks."""
 
     def __init__(self, spec: Spec, inputs: tuple[Any, ...]) -> None:
         self.spec, self.inputs = spec, inputs
-        self.found: list[Tensor | None] = [
+        self.totals: list[Tensor | None] = [
             None if a is None else torch.zeros_like(a) for a in inputs
         ]
 
-    def leaves(self, cut: _Cut) -> Parts:
+    def leaves(self, block: _Block) -> Parts:
         """The block's inputs, ready to be differentiated."""
-        taken = _take(self.spec, cut, *self.inputs)
+        taken = _take(self.spec, block, *self.inputs)
         return cast(Parts, tuple(None if a is None else a.detach().requires_grad_() for a in taken))
 
     def pull(
-        self, cut: _Cut, rows: Tensor, above: Tensor, parts: Parts, *more: Tensor
+        self, block: _Block, rows: Tensor, above: Tensor, parts: Parts, *more: Tensor
     ) -> tuple[Tensor, ...]:
         """Add the block's share; gradients of ``more`` are returned."""
         wanted = [a for a in parts if a is not None]
         got = torch.autograd.grad(rows, [*wanted, *more], above, materialize_grads=True)
         shares = iter(got)
-        totals = _take(self.spec, cut, *self.found)  # type: ignore[arg-type]
+        totals = _take(self.spec, block, *self.totals)  # type: ignore[arg-type]
         for part, total in zip(parts, totals, strict=True):
             if part is not None and total is not None:
                 total += next(shares)

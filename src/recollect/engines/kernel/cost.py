@@ -1,13 +1,14 @@
-"""What the kernel engine costs."""
+"""FLOPs of the kernel engine, form by form."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from recollect.engines.common.kernel_rows_cost import dual_flops
+from recollect.engines.common.kernel_rows_cost import kernel_rows_flops
 from recollect.engines.common.sizes import Counted, Sizes
 from recollect.engines.kernel import attention, local_regression
+from recollect.engines.kernel.pieces import PIECE, piece_size
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 def flops(recipe: Recipe, s: Sizes) -> Counted:
     """What a call takes, of the form that runs the recipe."""
     if recipe.dual:
-        return dual_flops(recipe, s)
-    return gram_flops(recipe, s) if recipe.from_gram else local_flops(recipe, s)
+        return kernel_rows_flops(recipe, s)
+    return gram_flops(recipe, s) if recipe.solves_from_gram else local_flops(recipe, s)
 
 
 STEPS = 8  # of conjugate gradients, where nothing is known of their number
@@ -36,11 +37,11 @@ def local_flops(recipe: Recipe, s: Sizes) -> Counted:
     kernel = recipe.context.kernel
     exponent = kernel.exponent(s.K) if kernel is not None and mean else None
     if exponent is None:
-        each, size = 2 * (s.K + s.V), attention.piece_size(rows, s.T, attention.PIECE)
+        each, size = 2 * (s.K + s.V), piece_size(rows, s.T, PIECE)
         seen = attention.pairs(s.T, horizon, banded=False, size=size)
     else:
         each = 4 * max(s.K + (exponent[1] != 0), s.V)
-        size = attention.piece_size(rows, s.T, attention.PIECE)
+        size = piece_size(rows, s.T, PIECE)
         weighed = bool(names) and not banded
         seen = s.T * (s.T + 1) // 2
         if weighed or window:
@@ -80,7 +81,7 @@ def _polynomial(recipe: Recipe, s: Sizes, last: int) -> Counted:
 def gram_flops(recipe: Recipe, s: Sizes) -> Counted:
     """Kernel regression over every prefix, as `local_flops`."""
     T, rows = s.T, s.B * s.H * s.G
-    size = attention.piece_size(rows, T, attention.PIECE)
+    size = piece_size(rows, T, PIECE)
     starts = range(0, T, size)
     solved = sum(min(start + size, T) ** 2 * (min(start + size, T) - start) for start in starts)
     seen = attention.pairs(T, None, banded=False, size=size)

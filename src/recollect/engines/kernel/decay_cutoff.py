@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Reach"]
+__all__ = ["DecayCutoff"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
-    """What still matters.
+class DecayCutoff:
+    """Which associations a decay leaves a weight that changes a digit.
 
     Attributes:
         of_key: logarithms of the weights up to something of the query alone, ``[B, n, H]``.
@@ -31,7 +31,9 @@ class Reach:
     furthest: float
 
     @classmethod
-    def of(cls, of_key: Tensor, q: Tensor, k: Tensor, *, scale: float, by_length: float) -> Reach:
+    def of(
+        cls, of_key: Tensor, q: Tensor, k: Tensor, *, scale: float, by_length: float
+    ) -> DecayCutoff:
         """From queries and keys ``[..., K]`` with logits scale·q·k + by_length·‖k‖²."""
         if torch.compiler.is_compiling() or not q.numel() or not k.numel():
             return cls(of_key=of_key.detach(), furthest=math.inf)
@@ -40,19 +42,17 @@ class Reach:
         least = 2.5 * math.log(torch.finfo(k.dtype).eps)
         return cls(of_key=of_key.detach(), furthest=float(2 * most) - least)
 
-    def beyond(self, own: Tensor, keys: slice) -> Tensor:
+    def negligible(self, own: Tensor, keys: slice) -> Tensor:
         """``[B, m, H]``: keys that no query with its own association in slots ``own`` can weigh."""
         lowest = self.of_key[:, own].amin(1, keepdim=True)
         return self.of_key[:, keys] < lowest - self.furthest
 
-    def lows(self, slots: Tensor, cuts: list[tuple[slice, slice]]) -> dict[int, int]:
+    def first_keys(self, slots: Tensor, cuts: list[tuple[slice, slice]]) -> dict[int, int]:
         """By each piece's first query, the first key that one of its queries may weigh."""
         if math.isinf(self.furthest):
             return {}
-        firsts = [
-            self.beyond(slots[queries], keys).all(-1).all(0).logical_not().to(torch.uint8).argmax()
-            for queries, keys in cuts
-        ]
+        gone = [self.negligible(slots[queries], keys).all(-1).all(0) for queries, keys in cuts]
+        firsts = [keys_gone.logical_not().to(torch.uint8).argmax() for keys_gone in gone]
         return {
             queries.start: keys.start + low
             for (queries, keys), low in zip(cuts, torch.stack(firsts).tolist(), strict=True)

@@ -1,8 +1,9 @@
-"""Deep memories over a kernel's features: attention behind which a perceptron learns.
+"""Deep memories over a kernel's features, by inner batches: attention feeding a perceptron.
 
-Maps that read features are rows by key (`dual`), later maps are ordinary weights. Inside an inner
-batch every gradient is taken at its start, W°, so the batch is linear in the gradients and the
-coefficient matrix C = P^α P^θ diag(η) Γ of ``coefficients`` is all there is between them::
+Maps that read features are rows by key (`KernelRows`), later maps are ordinary weights
+(`batch_memory`). Inside an inner batch every gradient is taken at its start, W°, so the batch is
+linear in the gradients and the coefficient matrix C = P^α P^θ diag(η) Γ of ``coefficients`` is all
+there is between them::
 
     keys      z_i = Σ_j κ(k_i, z_j) u°_j, the other maps forward, then δ_i of every map by taps
     queries   z_t = Σ_j κ(q_t, z_j)(a_t u°_j + m_t s°_j) − Σ_i C_ti κ(q_t, k_i) δ_i
@@ -13,8 +14,6 @@ Cost per token and head, M = out of the maps that read features, n keys: 2 n (K 
 the same for a query, and a few times M V for the rest. The derivation is in
 ``docs/design/kernel-delta.md``.
 """
-
-# More than 400 lines: one walk over inner batches, whose steps share what it caches.
 
 from __future__ import annotations
 
@@ -28,10 +27,11 @@ from torch.nn import functional
 
 from recollect.choices.features.base import Kernel
 from recollect.choices.memory.base import Stack
-from recollect.engines.common.coefficients import Coefficients, coefficients
-from recollect.engines.common.decayed_keys import counts, least, with_enough_digits
+from recollect.engines.common.coefficients import coefficients
+from recollect.engines.common.decayed_keys import counts, with_enough_digits
 from recollect.engines.common.problem import Problem, join, wants_gradient
-from recollect.state.kernel_rows import Dual
+from recollect.engines.kernel.batch_memory import Batch, BatchMemory, Maps
+from recollect.state.kernel_rows import KernelRows
 from recollect.state.state import State, join_states
 
 if TYPE_CHECKING:
@@ -39,19 +39,17 @@ if TYPE_CHECKING:
 
 __all__ = ["describes", "refuses", "run"]
 
-Maps = list[Tensor]
-
 
 def refuses(recipe: Recipe) -> list[str]:
     """Why a recipe is no batch of rank-one updates of rows."""
     if not recipe.dual:
         return ["the memory keeps no row per key"]
-    found: list[str] = []
+    reasons: list[str] = []
     if recipe.bias.probe is not None:
-        found.append("a probe measures at every token, not at the start of an inner batch")
+        reasons.append("a probe measures at every token, not at the start of an inner batch")
     if recipe.algorithm.keyed:
-        found.append(f"the rate of {recipe.algorithm.title} depends on the key")
-    return found
+        reasons.append(f"the rate of {recipe.algorithm.title} depends on the key")
+    return reasons
 
 
 def describes(recipe: Recipe) -> str:
@@ -77,13 +75,13 @@ def _run(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tenso
     assert dual is not None
     even = lengths is None and (B < 2 or bool((position == position[0]).all()))
     if B and even and bool(dual.mask.all()):
-        return _Deep(problem, lacking).through()
+        return _DeepKernelLoop(problem, lacking).run()
     outputs: list[Tensor] = []
     states: list[State] = []
     lost = torch.zeros((), dtype=torch.bool, device=problem.k.device)
     for row in range(B):  # rows that stand elsewhere in their inner batches, one by one
-        may = None if lacking is None else lacking[row : row + 1, dual.mask[row]]
-        y, state, of_row = _Deep(_alone(problem, row), may).through()
+        lacking_row = None if lacking is None else lacking[row : row + 1, dual.mask[row]]
+        y, state, of_row = _DeepKernelLoop(_alone(problem, row), lacking_row).run()
         lost = lost | of_row
         missing = T - y.shape[1]
         outputs.append(torch.cat([y, y.new_zeros(1, missing, H, G, V)], dim=1))
@@ -115,95 +113,8 @@ def _alone(problem: Problem, row: int) -> Problem:
     )
 
 
-class _Growing:
-    """Rows ``[B, H, n, D]`` to which batches are added, in place where nobody differentiates."""
-
-    def __init__(self, x: Tensor, more: int, *, fixed: bool) -> None:
-        self.count, self.fixed, self.whole = x.shape[2], fixed, x
-        if fixed:
-            self.whole = x.new_empty(*x.shape[:2], x.shape[2] + more, x.shape[3])
-            self.whole[:, :, : self.count] = x
-
-    def upto(self, n: int) -> Tensor:
-        """The first n rows."""
-        return self.whole[:, :, :n]
-
-    @property
-    def rows(self) -> Tensor:
-        """Those that are there."""
-        return self.upto(self.count)
-
-    def add(self, x: Tensor) -> None:
-        """More rows."""
-        if self.fixed:
-            self.whole[:, :, self.count : self.count + x.shape[2]] = x
-        else:
-            self.whole = torch.cat([self.rows, x], dim=2)
-        self.count += x.shape[2]
-
-    def scale(self, a: Tensor, other: Tensor | None = None) -> None:
-        """x ← a x (+ other).
-
-        What has decayed to the end of the dtype's range is set to 0: products with subnormal
-        numbers take a processor ten times as long. Its gradient stays: a row may be 0 because
-        its token wrote 0.
-        """
-        x = a * self.rows
-        x = x if other is None else x + other
-        finfo = torch.finfo(x.dtype)
-        kept = functional.hardshrink(x.detach(), finfo.tiny / finfo.eps)
-        if self.fixed:
-            self.whole[:, :, : self.count] = kept
-        else:
-            x.detach().copy_(kept)  # the values alone
-            self.whole = x
-
-    def put(self, x: Tensor) -> None:
-        """Other values of the same rows."""
-        if self.fixed:
-            self.whole[:, :, : self.count] = x
-        else:
-            self.whole = x
-
-    def less(self, x: Tensor) -> None:
-        """Subtract from the last rows."""
-        n = self.count - x.shape[2]
-        if self.fixed:
-            self.whole[:, :, n : self.count] -= x
-        elif x.shape[2]:
-            self.whole = torch.cat([self.upto(n), self.whole[:, :, n:] - x], dim=2)
-
-
-class _Memory:
-    """A and S at the start of an inner batch, and the keys up to the end of it.
-
-    ``U`` and ``SU`` are rows of maps that read features, ``D`` and ``SD`` the other maps. Columns
-    of ``mass`` are the keys' mass and, where it is known, what rows and masses may lack.
-    """
-
-    def __init__(
-        self, dual: Dual, slot: str | None, state: State, more: int, mass: Tensor | None, *,
-        outer: bool,
-    ) -> None:  # fmt: skip
-
-        def grow(x: Tensor) -> _Growing:
-            return _Growing(x.transpose(1, 2), more, fixed=not outer)
-
-        self.n = dual.k.shape[1]  # keys at the start of the inner batch
-        self.keys = grow(dual.k)
-        self.mass = None if mass is None else grow(mass)
-        self.U = [grow(u) for u in dual.rows]
-        self.D: Maps = list(state.weights)
-        self.SU = [] if slot is None else [grow(u) for u in dual.slots[slot]]
-        self.SD: Maps = [] if slot is None else list(state.slots.get(slot, ()))
-
-    def take(self, keys: Tensor) -> None:
-        """The keys of the inner batch that begins."""
-        self.keys.add(keys)
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Seen:
+class _PastReads:
     """What keys (m of them) and queries of a batch see of the rows at its start.
 
     Attributes:
@@ -219,25 +130,7 @@ class _Seen:
     near: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
-    """One inner batch.
-
-    Attributes:
-        low, start, stop: of joined tokens: the window's first, the batch's own.
-        C: of gradient i in A_t, ``[B, H, n, m]``. CS: of gradient i in S at the end ``[B, H, m]``.
-        c: the coefficients without rates and windows.
-    """
-
-    low: int
-    start: int
-    stop: int
-    C: Tensor
-    CS: Tensor | None
-    c: Coefficients
-
-
-class _Deep:
+class _DeepKernelLoop:
     """One problem whose rows all stand at the same place."""
 
     def __init__(self, problem: Problem, lacking: Tensor | None) -> None:
@@ -253,7 +146,7 @@ class _Deep:
         position = int(state.position[0])
         self.opened = position % self.b
         self.closed = position - self.opened
-        self.border = self.tokens.held - self.opened
+        self.border = self.tokens.buffered - self.opened
         self.slot = next(iter(recipe.algorithm.slots), None)
         self.decays = recipe.retention.decay is not None
         more = len(self.tokens) - self.border
@@ -265,10 +158,10 @@ class _Deep:
             columns = [state.dual.mass] if lacking is None else [state.dual.mass, lacking]
             mass = torch.stack(columns, dim=-1)
             self.gone = self._gone(state.dual)
-        self.now = _Memory(state.dual, self.slot, state, more, mass, outer=self.outer)
+        self.now = BatchMemory(state, self.slot, self.first, more, mass, outer=self.outer)
         self.lost = torch.zeros((), dtype=torch.bool, device=self.k.device)
 
-    def _gone(self, dual: Dual) -> Tensor | None:
+    def _gone(self, dual: KernelRows) -> Tensor | None:
         """Which rows are gone at the start and after every token ``[B, H, 1 + n, rows]``.
 
         A row is where α was 0 and no later step reaches it: a window goes on writing to rows, and
@@ -291,25 +184,26 @@ class _Deep:
         gone = torch.arange(n + T, device=place) < first
         return gone | functional.pad(before, (0, T)).unsqueeze(-2)
 
-    def through(self) -> tuple[Tensor, State, Tensor]:
+    def run(self) -> tuple[Tensor, State, Tensor]:
         """Every inner batch in turn; the last may stay open."""
         problem, tokens = self.problem, self.tokens
         B, T, H, G, _ = problem.q.shape
         outputs: list[Tensor] = []
         for start in range(self.border, len(tokens), self.b):
             batch = self._batch(start, min(start + self.b, len(tokens)))
-            self.now.take(self.k[:, :, batch.start : batch.stop])
-            seen = self._look(batch)
-            inputs, deltas = self._gradients(batch, seen)
-            if batch.stop > tokens.held:
-                outputs.append(self._read(batch, seen, inputs, deltas))
+            self.now.keys.add(self.k[:, :, batch.start : batch.stop])
+            past_reads = self._past_reads(batch)
+            inputs, deltas = self._gradients(batch, past_reads)
+            if batch.stop > tokens.buffered:
+                outputs.append(self._read(batch, past_reads, inputs, deltas))
             if batch.stop - batch.start == self.b:
-                self._move(batch, inputs, deltas)
+                gone = None if self.gone is None else self.gone[:, :, batch.stop - self.border]
+                self.now.move(batch, inputs, deltas, gone)
         if not outputs:
             y = problem.v.new_zeros(B, T, H, G, problem.v.shape[-1])
         else:
             y = torch.cat(outputs, dim=1).to(problem.v.dtype)
-        return y, self._state(), self.lost
+        return y, self.now.state_after(problem), self.lost
 
     # -- one inner batch -----------------------------------------------------------------------
 
@@ -318,11 +212,10 @@ class _Deep:
         x = self.tokens.rates.get(name)
         return None if x is None else x[:, start:stop].transpose(1, 2)
 
-    def _batch(self, start: int, stop: int) -> _Batch:
+    def _batch(self, start: int, stop: int) -> Batch:
         before = self.closed + start - self.border  # associations of this document so far
         low = start - min(self.c - 1, before)
-        decays = self.recipe.retention.decay is not None
-        log_decay = self._rate("log_decay", start, stop) if decays else None
+        log_decay = self._rate("log_decay", start, stop) if self.decays else None
         eta = self._rate("lr", start, stop)
         assert eta is not None
         c = coefficients(log_decay, self._rate("momentum", start, stop), None, eta)
@@ -339,16 +232,16 @@ class _Deep:
             window = torch.where(inside, gamma.gather(-1, index), 0.0)
         steps = eta.unsqueeze(-1) * window
         CS = None if c.theta is None else (c.theta[..., -1:, :] @ steps).squeeze(-2)
-        return _Batch(low=low, start=start, stop=stop, C=c.E @ steps, CS=CS, c=c)
+        return Batch(low=low, start=start, stop=stop, C=c.E @ steps, CS=CS, c=c)
 
-    def _queries(self, batch: _Batch) -> tuple[Tensor, int]:
+    def _queries(self, batch: Batch) -> tuple[Tensor, int]:
         """The batch's new queries ``[B, H, t·G, K]``, and how many of its tokens are old."""
-        held = self.tokens.held
-        skip = max(held - batch.start, 0)
-        q = self.problem.q[:, batch.start + skip - held : max(batch.stop - held, 0)]
+        buffered = self.tokens.buffered
+        skip = max(buffered - batch.start, 0)
+        q = self.problem.q[:, batch.start + skip - buffered : max(batch.stop - buffered, 0)]
         return q.transpose(1, 2).to(self.k.dtype).flatten(2, 3), skip
 
-    def _look(self, batch: _Batch) -> _Seen:
+    def _past_reads(self, batch: Batch) -> _PastReads:
         """One product with all keys, and one with all rows, for keys and queries of the batch."""
         now, kernel = self.now, self.kernel
         q, skip = self._queries(batch)
@@ -358,43 +251,45 @@ class _Deep:
         own, G = batch.stop - batch.start, self.problem.q.shape[3]
         total = None
         if not self.normalize:
-            found = kernel.kappa(x, keys)
+            likeness = kernel.kappa(x, keys)
         else:
             exponent = kernel.exponent(x.shape[-1])
             if exponent is not None and exponent[1] == 0.0:
-                found = (exponent[0] * x) @ keys.mT
+                likeness = (exponent[0] * x) @ keys.mT
             else:
-                found = kernel.log_kappa(x, keys)
+                likeness = kernel.log_kappa(x, keys)
             # Keys see what was there at the batch's start, queries also what came since.
-            found[:, :, :m, n:].fill_(-torch.inf)
+            likeness[:, :, :m, n:].fill_(-torch.inf)
             ahead = torch.ones(own, own, dtype=torch.bool, device=x.device).triu(1)[skip:]
-            found[:, :, m:, n:].masked_fill_(ahead.repeat_interleave(G, dim=0), -torch.inf)
+            likeness[:, :, m:, n:].masked_fill_(ahead.repeat_interleave(G, dim=0), -torch.inf)
             if now.mass is None:  # every key weighs one: a softmax, done with here
                 if n == 0:
-                    found[:, :, :m].fill_(0.0)  # no past: nothing of it is read
-                found = torch.softmax(found, dim=-1)
+                    likeness[:, :, :m].fill_(0.0)  # no past: nothing of it is read
+                likeness = torch.softmax(likeness, dim=-1)
             else:
                 if self.gone is not None:
-                    here, count = batch.start - self.border, found.shape[-1]
+                    here, count = batch.start - self.border, likeness.shape[-1]
                     gone = self.gone[..., :count]
                     after = gone[:, :, here + 1 + skip : here + 1 + own]
-                    found[:, :, :m].masked_fill_(gone[:, :, here : here + 1], -torch.inf)
-                    found[:, :, m:].masked_fill_(after.repeat_interleave(G, dim=2), -torch.inf)
-                top = found.detach().amax(-1, keepdim=True)
+                    likeness[:, :, :m].masked_fill_(gone[:, :, here : here + 1], -torch.inf)
+                    likeness[:, :, m:].masked_fill_(after.repeat_interleave(G, dim=2), -torch.inf)
+                top = likeness.detach().amax(-1, keepdim=True)
                 any_seen = top.isfinite()
                 top = torch.where(any_seen, top, 0.0)
-                found = (found - top).exp() if found.requires_grad else found.sub_(top).exp_()
-                total = found[..., :n] @ now.mass.upto(n)
-                self._watch(total[:, :, :m], any_seen[:, :, :m])
-        past = found[..., :n]
-        return _Seen(
+                likeness = (
+                    (likeness - top).exp() if likeness.requires_grad else likeness.sub_(top).exp_()
+                )
+                total = likeness[..., :n] @ now.mass.upto(n)
+                self._note_missing(total[:, :, :m], any_seen[:, :, :m])
+        past = likeness[..., :n]
+        return _PastReads(
             past=[past @ u.upto(n) for u in now.U],
             slow=[past @ u.upto(n) for u in now.SU],
             total=total,
-            near=found[:, :, m:, found.shape[-1] - m :],
+            near=likeness[:, :, m:, likeness.shape[-1] - m :],
         )
 
-    def _watch(self, total: Tensor, seen: Tensor | None = None) -> None:
+    def _note_missing(self, total: Tensor, seen: Tensor | None = None) -> None:
         """Note whether a sum needs what is cut off; one over no key at all is 0."""
         missing = total[..., 1:] if total.shape[-1] > 1 else None
         lost = counts(total[..., :1], self.now.keys.count, missing)
@@ -414,15 +309,15 @@ class _Deep:
 
         return self.memory.program(apply, raw, raw, self.problem.params), entered
 
-    def _gradients(self, batch: _Batch, seen: _Seen) -> tuple[Maps, Maps]:
+    def _gradients(self, batch: Batch, past_reads: _PastReads) -> tuple[Maps, Maps]:
         """Inputs of the other maps, and δ of every map, of the window's associations at W°."""
         bias = self.recipe.bias
         k, v = self.k[:, :, batch.low : batch.stop], self.v[:, :, batch.low : batch.stop]
         m = batch.stop - batch.low
-        first, others = [z[:, :, :m] for z in seen.past], self.now.D
+        first, others = [z[:, :, :m] for z in past_reads.past], self.now.D
         decay = self.recipe.retention.decay
-        if seen.total is not None:
-            first = [_divide(z, seen.total[:, :, :m, :1]) for z in first]
+        if past_reads.total is not None:
+            first = [_divide(z, past_reads.total[:, :, :m, :1]) for z in first]
         if decay is not None and decay.when == "before":  # one token: at α_t W_(t−1)
             alpha = batch.c.alpha[..., :1, None]
             first = first if self.normalize else [alpha * z for z in first]
@@ -444,7 +339,7 @@ class _Deep:
             entered, deltas = [h.detach() for h in entered], tuple(d.detach() for d in deltas)
         return entered, list(deltas)
 
-    def _read(self, batch: _Batch, seen: _Seen, inputs: Maps, deltas: Maps) -> Tensor:
+    def _read(self, batch: Batch, past_reads: _PastReads, inputs: Maps, deltas: Maps) -> Tensor:
         """Outputs of the batch's new tokens, ``[B, t, H, G, V]``."""
         now, c = self.now, batch.c
         x, skip = self._queries(batch)
@@ -456,15 +351,15 @@ class _Deep:
         C, a = spread(batch.C), spread(c.a).unsqueeze(-1)
         slow = None if c.m is None else spread(c.m).unsqueeze(-1)
         total = None
-        if seen.total is not None:
+        if past_reads.total is not None:
             P = c.P.expand(*batch.C.shape[:2], *c.P.shape[-2:])
-            own = seen.near[..., m - P.shape[-1] :]
+            own = past_reads.near[..., m - P.shape[-1] :]
             own = (own * spread(P)).sum(-1, keepdim=True)
-            total = a * seen.total[:, :, m:]
+            total = a * past_reads.total[:, :, m:]
             total = torch.cat([total[..., :1] + own, total[..., 1:]], dim=-1)
-            self._watch(total)
+            self._note_missing(total)
             total = total[..., :1]
-        scores = C * seen.near
+        scores = C * past_reads.near
         plan: list[Tensor | int] = []
         kinds = iter(range(len(now.U))), iter(range(len(now.D)))
         for first, delta in zip(self.first, deltas, strict=True):
@@ -472,91 +367,23 @@ class _Deep:
             if not first:
                 plan.append(index)
                 continue
-            z = a * seen.past[index][:, :, m:] - scores @ delta
+            z = a * past_reads.past[index][:, :, m:] - scores @ delta
             if slow is not None:
-                z = z + slow * seen.slow[index][:, :, m:]
+                z = z + slow * past_reads.slow[index][:, :, m:]
             plan.append(z if total is None else _divide(z, total))
 
         def apply(index: int, h: Tensor) -> Tensor:
-            found = plan[index]
-            if isinstance(found, Tensor):
-                return found
-            z = a * (h @ now.D[found].mT) - (C * (h @ inputs[found].mT)) @ deltas[index]
-            return z if slow is None else z + slow * (h @ now.SD[found].mT)
+            given = plan[index]
+            if isinstance(given, Tensor):
+                return given
+            z = a * (h @ now.D[given].mT) - (C * (h @ inputs[given].mT)) @ deltas[index]
+            return z if slow is None else z + slow * (h @ now.SD[given].mT)
 
         y = self.memory.program(apply, x, x, self.problem.params)
         return y.unflatten(2, (-1, G)).transpose(1, 2)
-
-    def _move(self, batch: _Batch, inputs: Maps, deltas: Maps) -> None:
-        """A, S and mass at the border."""
-        now, c = self.now, batch.c
-        a, last = c.a[..., -1:, None], batch.C[..., -1, :, None]  # [B, H, 1, 1], [B, H, m, 1]
-        back = batch.start - batch.low
-        kinds = iter(range(len(now.U))), iter(range(len(now.D)))
-        for first, delta in zip(self.first, deltas, strict=True):
-            index = next(kinds[0] if first else kinds[1])
-            step = last * delta
-            if c.m is None:
-                if first:
-                    if self.decays:
-                        now.U[index].scale(a)
-                    _write(now.U[index], step, back)
-                else:
-                    kept = a * now.D[index] if self.decays else now.D[index]
-                    now.D[index] = kept - step.mT @ inputs[index]
-                continue
-            assert c.theta_end is not None and batch.CS is not None
-            m, theta = c.m[..., -1:, None], c.theta_end[..., None, None]
-            push = batch.CS.unsqueeze(-1) * delta
-            if first:
-                now.U[index].scale(a, m * now.SU[index].rows)
-                now.SU[index].scale(theta)
-                _write(now.U[index], step, back)
-                _write(now.SU[index], push, back)
-            else:
-                S, h = now.SD[index], inputs[index]
-                now.D[index] = a * now.D[index] + m * S - step.mT @ h
-                now.SD[index] = theta * S - push.mT @ h
-        if now.mass is not None:
-            fresh = c.P[..., -1, :].unsqueeze(-1).expand(*a.shape[:2], -1, 1)
-            fresh = functional.pad(fresh, (0, now.mass.rows.shape[-1] - 1))
-            mass = torch.cat([a * now.mass.rows, fresh], dim=2)
-            mass = torch.cat([mass[..., :1].clamp_min(least(mass.dtype)), mass[..., 1:]], dim=-1)
-            if self.gone is not None:
-                gone = self.gone[:, :, batch.stop - self.border, : mass.shape[2]]
-                mass = mass.masked_fill(gone.unsqueeze(-1), 0.0)
-            now.mass.count = mass.shape[2]
-            now.mass.put(mass)
-        now.n = now.keys.count
-
-    def _state(self) -> State:
-        now, B = self.now, self.problem.q.shape[0]
-        n = now.n
-
-        def lower(x: _Growing) -> Tensor:
-            return x.upto(n).transpose(1, 2)
-
-        slots = {} if self.slot is None else {self.slot: tuple(map(lower, now.SU))}
-        keys = lower(now.keys)
-        dual = Dual(
-            k=keys,
-            rows=tuple(map(lower, now.U)),
-            mass=keys.new_ones(keys.shape[:3]) if now.mass is None else lower(now.mass)[..., 0],
-            mask=torch.ones(B, n, dtype=torch.bool, device=keys.device),
-            slots=slots,
-        )
-        dense = {self.slot: tuple(now.SD)} if self.slot is not None and now.D else {}
-        return self.problem.after(weights=tuple(now.D), slots=dense, dual=dual)
 
 
 def _divide(x: Tensor, total: Tensor) -> Tensor:
     """x / total, 0 where there is nothing."""
     empty = total == 0
     return torch.where(empty, 0.0, x / torch.where(empty, 1.0, total))
-
-
-def _write(rows: _Growing, step: Tensor, back: int) -> None:
-    """Rows less the steps: ``back`` of them stand already, the others are new."""
-    if back:
-        rows.less(step[:, :, :back])
-    rows.add(-step[:, :, back:])

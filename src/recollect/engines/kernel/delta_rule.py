@@ -24,8 +24,8 @@ from torch.nn import functional
 from recollect.choices.features.base import Kernel
 from recollect.engines.common.decayed_keys import bearable, doubtful, least, too_faint
 from recollect.engines.common.problem import Problem, state_dtype
-from recollect.engines.kernel.blockwise import Spec, attend, solve
-from recollect.state.kernel_rows import Dual, join_rows
+from recollect.engines.kernel.blockwise import Spec, apply_rows, solve_rows
+from recollect.state.kernel_rows import KernelRows, join_rows
 from recollect.state.state import State
 
 if TYPE_CHECKING:
@@ -43,21 +43,21 @@ def refuses(recipe: Recipe) -> list[str]:
     """Why a recipe is no triangular system over keys."""
     if not recipe.dual:
         return ["the memory keeps no row per key"]
-    found: list[str] = []
+    reasons: list[str] = []
     if not recipe.memory.linear:
-        found.append(f"{recipe.memory.title} is not linear in its weights")
+        reasons.append(f"{recipe.memory.title} is not linear in its weights")
     affine, probe, algorithm = recipe.bias.affine, recipe.bias.probe, recipe.algorithm
     if affine is None:
-        found.append(f"the error of {recipe.bias.title} is not affine in the prediction")
+        reasons.append(f"the error of {recipe.bias.title} is not affine in the prediction")
     if recipe.context.horizon != 1:
-        found.append(f"{recipe.context.title} writes to a row more than once")
+        reasons.append(f"{recipe.context.title} writes to a row more than once")
     if algorithm.momentum_of != "none":
-        found.append(f"the momentum of {algorithm.title} goes on writing to every row")
+        reasons.append(f"the momentum of {algorithm.title} goes on writing to every row")
     if algorithm.batch > 1:
-        found.append("gradients of an inner batch are taken at its start, not at every token")
+        reasons.append("gradients of an inner batch are taken at its start, not at every token")
     if probe is not None and probe.normalize == "rms":
-        found.append("an RMS norm of what is erased is not linear in the rows")
-    return found
+        reasons.append("an RMS norm of what is erased is not linear in the rows")
+    return reasons
 
 
 def describes(recipe: Recipe) -> str:
@@ -77,10 +77,10 @@ def _fold(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1).contiguous()
 
 
-def _mass(dual: Dual) -> Tensor:
+def _mass(dual: KernelRows) -> Tensor:
     """Log mass of the state's keys ``[B·H, n]``; −inf where there is none."""
-    held = dual.mask[..., None] & (dual.mass > 0)
-    return _fold(torch.where(held, torch.where(held, dual.mass, 1.0).log(), -torch.inf))
+    present = dual.mask[..., None] & (dual.mass > 0)
+    return _fold(torch.where(present, torch.where(present, dual.mass, 1.0).log(), -torch.inf))
 
 
 class _Call:
@@ -201,7 +201,7 @@ class _Call:
         )  # fmt: skip
         logs, seen = self.logs(normalize), self.seen(strict=True)
         self._refuse(spec, x, logs, seen)
-        return solve(spec, x, self.keys, scale, write, self.past(normalize), logs, seen)
+        return solve_rows(spec, x, self.keys, scale, write, self.past(normalize), logs, seen)
 
     def outputs(self, u: Tensor) -> Tensor:
         """y ``[B, T, H, G, V]`` from the new tokens' rows ``[N, T, V]``."""
@@ -226,7 +226,7 @@ class _Call:
         )  # fmt: skip
         logs, seen = self.logs(normalize), self.seen(strict=False)
         self._refuse(spec, x, logs, seen)
-        y = attend(spec, x, self.keys, u, logs, seen)
+        y = apply_rows(spec, x, self.keys, u, logs, seen)
         y = y.unflatten(0, (self.B, self.H)).unflatten(2, (self.T, G))
         return y.transpose(1, 2)
 
@@ -243,7 +243,7 @@ class _Call:
         with torch.no_grad():
             share = lacking / torch.where(self.dual.mass > 0, self.dual.mass, 1.0)
             share = functional.pad(_fold(share), (0, self.T)).to(self.dtype)
-            counted = attend(spec, x, self.keys, share.unsqueeze(-1), logs, seen)
+            counted = apply_rows(spec, x, self.keys, share.unsqueeze(-1), logs, seen)
             if self.problem.live is not None:
                 live = self.problem.live.repeat_interleave(self.H, dim=0)
                 counted = counted * live.repeat_interleave(spec.heads, dim=1).unsqueeze(-1)
@@ -266,14 +266,14 @@ class _Call:
             rows = rows * fade.unsqueeze(-1)
             mass = torch.where(gone[:, 1:], 0.0, fade.clamp_min(floor))
             nothing = gone[:, :1] | (old.mass == 0)
-            old = Dual(
+            old = KernelRows(
                 k=old.k,
                 rows=(old.rows[0] * all_of.unsqueeze(-1),),
                 mass=torch.where(nothing, 0.0, (old.mass * all_of).clamp_min(floor)),
                 mask=old.mask,
             )
         mask = torch.ones(self.B, self.T, dtype=torch.bool, device=rows.device)
-        new = Dual(k=problem.k.to(self.dtype), rows=(rows,), mass=mass, mask=mask)
+        new = KernelRows(k=problem.k.to(self.dtype), rows=(rows,), mass=mass, mask=mask)
         return problem.after(dual=join_rows(old, new, problem.lengths))
 
 

@@ -85,17 +85,17 @@ FORMS: tuple[Form, ...] = (
 
 def refuses(recipe: Recipe) -> list[str]:
     """Why no form runs a recipe: none if one does."""
-    found: list[str] = []
+    refusals: list[str] = []
     for form in FORMS:
         reasons = form.refuses(recipe)
         if not reasons:
             return []
-        found += reasons
+        refusals += reasons
     if recipe.dual:
         return (kernel_delta if recipe.memory.linear else kernel_deep).refuses(recipe)
     if not recipe.nonparametric and recipe.features.finite:
         return [f"{recipe.memory.title} keeps weights, not associations"]
-    return found
+    return refusals
 
 
 def form_of(recipe: Recipe) -> Form:
@@ -119,7 +119,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     return form.run(problem)
 
 
-def read(problem: Problem, asked: Mapping[str, Tensor]) -> Tensor | None:
+def read(problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor | None:
     """Outputs of queries that only read; ``None`` where the reference has to."""
     form: Form = problem.plan
-    return None if form.read is None else form.read(problem, asked)
+    return None if form.read is None else form.read(problem, query_rates)

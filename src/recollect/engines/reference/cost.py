@@ -1,11 +1,11 @@
-"""What the reference costs."""
+"""FLOPs of the reference engine."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from recollect.choices.memory.base import Stack
-from recollect.engines.common.kernel_rows_cost import dual_flops
+from recollect.engines.common.kernel_rows_cost import kernel_rows_flops
 from recollect.engines.common.sizes import Counted, Sizes, numel_of
 from recollect.report.units import readable
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def flops(recipe: Recipe, s: Sizes) -> Counted:
     """What a call takes, token by token."""
     if recipe.dual:
-        return dual_flops(recipe, s)
-    if recipe.nonparametric or recipe.from_gram:
+        return kernel_rows_flops(recipe, s)
+    if recipe.nonparametric or recipe.solves_from_gram:
         each = 2 * (s.K + s.V) * s.H * s.G
         horizon = recipe.context.horizon
         pairs = sum(min(t, horizon or t) for t in range(1, s.T + 1))

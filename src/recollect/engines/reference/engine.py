@@ -10,8 +10,7 @@ of the equations::
     W_t = link(A_t),    y_t = M(W_t; φ(q_t))
 
 Rows of a batch differ in position (padding, packing), so everything that depends on the place in
-the
-inner batch is selected per row by ``torch.where``.
+the inner batch is selected per row by ``torch.where``.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ import torch
 from torch import Tensor
 
 from recollect.engines.common.problem import Problem, forward_of, join
-from recollect.engines.reference import kernel_token_loop as dual_walk
-from recollect.engines.reference import local_regression as nearby
-from recollect.engines.reference.full_batch import full_batch, solve
-from recollect.engines.reference.least_squares import condensed, read_condensed
-from recollect.engines.reference.token_loop import Walk
+from recollect.engines.reference import kernel_token_loop, local_regression
+from recollect.engines.reference.full_batch import full_batch, full_batch_weights
+from recollect.engines.reference.least_squares import least_squares, read_least_squares
+from recollect.engines.reference.token_loop import TokenLoop
 from recollect.state.state import State
 
 __all__ = ["read", "run"]
@@ -35,18 +33,18 @@ __all__ = ["read", "run"]
 def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the final state."""
     if problem.recipe.nonparametric:
-        return nearby.local(problem)
+        return local_regression.local(problem)
     if problem.recipe.algorithm.condenses:
-        return condensed(problem)
-    if problem.recipe.from_gram:
-        return nearby.regression(problem)
+        return least_squares(problem)
+    if problem.recipe.solves_from_gram:
+        return local_regression.regression(problem)
     if problem.recipe.context.horizon is None:
         return full_batch(problem)
     if problem.recipe.dual:
-        return dual_walk.through(problem)
-    walk = Walk(problem)
-    y = walk.through(problem)
-    return y.to(problem.v.dtype), walk.state(problem)
+        return kernel_token_loop.run(problem)
+    loop = TokenLoop(problem)
+    y = loop.run(problem)
+    return y.to(problem.v.dtype), loop.state(problem)
 
 
 def read(problem: Problem, rates: Mapping[str, Tensor]) -> Tensor:
@@ -57,24 +55,24 @@ def read(problem: Problem, rates: Mapping[str, Tensor]) -> Tensor:
     """
     recipe = problem.recipe
     if recipe.nonparametric:
-        return nearby.attend(problem, rates)
-    if recipe.from_gram:
-        return nearby.regress(problem, rates)
+        return local_regression.attend(problem, rates)
+    if recipe.solves_from_gram:
+        return local_regression.regress(problem, rates)
     if recipe.dual:
-        return dual_walk.read(problem)
+        return kernel_token_loop.read(problem)
     T = problem.q.shape[1]
     position = (problem.state.position - 1).clamp_min(0)[:, None].expand(-1, T)
     phi = problem.phi(problem.q, "query", position)
     if recipe.algorithm.condenses:
-        return read_condensed(problem, phi, rates).to(problem.v.dtype)
+        return read_least_squares(problem, phi, rates).to(problem.v.dtype)
     raw, forward = problem.q.to(phi.dtype), forward_of(problem)
     if recipe.context.horizon is None:
         tokens = join(problem)
-        W = [solve(problem, tokens, len(tokens) - 1)] * T
+        W = [full_batch_weights(problem, tokens, len(tokens) - 1)] * T
     else:
-        walk = Walk(problem)
-        walk.through(problem)
-        W = [walk.readable_with(rates, t) for t in range(T)]
+        loop = TokenLoop(problem)
+        loop.run(problem)
+        W = [loop.readable_with(rates, t) for t in range(T)]
     outputs = [forward(W[t], phi[:, t], raw[:, t], problem.params) for t in range(T)]
     B, _, H, G, _ = phi.shape
     empty = problem.v.new_zeros(B, 0, H, G, problem.v.shape[-1])

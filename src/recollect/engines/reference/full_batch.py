@@ -17,7 +17,7 @@ from recollect.engines.common.problem import (
 )
 from recollect.state.state import State
 
-__all__ = ["full_batch", "solve"]
+__all__ = ["full_batch", "full_batch_weights"]
 
 
 def full_batch(problem: Problem) -> tuple[Tensor, State]:
@@ -27,7 +27,7 @@ def full_batch(problem: Problem) -> tuple[Tensor, State]:
     q_phi = problem.phi(problem.q, "query", problem.positions())
     outputs = [
         forward(
-            solve(problem, tokens, tokens.held + t),
+            full_batch_weights(problem, tokens, tokens.buffered + t),
             q_phi[:, t],
             problem.q[:, t].to(q_phi.dtype),
             problem.params,
@@ -38,14 +38,10 @@ def full_batch(problem: Problem) -> tuple[Tensor, State]:
     y = torch.stack(outputs, dim=1) if T else problem.v.new_zeros(B, 0, H, G, problem.v.shape[-1])
     if problem.live is not None:
         y = torch.where(problem.live[..., None, None, None], y, 0.0)
-    return y.to(problem.v.dtype), _keep_all(problem)
+    return y.to(problem.v.dtype), problem.after()
 
 
-def _keep_all(problem: Problem) -> State:
-    return problem.after()
-
-
-def solve(problem: Problem, tokens: Tokens, j: int) -> Weights:
+def full_batch_weights(problem: Problem, tokens: Tokens, j: int) -> Weights:
     """W after I steps on the first j + 1 joined tokens, rates of token j."""
     W = list(problem.state.weights)
     if j < 0:

@@ -1,4 +1,6 @@
-"""The reference for infinitely many features: `docs/design/kernel-delta.md`, token by token.
+"""The reference for memories over a kernel's features: rows by key, one token at a time.
+
+It follows `docs/design/kernel-delta.md`.
 
 Weights that read features are rows u by key z, W φ(x) = Σ_j u_j κ(z_j, x) (`dual`). A gradient of
 such a map is δ φ(k_i)ᵀ, δ the gradient of its output: it adds to the row of association i. All
@@ -27,10 +29,10 @@ from recollect.choices.memory.base import Stack
 from recollect.choices.memory.norms import NORM_EPS
 from recollect.engines.common.decayed_keys import counts, least, with_enough_digits
 from recollect.engines.common.problem import Problem, join, wants_gradient
-from recollect.state.kernel_rows import Dual, join_rows
+from recollect.state.kernel_rows import KernelRows, join_rows
 from recollect.state.state import State
 
-__all__ = ["DualWalk", "likeness"]
+__all__ = ["KernelTokenLoop", "likeness"]
 
 Rows = list[Tensor]
 Mass = tuple[Tensor, Tensor | None]  # of keys in a normaliser, and what of it is lacking
@@ -49,21 +51,21 @@ def likeness(
         The weights ``[..., M, N]``, 0 where no key is seen; whether what is lacking counts.
     """
     weight = mass.unsqueeze(-2)
-    held = weight > 0
-    logs = torch.where(held, kernel.log_kappa(x, keys), -torch.inf)
+    seen = weight > 0
+    logs = torch.where(seen, kernel.log_kappa(x, keys), -torch.inf)
     top = logs.amax(-1, keepdim=True) if logs.shape[-1] else logs.sum(-1, keepdim=True)
     top = torch.where(top.isfinite(), top, 0.0).detach()
-    found = torch.where(held, (logs - top).exp(), 0.0)
-    total = (found * weight).sum(-1, keepdim=True)
+    weights = torch.where(seen, (logs - top).exp(), 0.0)
+    total = (weights * weight).sum(-1, keepdim=True)
     missing = None
     if lacking is not None:
-        missing = (found * lacking.unsqueeze(-2)).sum(-1, keepdim=True)
-    lost = (held.any(-1, keepdim=True) & counts(total, keys.shape[-2], missing)).any()
+        missing = (weights * lacking.unsqueeze(-2)).sum(-1, keepdim=True)
+    lost = (seen.any(-1, keepdim=True) & counts(total, keys.shape[-2], missing)).any()
     empty = total == 0
-    return torch.where(empty, 0.0, found / torch.where(empty, 1.0, total)), lost
+    return torch.where(empty, 0.0, weights / torch.where(empty, 1.0, total)), lost
 
 
-class DualWalk:
+class KernelTokenLoop:
     """The recursion over tokens, for B rows and H memories at once.
 
     N counts the rows of the state and one for every buffered or new token.
@@ -132,9 +134,9 @@ class DualWalk:
 
         Buffered associations of closed inner batches have theirs in the state, newest last.
         """
-        held = self.tokens.held
+        buffered = self.tokens.buffered
         own = torch.full_like(self.count, self.n0 + j)
-        back = held - self.opened - j  # > 0: written before the open batch began
+        back = buffered - self.opened - j  # > 0: written before the open batch began
         place = torch.where(back > 0, self.n0 - back, own)
         N = self.keys.shape[2]
         steps = torch.arange(N, device=place.device)
@@ -146,9 +148,9 @@ class DualWalk:
         """What ``x [B, H, M, K]`` weighs each row by, ``[B, H, M, N]``."""
         if not divides:
             return kernel.kappa(x, self.keys)
-        found, lost = likeness(kernel, x, self.keys, *mass)
+        shares, lost = likeness(kernel, x, self.keys, *mass)
         self.lost = self.lost | lost
-        return found
+        return shares
 
     def measure(self, x: Tensor, U: Rows, D: Rows, mass: Mass, taps: Rows) -> Tensor:
         """M(x): ``[B, H, M, V]``; each tap is added to what one map reads from the features."""
@@ -190,7 +192,7 @@ class DualWalk:
             else:
                 target = prediction
                 cotangent = bias.error(prediction, v, gates) * weight.unsqueeze(-1)
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 target,
                 [*taps, *points],
                 cotangent,
@@ -199,9 +201,9 @@ class DualWalk:
             )
         if not self.outer:
             # Where a map's output is the prediction, its δ is the error itself, with its history.
-            found = tuple(d.detach() for d in found)
-        deltas = [torch.einsum("bmn,bhmo->bhno", place, d) for d in found[: len(U)]]
-        return deltas, list(found[len(U) :])
+            gradients = tuple(d.detach() for d in gradients)
+        deltas = [torch.einsum("bmn,bhmo->bhno", place, d) for d in gradients[: len(U)]]
+        return deltas, list(gradients[len(U) :])
 
     def _erased(self, j: int, U: Rows, mass: Mass) -> Tensor:
         """What the memory holds at the probe's keys, ``[B, H, V]``."""
@@ -216,10 +218,10 @@ class DualWalk:
         if probe.heads > 1:
             mix = self.problem.params["mix"].to(seen.dtype)  # [H, J]
             seen = (mix.unsqueeze(-1) * seen).sum(2, keepdim=True)
-        found = (seen @ U[0]).squeeze(2)
+        reads = (seen @ U[0]).squeeze(2)
         if probe.normalize == "rms":
-            found = found * (found.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
-        return found
+            reads = reads * (reads.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+        return reads
 
     def _rate(self, j: int) -> Tensor:
         """η_t ``[B, H, 1, 1]``."""
@@ -275,34 +277,34 @@ class DualWalk:
         """Mass after token j's decay: a key stays unless α = 0 and no step reaches its row."""
         if self.recipe.retention.decay is None:
             return self.mass
-        kept = (alpha * self.mass).clamp_min(least(self.mass.dtype))
-        kept = torch.where(self.mass > 0, kept, 0.0)
+        mass = (alpha * self.mass).clamp_min(least(self.mass.dtype))
+        mass = torch.where(self.mass > 0, mass, 0.0)
         if self.SU:  # momentum is a step of every row
-            return kept
+            return mass
         low = max(j - self.c + 1, 0)
-        valid = self.tokens.valid[:, low : j + 1].to(kept.dtype)
+        valid = self.tokens.valid[:, low : j + 1].to(mass.dtype)
         rows = torch.stack([self._row_of(i) for i in range(low, j + 1)], dim=1)  # [B, m, N]
         reached = (rows * valid.unsqueeze(-1)).sum(1).bool().unsqueeze(1)
         nothing = self.tokens.rates["log_decay"][:, j].isneginf().unsqueeze(-1)  # [B, H, 1]
-        return torch.where(nothing & ~reached, 0.0, kept)
+        return torch.where(nothing & ~reached, 0.0, mass)
 
     def replay(self) -> None:
         """The open inner batch, out of the buffer."""
-        tokens, held = self.tokens, self.tokens.held
-        for j in range(held):
-            live = tokens.valid[:, j] & (j >= held - self.opened)
+        tokens, buffered = self.tokens, self.tokens.buffered
+        for j in range(buffered):
+            live = tokens.valid[:, j] & (j >= buffered - self.opened)
             if bool(live.any()):
                 self.advance(j, live)
 
-    def through(self) -> Tensor:
+    def run(self) -> Tensor:
         """Replay the open batch, then every new token; outputs of the new ones."""
-        problem, held = self.problem, self.tokens.held
+        problem, buffered = self.problem, self.tokens.buffered
         self.replay()
         outputs: list[Tensor] = []
-        for j in range(held, len(self.tokens)):
+        for j in range(buffered, len(self.tokens)):
             live = self.tokens.valid[:, j]
             self.advance(j, live)
-            y = self.read(problem.q[:, j - held])
+            y = self.read(problem.q[:, j - buffered])
             outputs.append(torch.where(live.view(-1, 1, 1, 1), y, 0.0))
         if outputs:
             return torch.stack(outputs, dim=1)
@@ -316,7 +318,7 @@ class DualWalk:
         self._remember(self.count % self.b == 0)
         U, D, SU, SD, mass, _ = self.start
         # Rows of closed batches: those of the state, then of tokens before the last border.
-        n0, held = self.n0, self.tokens.held
+        n0, buffered = self.n0, self.tokens.buffered
         closed = problem.end - problem.end % self.b
         before = problem.state.position - self.opened
 
@@ -325,20 +327,20 @@ class DualWalk:
 
         def cut(x: Tensor) -> Tensor:  # the new rows aligned left, per row of the batch
             x = back(x)[:, n0:]
-            if held == 0:
+            if buffered == 0:
                 return x
-            index = (held - self.opened)[:, None] + torch.arange(x.shape[1], device=x.device)
+            index = (buffered - self.opened)[:, None] + torch.arange(x.shape[1], device=x.device)
             index = index.clamp_max(max(x.shape[1] - 1, 0))
             return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand_as(x))
 
-        standing = Dual(
+        standing = KernelRows(
             k=back(self.keys)[:, :n0],
             rows=tuple(back(u)[:, :n0] for u in U),
             mass=back(mass)[:, :n0],
             mask=old.mask,
             slots={n: tuple(back(u)[:, :n0] for u in SU[n]) for n in SU},
         )
-        fresh = Dual(
+        fresh = KernelRows(
             k=cut(self.keys),
             rows=tuple(cut(u) for u in U),
             mass=cut(mass),
@@ -354,30 +356,30 @@ def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(rows.view(-1, *(1,) * (old.dim() - 1)), new, old)
 
 
-def through(problem: Problem) -> tuple[Tensor, State]:
+def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the final state.
 
     Raises:
         ValueError: float64 does not hold what a decay has left and what is read needs.
     """
 
-    def run(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tensor]:
-        walk = DualWalk(problem, lacking)
-        y = walk.through()
-        return y.to(problem.v.dtype), walk.state(), walk.lost
+    def in_one_dtype(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tensor]:
+        loop = KernelTokenLoop(problem, lacking)
+        y = loop.run()
+        return y.to(problem.v.dtype), loop.state(), loop.lost
 
-    return with_enough_digits(run, problem)
+    return with_enough_digits(in_one_dtype, problem)
 
 
 def read(problem: Problem) -> Tensor:
     """Read ``problem.q [B, T, H, G, K]`` from the state without writing."""
 
-    def run(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tensor]:
+    def in_one_dtype(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tensor]:
         none, nothing = problem.k[:, :0], problem.v[:, :0]
-        walk = DualWalk(dataclasses.replace(problem, k=none, v=nothing), lacking)
-        walk.replay()
+        loop = KernelTokenLoop(dataclasses.replace(problem, k=none, v=nothing), lacking)
+        loop.replay()
         q = problem.q.transpose(1, 2)  # [B, H, T, G, K]
-        y = walk.read(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
-        return y.transpose(1, 2).to(problem.v.dtype), walk.problem.state, walk.lost
+        y = loop.read(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
+        return y.transpose(1, 2).to(problem.v.dtype), loop.problem.state, loop.lost
 
-    return with_enough_digits(run, problem)[0]
+    return with_enough_digits(in_one_dtype, problem)[0]

@@ -21,34 +21,34 @@ from torch import Tensor
 from recollect.choices.algorithm.closed_form import smallest_ridge
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.resolution import RESET, loss, refuse, unresolved
-from recollect.engines.common.ridge import Statistics, association, dense, ridge_of
+from recollect.engines.common.ridge import RidgeStatistics, association, dense, ridge_of
 from recollect.state.state import State
 
-__all__ = ["condensed", "read_condensed"]
+__all__ = ["least_squares", "read_least_squares"]
 
 
-def _start(state: State, ridge: Tensor) -> Statistics:
+def _start(state: State, ridge: Tensor) -> RidgeStatistics:
     """The statistics of a state. A row that has seen nothing holds its initial memory alone."""
     A, slots = state.weights[0], {name: x[0] for name, x in state.slots.items()}
     fresh = state.position == 0
     origin = torch.where(fresh[:, None, None, None], A, slots["origin"])
     gram = slots.get("gram", ridge)
     gram = gram if gram.dim() == 4 else torch.diag_embed(gram)
-    start = Statistics(
+    start = RidgeStatistics(
         gram=gram,
         residual=A - origin,
-        kept=torch.ones_like(ridge[..., 0]),
+        ridge_share=torch.ones_like(ridge[..., 0]),
         origin=origin,
         ridge=ridge,
     )
     if "kept" not in slots:
         return start
     # W is held in place of E.
-    start = replace(start, kept=torch.where(fresh[:, None], 1.0, slots["kept"]))
+    start = replace(start, ridge_share=torch.where(fresh[:, None], 1.0, slots["kept"]))
     return replace(start, residual=start.residual @ start.system)
 
 
-def condensed(problem: Problem) -> tuple[Tensor, State]:
+def least_squares(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the final state."""
     B, T, H, G, _ = problem.q.shape
     V = problem.v.shape[-1]
@@ -76,20 +76,20 @@ def condensed(problem: Problem) -> tuple[Tensor, State]:
         rows = live[:, t]
         key, value = k[:, t], v[:, t]
         alpha, w = (x[:, t, :, None, None] for x in (decay, weight))
-        kept = now.kept if form == "constant" else now.kept * decay[:, t]
-        kept = torch.where(anew[:, t], 1.0, kept)
+        share = now.ridge_share if form == "constant" else now.ridge_share * decay[:, t]
+        share = torch.where(anew[:, t], 1.0, share)
         error = value - (now.origin @ key.unsqueeze(-1)).squeeze(-1)
         gram = alpha * now.gram + w * key.unsqueeze(-1) * key.unsqueeze(-2)
-        floor = torch.zeros_like(kept)
+        floor = torch.zeros_like(share)
         if form != "constant":
             least = smallest_ridge(gram).squeeze(-1) / now.ridge.mean(-1)
-            floor = torch.where(least > kept, least, 0.0)
-            kept = torch.maximum(kept, least)
+            floor = torch.where(least > share, least, 0.0)
+            share = torch.maximum(share, least)
         then = replace(
             now,
             gram=gram,
             residual=alpha * now.residual + w * error.unsqueeze(-1) * key.unsqueeze(-2),
-            kept=kept,
+            ridge_share=share,
         )
         now = _chosen(rows, then, now)
         if wide:
@@ -98,34 +98,34 @@ def condensed(problem: Problem) -> tuple[Tensor, State]:
         outputs.append(torch.where(rows[:, None, None, None], y, 0.0))
         if form == "refreshed":
             border = rows & ((problem.state.position + t + 1) % every == 0)
-            now = replace(now, kept=torch.where(border[:, None], 1.0, now.kept))
+            now = replace(now, ridge_share=torch.where(border[:, None], 1.0, now.ridge_share))
     y = torch.stack(outputs, dim=1).to(problem.v.dtype)
     return y, _state(problem, now)
 
 
-def _resolved(problem: Problem, now: Statistics, floor: Tensor, t: int) -> None:
+def _resolved(problem: Problem, now: RidgeStatistics, floor: Tensor, t: int) -> None:
     """Refuse a token that leaves no digits. On a GPU its dense solve waits anyway."""
     if torch.compiler.is_compiling():
         return
     system = now.system.detach()
     lost = loss(system, torch.linalg.inv_ex(system)[0], floor * now.ridge.mean(-1))
-    found = unresolved(lost.unsqueeze(0))
-    if found is not None:
-        raise refuse(problem, found, token=t)
+    excess = unresolved(lost.unsqueeze(0))
+    if excess is not None:
+        raise refuse(problem, excess, token=t)
 
 
-def _chosen(rows: Tensor, new: Statistics, old: Statistics) -> Statistics:
+def _chosen(rows: Tensor, new: RidgeStatistics, old: RidgeStatistics) -> RidgeStatistics:
     """Rows ``[B]`` of the new statistics, others of the old."""
     wide = rows[:, None, None, None]
     return replace(
         new,
         gram=torch.where(wide, new.gram, old.gram),
         residual=torch.where(wide, new.residual, old.residual),
-        kept=torch.where(rows[:, None], new.kept, old.kept),
+        ridge_share=torch.where(rows[:, None], new.ridge_share, old.ridge_share),
     )
 
 
-def _read(problem: Problem, now: Statistics, q: Tensor) -> Tensor:
+def _read(problem: Problem, now: RidgeStatistics, q: Tensor) -> Tensor:
     """``[B, H, G, V]`` from lifted queries ``[B, H, G, F]``."""
     inverse = problem.recipe.algorithm.inverse
     assert inverse is not None
@@ -134,22 +134,22 @@ def _read(problem: Problem, now: Statistics, q: Tensor) -> Tensor:
     return q @ now.origin.mT + dense(inverse, now, q) @ now.residual.mT
 
 
-def _state(problem: Problem, now: Statistics) -> State:
+def _state(problem: Problem, now: RidgeStatistics) -> State:
     algorithm = problem.recipe.algorithm
     seen = (problem.end > 0)[:, None, None, None]
 
-    def kept(name: str, x: Tensor) -> tuple[Tensor]:
+    def where_seen(name: str, x: Tensor) -> tuple[Tensor]:
         rows, old = seen.view(-1, *(1,) * (x.dim() - 1)), problem.state.slots[name][0]
         return (torch.where(rows, x.to(old.dtype), old),)
 
-    slots = {"origin": kept("origin", now.origin)}
+    slots = {"origin": where_seen("origin", now.origin)}
     if "gram" in algorithm.slots:
         vector = problem.state.slots["gram"][0].dim() == 3
         gram = now.gram.diagonal(dim1=-2, dim2=-1) if vector else now.gram
-        slots["gram"] = kept("gram", gram)
+        slots["gram"] = where_seen("gram", gram)
     if "kept" in algorithm.slots:
-        slots["kept"] = kept("kept", now.kept)
-        slots["inverse"] = kept("inverse", torch.linalg.inv(now.system))
+        slots["kept"] = where_seen("kept", now.ridge_share)
+        slots["inverse"] = where_seen("inverse", torch.linalg.inv(now.system))
         weights = now.solved()
     else:
         weights = now.origin + now.residual
@@ -157,7 +157,7 @@ def _state(problem: Problem, now: Statistics) -> State:
     return problem.after(weights=(torch.where(seen, weights.to(old.dtype), old),), slots=slots)
 
 
-def read_condensed(problem: Problem, q: Tensor, rates: Mapping[str, Tensor]) -> Tensor:
+def read_least_squares(problem: Problem, q: Tensor, rates: Mapping[str, Tensor]) -> Tensor:
     """Outputs of lifted queries ``[B, T, H, G, F]`` from ``problem.state``, without writing."""
     algorithm, state = problem.recipe.algorithm, problem.state
     A = state.weights[0].unsqueeze(1)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recollect.choices.context.weights import Weights
-from recollect.engines.common.associations import look, values
+from recollect.choices.context.weights import ContextWeights
+from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.linalg import least
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.common.resolution import digits, ridged
@@ -25,28 +25,31 @@ def local(problem: Problem) -> tuple[Tensor, State]:
     return attend(problem), problem.after()
 
 
-def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tensor:
+def attend(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) -> Tensor:
     """The polynomial fitted around every query (a constant, a plain sum), read there.
 
     Args:
-        asked: numbers of queries that only read.
+        query_rates: numbers of queries that only read.
     """
     recipe, dtype = problem.recipe, digits(problem)
-    scene, v = look(problem, dtype, asked), values(problem, dtype).transpose(1, 2)  # [B, H, n, V]
-    found = (part.over(scene) for part in recipe.context.within)
-    parts = [part for part in found if part is not None]
+    visible, v = (
+        gather_visible(problem, dtype, query_rates),
+        values(problem, dtype).transpose(1, 2),
+    )  # [B, H, n, V]
+    per_part = (part.over(visible) for part in recipe.context.within)
+    parts = [part for part in per_part if part is not None]
     horizon, kernel, affine = recipe.context.horizon, recipe.context.kernel, recipe.bias.affine
     assert kernel is not None and affine is not None
     B, T, H, G, _ = problem.q.shape
-    n = scene.k.shape[1]
-    keys = scene.k.transpose(1, 2)
+    n = visible.k.shape[1]
+    keys = visible.k.transpose(1, 2)
     outputs: list[Tensor] = []
     for t in range(T):
-        stop = min(scene.first + t + 1, n)
+        stop = min(visible.first + t + 1, n)
         start = 0 if horizon is None else max(stop - horizon, 0)
         one, past = slice(t, t + 1), slice(start, stop)
-        q, k = scene.q[:, t], keys[:, :, past]  # [B, H, G, K], [B, H, m, K]
-        real = scene.valid[:, None, None, past]
+        q, k = visible.q[:, t], keys[:, :, past]  # [B, H, G, K], [B, H, m, K]
+        real = visible.valid[:, None, None, past]
         shift = _log_total(parts, one, past)
         if affine[0] != 0 and kernel.positive:
             # A factor common to all weights changes nothing.
@@ -73,12 +76,12 @@ def attend(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tenso
             p = p * _coefficients(basis, p, recipe.ridge)
         outputs.append(p @ here)
     y = torch.stack(outputs, dim=1) if T else v.new_zeros(B, 0, H, G, v.shape[-1])
-    if asked is None and problem.live is not None:
+    if query_rates is None and problem.live is not None:
         y = torch.where(problem.live[..., None, None, None], y, 0.0)
     return (recipe.bias.optimum * y).to(problem.v.dtype)
 
 
-def _log_total(parts: list[Weights], query: slice, past: slice) -> Tensor | float:
+def _log_total(parts: list[ContextWeights], query: slice, past: slice) -> Tensor | float:
     """log of the product of the positive weights, ``[B, H, 1 or G, m]``."""
     total: Tensor | float = 0.0
     for part in parts:
@@ -110,28 +113,28 @@ def regression(problem: Problem) -> tuple[Tensor, State]:
     return regress(problem), problem.after()
 
 
-def regress(problem: Problem, asked: Mapping[str, Tensor] | None = None) -> Tensor:
+def regress(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) -> Tensor:
     """Least squares over a kernel's features, solved anew for every prefix (TTR 43).
 
     y_t = κ(q_t, K) S (S κ(K, K) S + λ)⁻¹ S V with S² = diag(γ_i^(t)).
     """
     recipe, dtype = problem.recipe, state_dtype(problem.q, problem.k, problem.v)
-    scene, v = look(problem, dtype, asked), values(problem, dtype).transpose(1, 2)
-    weights, keys = recipe.context.over(scene), scene.k.transpose(1, 2)
+    visible, v = gather_visible(problem, dtype, query_rates), values(problem, dtype).transpose(1, 2)
+    weights, keys = recipe.context.over(visible), visible.k.transpose(1, 2)
     B, T, H, G, _ = problem.q.shape
-    n = scene.k.shape[1]
+    n = visible.k.shape[1]
     outputs: list[Tensor] = []
     for t in range(T):
-        past = slice(0, min(scene.first + t + 1, n))
-        k, real = keys[:, :, past], scene.valid[:, None, past].to(dtype)
+        past = slice(0, min(visible.first + t + 1, n))
+        k, real = keys[:, :, past], visible.valid[:, None, past].to(dtype)
         S = real.expand(-1, H, -1)
         if weights is not None and weights.log is not None:
             S = S * (0.5 * weights.log(slice(t, t + 1), past)[:, :, 0, 0]).exp()
         A = S.unsqueeze(-1) * recipe.features.kappa(k, k) * S.unsqueeze(-2)
         A = A + recipe.ridge * torch.eye(A.shape[-1], dtype=dtype, device=A.device)
         rows = S.unsqueeze(-1) * torch.linalg.solve(A, S.unsqueeze(-1) * v[:, :, past])
-        outputs.append(recipe.features.kappa(scene.q[:, t], k) @ rows)
+        outputs.append(recipe.features.kappa(visible.q[:, t], k) @ rows)
     y = torch.stack(outputs, dim=1) if T else v.new_zeros(B, 0, H, G, v.shape[-1])
-    if asked is None and problem.live is not None:
+    if query_rates is None and problem.live is not None:
         y = torch.where(problem.live[..., None, None, None], y, 0.0)
     return (recipe.bias.optimum * y).to(problem.v.dtype)

@@ -1,4 +1,4 @@
-"""The reference's recursion, one token at a time; see `recollect.engines.reference`."""
+"""The reference's recursion, one token at a time; see `recollect.engines.reference.engine`."""
 
 # More than 400 lines: one recursion, the definition, to be read in one piece.
 
@@ -23,10 +23,10 @@ from recollect.engines.common.problem import (
 )
 from recollect.state.state import State
 
-__all__ = ["Walk"]
+__all__ = ["TokenLoop"]
 
 
-class Walk:
+class TokenLoop:
     """The recursion of `docs/design/meaning.md` over tokens, for B rows and H memories at once.
 
     Attributes:
@@ -64,7 +64,7 @@ class Walk:
             return [(m.first, m.last, m.bias) for m in memory.maps(1, 1)]
         return [(True, True, False) for _ in shapes]
 
-    def _over(self, x: Tensor | None, side: str, j: int) -> list[Tensor | None]:
+    def _per_map(self, x: Tensor | None, side: str, j: int) -> list[Tensor | None]:
         """One token's number(s) as a factor of every map ``[B, H, out, in]``.
 
         Channels over ``"key"`` act on the first maps' inputs, over ``"value"`` on the last map's
@@ -73,7 +73,7 @@ class Walk:
         if x is None:
             return [None] * len(self.A)
         now = x[:, j]  # [B, H, ...]
-        found: list[Tensor | None] = []
+        factors: list[Tensor | None] = []
         for (first, last, bias), w in zip(self._maps(), self.A, strict=True):
             if now.dim() == 2:
                 factor = now[..., None, None]
@@ -88,8 +88,8 @@ class Walk:
                 factor = now.unsqueeze(-1)
             else:
                 factor = now.mean(-1)[..., None, None]
-            found.append(factor)
-        return found
+            factors.append(factor)
+        return factors
 
     def _log_decay(self, j: int) -> list[Tensor | None]:
         decay = self.recipe.retention.decay
@@ -99,9 +99,9 @@ class Walk:
         if decay.factored and decay.per == "entry":
             log = scaled(log.unsqueeze(-1), self.tokens.rates["decay_scale"][:, j : j + 1])
         side = "value" if decay.per == "value" else "key"
-        parts = self._over(log, side, 0)
+        parts = self._per_map(log, side, 0)
         if decay.per == "key_value":
-            rows = self._over(self.tokens.rates["log_decay_value"], "value", j)
+            rows = self._per_map(self.tokens.rates["log_decay_value"], "value", j)
             parts = [
                 a + b for a, b in zip(parts, rows, strict=True) if a is not None and b is not None
             ]
@@ -200,7 +200,7 @@ class Walk:
             slots: dict[str, Weights] = {name: [] for name in self.S}
         else:
             lr = self._lr(j, phi)
-            theta = self._over(self.tokens.rates.get("momentum"), "value", j)
+            theta = self._per_map(self.tokens.rates.get("momentum"), "value", j)
             gradients = self._gradients(W, j)
             writes: list[Tensor] | list[None] = (
                 self._gradients(W, j, prediction_free=True) if algorithm.splits else [None] * len(W)
@@ -252,8 +252,8 @@ class Walk:
             assert recipe.bias.affine is not None
             kappa = phi.square().sum(-1)
             now = recipe.algorithm.rate(lr[:, j], kappa, recipe.bias.affine[0])
-            return self._over(now.unsqueeze(1), "value", 0)
-        return self._over(lr, "value", j)
+            return self._per_map(now.unsqueeze(1), "value", 0)
+        return self._per_map(lr, "value", j)
 
     def _open(self, border: Tensor, j: int) -> None:
         """Where a new inner batch begins: W° = link(A), and remember A and S for the state."""
@@ -343,21 +343,21 @@ class Walk:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def through(self, problem: Problem) -> Tensor:
+    def run(self, problem: Problem) -> Tensor:
         """Replay the open batch, then every new token; outputs of the new ones."""
         tokens, read_how = self.tokens, self.recipe.memory.read
-        held, opened = tokens.held, problem.state.position % self.b
+        buffered, opened = tokens.buffered, problem.state.position % self.b
         q_phi = problem.phi(problem.q, "query", self._query_positions(problem))
         outputs: list[Tensor] = []
         replay = problem.state.buffer is not None
         for j in range(len(tokens)):
-            if j < held:
-                live = tokens.valid[:, j] & (j >= held - opened)
+            if j < buffered:
+                live = tokens.valid[:, j] & (j >= buffered - opened)
                 if replay and bool(live.any()):
                     self._advance(j, live)
                 continue
             live = tokens.valid[:, j]
-            t = j - held
+            t = j - buffered
             if read_how.when == "before":
                 y = self._read(q_phi[:, t], problem.q[:, t])
                 self._advance(j, live)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.engines.deep.chain.forward import Commits, Keys, Made, Path
-from recollect.engines.deep.chain.reads import ReadBack
+from recollect.engines.deep.chain.forward import ChainSpec, Commits, ForwardTrace, Keys
+from recollect.engines.deep.chain.reads import ReadGradients
 
-__all__ = ["Pulled", "backward"]
+__all__ = ["InputGradients", "backward"]
 
 
 class _Map:
@@ -35,16 +35,16 @@ class _Map:
 
     def __init__(
         self,
-        path: Path,
+        spec: ChainSpec,
         index: int,
-        made: Made,
-        back: ReadBack,
+        trace: ForwardTrace,
+        back: ReadGradients,
         end: Tensor,
     ) -> None:
-        assert made.inner is not None
-        M, h, delta = made.M[index], made.h[index], made.delta[index]
+        assert trace.saved is not None
+        M, h, delta = trace.M[index], trace.h[index], trace.delta[index]
         R = h.shape[2]
-        self.tall, self.head = path.tall[index], index == 0
+        self.tall, self.head = spec.tall[index], index == 0
         self.shape = M.shape[1:]
         self.h_all, self.delta_all = h, delta
         self.to_h_all, self.to_delta_all = back.h[index], back.delta[index]
@@ -54,7 +54,7 @@ class _Map:
         self.A = self.A_all.unbind(0)
         self.flat = M.flatten(3).unbind(0)
         self.left, self.right = back.left[index].unbind(0), back.right[index].unbind(0)
-        self.Q = made.inner.Q[index].flatten(3).unbind(0)
+        self.Q = trace.saved.Q[index].flatten(3).unbind(0)
         self.to_Q_all = h.new_empty(*h.shape[:3], *M.shape[2:4])  # [N, P, R, J, narrow]
         self.to_Q = self.to_Q_all.unbind(0)
         if self.head:
@@ -117,14 +117,18 @@ class _Map:
 class _Errors:
     """z̄ = (∂ error / ∂ prediction)ᵀ δ̄, and what values and the bias's numbers get of it."""
 
-    def __init__(self, path: Path, keys: Keys, made: Made, needs: Mapping[str, bool]) -> None:
-        assert made.inner is not None
-        self.path, self.keys, self.points = path, keys, made.inner.prediction
+    def __init__(
+        self, spec: ChainSpec, keys: Keys, trace: ForwardTrace, needs: Mapping[str, bool]
+    ) -> None:
+        assert trace.saved is not None
+        self.spec, self.keys, self.points = spec, keys, trace.saved.prediction
         self.leaves = {"v": keys.v, **{f"gate {name}": x for name, x in keys.gates.items()}}
-        self.found = {name: torch.zeros_like(x) for name, x in self.leaves.items() if needs[name]}
+        self.gradients = {
+            name: torch.zeros_like(x) for name, x in self.leaves.items() if needs[name]
+        }
 
     def pull(self, n: int, up: Tensor, out: Tensor) -> None:
-        affine = self.path.bias.affine
+        affine = self.spec.bias.affine
         if affine is not None:
             torch.mul(up, affine[0], out=out)
             return
@@ -132,30 +136,30 @@ class _Errors:
         with torch.enable_grad():
             point = self.points[n].detach().requires_grad_()
             leaves = {
-                name: x[n].detach().requires_grad_(name in self.found)
+                name: x[n].detach().requires_grad_(name in self.gradients)
                 for name, x in self.leaves.items()
             }
             gates = {name: leaves[f"gate {name}"] for name in self.keys.gates}
-            error = self.path.bias.error(point, leaves["v"], gates)
-            wanted = [point, *(leaves[name] for name in self.found)]
+            error = self.spec.bias.error(point, leaves["v"], gates)
+            wanted = [point, *(leaves[name] for name in self.gradients)]
             grads = torch.autograd.grad(
                 error, wanted, up, allow_unused=True, materialize_grads=True
             )
         out.copy_(grads[0])
-        for total, grad in zip(self.found.values(), grads[1:], strict=True):
+        for total, grad in zip(self.gradients.values(), grads[1:], strict=True):
             total[n] = grad
 
     def values(self, up: Tensor) -> dict[str, Tensor]:
         """Gradients of v and the numbers, given δ̄ of all batches."""
-        affine = self.path.bias.affine
-        if affine is not None and "v" in self.found:
-            torch.mul(up, -affine[1], out=self.found["v"])
-        return self.found
+        affine = self.spec.bias.affine
+        if affine is not None and "v" in self.gradients:
+            torch.mul(up, -affine[1], out=self.gradients["v"])
+        return self.gradients
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pulled:
-    """Gradients of what a walk took; ``None`` where none was asked for."""
+class InputGradients:
+    """Gradients of the inputs of a forward pass; ``None`` where none was asked for."""
 
     T: Tensor | None
     k: Tensor | None
@@ -167,15 +171,15 @@ class Pulled:
 
 
 def backward(
-    path: Path,
+    spec: ChainSpec,
     keys: Keys,
-    made: Made,
+    trace: ForwardTrace,
     commits: Commits,
     needs: Mapping[str, bool],
-    back: ReadBack,
+    back: ReadGradients,
     ends: Sequence[Tensor],
-) -> Pulled:
-    """Through a walk, from its last batch to its first.
+) -> InputGradients:
+    """Backward through a forward pass, from its last batch to its first.
 
     Args:
         needs: whether a gradient is asked for of T, k, v, raw, c, and of the bias's numbers, which
@@ -183,15 +187,15 @@ def backward(
         back: what reads say. ends: gradients of A and S after the last batch, ``[P, J, entries]``,
             which this pass may overwrite.
     """
-    assert made.inner is not None
-    maps = [_Map(path, i, made, back, end) for i, end in enumerate(ends)]
-    errors = _Errors(path, keys, made, needs)
+    assert trace.saved is not None
+    maps = [_Map(spec, i, trace, back, end) for i, end in enumerate(ends)]
+    errors = _Errors(spec, keys, trace, needs)
     N, P, _, J = keys.c.shape
     gram = keys.c.new_zeros(len(maps), N, P, J, J) if needs["T"] else None
-    slopes = [x.unbind(0) for x in made.inner.slope]
+    slopes = [x.unbind(0) for x in trace.saved.slope]
     bends = [
-        path.curve.bend(z).mul_(u).unbind(0)
-        for z, u in zip(made.inner.z, made.inner.u, strict=True)
+        spec.curve.bend(z).mul_(u).unbind(0)
+        for z, u in zip(trace.saved.z, trace.saved.u, strict=True)
     ]
     weights = keys.c.unsqueeze(-1).unbind(0)
     pairs = list(zip(maps, maps[1:], slopes, bends, strict=False))
@@ -217,14 +221,14 @@ def backward(
             z.addcmul_(below.to_delta[n], bend[n])
         for one in maps:
             one.write(n)
-    found = errors.values(maps[-1].to_delta_all)
-    return Pulled(
+    to_values = errors.values(maps[-1].to_delta_all)
+    return InputGradients(
         T=None if gram is None else gram.sum(0),
         k=_of_keys(maps[0], keys.c) if needs["k"] else None,
-        v=found.pop("v", None),
-        raw=maps[-1].back_all.clone() if needs["raw"] and path.residual else None,
+        v=to_values.pop("v", None),
+        raw=maps[-1].back_all.clone() if needs["raw"] and spec.residual else None,
         c=_of_coefficients(maps) if needs["c"] else None,
-        gates=found,
+        gates=to_values,
         start=[one.up.view(one.shape) for one in maps],
     )
 

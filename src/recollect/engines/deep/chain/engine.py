@@ -1,8 +1,8 @@
 """The chain path: memories of maps in sequence, with the same coefficients for all maps.
 
 What `general` does for any program, written out for W_L σ(… σ(W_1 x)) with scalar decays, momentum
-and windows. The keys go from border to border (`forward`); after that no read waits, so
-the queries of all inner batches go through together, map by map:
+and windows. Only the recurrence over inner-batch boundaries, driven by keys, is
+sequential (`forward`); after it the queries of all inner batches are read together, map by map:
 
     z_t = a_t A° x_t + m_t S° x_t + Σ_i (C ⊙ (x hᵀ))[t, i] δ_i
 
@@ -23,16 +23,22 @@ from recollect.choices.gradients import again
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.backward import backward
 from recollect.engines.deep.chain.forward import (
+    ChainSpec,
     Commits,
+    ForwardTrace,
     Keys,
-    Made,
-    Path,
-    Room,
+    ScratchBuffers,
     forward,
-    plain,
+    forward_by_autograd,
     slopes,
 )
-from recollect.engines.deep.chain.reads import Asked, Seen, plain_read, pull_read, read
+from recollect.engines.deep.chain.reads import (
+    QueryBatch,
+    ReadCache,
+    backward_read,
+    read,
+    read_by_autograd,
+)
 from recollect.engines.deep.gradient_factors import Factors, Points
 from recollect.engines.deep.step_coefficients import Table
 
@@ -90,7 +96,7 @@ def run_chain(
         torch.stack([w.mT for w in pair] if up else pair, dim=1)
         for pair, up in zip(pairs, tall, strict=True)
     ]
-    path = Path(
+    spec = ChainSpec(
         curve=CURVES[chain.activation],
         residual=chain.residual,
         bias=chain.bias,
@@ -99,13 +105,12 @@ def run_chain(
         keep=outer,
     )
     T, c = _transitions(table)
-    x, asked = (None if q is None else q.flatten(1, 2) for q in queries)
-    assert x is not None
-    y, memories = _walk_borders(
-        path, Keys(k=k, v=v, raw=raw, T=T, c=c, gates=flat), _asked(table, x), commits, start
-    )
+    features, raw_queries = (None if q is None else q.flatten(1, 2) for q in queries)
+    assert features is not None
+    associations = Keys(k=k, v=v, raw=raw, T=T, c=c, gates=flat)
+    y, memories = _run_batches(spec, associations, _query_batch(table, features), commits, start)
     if chain.residual:
-        y = y + (x if asked is None else asked)
+        y = y + (features if raw_queries is None else raw_queries)
     ends = [
         [w.mT.contiguous() if up else w.contiguous() for w in end.unbind(1)]
         for end, up in zip(memories, tall, strict=True)
@@ -148,7 +153,7 @@ def _transitions(table: Table) -> tuple[Tensor | None, Tensor]:
     return T, torch.stack([C, table.D], dim=-1)
 
 
-def _asked(table: Table, q: Tensor) -> Asked:
+def _query_batch(table: Table, q: Tensor) -> QueryBatch:
     """Queries ``[N, P, b G, F]`` and their rows of the coefficients."""
     G = q.shape[2] // table.C.shape[2]
 
@@ -161,31 +166,31 @@ def _asked(table: Table, q: Tensor) -> Asked:
         scale = rows(torch.stack([a, table.m], dim=-1))
     elif table.a is not None:
         scale = rows(table.a.unsqueeze(-1))
-    return Asked(q=q, C=rows(table.C), scale=scale)
+    return QueryBatch(q=q, C=rows(table.C), scale=scale)
 
 
-# -- from border to border -------------------------------------------------------------------------
+# -- all inner batches -----------------------------------------------------------------------------
 
 
-def _walk_borders(
-    path: Path, keys: Keys, asked: Asked, commits: Commits, start: Sequence[Tensor]
+def _run_batches(
+    spec: ChainSpec, keys: Keys, queries: QueryBatch, commits: Commits, start: Sequence[Tensor]
 ) -> tuple[Tensor, Tensors]:
     """Outputs ``[N, P, rows, V]``, and A and S ``[P, J, narrow, wide]`` per map after all batches.
 
     Args:
         start: A and S per map before the first.
     """
-    if not path.keep:
+    if not spec.keep:
         parts: Tensors = []
-        room = Room(reused=True)
+        buffers = ScratchBuffers(reused=True)
         memory = list(start)
         for here in _spans(keys, start):
-            made = forward(path, keys.cut(*here), memory, commits[slice(*here)], room)
-            parts.append(read(path, made, asked.cut(*here))[0])
-            memory = made.ends
+            trace = forward(spec, keys.cut(*here), memory, commits[slice(*here)], buffers)
+            parts.append(read(spec, trace, queries.cut(*here))[0])
+            memory = trace.ends
         return torch.cat(parts), memory
-    flat = [keys.k, keys.v, keys.raw, keys.c, asked.q, asked.C, *keys.gates.values(), *start]
-    y, *ends = _Walk.apply(path, commits, keys.T, asked.scale, *flat)
+    flat = [keys.k, keys.v, keys.raw, keys.c, queries.q, queries.C, *keys.gates.values(), *start]
+    y, *ends = _ChainFunction.apply(spec, commits, keys.T, queries.scale, *flat)
     return y, ends
 
 
@@ -201,54 +206,57 @@ def _spans(keys: Keys, start: Sequence[Tensor]) -> list[tuple[int, int]]:
 _FIXED = ("T", "scale", "k", "v", "raw", "c", "q", "C")
 
 
-class _Walk(torch.autograd.Function):
-    """Flat: `_FIXED`, the bias's numbers, the memory per map; to y and the memory after."""
+class _ChainFunction(torch.autograd.Function):
+    """All inner batches with their backward; from a flat list to y and the memory after.
+
+    Flat: `_FIXED`, the bias's numbers, then the memory per map.
+    """
 
     @staticmethod
-    def forward(ctx: Any, path: Path, commits: Commits, *flat: Any) -> tuple[Tensor, ...]:
-        keys, asked, memory = _named(path, flat)
-        ctx.path, ctx.commits, ctx.spans = path, commits, _spans(keys, memory)
+    def forward(ctx: Any, spec: ChainSpec, commits: Commits, *flat: Any) -> tuple[Tensor, ...]:
+        keys, queries, memory = _named(spec, flat)
+        ctx.spec, ctx.commits, ctx.spans = spec, commits, _spans(keys, memory)
         outputs: Tensors = []
-        ctx.kept, room = [], Room(reused=False)
+        ctx.traces, buffers = [], ScratchBuffers(reused=False)
         for here in ctx.spans:
-            made = forward(path, keys.cut(*here), memory, commits[slice(*here)], room)
-            y, seen = read(path, made, asked.cut(*here))
+            trace = forward(spec, keys.cut(*here), memory, commits[slice(*here)], buffers)
+            y, caches = read(spec, trace, queries.cut(*here))
             outputs.append(y)
-            ctx.kept.append((made, seen))
-            memory = made.ends
+            ctx.traces.append((trace, caches))
+            memory = trace.ends
         ctx.save_for_backward(*flat)
         # What leaves is not what the backward pass will take.
         return torch.cat(outputs), *(w.clone() for w in memory)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        path: Path = ctx.path
+        spec: ChainSpec = ctx.spec
         flat = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
-            return None, None, *_again(path, ctx.commits, flat, needs, grads)
-        return None, None, *_once(path, ctx, flat, needs, grads)
+            return None, None, *_differentiable_gradient(spec, ctx.commits, flat, needs, grads)
+        return None, None, *_gradient(spec, ctx, flat, needs, grads)
 
 
-def _named(path: Path, flat: Sequence[Any]) -> tuple[Keys, Asked, Tensors]:
+def _named(spec: ChainSpec, flat: Sequence[Any]) -> tuple[Keys, QueryBatch, Tensors]:
     fixed = dict(zip(_FIXED, flat, strict=False))
     rest = flat[len(_FIXED) :]
-    count = len(path.gates)
-    gates = dict(zip(path.gates, rest[:count], strict=True))
+    count = len(spec.gates)
+    gates = dict(zip(spec.gates, rest[:count], strict=True))
     keys = Keys(**{name: fixed[name] for name in ("k", "v", "raw", "T", "c")}, gates=gates)
-    return keys, Asked(q=fixed["q"], C=fixed["C"], scale=fixed["scale"]), list(rest[count:])
+    return keys, QueryBatch(q=fixed["q"], C=fixed["C"], scale=fixed["scale"]), list(rest[count:])
 
 
-def _once(
-    path: Path,
+def _gradient(
+    spec: ChainSpec,
     ctx: Any,
     flat: Sequence[Any],
     needs: Sequence[bool],
     grads: Sequence[Tensor],
 ) -> list[Tensor | None]:
     """The gradient, span by span from the last."""
-    keys, asked, memory = _named(path, flat)
-    names = [*_FIXED, *(f"gate {name}" for name in path.gates)]
+    keys, queries, memory = _named(spec, flat)
+    names = [*_FIXED, *(f"gate {name}" for name in spec.gates)]
     asks = dict(zip(names, needs, strict=False))
     given = dict(zip(names, flat, strict=False))
     total = {
@@ -257,27 +265,28 @@ def _once(
         if need
     }
     ends = [g.reshape(*w.shape[:2], -1).clone() for g, w in zip(grads[1:], memory, strict=True)]
-    kept: list[tuple[Made, list[Seen]]] = ctx.kept
-    for here, (made, seen) in zip(reversed(ctx.spans), reversed(kept), strict=True):
+    traces: list[tuple[ForwardTrace, list[ReadCache]]] = ctx.traces
+    for here, (trace, caches) in zip(reversed(ctx.spans), reversed(traces), strict=True):
         span = slice(*here)
-        part = asked.cut(*here)
-        back = pull_read(path, made, part, seen, grads[0][span])
-        pulled = backward(path, keys.cut(*here), made, ctx.commits[span], asks, back, ends)
-        found = {"T": pulled.T, "k": pulled.k, "v": pulled.v, "raw": pulled.raw, "c": pulled.c}
-        found |= {"q": back.q, "C": back.C, "scale": back.scale, **pulled.gates}
+        part = queries.cut(*here)
+        of_reads = backward_read(spec, trace, part, caches, grads[0][span])
+        of_keys = backward(spec, keys.cut(*here), trace, ctx.commits[span], asks, of_reads, ends)
+        gradient_of = {"T": of_keys.T, "k": of_keys.k, "v": of_keys.v, "raw": of_keys.raw}
+        gradient_of |= {"c": of_keys.c, "q": of_reads.q, "C": of_reads.C, "scale": of_reads.scale}
+        gradient_of |= of_keys.gates
         for name, x in total.items():
-            x[span] = 0.0 if (one := found[name]) is None else one
-        ends = [w.flatten(2) for w in pulled.start]
+            x[span] = 0.0 if (one := gradient_of[name]) is None else one
+        ends = [w.flatten(2) for w in of_keys.start]
     first = [w.unflatten(2, x.shape[2:]) for w, x in zip(ends, memory, strict=True)]
-    asked_first = needs[len(names) :]
+    needs_first = needs[len(names) :]
     return [
         *(total.get(name) for name in names),
-        *(w if need else None for w, need in zip(first, asked_first, strict=True)),
+        *(w if need else None for w, need in zip(first, needs_first, strict=True)),
     ]
 
 
-def _again(
-    path: Path,
+def _differentiable_gradient(
+    spec: ChainSpec,
     commits: Commits,
     flat: Sequence[Any],
     needs: Sequence[bool],
@@ -286,8 +295,8 @@ def _again(
     """The gradient as something to differentiate again."""
 
     def outputs(given: Sequence[Any]) -> Tensors:
-        keys, asked, memory = _named(path, given)
-        made = plain(path, keys, memory, commits)
-        return [plain_read(path, made.M, made.h, made.delta, asked), *made.ends]
+        keys, queries, memory = _named(spec, given)
+        trace = forward_by_autograd(spec, keys, memory, commits)
+        return [read_by_autograd(spec, trace.M, trace.h, trace.delta, queries), *trace.ends]
 
     return again(outputs, flat, needs, grads)

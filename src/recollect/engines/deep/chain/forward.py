@@ -23,7 +23,17 @@ from torch import Tensor
 from recollect.choices.bias.base import Bias
 from recollect.engines.deep.chain.activations import Curve
 
-__all__ = ["Commits", "Inner", "Keys", "Made", "Path", "Room", "forward", "plain", "slopes"]
+__all__ = [
+    "ChainSpec",
+    "Commits",
+    "ForwardTrace",
+    "Keys",
+    "SavedStacks",
+    "ScratchBuffers",
+    "forward",
+    "forward_by_autograd",
+    "slopes",
+]
 
 Tensors = list[Tensor]
 Commits = Sequence[bool | Tensor]
@@ -31,8 +41,8 @@ Commits = Sequence[bool | Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Path:
-    """What stays the same from batch to batch.
+class ChainSpec:
+    """What of a chain stays the same from batch to batch.
 
     Attributes:
         curve: the activation. residual: whether the raw key is added to the prediction.
@@ -79,7 +89,7 @@ class Keys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inner:
+class SavedStacks:
     """Stacks for the backward pass: z, σ′(z), u and Q of every batch, predictions where asked."""
 
     z: Tensors
@@ -90,29 +100,29 @@ class Inner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
+class ForwardTrace:
     """M at every batch's start, and after the last; inputs h and gradients δ of every map."""
 
     M: Tensors
     ends: Tensors
     delta: Tensors
     h: Tensors
-    inner: Inner | None
+    saved: SavedStacks | None
 
 
 LARGE = 2**14
 """Entries of z from which an activation's own operations, which use all cores, beat shared work."""
 
 
-class Room:
-    """Memory that one span of batches leaves to the next; without it every span would take new.
+class ScratchBuffers:
+    """Buffers that one span of batches leaves to the next; without them every span takes new ones.
 
     A block that the system has just given is several times slower to write than to compute.
     """
 
     def __init__(self, *, reused: bool) -> None:
         self.reused = reused
-        self.held: dict[tuple[object, ...], Tensor] = {}
+        self.buffers: dict[tuple[object, ...], Tensor] = {}
         self.turn = 0
 
     def begin(self) -> None:
@@ -124,29 +134,31 @@ class Room:
         if not self.reused:
             return like.new_empty(shape)
         key = (*name, tuple(shape))
-        if key not in self.held:
-            self.held[key] = like.new_empty(shape)
-        return self.held[key]
+        if key not in self.buffers:
+            self.buffers[key] = like.new_empty(shape)
+        return self.buffers[key]
 
 
-def _rows(x: Tensor, N: int) -> Sequence[Tensor]:
+def _by_batch(x: Tensor, N: int) -> Sequence[Tensor]:
     """Batch by batch; a stack of one is written over and over."""
     return x.unbind(0) if x.shape[0] == N else (x[0],) * N
 
 
-def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, room: Room) -> Made:
+def forward(
+    spec: ChainSpec, keys: Keys, start: Sequence[Tensor], commits: Commits, buffers: ScratchBuffers
+) -> ForwardTrace:
     """All batches in order, without a graph."""
     k, c, T = keys.k, keys.c, keys.T
     N, P, R, _ = k.shape
     L, J = len(start), start[0].shape[1]
-    kept = N if path.keep else 1
-    room.begin()
+    count = N if spec.keep else 1
+    buffers.begin()
 
     def new(name: str, index: int, *shape: int) -> Tensor:
-        return room.take(k, name, index, shape=shape)
+        return buffers.take(k, name, index, shape=shape)
 
-    outs = [w.shape[-1] if up else w.shape[-2] for w, up in zip(start, path.tall, strict=True)]
-    ends = [new(f"end {room.turn}", i, *w.shape) for i, w in enumerate(start)]
+    outs = [w.shape[-1] if up else w.shape[-2] for w, up in zip(start, spec.tall, strict=True)]
+    ends = [new(f"end {buffers.turn}", i, *w.shape) for i, w in enumerate(start)]
     if N == 1:
         stacks = [w.unsqueeze(0) for w in start]
     else:
@@ -157,38 +169,38 @@ def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, r
     deltas = [new("delta", i, N, P, R, width) for i, width in enumerate(outs)]
     # Without a backward pass z of all maps is needed within a batch, and nothing after it.
     zs, slopes, us = (
-        [new(name, i, kept, P, R, width) for i, width in enumerate(outs[:-1])]
+        [new(name, i, count, P, R, width) for i, width in enumerate(outs[:-1])]
         for name in ("z", "slope", "u")
     )
-    store, pull_to = path.curve.store, path.curve.pull_to
-    large = not path.keep and P * R * max(outs) > LARGE
+    store, pull_to = spec.curve.store, spec.curve.pull_to
+    large = not spec.keep and P * R * max(outs) > LARGE
     quick = (store, pull_to) if large and store is not None and pull_to is not None else None
     # The keys' own coefficients are one product; those of later maps are made on the way.
-    Qs = [new("Q", i, kept, P, R, J, w.shape[-2]) for i, w in enumerate(start)]
-    if path.tall[0]:
+    Qs = [new("Q", i, count, P, R, J, w.shape[-2]) for i, w in enumerate(start)]
+    if spec.tall[0]:
         Qs[0] = k.unsqueeze(-2) * c.unsqueeze(-1)
-    affine = path.bias.affine
+    affine = spec.bias.affine
     prediction = None
     last = deltas[-1]
     base: Sequence[Tensor] = ()
     if affine is None:
-        prediction = new("prediction", 0, kept, P, R, outs[-1])
+        prediction = new("prediction", 0, count, P, R, outs[-1])
     else:
         constant = keys.v * -affine[1]
-        if path.residual:
+        if spec.residual:
             constant = torch.add(constant, keys.raw, alpha=affine[0])
         if affine[0] == 0:
             last.copy_(constant)
         base = constant.unbind(0)
     h_, delta_ = ([x.unbind(0) for x in xs] for xs in (hs, deltas))
-    z_, slope_, u_, Q_ = ([_rows(x, N) for x in xs] for xs in (zs, slopes, us, Qs))
-    Qleft = [_rows(q.flatten(3).mT, N) for q in Qs]
+    z_, slope_, u_, Q_ = ([_by_batch(x, N) for x in xs] for xs in (zs, slopes, us, Qs))
+    Qleft = [_by_batch(q.flatten(3).mT, N) for q in Qs]
     ups = [
         stack[:, :, 0] if up else stack[:, :, 0].mT
-        for stack, up in zip(stacks, path.tall, strict=True)
+        for stack, up in zip(stacks, spec.tall, strict=True)
     ]
     A_, back_ = [a.unbind(0) for a in ups], [a.mT.unbind(0) for a in ups]
-    sides = [(h, d) if up else (d, h) for h, d, up in zip(hs, deltas, path.tall, strict=True)]
+    sides = [(h, d) if up else (d, h) for h, d, up in zip(hs, deltas, spec.tall, strict=True)]
     narrow_ = [narrow.unsqueeze(3).unbind(0) for narrow, _ in sides]
     wide_ = [wide.unbind(0) for _, wide in sides]
     whole = [
@@ -206,18 +218,18 @@ def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, r
             torch.bmm(h, A_[i][n], out=z_[i][n])
             h = h_[i + 1][n]
             if quick is None:
-                path.curve.rise(z_[i][n], h, slope_[i][n])
+                spec.curve.rise(z_[i][n], h, slope_[i][n])
             else:
                 quick[0](z_[i][n], h)
         delta = delta_[-1][n]
         if affine is None:
             assert prediction is not None
-            point = prediction[n if path.keep else 0]
+            point = prediction[n if spec.keep else 0]
             torch.bmm(h, A_[-1][n], out=point)
-            if path.residual:
+            if spec.residual:
                 point += keys.raw[n]
             gates = {name: x[n] for name, x in keys.gates.items()}
-            delta.copy_(path.bias.error(point, keys.v[n], gates))
+            delta.copy_(spec.bias.error(point, keys.v[n], gates))
         elif affine[0] != 0:
             torch.baddbmm(base[n], h, A_[-1][n], alpha=affine[0], out=delta)
         for i in range(L - 1, 0, -1):
@@ -232,7 +244,7 @@ def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, r
             if commit is False:
                 after.copy_(whole[i][n])
                 continue
-            if i or not path.tall[0]:
+            if i or not spec.tall[0]:
                 torch.mul(narrow_[i][n], weight[n], out=Q_[i][n])
             if move is None:
                 torch.baddbmm(whole[i][n], Qleft[i][n], wide_[i][n], out=after)
@@ -241,15 +253,15 @@ def forward(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits, r
                 after.baddbmm_(Qleft[i][n], wide_[i][n])
             if commit is not True:
                 after.copy_(torch.where(commit, after, whole[i][n]))
-    inner = None
-    if path.keep:
-        inner = Inner(z=zs, slope=slopes, u=us, Q=Qs, prediction=prediction)
-    return Made(
+    saved = None
+    if spec.keep:
+        saved = SavedStacks(z=zs, slope=slopes, u=us, Q=Qs, prediction=prediction)
+    return ForwardTrace(
         M=stacks,
         ends=ends,
         delta=deltas,
         h=hs,
-        inner=inner,
+        saved=saved,
     )
 
 
@@ -291,7 +303,9 @@ def slopes(
     return h, delta[::-1]
 
 
-def plain(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits) -> Made:
+def forward_by_autograd(
+    spec: ChainSpec, keys: Keys, start: Sequence[Tensor], commits: Commits
+) -> ForwardTrace:
     """The same by operations that autograd follows, for second derivatives."""
     L = len(start)
     M = list(start)
@@ -299,10 +313,10 @@ def plain(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits) -> 
     all_h: list[Tensors] = [[] for _ in range(L)]
     all_delta: list[Tensors] = [[] for _ in range(L)]
     for n, commit in enumerate(commits):
-        A = [w[:, 0] if up else w[:, 0].mT for w, up in zip(M, path.tall, strict=True)]
+        A = [w[:, 0] if up else w[:, 0].mT for w, up in zip(M, spec.tall, strict=True)]
         gates = {name: x[n] for name, x in keys.gates.items()}
-        raw = keys.raw[n] if path.residual else None
-        h, delta = slopes(path.curve, path.bias, A, keys.k[n], raw, keys.v[n], gates)
+        raw = keys.raw[n] if spec.residual else None
+        h, delta = slopes(spec.curve, spec.bias, A, keys.k[n], raw, keys.v[n], gates)
         for stacks, xs in ((Ms, M), (all_h, h), (all_delta, delta)):
             for stack, x in zip(stacks, xs, strict=True):
                 stack.append(x)
@@ -310,7 +324,7 @@ def plain(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits) -> 
             continue
         moved: Tensors = []
         for i, w in enumerate(M):
-            narrow, wide = (h[i], delta[i]) if path.tall[i] else (delta[i], h[i])
+            narrow, wide = (h[i], delta[i]) if spec.tall[i] else (delta[i], h[i])
             Q = (narrow.unsqueeze(2) * keys.c[n].unsqueeze(-1)).flatten(2)
             old = w if keys.T is None else torch.bmm(keys.T[n], w.flatten(2)).view_as(w)
             new = old + torch.bmm(Q.mT, wide).view_as(w)
@@ -320,4 +334,6 @@ def plain(path: Path, keys: Keys, start: Sequence[Tensor], commits: Commits) -> 
     def gathered(xs: list[Tensors]) -> Tensors:
         return [torch.stack(x) for x in xs]
 
-    return Made(M=gathered(Ms), ends=M, delta=gathered(all_delta), h=gathered(all_h), inner=None)
+    return ForwardTrace(
+        M=gathered(Ms), ends=M, delta=gathered(all_delta), h=gathered(all_h), saved=None
+    )

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.engines.deep.chain.forward import Made, Path
+from recollect.engines.deep.chain.forward import ChainSpec, ForwardTrace
 
-__all__ = ["Asked", "ReadBack", "Seen", "plain_read", "pull_read", "read"]
+__all__ = ["QueryBatch", "ReadCache", "ReadGradients", "backward_read", "read", "read_by_autograd"]
 
 Tensors = list[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class QueryBatch:
     """Queries' features ``[N, P, rows, F]`` and their coefficients.
 
     Attributes:
@@ -33,15 +33,15 @@ class Asked:
     C: Tensor
     scale: Tensor | None
 
-    def cut(self, start: int, stop: int) -> Asked:
+    def cut(self, start: int, stop: int) -> QueryBatch:
         """Some of the batches."""
         here = slice(start, stop)
         scale = None if self.scale is None else self.scale[here]
-        return Asked(q=self.q[here], C=self.C[here], scale=scale)
+        return QueryBatch(q=self.q[here], C=self.C[here], scale=scale)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class ReadCache:
     """What the backward pass needs of one map's reads.
 
     Attributes:
@@ -57,13 +57,15 @@ class Seen:
     scaled: Tensor | None
 
 
-def read(path: Path, made: Made, asked: Asked) -> tuple[Tensor, list[Seen]]:
+def read(
+    spec: ChainSpec, trace: ForwardTrace, queries: QueryBatch
+) -> tuple[Tensor, list[ReadCache]]:
     """Outputs ``[N, P, rows, V]`` without a graph, and what was seen if that will be needed."""
-    C = asked.C.flatten(0, 1)
-    scale = None if asked.scale is None else asked.scale.flatten(0, 1).unsqueeze(-1)
-    x, slope, seen = asked.q.flatten(0, 1), None, []
-    for i, up in enumerate(path.tall):
-        M, h, delta = (part[i].flatten(0, 1) for part in (made.M, made.h, made.delta))
+    C = queries.C.flatten(0, 1)
+    scale = None if queries.scale is None else queries.scale.flatten(0, 1).unsqueeze(-1)
+    x, slope, caches = queries.q.flatten(0, 1), None, []
+    for i, up in enumerate(spec.tall):
+        M, h, delta = (part[i].flatten(0, 1) for part in (trace.M, trace.h, trace.delta))
         J, stack = M.shape[1], M.flatten(1, 2)
         scaled = None
         if scale is None:
@@ -73,42 +75,46 @@ def read(path: Path, made: Made, asked: Asked) -> tuple[Tensor, list[Seen]]:
             z = torch.bmm(scaled, stack)
         else:
             scaled = torch.bmm(x, stack.mT).unflatten(2, (J, -1))
-            first, *rest = (scaled * scale if path.keep else scaled.mul_(scale)).unbind(2)
+            first, *rest = (scaled * scale if spec.keep else scaled.mul_(scale)).unbind(2)
             z = first + rest[0] if rest else first
         scores = torch.bmm(x, h.mT)
-        z.baddbmm_(scores * C if path.keep else scores.mul_(C), delta)
-        if path.keep:
-            seen.append(Seen(x=x, slope=slope, scores=scores, scaled=scaled))
-        if i + 1 == len(path.tall):
-            return z.unflatten(0, asked.q.shape[:2]), seen
-        if path.keep:
+        z.baddbmm_(scores * C if spec.keep else scores.mul_(C), delta)
+        if spec.keep:
+            caches.append(ReadCache(x=x, slope=slope, scores=scores, scaled=scaled))
+        if i + 1 == len(spec.tall):
+            return z.unflatten(0, queries.q.shape[:2]), caches
+        if spec.keep:
             x, slope = torch.empty_like(z), torch.empty_like(z)
-            path.curve.rise(z, x, slope)
+            spec.curve.rise(z, x, slope)
         else:
-            x = path.curve.value(z)
+            x = spec.curve.value(z)
     raise AssertionError("a chain has a map")
 
 
-def plain_read(
-    path: Path, M: Sequence[Tensor], h: Sequence[Tensor], delta: Sequence[Tensor], asked: Asked
+def read_by_autograd(
+    spec: ChainSpec,
+    M: Sequence[Tensor],
+    h: Sequence[Tensor],
+    delta: Sequence[Tensor],
+    queries: QueryBatch,
 ) -> Tensor:
     """The same by operations that autograd follows."""
-    C = asked.C.flatten(0, 1)
-    scale = None if asked.scale is None else asked.scale.flatten(0, 1)[..., None, None]
-    z = asked.q.flatten(0, 1)
-    for i, up in enumerate(path.tall):
-        x = path.curve.value(z) if i else z
+    C = queries.C.flatten(0, 1)
+    scale = None if queries.scale is None else queries.scale.flatten(0, 1)[..., None, None]
+    z = queries.q.flatten(0, 1)
+    for i, up in enumerate(spec.tall):
+        x = spec.curve.value(z) if i else z
         maps = M[i].flatten(0, 1) if up else M[i].flatten(0, 1).mT  # [N P, J, in, out]
         # One row per query, so that each has coefficients of its own.
         each = x.unsqueeze(1) @ maps
         each = each if scale is None else each * scale.squeeze(-1).transpose(1, 2)
         mask = torch.bmm(x, h[i].flatten(0, 1).mT) * C
         z = each.sum(1) + torch.bmm(mask, delta[i].flatten(0, 1))
-    return z.unflatten(0, asked.q.shape[:2])
+    return z.unflatten(0, queries.q.shape[:2])
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadBack:
+class ReadGradients:
     """Gradients through reads.
 
     Attributes:
@@ -126,50 +132,56 @@ class ReadBack:
     right: Tensors
 
 
-def pull_read(path: Path, made: Made, asked: Asked, seen: Sequence[Seen], up: Tensor) -> ReadBack:
+def backward_read(
+    spec: ChainSpec,
+    trace: ForwardTrace,
+    queries: QueryBatch,
+    caches: Sequence[ReadCache],
+    up: Tensor,
+) -> ReadGradients:
     """From the outputs' gradient ``[N, P, rows, V]``."""
-    C = asked.C.flatten(0, 1)
-    scale = None if asked.scale is None else asked.scale.flatten(0, 1).unsqueeze(-1)
-    lead = asked.q.shape[:2]
+    C = queries.C.flatten(0, 1)
+    scale = None if queries.scale is None else queries.scale.flatten(0, 1).unsqueeze(-1)
+    lead = queries.q.shape[:2]
     to_C, to_scale = torch.zeros_like(C), None if scale is None else torch.zeros_like(scale)
     hs, deltas, left, right = [], [], [], []
     z = up.flatten(0, 1)
-    for i in reversed(range(len(path.tall))):
-        one = seen[i]
-        M, h, delta = (part[i].flatten(0, 1) for part in (made.M, made.h, made.delta))
+    for i in reversed(range(len(spec.tall))):
+        cache = caches[i]
+        M, h, delta = (part[i].flatten(0, 1) for part in (trace.M, trace.h, trace.delta))
         J, stack = M.shape[1], M.flatten(1, 2)
-        deltas.append(torch.bmm((one.scores * C).mT, z))
+        deltas.append(torch.bmm((cache.scores * C).mT, z))
         mask = torch.bmm(z, delta.mT)
-        to_C.addcmul_(mask, one.scores)
+        to_C.addcmul_(mask, cache.scores)
         mask.mul_(C)
-        hs.append(torch.bmm(mask.mT, one.x))
-        if path.tall[i]:
+        hs.append(torch.bmm(mask.mT, cache.x))
+        if spec.tall[i]:
             parts = torch.bmm(z, stack.mT)
-            left.append(one.x if one.scaled is None else one.scaled)
+            left.append(cache.x if cache.scaled is None else cache.scaled)
             right.append(z)
             if scale is None or to_scale is None:
                 x = parts
             else:
                 parts = parts.unflatten(2, (J, -1))
-                to_scale += parts @ one.x.unsqueeze(-1)
+                to_scale += parts @ cache.x.unsqueeze(-1)
                 x = _total(parts.mul_(scale))
         else:
-            if one.scaled is None or scale is None or to_scale is None:
+            if cache.scaled is None or scale is None or to_scale is None:
                 spread = z
             else:
-                to_scale += one.scaled @ z.unsqueeze(-1)
+                to_scale += cache.scaled @ z.unsqueeze(-1)
                 spread = (z.unsqueeze(2) * scale).flatten(2)
             x = torch.bmm(spread, stack)
             left.append(spread)
-            right.append(one.x)
+            right.append(cache.x)
         x = x.baddbmm_(mask, h)
-        z = x if one.slope is None else x.mul_(one.slope)
-    for found in (hs, deltas, left, right):
-        found.reverse()
+        z = x if cache.slope is None else x.mul_(cache.slope)
+    for factors in (hs, deltas, left, right):
+        factors.reverse()
     hs, deltas, left, right = (
-        [x.unflatten(0, lead) for x in found] for found in (hs, deltas, left, right)
+        [x.unflatten(0, lead) for x in factors] for factors in (hs, deltas, left, right)
     )
-    return ReadBack(
+    return ReadGradients(
         q=z.unflatten(0, lead),
         C=to_C.unflatten(0, lead),
         scale=None if to_scale is None else to_scale.squeeze(-1).unflatten(0, lead),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import recollect as rc
-from recollect.engines.kernel.decay_cutoff import Reach
+from recollect.engines.kernel.decay_cutoff import DecayCutoff
 
 FOX = rc.zoo.get("fox").recipe
 
@@ -49,11 +49,11 @@ def test_what_is_left_out() -> None:
     """A key is left out once no query of the piece can give it ε^2.5 of its softmax."""
     q = torch.ones(1, 1, 600, 4)
     of_key = torch.arange(600.0)[None, :, None]  # each token decays the past by e^−1
-    reach = Reach.of(of_key, q, q, scale=0.5, by_length=0.0)
-    assert 2 * 0.5 * 4 + 39 < reach.furthest < 2 * 0.5 * 4 + 40
+    cutoff = DecayCutoff.of(of_key, q, q, scale=0.5, by_length=0.0)
+    assert 2 * 0.5 * 4 + 39 < cutoff.furthest < 2 * 0.5 * 4 + 40
     cuts = [(slice(0, 256), slice(0, 256)), (slice(256, 600), slice(0, 600))]
-    lows = reach.lows(torch.arange(600), cuts)
-    assert lows == {0: 0, 256: 256 - int(reach.furthest)}
+    first_keys = cutoff.first_keys(torch.arange(600), cuts)
+    assert first_keys == {0: 0, 256: 256 - int(cutoff.furthest)}
 
 
 def test_long_sequences_stay_accurate_in_float32() -> None:

@@ -1,0 +1,227 @@
+"""Local polynomials of degree 1 and 2 by conjugate gradients, with no basis per pair.
+
+In the letters of `recollect.engines.kernel.local_regression`: monomials of k − q are those of k
+times a triangular matrix S(q) of q alone, so the product with a vector x is two products shaped
+like attention,
+
+    s_ti = (S(q_t)ᵀ x_t)·(φ_i − φ̄_t),    S(q_t) Σ_i p_ti s_ti φ_i + λ x_t,
+
+and the weights of a piece are used by all of its iterations. The gradient is that of the implicit
+function: x solves A x = b, so x + A⁻¹(b − A x) with A⁻¹ held constant has the value of x and its
+derivative; the backward pass solves once more with the same matrix.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations_with_replacement
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recollect.choices.context.weights import VisibleAssociations
+from recollect.choices.gradients import once
+
+__all__ = ["Fit", "Shares", "Shift", "conjugate_gradients", "iterative"]
+
+Shares = Callable[[slice, slice], Tensor]
+"""p ``[B, H, G, C, m]`` of a piece of the queries over a piece of the keys; rows sum to 1 or 0."""
+
+Fit = Callable[[slice, slice, Tensor], Tensor]
+"""p_i (1 − c_i·x) of a piece."""
+
+
+@lru_cache(maxsize=8)
+def _pairs(K: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    """(i, j) and the weight of each monomial of degree two, in the order of the basis."""
+    pairs = list(combinations_with_replacement(range(K), 2))
+    weights = tuple(1.0 if i == j else 2**0.5 for i, j in pairs)
+    return tuple(i for i, _ in pairs), tuple(j for _, j in pairs), weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shift:
+    """S(q) of degree 1 or 2: monomials of k − q without the constant are S(q) φ(k) + s(q)."""
+
+    K: int
+    i: Tensor
+    j: Tensor
+    w: Tensor
+
+    @classmethod
+    def of(cls, degree: int, like: Tensor) -> Shift:
+        i, j, w = _pairs(like.shape[-1]) if degree == 2 else ((), (), ())
+        device = like.device
+        return cls(
+            K=like.shape[-1],
+            i=torch.tensor(i, dtype=torch.long, device=device),
+            j=torch.tensor(j, dtype=torch.long, device=device),
+            w=torch.tensor(w, dtype=like.dtype, device=device),
+        )
+
+    def lift(self, x: Tensor) -> Tensor:
+        """φ(x)."""
+        if not len(self.i):
+            return x
+        return torch.cat([x, self.w * x[..., self.i] * x[..., self.j]], dim=-1)
+
+    def up(self, q: Tensor, f: Tensor) -> Tensor:
+        """S(q) f."""
+        if not len(self.i):
+            return f
+        one, two = f[..., : self.K], f[..., self.K :]
+        cross = self.w * (q[..., self.i] * one[..., self.j] + q[..., self.j] * one[..., self.i])
+        return torch.cat([one, two - cross], dim=-1)
+
+    def down(self, q: Tensor, x: Tensor) -> Tensor:
+        """S(q)ᵀ x."""
+        if not len(self.i):
+            return x
+        one, two = x[..., : self.K], self.w * x[..., self.K :]
+        turned = torch.zeros_like(q).index_add(-1, self.j, two * q[..., self.i])
+        turned = turned.index_add(-1, self.i, two * q[..., self.j])
+        return torch.cat([one - turned, x[..., self.K :]], dim=-1)
+
+    def mean(self, q: Tensor, f: Tensor) -> Tensor:
+        """S(q) f + s(q): the basis's mean from that of φ."""
+        own = self.lift(q)
+        own = torch.cat([-own[..., : self.K], own[..., self.K :]], dim=-1)
+        return self.up(q, f) + own
+
+
+def iterative(
+    visible: VisibleAssociations,
+    degree: int,
+    shares: Shares,
+    ridge: float,
+    solutions: Tensor,
+    *,
+    solved: bool,
+) -> Fit:
+    """The fit of a piece, whose x are solved for or taken from an earlier pass.
+
+    Args:
+        visible: the associations and queries.
+        degree: 1 or 2.
+        shares: p of a piece.
+        ridge: λ.
+        solutions: x of every query ``[B, H, G, T, D]``, written into unless ``solved``.
+        solved: whether it holds them already.
+    """
+    shift = Shift.of(degree, visible.k)
+    phi = shift.lift(visible.k).transpose(1, 2).unsqueeze(2)  # [B, H, 1, n, D]
+
+    def fit(queries: slice, keys: slice, q: Tensor) -> Tensor:
+        p, f = shares(queries, keys), phi[..., keys, :]
+        mean = p @ f  # [B, H, G, C, D]
+        system = _System(shift=shift, ridge=ridge, p=p, q=q, f=f, mean=mean)
+        b = shift.mean(q, mean)
+        if not solved:
+            solution = conjugate_gradients(system.product, b)
+            system.check(solution)
+            solutions[..., queries, :] = solution
+        x = solutions[..., queries, :]
+        if torch.is_grad_enabled():
+            x = x + _Inverse.apply(b - system.product(x), shift, ridge, p, q, f, mean)
+        return p * (1 - system.slopes(x))
+
+    return fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class _System:
+    """A = Σ p_i c_i c_iᵀ + λ of every query of a piece, as a product."""
+
+    shift: Shift
+    ridge: float
+    p: Tensor
+    q: Tensor
+    f: Tensor
+    mean: Tensor
+
+    def slopes(self, x: Tensor) -> Tensor:
+        """c_i·x ``[B, H, G, C, m]``."""
+        u = self.shift.down(self.q, x)
+        return u @ self.f.mT - (u * self.mean).sum(-1, keepdim=True)
+
+    def check(self, x: Tensor) -> None:
+        """That `slopes`, a difference of products as large as the query, keep half of their digits.
+
+        The dense solve centres the basis itself and has no such limit.
+
+        Raises:
+            ValueError: they may lose more. The bound takes all roundings for the largest, of one
+                sign; in high dimension what is seen is less by the factor that stands here.
+        """
+        size = self.shift.down(self.q, x).norm(dim=-1) * self.f.norm(dim=-1).amax(-1, keepdim=True)
+        eps = torch.finfo(x.dtype).eps
+        if not torch.compiler.is_compiling() and bool((eps * size > 256 * eps**0.5).any()):
+            raise ValueError(
+                f"local regression: with queries so long, conjugate gradients in {x.dtype} return "
+                "rounding: normalise q and k, take a larger ridge in algorithm.Analytic, or use "
+                "method='reference', which solves densely"
+            )
+
+    def product(self, x: Tensor) -> Tensor:
+        """A x."""
+        return self.shift.up(self.q, (self.p * self.slopes(x)) @ self.f) + self.ridge * x
+
+
+class _Inverse(torch.autograd.Function):
+    """A⁻¹ r of a residual that is 0 up to rounding: value 0, gradient A⁻¹ of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, shift: Shift, ridge: float, *system: Tensor) -> Tensor:
+        ctx.shift, ctx.ridge = shift, ridge
+        ctx.save_for_backward(*system)
+        return torch.zeros_like(residual)
+
+    @staticmethod
+    @once("local regression (engine kernel)")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        p, q, f, mean = saved
+        system = _System(shift=ctx.shift, ridge=ctx.ridge, p=p, q=q, f=f, mean=mean)
+        return conjugate_gradients(system.product, grad), *[None] * 6
+
+
+def conjugate_gradients(product: Callable[[Tensor], Tensor], right: Tensor) -> Tensor:
+    """Solve A x = right for many symmetric positive definite systems at once, ``[..., D]``.
+
+    Each stops where its residual is rounding. In exact arithmetic D steps suffice.
+
+    Args:
+        product: x to A x.
+    """
+    eps = torch.finfo(right.dtype).eps
+    x, r = torch.zeros_like(right), right.clone()
+    p, size = r.clone(), r.square().sum(-1, keepdim=True)
+    goal = size * (8 * eps) ** 2
+    limit = 2 * right.shape[-1] + 20
+    least_size, best = size.clone(), x.clone()
+    for step in range(limit):
+        if step % 4 == 0 and not bool((least_size > goal).any()):
+            break
+        moving = least_size > goal
+        Ap = product(p)
+        curve = (p * Ap).sum(-1, keepdim=True)
+        pace = torch.where(moving & (curve > 0), size / torch.where(curve > 0, curve, 1.0), 0.0)
+        x, r = x + pace * p, r - pace * Ap
+        new = r.square().sum(-1, keepdim=True)
+        p = r + torch.where(moving, new / torch.where(size > 0, size, 1.0), 0.0) * p
+        size = new
+        better = new < least_size
+        best, least_size = torch.where(better, x, best), torch.where(better, new, least_size)
+    # What rounding cannot reach is no failure; a residual of a thousandth is.
+    bad = least_size > right.square().sum(-1, keepdim=True) * 1e-6
+    if not torch.compiler.is_compiling() and bool(bad.any()):
+        warnings.warn(
+            f"local regression: {int(bad.sum())} queries did not converge in {limit} steps of "
+            "conjugate gradients: use a larger ridge in algorithm.Analytic",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return best
