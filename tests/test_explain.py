@@ -490,7 +490,7 @@ def on_page() -> list[set[str]]:
     "name",
     [
         name
-        if name in ("ffn_relu", "lru", "titans")
+        if name in ("ffn_relu", "fox", "lru", "titans")
         else pytest.param(name, marks=pytest.mark.slow)
         for name in rc.zoo.names()
     ],

@@ -37,7 +37,7 @@ from recollect.recipe.initial_params import start
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["Number", "Squash", "scaled"]
+__all__ = ["GateProjection", "Squash", "scaled"]
 
 RATES = frozenset({"lr", "erase", "window"})  # they scale a write, an erasure or a gradient
 SPREAD = 8.0
@@ -191,7 +191,7 @@ def _spread(log_decay: Tensor, factor: float) -> Tensor:
     )
 
 
-class Number(nn.Module):
+class GateProjection(nn.Module):
     """One gate ``[B, T, H, (n,) *axes]`` or param ``[H, *axes]`` of a recipe.
 
     Args:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from recollect.choices.fields import Gate, Param
 from recollect.layer.checks import check_options, check_sizes, check_state, check_tokens
 from recollect.layer.convolution import ShortConvolution
-from recollect.layer.gates import Number, scaled
+from recollect.layer.gates import GateProjection, scaled
 from recollect.layer.initial_memory import InitialMemory, InitialPairs
 from recollect.layer.options import LayerOptions
 from recollect.layer.rotation import (
@@ -159,7 +159,7 @@ class MemoryLayer(nn.Module):
             )
 
     def _numbers(self, declarations: Sequence[Gate] | Sequence[Param]) -> nn.ModuleDict:
-        """One `Number` for each, by name, but for those that a tie makes of another.
+        """One `GateProjection` for each, by name, but for those that a tie makes of another.
 
         A gate tied to another's rate is learned, and its tie makes it move.
         """
@@ -175,7 +175,7 @@ class MemoryLayer(nn.Module):
             sizes = self.recipe.axes(self.head_dim, self.value_dim)
             if declared.name in self.shared_angles:
                 sizes = {axis: max(1, size // 2) for axis, size in sizes.items()}
-            made[declared.name] = Number(
+            made[declared.name] = GateProjection(
                 declared,
                 options,
                 sizes=sizes,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from recollect.choices.features.finite import Identity
 from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
-from recollect.layer.gates import Number, scaled
+from recollect.layer.gates import GateProjection, scaled
 from recollect.layer.options import LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 
@@ -157,7 +157,7 @@ class Ties(nn.Module):
             size = size.view(*size.shape, *(1,) * (own.dim() - size.dim()))
             return own / (1 + own * size)
         # Its own value is what it is where the other gate is at its start.
-        number = cast(Number, gates[tie.source])
+        number = cast(GateProjection, gates[tie.source])
         pace = source / number.start(source.device, source.dtype)
         return own * pace.view(*pace.shape, *(1,) * (own.dim() - pace.dim()))
 

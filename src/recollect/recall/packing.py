@@ -55,20 +55,20 @@ def scatter(y: Tensor, batch: CompactedBatch) -> Tensor:
 Run = Callable[[Call], tuple[Tensor, State]]
 
 
-def run_compacted(run: Run, call: Call, mask: Tensor) -> tuple[Tensor, State]:
+def run_compacted(run: Run, call: Call) -> tuple[Tensor, State]:
     """Run a call without the tokens that its mask excludes.
 
     Args:
         run: of dense calls.
-        call: with tokens to leave out.
-        mask: ``[B, T]``, nonzero at real tokens.
+        call: with an attention mask.
     """
-    batch = compact(mask)
+    assert call.attention_mask is not None
+    batch = compact(call.attention_mask)
     y, after = run(_taken(call, batch, batch.gather))
     return scatter(y, batch), after
 
 
-def run_documents(run: Run, call: Call, borders: Tensor) -> tuple[Tensor, State]:
+def run_documents(run: Run, call: Call) -> tuple[Tensor, State]:
     """Run documents packed in one row as rows of their own.
 
     Documents of like length (within a factor of two) share a call, so padding at most doubles the
@@ -76,9 +76,10 @@ def run_documents(run: Run, call: Call, borders: Tensor) -> tuple[Tensor, State]
 
     Args:
         run: of dense calls.
-        call: of one row.
-        borders: ``[N + 1]``.
+        call: of one row, with the borders of its documents.
     """
+    borders = call.cu_seqlens
+    assert borders is not None
     starts, lengths = borders[:-1].tolist(), borders.diff().tolist()
     groups: dict[int, list[int]] = {}
     for document, length in enumerate(lengths):

@@ -145,9 +145,9 @@ def memorise(call: Call) -> tuple[Tensor, State | None]:
         if call.init is not None:
             # Documents are grouped by length below, so each takes its own start along.
             call = _started(call, rows=call.cu_seqlens.numel() - 1)
-        y, after = run_documents(_run, call, call.cu_seqlens)
+        y, after = run_documents(_run, call)
     elif call.attention_mask is not None:
-        y, after = run_compacted(_run, call, call.attention_mask)
+        y, after = run_compacted(_run, call)
     else:
         y, after = _run(call)
     return y, after if call.output_state else None

@@ -103,7 +103,10 @@ class Recipe:
 
     def _warm(self) -> None:
         """Ask what is cached now: the first asking takes a lock, at which torch.compile breaks."""
-        for owner in (self, *self.members()):
+        owners: list[Recipe | Member] = [self, *self.members()]
+        for owner in owners:
+            if isinstance(owner, Member):
+                owners.extend(owner.parts())
             for kind in type(owner).__mro__:
                 for name, value in vars(kind).items():
                     if isinstance(value, cached_property):

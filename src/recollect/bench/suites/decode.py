@@ -45,7 +45,8 @@ def _made(build: Callable[[], PreTrainedModel], device: str) -> tuple[PreTrained
     """A model, and tokens of the prompt and of what follows."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = build().to(device).eval()
+        model = build().eval()
+        cast("torch.nn.Module", model).to(device)
         ids = torch.randint(_SIZES["vocab_size"], (1, PROMPT + TOKENS), device=device)
     return model, ids
 

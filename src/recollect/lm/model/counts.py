@@ -99,7 +99,7 @@ def _layer(config: RecollectConfig, recipe: Recipe, options: LayerOptions) -> di
     if recipe.needs_init():
         shapes = recipe.shapes(K, V)
         if recipe.dual:
-            shapes = recipe.starts(K, V, pairs=options.anchors)
+            shapes = recipe.init_shapes(K, V, pairs=options.anchors)
         counts["other"] += N * sum(math.prod(shape) for shape in shapes)
     return counts
 

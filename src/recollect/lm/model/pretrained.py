@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from recollect.layer.convolution import ShortConvolution
-from recollect.layer.gates import Number
+from recollect.layer.gates import GateProjection
 from recollect.layer.initial_memory import InitialMemory
 from recollect.lm.model.checkpoint import (
     CheckpointError,
@@ -110,7 +110,7 @@ class RecollectPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
-        elif isinstance(module, Number | ShortConvolution | InitialMemory):
+        elif isinstance(module, GateProjection | ShortConvolution | InitialMemory):
             # These know their own start; what came from a checkpoint stays.
             loaded = [
                 (weight, weight.clone())

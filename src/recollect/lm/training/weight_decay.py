@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from recollect.layer.convolution import ShortConvolution
-from recollect.layer.gates import Number
+from recollect.layer.gates import GateProjection
 from recollect.layer.initial_memory import InitialMemory, InitialPairs
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.rotation import Phase
@@ -18,7 +18,7 @@ __all__ = ["decayed_names", "parameter_groups"]
 
 # Weights whose zero is no neutral value: a gate at 0 is a gate at half, a memory that starts at 0
 # has no gradient through its layers, a filter at 0 is deaf.
-_KEPT = (Number, Ties, InitialMemory, InitialPairs, Phase, TokenShift, ShortConvolution)
+_KEPT = (GateProjection, Ties, InitialMemory, InitialPairs, Phase, TokenShift, ShortConvolution)
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float = 0.1) -> list[dict[str, object]]:
