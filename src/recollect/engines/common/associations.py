@@ -9,12 +9,16 @@ from torch import Tensor
 
 from recollect.choices.context.weights import VisibleAssociations
 from recollect.engines.common.problem import Problem
+from recollect.state.state import Buffer
 
 __all__ = ["gather_visible", "values"]
 
 
 def gather_visible(
-    problem: Problem, dtype: torch.dtype, query_rates: Mapping[str, Tensor] | None = None
+    problem: Problem,
+    dtype: torch.dtype,
+    query_rates: Mapping[str, Tensor] | None = None,
+    joined: Buffer | None = None,
 ) -> VisibleAssociations:
     """The associations that a problem's queries may see, in ``dtype``.
 
@@ -22,8 +26,12 @@ def gather_visible(
     distance in tokens.
 
     Args:
+        problem: whose queries.
+        dtype: of what is gathered.
         query_rates: numbers of queries that only read what stands there; ``None`` when each query
             comes with an association of its own.
+        joined: the buffer after the call where it holds all associations in order, so that they are
+            joined once.
     """
     buffer, q = problem.state.buffer, problem.q.to(dtype)
     k, rates = problem.k.to(dtype), dict(problem.rates)
@@ -33,7 +41,10 @@ def gather_visible(
     if valid is None:
         valid = torch.ones(B, T, dtype=torch.bool, device=device)
     buffered = 0
-    if buffer is not None:
+    if joined is not None:
+        buffered = joined.k.shape[1] - T
+        k, rates, valid = joined.k.to(dtype), dict(joined.rates), joined.mask
+    elif buffer is not None:
         buffered = buffer.k.shape[1]
         k = torch.cat([buffer.k.to(dtype), k], dim=1)
         rates = {name: torch.cat([buffer.rates[name].to(x), x], 1) for name, x in rates.items()}
@@ -67,7 +78,15 @@ def gather_visible(
     )
 
 
-def values(problem: Problem, dtype: torch.dtype) -> Tensor:
-    """The values in the same run, ``[B, n, H, V]``."""
+def values(problem: Problem, dtype: torch.dtype, joined: Buffer | None = None) -> Tensor:
+    """The values in the same run, ``[B, n, H, V]``.
+
+    Args:
+        problem: whose values.
+        dtype: theirs.
+        joined: as in `gather_visible`.
+    """
+    if joined is not None:
+        return joined.v.to(dtype)
     v, buffer = problem.v.to(dtype), problem.state.buffer
     return v if buffer is None else torch.cat([buffer.v.to(dtype), v], dim=1)

@@ -45,11 +45,12 @@ from recollect.engines.kernel.pieces import (
     seen_or_all,
     slices,
 )
+from recollect.state.state import Buffer, State
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["attend", "describes", "pairs", "refuses"]
+__all__ = ["attend", "describes", "pairs", "refuses", "run"]
 
 GENTLE = 4e-6  # error of a logit that a channel may make
 FAR = -1e4  # of a logit: its exponential is 0
@@ -83,8 +84,24 @@ def _is_mean(recipe: Recipe) -> bool:
     return affine is not None and affine[0] != 0
 
 
-def attend(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Outputs ``[B, T, H, G, V]``; with ``query_rates``, of queries that only read."""
+def run(problem: Problem) -> tuple[Tensor, State]:
+    """Outputs ``[B, T, H, G, V]`` and the state, whose buffer is what they attend to."""
+    after = problem.after()
+    whole = problem.recipe.span is None and problem.lengths is None
+    return attend(problem, joined=after.buffer if whole else None), after
+
+
+def attend(
+    problem: Problem,
+    query_rates: Mapping[str, Tensor] | None = None,
+    joined: Buffer | None = None,
+) -> Tensor:
+    """Outputs ``[B, T, H, G, V]``; with ``query_rates``, of queries that only read.
+
+    Args:
+        problem: with the queries.
+        query_rates, joined: as in `gather_visible`.
+    """
     recipe, q, v = problem.recipe, problem.q, problem.v
     kernel, horizon = recipe.context.kernel, recipe.context.horizon
     assert kernel is not None
@@ -98,7 +115,8 @@ def attend(problem: Problem, query_rates: Mapping[str, Tensor] | None = None) ->
     alone = all(part.uniform for part in recipe.context.within)
     exact = exponent is None or exponent[1] != 0 or not alone
     dtype = state_dtype(q, problem.k, v) if exact else v.dtype
-    visible, stored = gather_visible(problem, dtype, query_rates), values(problem, dtype)
+    visible = gather_visible(problem, dtype, query_rates, joined)
+    stored = values(problem, dtype, joined)
     weights = context_weights(visible, recipe)
     if exponent is None:
         y = _products(visible, stored, weights, kernel, horizon, mean=_is_mean(recipe))
@@ -154,11 +172,19 @@ def _softmax(
     elif old is None and not weights and not reading and (horizon is None or horizon >= T):
         # Padding stands on the right, after every real query.
         y = _sdpa(q, k, v, scale=scale, is_causal=True)
+    elif T == 1 and horizon is None and not weights and not reading and _all_there(visible):
+        y = _sdpa(q, k, v, scale=scale)
     elif horizon is not None and not weights and not reading and T > 1:
         y = _banded(q, k, v, visible.valid, visible.first, horizon, scale)
     else:
         y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff)
     return y[..., :V].transpose(1, 2).unflatten(2, (-1, G))
+
+
+def _all_there(visible: VisibleAssociations) -> bool:
+    """Whether no slot is empty, where nobody has to wait for the answer."""
+    valid = visible.valid
+    return valid.device.type == "cpu" and not torch.compiler.is_compiling() and bool(valid.all())
 
 
 def _widened(x: Tensor, size: int) -> Tensor:

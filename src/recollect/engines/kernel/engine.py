@@ -55,7 +55,7 @@ FORMS: tuple[Form, ...] = (
     Form(
         refuses=attention.refuses,
         describes=attention.describes,
-        run=_keeping(attention.attend),
+        run=attention.run,
         read=attention.attend,
     ),
     Form(
