@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import recollect as rc
@@ -111,6 +112,21 @@ def test_it_is_asked_the_same_everywhere(where: str) -> None:
     finally:
         torch.set_default_dtype(usual)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_where_nothing_can_be_tried_it_is_asked_later() -> None:
+    cls = _bias("loss", lambda p, v: F.mse_loss(p, v))
+
+    def made(x: Tensor) -> Tensor:
+        cls()
+        return x.sum()
+
+    torch.func.grad(made)(torch.randn(3))
+    torch.vmap(made)(torch.randn(3, 2))
+    with FakeTensorMode():
+        cls()
+    with pytest.raises(rc.RecipeError, match=PER):
+        cls()
 
 
 def test_equal_biases_are_asked_once() -> None:

@@ -34,9 +34,15 @@ def check_returns(bias: Member, own: tuple[str, ...]) -> str | None:
     if torch.compiler.is_compiling():
         return None
     try:
-        return _found(bias, own)
-    except TypeError:  # a member of one's own that cannot be hashed
-        return _found.__wrapped__(bias, own)
+        hash(bias)
+    except TypeError:  # a member of one's own
+        find = _found.__wrapped__
+    else:
+        find = _found
+    try:
+        return find(bias, own)
+    except RuntimeError:  # in a transform of torch.func, or a mode without numbers: not now
+        return None
 
 
 @lru_cache(maxsize=512)
@@ -52,7 +58,7 @@ def _found(bias: Member, own: tuple[str, ...]) -> str | None:
         g = torch.Generator().manual_seed(0)
         p, v = torch.randn(2, *LEADING, V, generator=g, dtype=dtype)
         if type(p) is not Tensor:
-            return None  # a mode without numbers
+            raise RuntimeError("no numbers to try it on")
         numbers = {name: x.to(dtype) for name, x in sample_numbers(bias, LEADING, V).items()}
         for name in own:
             wrong = _wrong(getattr(bias, name), name, (p, v, numbers))
