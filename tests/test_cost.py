@@ -57,8 +57,13 @@ def flops(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> int:
     def attention(q: list[int], k: list[int], v: list[int], *_: object, **__: object) -> int:
         return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
 
+    def outer(a: list[int], u: list[int], k: list[int], *_: object, **__: object) -> int:
+        # A rank-one update of a matrix; other sums of products are elementwise.
+        return 2 * math.prod(a) if len(u) == 4 and u[-1] == k[-2] == 1 else 0
+
     mapping = {
         torch.ops.aten.baddbmm_: in_place,
+        torch.ops.aten.addcmul: outer,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
     }
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter, torch.no_grad():

@@ -153,6 +153,32 @@ def test_steps_that_overshoot_are_told() -> None:
     assert sum("next to nothing is written" in line for line in lines) == HEADS
 
 
+def test_a_memory_that_fades_is_told() -> None:
+    """A start of norm 3.86 is down to a seventieth after 33 tokens, and nothing is written."""
+    recipe = rc.Recipe(
+        memory=rc.memory.MLP(norm="layer"),
+        retention=rc.retention.Decay(rate=0.013 ** (1 / 33)),
+        algorithm=rc.algorithm.GradientDescent(lr=1e-3),
+    )
+    found = rc.diagnose(build(recipe), tokens(33))
+    first, last = found.memory["W1"][0, 0], found.memory["W1"][-1, 0]
+    assert 1e-2 * first < last < 5e-2 * first
+    told = [line for line in found.findings if "head 0: the norm of W1 fades" in line]
+    assert len(told) == 1 and "within 33 tokens" in told[0]
+    assert "nothing to report" not in str(found)
+
+
+def test_a_memory_that_grew_and_faded_is_told() -> None:
+    """From nothing over its largest to nothing: first and last alone would not show it."""
+    layer, x = build(rc.Recipe(retention=rc.retention.Decay(rate=0.8))), tokens(40)
+    x[:, 4:] = 0  # no keys and no values any more
+    found = rc.diagnose(layer, x)
+    assert found.memory["W"][0].max() == 0
+    assert any("head 1: the norm of W fades" in line for line in found.findings)
+    kept = rc.diagnose(build(rc.Recipe(retention=rc.retention.Decay(rate=0.8))), tokens(40))
+    assert not any("fades" in line for line in kept.findings)
+
+
 def test_the_first_overflow_is_found_and_named() -> None:
     """Steps of 8 on one head blow its memory up; the other stays as it is."""
     fast = LayerOptions(gates={"lr": GateOptions(low=0.0, high=16.0, init=(0.5, 8.0))})

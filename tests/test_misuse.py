@@ -494,3 +494,24 @@ def test_states_that_are_none_are_refused() -> None:
     plain = rc.MemoryLayer(8, 2, recipe, rc.LayerOptions(conv=0))
     with pytest.raises(ValueError, match="belongs to another layer"):
         plain(torch.randn(1, 3, 8), layer(torch.randn(1, 3, 8))[1])
+
+
+@pytest.mark.parametrize("given", ["gla", rc.zoo.get("gla"), None])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        rc.cost,
+        lambda x: rc.cost(recipe=x),
+        lambda x: rc.theory.capacity_bound(x, 8, 8),
+        lambda x: rc.theory.feature_rank(x, 8),
+        lambda x: rc.theory.fit_error(x, 4, K=8, V=8),
+        lambda x: rc.theory.stream_error(x, 4, K=8, V=8),
+        lambda x: rc.theory.findings(x, 8, 8),
+        lambda x: rc.theory.measured_inverse_snr(x, others=4, size=8),
+        lambda x: rc.theory.recipe_kernel(x, 8),
+    ],
+)
+def test_a_name_where_a_recipe_is_taken(ask: Callable[[object], object], given: object) -> None:
+    name = given if isinstance(given, str) else "gated_delta_net"
+    with pytest.raises(rc.RecipeError, match=rf"takes an rc\.Recipe.*get\('{name}'\)\.recipe, not"):
+        ask(given)

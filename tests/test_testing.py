@@ -7,7 +7,6 @@ import doctest
 import re
 import subprocess
 import sys
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -85,19 +84,6 @@ def test_its_examples_run() -> None:
         outcome = doctest.testmod(module)
         assert outcome.attempted > 0
         assert outcome.failed == 0
-
-
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/testing.md"])
-def test_the_examples_of_the_pages_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("somebodys_package")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    rc.choices.member._REGISTRY.pop("LogCosh", None)  # another test's
-    text = (ROOT / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    for block in blocks:
-        exec(compile(block, page, "exec", dont_inherit=True), vars(module))
-    (test,) = (value for name, value in vars(module).items() if name.startswith("test_"))
-    test()
 
 
 def test_the_sentence_on_the_page_is_the_one_that_is_said() -> None:

@@ -38,6 +38,7 @@ from recollect.choices.member import RecipeError
 from recollect.engines.common.kernel_rows_cost import row_bytes
 from recollect.engines.common.sizes import Sizes, numel_of
 from recollect.engines.select import ENGINES, select
+from recollect.recipe.argument import takes_recipe
 from recollect.report.units import readable
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class Cost:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
+@takes_recipe
 def cost(
     recipe: Recipe,
     *,

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import recollect as rc
+from recollect.bench.harness import run
 from recollect.bench.suites import least_squares as bench
+from recollect.bench.suites.calls import Shape, recall_case
 
 SIZES = (1, 40, 2, 8, 8)
 
@@ -27,6 +29,48 @@ def test_the_loop_and_the_engine_compute_the_same() -> None:
 def test_conjugate_gradients_are_timed_over_every_token() -> None:
     y, _ = bench.conjugate_case("cg", SIZES, 30).make()()  # type: ignore[misc]
     assert y.shape == (1, 40, 2, 8)
+
+
+def test_only_steps_that_were_taken_are_counted() -> None:
+    shape = Shape(T=96, H=2, K=16, V=16)
+    case = recall_case("mesa_net", "mesa_net", shape)
+    call = case.make()
+    with rc.watch_solves() as reports:
+        call()
+    (report,) = reports
+    assert 2 < report.iterations < 30  # rc.cost, which sees no inputs, counts 30
+    recipe = rc.zoo.get("mesa_net").recipe
+
+    def stepped(steps: int) -> rc.Cost:
+        algorithm = rc.algorithm.Preconditioned(steps=steps)
+        return rc.cost(recipe.but(algorithm=algorithm), T=96, H=2, K=16, V=16)
+
+    assert case.flops == stepped(report.iterations).total
+    both = recall_case("mesa_net", "both", shape, backward=True)
+    call = both.make()
+    with rc.watch_solves() as reports:
+        call()
+    forward, backward = (report.iterations for report in reports)
+    price = stepped(forward + backward + 3)
+    assert both.flops == price.total + 2 * price.forward["read"]
+
+
+def test_nothing_is_faster_than_the_ceiling() -> None:
+    """A share above 1 counts operations that nobody made."""
+    shape = Shape(T=1024, H=2)
+    names = ("gated_delta_net", "rls", "mesa_net")
+    cases = [recall_case(name, name, shape) for name in names]
+    cases += [recall_case(name, f"{name}, fwd+bwd", shape, backward=True) for name in names]
+    result = run(cases, baseline="rls", rounds=3, warmup=1, device="cpu")
+    assert {t.name: t.share for t in result.timings if not 0 < (t.share or 0) <= 1} == {}
+
+
+def test_no_result_that_is_kept_is_above_the_ceiling() -> None:
+    kept = sorted((Path(__file__).parents[2] / "results" / "bench").glob("*.json"))
+    assert kept
+    for path in kept:
+        for timing in json.loads(path.read_text(encoding="utf-8")).get("timings", []):
+            assert (timing["share"] or 0) <= 1, f"{path.name}: {timing['name']}"
 
 
 def test_the_trade_off(tmp_path: Path) -> None:

@@ -119,6 +119,29 @@ def test_saved_and_loaded_is_the_same_bit_by_bit(name: str, tmp_path: Path) -> N
     assert torch.equal(base(ids).last_hidden_state, net.model(ids).last_hidden_state)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "heads"), [(768, 12), (384, 12), (512, 8), (1024, 16), (1000, 10), (130, 2), (16, 1)]
+)
+def test_heads_that_nobody_names_divide_the_width(hidden: int, heads: int, tmp_path: Path) -> None:
+    config = RecollectConfig.from_recipes("gla", hidden_size=hidden)
+    assert config.num_attention_heads == config.num_key_value_heads == heads
+    assert hidden % heads == 0 and hidden // heads >= min(hidden, 32)
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["num_attention_heads"] == heads
+    assert RecollectConfig.from_pretrained(tmp_path) == config
+
+
+def test_heads_that_are_named_stay() -> None:
+    config = RecollectConfig.from_recipes("gla", hidden_size=512, num_attention_heads=4)
+    assert RecollectConfig.from_dict(config.to_dict()).num_attention_heads == 4
+    # A file that leaves them out means what it always did, where that was a model.
+    assert RecollectConfig.from_dict({"hidden_size": 96}).num_attention_heads == 12
+    given = RecollectConfig.from_dict({"hidden_size": 512, "head_dim": 32})
+    assert given.num_attention_heads == 12
+    with pytest.raises(rc.RecipeError, match=r"num_attention_heads=.* whole number from 1"):
+        RecollectConfig(num_attention_heads=0)
+
+
 def test_config_holds_recipes_in_full(tmp_path: Path) -> None:
     made = config(["gla", "softmax_attention"], num_hidden_layers=3)
     made.save_pretrained(tmp_path)

@@ -19,6 +19,7 @@ __all__ = ["OVERSHOOT", "Diagnosis", "Fault", "short"]
 
 OVERSHOOT = 2.0
 GROWS = 100.0  # times its start: a norm that is on its way out of every range
+FADES = 0.05  # of its largest: what was held is all but forgotten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,16 +111,21 @@ class Diagnosis:
             elif len(steps) and steps.abs().max() < 1e-3:
                 findings.append(f"head {head}: next to nothing is written: larger steps")
             for name, norm in {**self.memory, **self.slots}.items():
-                ends = norm[norm[:, head].isfinite(), head]
-                if len(ends) > 1 and ends[-1] > GROWS * ends[0].clamp_min(1.0):
+                there = norm[:, head].isfinite()
+                ends, places = norm[there, head], self.places[there]
+                if len(ends) < 2:
+                    continue
+                if ends[-1] > GROWS * ends[0].clamp_min(1.0):
                     findings.append(
                         f"head {head}: the norm of {name} grows from {short(ends[0].item())} to "
                         f"{short(ends[-1].item())}: faster decays, or a retention that bounds it"
                     )
-                elif len(ends) > 1 and ends[-1] < 1e-2 * ends[0]:
+                elif name in self.memory and ends[-1] < FADES * ends.max():
+                    top = int(ends.argmax())
                     findings.append(
-                        f"head {head}: the norm of {name} fades from {short(ends[0].item())} to "
-                        f"{short(ends[-1].item())}: slower decays, or larger steps"
+                        f"head {head}: the norm of {name} fades from {short(ends[top].item())} to "
+                        f"{short(ends[-1].item())} within {places[-1] - places[top]} tokens: "
+                        "slower decays, or larger steps"
                     )
         for name, share in self.saturated.items():
             for head in (share > 0.5).nonzero().flatten().tolist():

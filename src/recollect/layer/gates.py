@@ -344,7 +344,9 @@ class GateProjection(nn.Module):
             z = None if self.bias is None else self.bias.to(work)
             if self.weight is not None:
                 h = x if self.down is None else functional.linear(x, self.down)
-                moved = functional.linear(h, self.weight).to(work).unflatten(-1, self.shape)
+                moved = functional.linear(h, self.weight).to(work)
+                if len(self.shape) > 1:
+                    moved = moved.unflatten(-1, self.shape)
                 z = moved if z is None else moved + z
             assert z is not None
             value = self.squash(z)

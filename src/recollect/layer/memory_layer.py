@@ -272,7 +272,7 @@ class MemoryLayer(nn.Module):
             u, tail = self.conv(u, tail, lengths=lengths, borders=borders)
         if options.conv_activation == "silu":
             u = functional.silu(u)
-        qk, v = u.split([self.sizes[0] + self.sizes[1], self.sizes[2]], dim=-1)
+        qk, v = u.split_with_sizes([self.sizes[0] + self.sizes[1], self.sizes[2]], dim=-1)
         lead = (self.kv_heads, n) if n > 1 else (self.kv_heads,)
         v = v.unflatten(-1, (*lead, self.value_dim))
         values = self._values(x, seen)

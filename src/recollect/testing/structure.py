@@ -16,6 +16,7 @@ from torch import Tensor
 
 from recollect.choices.algorithm.base import Algorithm, Step
 from recollect.choices.bias.base import Bias
+from recollect.choices.bias.per_association import sample_numbers
 from recollect.choices.context.base import Context
 from recollect.choices.features.base import Features, Kernel
 from recollect.choices.member import Member
@@ -52,26 +53,12 @@ def check_structure(made: Member) -> None:
 # -- bias --------------------------------------------------------------------------------------
 
 
-def _numbers(made: Member, count: int, V: int, seed: int) -> dict[str, Tensor]:
-    """A bias's numbers as they arrive: with a trailing axis of 1, or V."""
-    g = torch.Generator().manual_seed(seed)
-    found = {
-        name: torch.full((count, 1), value, dtype=torch.float64)
-        for name, value in made.constants().items()
-    }
-    for item in (*made.gates(), *made.params()):
-        u = torch.rand(count, V if item.axes else 1, generator=g, dtype=torch.float64)
-        log = item.name in made.logs()
-        found[f"log_{item.name}" if log else item.name] = 0.1 + (item.range.low or 0.0) + u
-    return found
-
-
 def check_bias_gradients(bias: Bias) -> None:
     """`error` is autograd's gradient of `loss`, and both are the central finite difference."""
     count, V, h = 40, 3, 1e-6
-    p, v, gates = normal(count, V, seed=1), normal(count, V, seed=2), _numbers(bias, count, V, 3)
+    p, v = normal(count, V, seed=1), normal(count, V, seed=2)
+    gates = sample_numbers(bias, (count,), V, 3)
     found = bias.error(p, v, gates)
-    require(found.shape == p.shape, f"{bias.title}: error has another shape than the prediction")
     if not bias.states_loss:
         require(torch.isfinite(found).all(), f"{bias.title}: error is not finite")
         return
@@ -91,7 +78,7 @@ def check_bias_gradients(bias: Bias) -> None:
 
 def check_affinity(bias: Bias) -> None:
     """``affine`` and ``separable`` are true of `error`."""
-    p, v, gates = normal(20, 3, seed=1), normal(20, 3, seed=2), _numbers(bias, 20, 3, 3)
+    p, v, gates = normal(20, 3, seed=1), normal(20, 3, seed=2), sample_numbers(bias, (20,), 3, 3)
     found = bias.error(p, v, gates)
     if bias.affine is not None:
         a, b = bias.affine
@@ -114,7 +101,7 @@ def check_affinity(bias: Bias) -> None:
 
 def check_perfect_prediction(bias: Bias) -> None:
     """e = 0: the error is finite, and so is its outer gradient."""
-    v, gates = normal(4, 3, seed=2), _numbers(bias, 4, 3, 3)
+    v, gates = normal(4, 3, seed=2), sample_numbers(bias, (4,), 3, 3)
     point = v.clone().requires_grad_()
     found = bias.error(point, v, gates)
     where = "where the prediction is the value"

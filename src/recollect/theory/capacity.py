@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
+from recollect.recipe.argument import takes_recipe
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
 from recollect.theory.given import lifted, write
@@ -61,6 +62,7 @@ class Capacity:
     why: str
 
 
+@takes_recipe
 def capacity_bound(recipe: Recipe, K: int, V: int) -> Capacity:
     """How many pairs fitting weights can store, by counting.
 
@@ -88,6 +90,7 @@ def capacity_bound(recipe: Recipe, K: int, V: int) -> Capacity:
     return Capacity(pairs=weights // V, exact=False, why=f"{weights} weights for {V} numbers each")
 
 
+@takes_recipe
 def feature_rank(recipe: Recipe, K: int, *, unit: bool = False, seed: int = 0) -> int:
     """How many of a recipe's features are independent on random keys: the pairs it stores exactly.
 
@@ -132,6 +135,7 @@ def _pairs(count: int, K: int, V: int, seed: int, *, unit: bool) -> tuple[Tensor
     return k / (k.norm(dim=-1, keepdim=True) if unit else K**0.5), v / V**0.5
 
 
+@takes_recipe
 def fit_error(
     recipe: Recipe, count: int, *, K: int, V: int, seed: int = 0, unit: bool = False
 ) -> float:
@@ -233,6 +237,7 @@ def _marquardt(predict: Callable[[Tensor], Tensor], flat: Tensor, v: Tensor) -> 
     return flat
 
 
+@takes_recipe
 def stream_error(
     recipe: Recipe,
     count: int,

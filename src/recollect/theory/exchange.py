@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recollect.recall.reading import read
 from recollect.recall.recall import recall
+from recollect.recipe.argument import takes_recipe
 from recollect.recipe.recipe import Recipe
 from recollect.tasks.exchange import Exchange
 
@@ -67,6 +68,7 @@ def exchange_margin(keys: Tensor, dtype: torch.dtype) -> Margin:
     return Margin(spread=float(gram.abs().max()), arithmetic=2 * ((1 + u) ** (d + 4) - 1))
 
 
+@takes_recipe
 def wrong_answers(recipe: Recipe, stream: Exchange, *, method: str = "auto") -> tuple[int, int]:
     """How many answers of a recipe are wrong, along the way and about every key at the end.
 

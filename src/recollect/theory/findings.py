@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from recollect.choices.member import RecipeError
+from recollect.recipe.argument import takes_recipe
 from recollect.recipe.recipe import Recipe
 from recollect.theory.capacity import capacity_bound
 from recollect.theory.snr import inverse_snr, needed_size, recipe_kernel
@@ -15,6 +16,7 @@ __all__ = ["findings"]
 _LEVEL = 0.01  # of noise over signal
 
 
+@takes_recipe
 def findings(recipe: Recipe, K: int, V: int) -> tuple[str, ...]:
     """Statements about a recipe with keys of size K and values of size V, with their sources.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from recollect.choices.member import RecipeError
 from recollect.recall.recall import recall
+from recollect.recipe.argument import takes_recipe
 from recollect.recipe.recipe import Recipe
 from recollect.typing import Gates
 
@@ -46,6 +47,7 @@ def best_memory(w_k: Tensor, w_v: Tensor, second_moment: Tensor) -> Tensor:
     return torch.linalg.solve(own, cross.mT).mT
 
 
+@takes_recipe
 def approach(
     recipe: Recipe,
     x: Tensor,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from recollect.choices.member import RecipeError
 from recollect.recall.recall import recall
+from recollect.recipe.argument import takes_recipe
 from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
 from recollect.typing import Gates, Params
@@ -57,6 +58,7 @@ class GeneralForm:
         return S.square().sum() / 2 - kept / 2 - (self.C * S).sum()
 
 
+@takes_recipe
 def general_form(
     recipe: Recipe,
     k: Tensor,

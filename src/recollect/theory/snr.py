@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
+from recollect.recipe.argument import takes_recipe
 from recollect.recipe.recipe import Recipe
 from recollect.theory.given import lifted, write
 
@@ -230,6 +231,7 @@ def kernel_inverse_snr(
     )
 
 
+@takes_recipe
 def measured_inverse_snr(
     recipe: Recipe,
     *,
@@ -291,6 +293,7 @@ def measured_inverse_snr(
     )
 
 
+@takes_recipe
 def recipe_kernel(recipe: Recipe, K: int) -> tuple[KernelName, float | None] | None:
     """Which closed form holds for a recipe with keys of size K ≥ 2, with its temperature.
 

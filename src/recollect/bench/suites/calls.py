@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.bench.results import Case
+from recollect.choices.algorithm.closed_form import Preconditioned
 from recollect.cost import cost
 from recollect.engines.common.problem import Problem
 from recollect.engines.kernel import local_regression
+from recollect.engines.least_squares.conjugate_gradient import watch_solves
 from recollect.recall.recall import recall
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
@@ -104,9 +106,32 @@ def recall_case(name: str, label: str, shape: Shape, *, backward: bool = False) 
         return _stepper(forward, [q, k, v, *gates.values()]) if backward else forward
 
     price = cost(recipe, B=shape.B, H=shape.H, T=shape.T, K=shape.K, V=shape.V)
-    flops = price.training if backward else price.total
+    inverse = recipe.algorithm.inverse
+    iterates = inverse is not None and inverse.kind == "exact" and not inverse.recurs
+    if price.engine == "least_squares" and iterates:
+        flops = _solved_flops(recipe, shape, make, backward=backward)
+    else:
+        flops = price.training if backward else price.total
     moved = None if backward else float(price.moved)
     return Case(name=label, make=make, flops=float(flops), bytes=moved)
+
+
+def _solved_flops(
+    recipe: Recipe, shape: Shape, make: Callable[[], Callable[[], object]], *, backward: bool
+) -> int:
+    """FLOPs of a call whose solver stops by itself, from the steps that it takes on these inputs.
+
+    The backward pass solves once more, and differentiates one product with the systems: as much
+    work as three.
+    """
+    call = make()
+    # On a GPU too, the backward pass must report to this thread.
+    with watch_solves() as reports, torch.autograd.set_multithreading_enabled(False):
+        call()
+    steps = sum(report.iterations for report in reports) + 3 * backward
+    stepped = recipe.but(algorithm=Preconditioned(steps=steps))
+    price = cost(stepped, B=shape.B, H=shape.H, T=shape.T, K=shape.K, V=shape.V)
+    return price.total + 2 * backward * price.forward["read"]
 
 
 def sdpa_case(label: str, shape: Shape, *, backward: bool = False) -> Case:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from recollect.choices.bias.per_association import check_returns
 from recollect.choices.equation_terms import Term, Terms, render_sum
 from recollect.choices.features.base import Kernel
 from recollect.choices.fields import Gate, Param, integer, option, quantity, slot
@@ -194,6 +195,13 @@ class Bias(Member):
     def separable(self) -> bool:
         """Whether each value channel's error depends on that channel alone (affine ones do)."""
         return self.affine is not None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own = (("loss", type(self).loss, Bias.loss), ("error", type(self).error, Bias.error))
+        wrong = check_returns(self, tuple(name for name, stated, base in own if stated is not base))
+        if wrong is not None:
+            raise RecipeError(wrong)
 
     def validate(self) -> None:
         if type(self).loss is Bias.loss and type(self).error is Bias.error:

@@ -33,7 +33,8 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         heads, V, per = s.H * V, 1, "key" if per in ("key_value", "entry") else "head"
     T, c = s.T * s.n, s.c
     probe = recipe.bias.probe is not None
-    token = _token(F, V, c, s.G, sees=sees, probe=probe) * heads
+    apart = sees and algorithm.momentum_of == "value"
+    token = _token(F, V, c, s.G, sees=sees, probe=probe, apart=apart) * heads
     if moving and per != "head":
         notes.append("decay per channel with momentum runs token by token")
         return {"tokens": token * s.T}, token, T, tuple(notes)
@@ -73,11 +74,14 @@ def _scan(recipe: Recipe, s: Sizes) -> Counted:
     return {"read": token * s.T + first}, token + first, groups, notes
 
 
-def _token(F: int, V: int, c: int, G: int, *, sees: bool, probe: bool) -> int:
-    """One token of one head: write, predict and erase (c associations each), read."""
+def _token(F: int, V: int, c: int, G: int, *, sees: bool, probe: bool, apart: bool) -> int:
+    """One token of one head: predict, write the error (c associations each), read.
+
+    A probe erases in a direction of its own, and momentum of values moves what is written alone.
+    """
     if probe:
         return 2 * F * V * (3 + G)
-    return 2 * F * V * ((3 if sees else 1) * c + G)
+    return 2 * F * V * ((1 + sees + apart) * c + G)
 
 
 def simple_chunk_flops(

@@ -21,8 +21,11 @@ __all__ = ["SCHEMA", "Named", "RecollectConfig", "resolved"]
 
 SCHEMA = 1
 
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-_OPTIONAL = ("num_key_value_heads", "head_dim", "value_dim", "intermediate_size")
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
+_OPTIONAL = (
+    *("num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "value_dim", "intermediate_size"),
+)
 _LARGEST, _DEEPEST = 2**31 - 1, 10_000  # a mistake is told from a wish before it takes all memory
 _REAL = ("float32", "bfloat16", "float16", "float64")
 
@@ -47,7 +50,8 @@ class RecollectConfig(PretrainedConfig):
 
     Args:
         vocab_size, hidden_size, num_hidden_layers: of the backbone.
-        num_attention_heads: query heads.
+        num_attention_heads: query heads. When omitted: 12 where they divide hidden_size or head_dim
+            is given, else the most of at least 64 channels that divide it (8 for 512).
         num_key_value_heads: memories per layer; the query heads' number when omitted.
         head_dim, value_dim: K and V; hidden_size / heads, and K, when omitted.
         intermediate_size: of the SwiGLU MLP; 8/3 · hidden_size when omitted.
@@ -86,7 +90,7 @@ class RecollectConfig(PretrainedConfig):
         vocab_size: int = 32000,
         hidden_size: int = 768,
         num_hidden_layers: int = 12,
-        num_attention_heads: int = 12,
+        num_attention_heads: int | None = None,
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
         value_dim: int | None = None,
@@ -119,7 +123,7 @@ class RecollectConfig(PretrainedConfig):
         super().__init__(**kwargs)
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
+        self.num_attention_heads: Any = num_attention_heads
         self.num_key_value_heads: Any = num_key_value_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.intermediate_size: Any = intermediate_size
@@ -136,8 +140,10 @@ class RecollectConfig(PretrainedConfig):
         _check_fields(self)
         self.recipes = dict(self.recipes)
         self.layers = list(self.recipes if layers is None else layers)
+        if num_attention_heads is None:
+            self.num_attention_heads = 12 if head_dim is not None else _heads(hidden_size)
         if num_key_value_heads is None:
-            self.num_key_value_heads = num_attention_heads
+            self.num_key_value_heads = self.num_attention_heads
         if intermediate_size is None:
             self.intermediate_size = mlp_width(hidden_size)
         if initializer_range is None:
@@ -227,6 +233,13 @@ class RecollectConfig(PretrainedConfig):
         return all(getattr(self, name) == getattr(other, name) for name in _arguments())
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _heads(width: int) -> int:
+    """Heads of a configuration that names none."""
+    if width % 12 == 0:
+        return 12
+    return next(n for n in range(max(width // 64, 1), 0, -1) if width % n == 0)
 
 
 def _check_unknown(fields: Mapping[str, Any]) -> None:

@@ -1,0 +1,138 @@
+"""What a loss returns: one number per association, of that association alone, differentiable."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from recollect.choices.fields import Range
+    from recollect.choices.member import Member
+
+__all__ = ["check_returns", "sample_numbers"]
+
+LEADING, V = (2, 3), 4
+ALONE = slice(1, 2), slice(2, 3)
+
+
+def check_returns(bias: Member, own: tuple[str, ...]) -> str | None:
+    """What is wrong with what a bias's `loss` and `error` return, in one sentence.
+
+    They are tried on six associations, once for each different bias. One that raises is not judged:
+    it may be written for other sizes or another device, and its own call will say.
+
+    Args:
+        bias: the bias.
+        own: which of the two it states itself.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        hash(bias)
+    except TypeError:  # a member of one's own
+        find = _refusal.__wrapped__
+    else:
+        find = _refusal
+    try:
+        return find(bias, own)
+    except RuntimeError:  # in a transform of torch.func, or a mode without numbers: not now
+        return None
+
+
+@lru_cache(maxsize=512)
+def _refusal(bias: Member, own: tuple[str, ...]) -> str | None:
+    # As outside of whatever the recipe is made in: inference mode, a device context, autocast.
+    with (
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    ):
+        dtype = torch.get_default_dtype()
+        g = torch.Generator().manual_seed(0)
+        p, v = torch.randn(2, *LEADING, V, generator=g, dtype=dtype)
+        if type(p) is not Tensor:
+            raise RuntimeError("no numbers to try it on")
+        numbers = {name: x.to(dtype) for name, x in sample_numbers(bias, LEADING, V).items()}
+        for name in own:
+            wrong = _wrong(getattr(bias, name), name, (p, v, numbers))
+            if wrong is not None:
+                return f"{bias.title}.{name} {wrong}"
+    return None
+
+
+def _wrong(
+    function: Callable[..., Any], name: str, given: tuple[Tensor, Tensor, dict[str, Tensor]]
+) -> str | None:
+    p, v, numbers = given
+    try:
+        inspect.signature(function).bind(p, v, numbers)
+    except TypeError:
+        return f"must take (prediction, value, gates), not {inspect.signature(function)}"
+    p, v = p.clone().requires_grad_(), v.clone().requires_grad_(name == "error")
+    try:
+        found = function(p, v, numbers)
+        cut = {key: x[ALONE] for key, x in numbers.items()}
+        alone = function(p[ALONE], v[ALONE], cut)
+    except Exception:
+        return None
+    one, axes, how = {
+        "loss": ("one number per association", "[...]", "sum over the last axis alone, .sum(-1)"),
+        "error": ("one slope per value channel", "[..., V]", "take no sum or mean"),
+    }[name]
+    wanted = f"return {one}, a tensor {axes} of predictions [..., V]"
+    if not isinstance(found, Tensor):
+        return f"must {wanted}, not {type(found).__name__}"
+    shape = p.shape if name == "error" else p.shape[:-1]
+    if found.shape != shape:
+        return f"must {wanted}: of {tuple(p.shape)} it made {tuple(found.shape)}; {how}"
+    if not found.requires_grad:
+        return (
+            "carries no gradient: write it in operations that autograd follows from the "
+            "prediction to what it returns, without detach, item or no_grad"
+        )
+    tolerance = math.sqrt(torch.finfo(p.dtype).eps)
+    if not torch.allclose(found[ALONE], alone, tolerance, tolerance, equal_nan=True):
+        return (
+            "gives an association another number alone than beside others: "
+            f"{wanted}, each of its own prediction and value only"
+        )
+    return None
+
+
+def sample_numbers(
+    bias: Member, leading: tuple[int, ...], V: int, seed: int = 0
+) -> dict[str, Tensor]:
+    """A bias's numbers as they arrive, inside their ranges: ``[*leading, 1 or V]`` by name.
+
+    Args:
+        bias: whose numbers.
+        leading: axes of the associations.
+        V: value channels.
+        seed: of the draw.
+    """
+    g = torch.Generator().manual_seed(seed)
+    found = {
+        name: torch.full((*leading, 1), value, dtype=torch.float64)
+        for name, value in bias.constants().items()
+    }
+    for item in (*bias.gates(), *bias.params()):
+        start = item.init[0] if isinstance(item.init, tuple) else item.init
+        u = torch.rand(*leading, V if item.axes else 1, generator=g, dtype=torch.float64)
+        log = item.name in bias.logs()
+        value = start + u * (_inside(item.range, start) - start)
+        found[f"log_{item.name}" if log else item.name] = value.log() if log else value
+    return found
+
+
+def _inside(span: Range, start: float) -> float:
+    """Another number of an interval: up to one beyond ``start``, or halfway to the border."""
+    if span.high is None or span.high > start:
+        return start + (1.0 if span.high is None else min(1.0, (span.high - start) / 2))
+    return start - (1.0 if span.low is None else min(1.0, (start - span.low) / 2))

@@ -1,0 +1,252 @@
+"""Every block of README and the documentation runs, as it is printed and in the order of its page.
+
+The python blocks of a page share their names, as somebody's who pastes one after the other. Console
+blocks run where they name ``recollect``; what they name of make and pip must exist. TOML blocks are
+written under the name that the page gives them. Each page starts in an empty folder with what it
+takes as given (`_given`): a saved model, texts. What would train for minutes runs at another size
+(`SMOKE`), everything else word for word; what takes seconds even so is slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import recollect as rc
+from recollect.choices import member
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner
+
+from recollect.cli import build
+
+ROOT = Path(__file__).parents[1]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+RUN = ("python", "pycon", "console", "toml")
+PAGES = [
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
+    if any(kind in RUN for kind, _ in FENCE.findall(path.read_text(encoding="utf-8")))
+]
+SLOW_PAGES = ("docs/reproduce.md", "docs/training.md")
+SLOW_COMMANDS = ("recollect compare",)
+
+TOML_NAMES = {"docs/training.md": "CONFIG.toml", "docs/explain.md": "mine.toml"}
+SMOKE = {
+    "--models NAME --parameters 3000000 --tokens 1000000": (
+        "--models gla --parameters 3000000 --tokens 2048"
+    ),
+    "--parameters 3000000 --tokens 1000000 --rows": (
+        "--parameters 3000000 --tokens 2048 --length 64 --rows"
+    ),
+    "parameters = 3_000_000": "parameters = 100_000\nwidth = 64\ndepth = 2\nheads = 2",
+    "context = 512": "context = 64",
+    "tokens = 1_000_000": "tokens = 512",
+    "recollect reproduce ttr-fig2 ": "recollect reproduce ttr-fig2 --scale smoke",
+    "recollect reproduce --all --jobs 2": "recollect reproduce --all --scale smoke --jobs 2",
+}
+
+
+def _blocks(page: str) -> list[tuple[str, str, str]]:
+    """Kind, text, and what stands between the block before and this one."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found, last = [], 0
+    for match in FENCE.finditer(text):
+        found.append((match[1], match[2], text[last : match.start()]))
+        last = match.end()
+    return found
+
+
+def _commands(block: str) -> Iterator[str]:
+    for line in block.replace("\\\n", " ").splitlines():
+        yield " ".join(line.removeprefix("$ ").split())
+
+
+def _smoke(text: str) -> str:
+    for printed, instead in SMOKE.items():
+        text = text.replace(printed, instead)
+    return text
+
+
+def _given(page: str) -> None:
+    """What a page takes as given, in the current folder."""
+    if page == "docs/language-models.md":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from recollect.lm.data.tokenizers import byte_tokenizer
+
+        config = rc.lm.RecollectConfig.from_recipes(
+            "gla", vocab_size=257, hidden_size=16, num_hidden_layers=1, eos_token_id=256
+        )
+        rc.lm.RecollectForCausalLM(config).save_pretrained("runs/mine/model")
+        byte_tokenizer().save_pretrained("runs/mine/model")
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=64,
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+            )
+        ).save_pretrained("a/llama")
+    if page == "docs/training.md":
+        Path("corpus").mkdir()
+        Path("corpus/a.jsonl").write_text('{"text": "the memory reads at the query"}\n' * 80)
+        Path("heldout.txt").write_text("the memory writes at the key. " * 20)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In an empty folder, without a hub, and with the members of nobody else's page."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = dict(member._REGISTRY)
+    for name in [name for name, cls in before.items() if not _ours(cls)]:
+        del member._REGISTRY[name]
+    yield
+    member._REGISTRY.clear()
+    member._REGISTRY.update(before)
+
+
+def _ours(cls: type[Any]) -> bool:
+    return cls.__module__.startswith("recollect.")
+
+
+def _python(page: str, block: str, module: types.ModuleType) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(block, page, "exec", dont_inherit=True), vars(module))
+    return said.getvalue()
+
+
+def _console(page: str, block: str, slow: bool) -> None:
+    for command in _commands(block):
+        if not command.startswith("recollect ") or (command.startswith(SLOW_COMMANDS) and not slow):
+            continue
+        found = CliRunner().invoke(build(), shlex.split(_smoke(command), comments=True)[1:])
+        assert found.exit_code == 0, f"{page}: {command}\n{found.output}\n{found.exception!r}"
+
+
+def _module(page: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType("somebodys_" + re.sub(r"\W", "_", page))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def _page(page: str, monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
+    module = _module(page, monkeypatch)
+    _given(page)
+    printed = ""
+    for kind, block, between in _blocks(page):
+        if kind == "python":
+            printed = _python(page, _smoke(block), module)
+        elif kind == "pycon":
+            code, said = block.removeprefix(">>> ").split("\n", 1)
+            name, _, sentence = " ".join(said.split()).partition(": ")
+            with pytest.raises(rc.RecipeError, match=re.escape(sentence)) as refused:
+                exec(code, vars(module))
+            assert name == type(refused.value).__name__
+        elif kind == "toml":
+            tomllib.loads(block)
+            Path(TOML_NAMES[page]).write_text(_smoke(block), encoding="utf-8")
+        elif kind == "console":
+            _console(page, block, slow)
+        elif kind == "text" and (not between.strip() or page == "README.md"):
+            # All of what the block above prints, or its first lines.
+            lines = printed.splitlines()
+            assert [line for line in block.splitlines() if line not in lines] == []
+    for test in [value for name, value in vars(module).items() if name.startswith("test_")]:
+        test()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in SLOW_PAGES])
+def test_a_page_runs_as_it_is_printed(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _page(page, monkeypatch, slow=False)
+
+
+def test_the_first_lines_on_language_models_register_them() -> None:
+    """In a process of its own, where nothing else has imported `recollect.lm`."""
+    page = "docs/language-models.md"
+    _given(page)
+    first = next(block for kind, block, _ in _blocks(page) if kind == "python")
+    command = [sys.executable, "-c", first]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", SLOW_PAGES)
+def test_a_page_that_trains_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _page(page, monkeypatch, slow=True)
+
+
+@pytest.mark.slow
+def test_the_comparison_of_the_readme_runs() -> None:
+    for kind, block, _ in _blocks("README.md"):
+        if kind == "console":
+            _console("README.md", block, slow=True)
+
+
+def test_what_pages_name_of_make_and_pip_is_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for page in PAGES:
+        for kind, block, _ in _blocks(page):
+            for command in _commands(block) if kind == "console" else ():
+                word, *rest = shlex.split(command, comments=True)
+                assert word in ("recollect", "make", "pip", ".venv/bin/pre-commit"), command
+                if word == "make":
+                    assert rest[0] in targets, command
+                for extras in re.findall(r"\.\[(.*?)\]", command):
+                    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+
+
+def test_every_smoke_size_stands_for_something_printed() -> None:
+    printed = "\n".join(
+        "\n".join(_commands(block)) if kind == "console" else block
+        for page in PAGES
+        for kind, block, _ in _blocks(page)
+    )
+    for text in SMOKE:
+        assert text in printed
+
+
+def test_the_readme_counts_the_zoo() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    presets = [rc.zoo.get(name) for name in rc.zoo.names()]
+    systems = len({preset.row for preset in presets})
+    assert f"the {systems} systems" in text
+    assert f"in {len(presets)} presets" in text
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_the_loss_on_the_page_stays_finite(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = (text for _, text, _ in _blocks(page) if "class LogCosh" in text)
+    module = _module(page, monkeypatch)
+    _python(page, block, module)
+    bias = vars(module)["LogCosh"](scale=1.0)
+    for size in (1e-3, 1.0, 1e3):
+        q, k, v = (size * torch.randn(3, 1, 4, 1, 4)).unbind()
+        v.requires_grad_()
+        y, _ = rc.recall(rc.Recipe(bias=bias), q, k / size, v, {"lr": torch.full((1, 4, 1), 0.1)})
+        (slope,) = torch.autograd.grad(y.sum(), v)
+        assert torch.isfinite(y).all() and torch.isfinite(slope).all()
+    e = torch.tensor([[-2.0, 0.0, 0.3]], dtype=torch.float64)
+    numbers = {"scale": torch.ones(1, 1, dtype=torch.float64)}
+    expected = torch.cosh(e).log().sum(-1)
+    torch.testing.assert_close(bias.loss(e, torch.zeros_like(e), numbers), expected)
