@@ -94,7 +94,7 @@ def without_numbers(text: str) -> list[str]:
 def test_gated_delta_net() -> None:
     found = str(explain("gated_delta_net"))
     assert re.search(
-        r"\ncost     \S+ kFLOP per token and head, 32.8 kFLOP to decode one, at", found
+        r"\ncost     \S+ kFLOP per token and head, 24.6 kFLOP to decode one, at", found
     )
     assert without_numbers(found) == [
         "gated_delta_net",

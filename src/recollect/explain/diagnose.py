@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,14 +23,12 @@ from recollect.choices.memory.base import Stack
 from recollect.engines.common.problem import resolve, state_dtype
 from recollect.engines.select import select
 from recollect.explain.diagnosis import OVERSHOOT, Diagnosis, Fault, short
+from recollect.layer.gates import GateProjection, Squash
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.recall.reading import read
 from recollect.recall.recall import recall
 from recollect.recipe.sized import sized
 from recollect.state.state import State
-
-if TYPE_CHECKING:
-    from recollect.layer.gates import Squash
 
 __all__ = ["Diagnosis", "Fault", "diagnose"]
 
@@ -300,8 +297,10 @@ class _Examination:
         saturated: dict[str, Tensor] = {}
         own = dict(self.layer.gates.named_children())  # a tie makes others of these
         for name, gate in self.gates.items():
-            squash = getattr(own.get(name), "squash", None)
-            at_end = None if squash is None else self._at_an_end(name, gate.float(), squash)
+            made = own.get(name)
+            if not isinstance(made, GateProjection):
+                continue
+            at_end = self._at_an_end(name, gate.float(), made.squash)
             if at_end is not None:
                 saturated[name] = at_end.float().transpose(0, 2).flatten(1).mean(1).cpu()
         return saturated

@@ -223,19 +223,18 @@ def explain(recipe: Recipe | str | _Preset, *, method: str = "auto") -> Explanat
 
 
 def _resolve(recipe: object) -> tuple[str, LayerOptions | None, Recipe]:
-    if isinstance(recipe, str):
-        from recollect import zoo
+    from recollect.zoo.preset import Preset, get
 
-        recipe = zoo.get(recipe)
     if isinstance(recipe, Recipe):
         return _typed(recipe), None, recipe
-    name, preset_recipe = getattr(recipe, "name", None), getattr(recipe, "recipe", None)
-    if not isinstance(name, str) or not isinstance(preset_recipe, Recipe):
-        raise RecipeError(
-            "explain takes a Recipe, the name of an architecture or a preset, not "
-            f"{type(recipe).__name__}"
-        )
-    return name, getattr(recipe, "options", None), preset_recipe
+    if isinstance(recipe, str):
+        recipe = get(recipe)
+    if isinstance(recipe, Preset):
+        return recipe.name, recipe.options, recipe.recipe
+    raise RecipeError(
+        "explain takes a Recipe, the name of an architecture or a preset, not "
+        f"{type(recipe).__name__}"
+    )
 
 
 def _typed(recipe: Recipe) -> str:

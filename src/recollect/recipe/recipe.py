@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +27,7 @@ from recollect.choices.memory.base import Memory, Stack
 from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Keep, Retention
 from recollect.recipe.rewrites import REWRITES
-from recollect.recipe.rules import joint_rules
+from recollect.recipe.rules import joint_rules, name_rules
 
 if TYPE_CHECKING:
     once_made = property  # which is what a protocol asks for
@@ -38,19 +37,6 @@ else:
 __all__ = ["SCHEMA", "Recipe", "RecipeError"]
 
 SCHEMA = 1
-_READ_FROM = {
-    "lr": "algorithm",
-    "momentum": "algorithm",
-    "offset": "algorithm",
-    "ridge": "algorithm",
-    "window": "context",
-    "weight": "context",
-    "decay": "retention",
-    "decay_value": "retention",
-    "decay_scale": "retention",
-}
-"""The choice whose member engines mean by a name."""
-
 CHOICES = ("memory", "features", "bias", "context", "retention", "algorithm")
 
 
@@ -116,43 +102,7 @@ class Recipe:
         for part in self.members():
             yield from part.requires(self)
         yield from joint_rules(self)
-        yield from self._shared_names()
-
-    def _shared_names(self) -> Iterator[str]:
-        """Engines know numbers by name alone, however they are given: a name has one owner."""
-        owners_of: dict[str, list[Member]] = {}
-        for part in self.members():
-            declared = {
-                item.name for item in (*part.gates(), *part.params())
-            } | part.constants().keys()
-            for name in sorted({name.removeprefix("log_") for name in declared}):
-                owners_of.setdefault(name, []).append(part)
-        for name, choice in _READ_FROM.items():
-            if name == "weight" and self.context.horizon is not None:
-                continue  # nobody reads it
-            owners = owners_of.get(name, [])
-            own = (choice, "context") if name == "decay" else (choice,)
-            if len(owners) == 1 and owners[0].choice not in own:
-                yield (
-                    f"the number {name!r} is read from the {choice}, and {owners[0].title} "
-                    "declares one that means something else: give its quantity another name"
-                )
-        for name, owners in owners_of.items():
-            if len(owners) > 1:
-                titles = [part.title for part in owners]
-                yield (
-                    f"the number {name!r} belongs to {' and '.join(titles)}: drop one of them, or "
-                    "give its quantity another name"
-                )
-        for what, declared in (("gate", self.gates()), ("param", self.params())):
-            counts = Counter(item.name for item in declared)
-            for name, count in counts.items():
-                if count > 1:
-                    owners = " and ".join(item.owner for item in declared if item.name == name)
-                    yield (
-                        f"the {what} {name!r} is asked for by {owners}: give one of them a "
-                        "constant or drop it"
-                    )
+        yield from name_rules(self.members(), past=self.context.horizon is None)
 
     def members(self) -> tuple[Member, ...]:
         """The six members in order."""

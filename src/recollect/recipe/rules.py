@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from recollect.choices.features.finite import Identity
+from recollect.choices.member import Member
 from recollect.choices.memory.base import Read, Stack
 
 if TYPE_CHECKING:
     from recollect.choices.questions import RecipeLike
+
+_READ_FROM = {
+    "lr": "algorithm",
+    "momentum": "algorithm",
+    "offset": "algorithm",
+    "ridge": "algorithm",
+    "window": "context",
+    "weight": "context",
+    "decay": "retention",
+    "decay_value": "retention",
+    "decay_scale": "retention",
+}
+"""The choice whose member engines mean by a name."""
 
 
 def joint_rules(recipe: RecipeLike) -> Iterator[str]:
@@ -166,3 +181,44 @@ def _read_rules(recipe: RecipeLike) -> Iterator[str]:
             f"memory.Read(when={read.when!r}, bonus=...) speaks of the current token's write: use "
             f"batch=1 and steps=1 in {algorithm.title}"
         )
+
+
+def name_rules(members: Sequence[Member], *, past: bool) -> Iterator[str]:
+    """Engines know numbers by name alone, however they are given: a name has one owner.
+
+    Args:
+        members: of the recipe.
+        past: whether all of the past counts, weighed by the context's number ``"weight"``.
+    """
+    owners_of: dict[str, list[Member]] = {}
+    for part in members:
+        declared = {item.name for item in (*part.gates(), *part.params())} | part.constants().keys()
+        for name in sorted({name.removeprefix("log_") for name in declared}):
+            owners_of.setdefault(name, []).append(part)
+    for name, choice in _READ_FROM.items():
+        if name == "weight" and not past:
+            continue  # nobody reads it
+        owners = owners_of.get(name, [])
+        own = (choice, "context") if name == "decay" else (choice,)
+        if len(owners) == 1 and owners[0].choice not in own:
+            yield (
+                f"the number {name!r} is read from the {choice}, and {owners[0].title} declares "
+                "one that means something else: give its quantity another name"
+            )
+    for name, owners in owners_of.items():
+        if len(owners) > 1:
+            titles = [part.title for part in owners]
+            yield (
+                f"the number {name!r} belongs to {' and '.join(titles)}: drop one of them, or give "
+                "its quantity another name"
+            )
+    gates = [gate for part in members for gate in part.gates()]
+    params = [param for part in members for param in part.params()]
+    for what, items in (("gate", gates), ("param", params)):
+        for name, count in Counter(item.name for item in items).items():
+            if count > 1:
+                owners = " and ".join(item.owner for item in items if item.name == name)
+                yield (
+                    f"the {what} {name!r} is asked for by {owners}: give one of them a constant or "
+                    "drop it"
+                )
