@@ -8,7 +8,7 @@ from recollect.choices.member import RecipeError
 from recollect.layer.options import LayerOptions
 from recollect.layer.state import LayerState
 from recollect.layer.ties import check_ties
-from recollect.recall.checks import check_mask
+from recollect.recall.arguments import check_borders, check_mask
 from recollect.recipe.recipe import Recipe
 from recollect.wording import word_for
 
@@ -20,6 +20,7 @@ def check_sizes(
     heads: int,
     kv_heads: int | None,
     head_dim: int | None,
+    value_dim: int | None,
     recipe: Recipe,
     options: LayerOptions,
 ) -> None:
@@ -28,6 +29,10 @@ def check_sizes(
         raise RecipeError(f"MemoryLayer needs an rc.Recipe, not {recipe!r}")
     if not isinstance(options, LayerOptions):
         raise RecipeError(f"MemoryLayer needs rc.LayerOptions, not {options!r}")
+    sizes = {"d_model": d_model, "heads": heads, "kv_heads": kv_heads}
+    for name, size in {**sizes, "head_dim": head_dim, "value_dim": value_dim}.items():
+        if size is not None and not (type(size) is int and size >= 1):
+            raise RecipeError(f"{word_for(name)} must be a whole number >= 1, not {size!r}")
     free = word_for("head_dim")
     check_heads(d_model, heads, divide=head_dim is None, instead=free and f", or give {free}")
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
@@ -96,8 +101,8 @@ def check_tokens(x: Tensor, mask: Tensor | None, borders: Tensor | None, *, d_mo
         )
     if mask is not None:
         check_mask(mask, x.shape[0], x.shape[1])
-    if borders is not None and x.shape[0] != 1:
-        raise ValueError(f"cu_seqlens packs documents in one row, so B must be 1, not {x.shape[0]}")
+    if borders is not None:
+        check_borders(borders, x)
 
 
 def check_state(

@@ -99,6 +99,8 @@ class ShortConvolution(nn.Module):
         joined = torch.cat([tail.to(u.dtype), u], dim=1)  # [B, w − 1 + T, D]
         if lengths is None:
             after = joined[:, joined.shape[1] - past :]
+            if u.shape[1] > past:
+                after = after.clone()  # a view would keep the whole call alive
         else:
             index = lengths[:, None] + torch.arange(past, device=u.device)
             after = joined.gather(1, index.unsqueeze(-1).expand(-1, -1, u.shape[2]))

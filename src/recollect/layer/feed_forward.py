@@ -14,7 +14,7 @@ from recollect.layer.checks import check_heads
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
 from recollect.layer.state import LayerState
-from recollect.recall.checks import check_mask
+from recollect.recall.arguments import check_mask
 from recollect.recall.reading import read
 from recollect.recipe.recipe import Recipe
 from recollect.state.state import State

@@ -314,9 +314,13 @@ class GateProjection(nn.Module):
     def start(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """`initial`, kept where it was asked for."""
         place = (device, dtype)
-        if place not in self._starts:
-            self._starts[place] = self.initial().to(device=device, dtype=dtype)
-        return self._starts[place]
+        if place in self._starts:
+            return self._starts[place]
+        with torch.inference_mode(False):  # it will be used outside of the mode too
+            value = self.initial().to(device=device, dtype=dtype)
+        if type(value) is Tensor:  # nothing that only stands for a tensor
+            self._starts[place] = value
+        return value
 
     def _per_head(self, value: Tensor) -> Tensor:
         return value.view(-1, *(1,) * (len(self.shape) - 1)).expand(self.shape).clone()

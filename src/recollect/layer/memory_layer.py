@@ -96,11 +96,11 @@ class MemoryLayer(nn.Module):
     ) -> None:
         super().__init__()
         options = LayerOptions() if options is None else options
-        check_sizes(d_model, heads, kv_heads, head_dim, recipe, options)
+        check_sizes(d_model, heads, kv_heads, head_dim, value_dim, recipe, options)
         self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads or heads
         self.head_dim = head_dim or options.key_dim or d_model // heads
         self.value_dim = value_dim or head_dim or d_model // heads
-        self.recipe, self.options = recipe, options
+        self._recipe, self.options = recipe, options
         self.chunk_size, self.depth = chunk_size, depth
         check_options(recipe, options)
         self.method = method
@@ -185,6 +185,11 @@ class MemoryLayer(nn.Module):
                 recipe=self.recipe,
             )
         return nn.ModuleDict(made)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The regression problem; gates and weights are made for it, so it cannot be changed."""
+        return self._recipe
 
     @property
     def method(self) -> str:

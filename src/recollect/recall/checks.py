@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -14,87 +13,24 @@ from torch import Tensor
 
 from recollect.choices.fields import Gate
 from recollect.choices.member import RecipeError
+from recollect.engines.common.problem import state_dtype
+from recollect.fields import held, whole
+from recollect.recall.arguments import check_borders, check_mask
 from recollect.recall.call import Call
-from recollect.recipe.recipe import Recipe
 from recollect.recipe.sized import SizedNumber, SizedRecipe
 from recollect.state.state import State
-from recollect.typing import Gates, Params
+from recollect.typing import Init, Params
 
 __all__ = [
     "check_call",
-    "check_mask",
     "check_params",
-    "check_recipe",
+    "check_precision",
     "check_state",
-    "check_tensors",
     "check_values",
-    "named",
     "refuse_nan",
     "suspicious",
+    "tensors_of",
 ]
-
-
-def check_tensors(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Shapes, devices and dtypes of q, k and v.
-
-    Args:
-        recipe: which says how many associations a token has.
-        q: queries.
-        k: keys.
-        v: values.
-
-    Raises:
-        ValueError: with names and shapes.
-    """
-    n = recipe.associations
-    keys = "[B, T, H, K]" if n == 1 else f"[B, T, H, {n}, K]"
-    for name, x, want, dims in (
-        ("q", q, "[B, T, H, K]", 4),
-        ("k", k, keys, 4 + (n > 1)),
-        ("v", v, keys.replace("K", "V"), 4 + (n > 1)),
-    ):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a tensor {want}, not {type(x).__name__}")
-        if x.dim() != dims:
-            raise ValueError(f"{name} must have shape {want}, not {list(x.shape)}")
-        if not x.is_floating_point():
-            raise ValueError(f"{name} must be floating point, not {x.dtype}")
-        if x.dtype != q.dtype:
-            raise ValueError(
-                f"q, k and v must share one dtype; {name} is {x.dtype} and q is {q.dtype}: cast "
-                "them"
-            )
-        if x.device != q.device:
-            raise ValueError(
-                f"q, k and v must be on one device; {name} is on {x.device} and q on {q.device}"
-            )
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"k and v must agree in all axes but the last; k is {list(k.shape)} and v "
-            f"{list(v.shape)}"
-        )
-    if n > 1 and k.shape[3] != n:
-        raise ValueError(
-            f"this recipe takes {n} associations per token, so k and v need axis 3 of size {n}, "
-            "not "
-            f"{k.shape[3]}"
-        )
-    if q.shape[:2] != k.shape[:2]:
-        raise ValueError(
-            f"q and k must agree in batch and tokens; q is {list(q.shape)} and k {list(k.shape)}"
-        )
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"queries and keys must have one size K; q has {q.shape[-1]} and k {k.shape[-1]}"
-        )
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"q has {q.shape[2]} heads, which must be a positive multiple of the {k.shape[2]} of "
-            "k and v"
-        )
-    K, V = k.shape[-1], v.shape[-1]
-    if K == 0 or V == 0:
-        raise ValueError(f"keys and values need at least one channel; K = {K} and V = {V}")
 
 
 def check_call(call: Call) -> None:
@@ -114,13 +50,13 @@ def check_call(call: Call) -> None:
         )
     if mask is not None:
         check_mask(mask, call.k.shape[0], call.k.shape[1])
-    rows = call.k.shape[0] if borders is None else _check_borders(borders, call.k)
+    rows = call.k.shape[0] if borders is None else check_borders(borders, call.k)
     if state is not None:
         _check_row_state(state, rows, call)
-    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk_size must be a whole number >= 1, not {chunk!r}")
+    if chunk is not None:
+        held("chunk_size", whole(1), chunk)
     at = call.bound.sized
-    check_gates(at, call.gates, lead=list(call.k.shape[:2]), like=call.q)
+    _check_numbers("gate", at.gates, call.gates, lead=list(call.k.shape[:2]), like=call.q)
     check_params(at, call.params, like=call.q)
     if not call.causal and any(part.horizon is not None for part in at.recipe.context.within):
         raise RecipeError(
@@ -146,36 +82,37 @@ def _check_row_state(state: State, rows: int, call: Call) -> None:
             "state.to(device=...)"
         )
     check_state(at, state)
+    check_precision(state, state_dtype(call.q, call.k, call.v))
 
 
-def check_recipe(recipe: object) -> None:
-    """That a recipe is one.
+def check_precision(state: State, dtype: torch.dtype) -> None:
+    """That no digit of a state is dropped in silence; float64 inputs widen one of float32.
 
-    Raises:
-        RecipeError: anything else, saying what to give.
-    """
-    if not isinstance(recipe, Recipe):
-        hint = f"; rc.zoo.get({recipe!r}).recipe is one" if isinstance(recipe, str) else ""
-        raise RecipeError(f"recipe must be an rc.Recipe, not {type(recipe).__name__}{hint}")
-
-
-def check_mask(mask: object, B: int, T: int) -> None:
-    """That an attention mask says which tokens are real, and nothing else.
+    Args:
+        state: of an earlier call.
+        dtype: what the inputs ask for.
 
     Raises:
-        ValueError: another shape, or values other than 0 and 1 (looked at on the CPU).
+        ValueError: a state of float64 for inputs that are not.
     """
-    if not isinstance(mask, Tensor) or tuple(mask.shape) != (B, T):
-        given = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"attention_mask must have shape {[B, T]} [B, T], not {given}")
-    if mask.device.type != "cpu" or mask.dtype == torch.bool or torch.compiler.is_compiling():
-        return
-    odd = mask[(mask != 0) & (mask != 1)]
-    if odd.numel():
+    if dtype == torch.float32 and state.dtype == torch.float64:
         raise ValueError(
-            "attention_mask must hold 1 at real tokens and 0 elsewhere, and holds "
-            f"{odd[0].item():g}"
+            "the state is float64 and the inputs are not: give float64 inputs, or drop its digits "
+            "by state.to(dtype=torch.float32)"
         )
+
+
+def tensors_of(init: Init) -> tuple[Tensor, ...]:
+    """An initial memory as a tuple of tensors.
+
+    Raises:
+        ValueError: something else.
+    """
+    given = (init,) if isinstance(init, Tensor) or not isinstance(init, Iterable) else tuple(init)
+    for x in given:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"init must be a tensor, or several, not {type(x).__name__} {x!r}")
+    return given
 
 
 def check_state(sized: SizedRecipe, state: State) -> None:
@@ -211,41 +148,6 @@ def check_state(sized: SizedRecipe, state: State) -> None:
                 f"this state belongs to another recipe: it has {what} {has}, and this one needs "
                 f"{needs}"
             )
-
-
-def _check_borders(borders: Tensor, k: Tensor) -> int:
-    if k.shape[0] != 1:
-        raise ValueError(f"cu_seqlens packs documents in one row, so B must be 1, not {k.shape[0]}")
-    tensor = isinstance(borders, Tensor)
-    if not tensor or borders.dim() != 1 or borders.numel() < 2 or borders.is_floating_point():
-        raise ValueError("cu_seqlens must be a tensor of whole numbers [N + 1], from 0 to T")
-    ends = borders.tolist()
-    if ends[0] != 0 or ends[-1] != k.shape[1] or any(a > b for a, b in itertools.pairwise(ends)):
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to T = {k.shape[1]} without falling, not {_short(ends)}"
-        )
-    return len(ends) - 1
-
-
-def _short(values: list[int]) -> str:
-    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:6]))}, ...]"
-
-
-def check_gates(
-    sized: SizedRecipe, gates: Mapping[str, Tensor], *, lead: list[int], like: Tensor
-) -> None:
-    """Names, shapes and devices of the gates.
-
-    Args:
-        sized: the recipe, and how many memories of what size.
-        gates: by name.
-        lead: ``[B, T]``.
-        like: a tensor on their device.
-
-    Raises:
-        RecipeError: missing, unknown, or of the wrong shape or device.
-    """
-    _check_numbers("gate", sized.gates, gates, lead=lead, like=like)
 
 
 def check_params(sized: SizedRecipe, params: Mapping[str, Tensor], *, like: Tensor) -> None:
@@ -360,10 +262,10 @@ def refuse_nan(call: Call) -> None:
     """
     if not suspicious((call.q, call.k, call.v, *call.gates.values(), *call.params.values())):
         return
-    named = {"q": call.q, "k": call.k, "v": call.v}
-    named |= {f"gate {name!r}": x for name, x in call.gates.items()}
-    named |= {f"param {name!r}": x for name, x in call.params.items()}
-    for name, x in named.items():
+    inputs = {"q": call.q, "k": call.k, "v": call.v}
+    inputs |= {f"gate {name!r}": x for name, x in call.gates.items()}
+    inputs |= {f"param {name!r}": x for name, x in call.params.items()}
+    for name, x in inputs.items():
         if not suspicious((x,)):
             continue
         x = x.detach()
@@ -380,20 +282,3 @@ def refuse_nan(call: Call) -> None:
             f"{name} has a {what} at row {0 if call.documents else row}, token {token}: the memory "
             "would carry it to every later token; mask that token or mend its source"
         )
-
-
-def named(given: Gates | Params | None, what: str) -> Mapping[str, Tensor]:
-    """Numbers by name; none where none are given.
-
-    Args:
-        given: gates or params as the caller gave them.
-        what: ``"gates"`` or ``"params"``.
-
-    Raises:
-        ValueError: something else than a mapping.
-    """
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{what} must map names to tensors, not {type(given).__name__}")
-    return given

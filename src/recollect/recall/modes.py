@@ -78,11 +78,11 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def refuse_transforms(tensors: Iterable[object]) -> None:
+def refuse_transforms(given: Iterable[object]) -> None:
     """Refuse to run inside `torch.func` transforms, or on tensors with a tangent.
 
     Args:
-        tensors: what may carry a tangent; looked at only inside a dual level.
+        given: what may carry a tangent; looked at only inside a dual level.
 
     Raises:
         RuntimeError: inside ``vmap``, ``grad``, ``jvp`` and their kin, or given a dual tensor.
@@ -96,7 +96,7 @@ def refuse_transforms(tensors: Iterable[object]) -> None:
             "use the batch axis B in place of vmap, and torch.autograd.grad in place of grad"
         )
     level: int = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
-    if level >= 0 and any(_is_dual(x) for x in tensors):
+    if level >= 0 and any(_is_dual(x) for x in given):
         raise RuntimeError(
             "recollect has no forward-mode derivatives (torch.autograd.forward_ad): most recipes "
             "need inner gradients or backward passes that it does not know; use torch.autograd.grad"

@@ -6,14 +6,16 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
 from recollect.engines import reference
 from recollect.engines.common.problem import Problem, resolve, state_dtype
 from recollect.engines.select import Engine
+from recollect.recall.arguments import check_recipe, named
 from recollect.recall.bound import bind
-from recollect.recall.checks import check_params, check_recipe, check_state, named
+from recollect.recall.checks import check_params, check_precision, check_state, tensors_of
 from recollect.recall.lowering import lower
 from recollect.recall.modes import (
     full_precision,
@@ -71,12 +73,15 @@ def read(
     refuse_transforms(itertools.chain((q,), gates.values(), params.values()))
     if (state is None) == (init is None):
         raise RecipeError("rc.read needs something to read: give state=... or init=..., not both")
+    if not isinstance(q, Tensor) or not q.is_floating_point():
+        given = q.dtype if isinstance(q, Tensor) else type(q).__name__
+        raise ValueError(f"q must be a floating-point tensor [B, T, H, K], not {given}")
     if q.dim() != 4:
         raise ValueError(f"q must have shape [B, T, H, K], not {list(q.shape)}")
     B, T, Hq, K = q.shape
     if state is None:
         assert init is not None
-        given = [init] if isinstance(init, Tensor) else list(init)
+        given = list(tensors_of(init))
         if not given:
             raise RecipeError("rc.read needs something to read, and init is empty")
         # Initial associations end with gates; their values come second.
@@ -105,6 +110,9 @@ def read(
     H, held_k, V = state.sizes
     bound = bind(recipe, H=H, K=held_k, V=V)
     check_state(bound.sized, state)
+    check_precision(state, state_dtype(q))
+    if state.dtype == torch.float32 and q.dtype == torch.float64:
+        state = state.to(dtype=torch.float64)
     if held_k != K:
         raise ValueError(f"q has K = {K} and the state's keys have K = {held_k}")
     if Hq % H:

@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from recollect.engines.common.problem import Problem, resolve, state_dtype
 from recollect.engines.select import Engine
+from recollect.recall.arguments import check_recipe, check_tensors, named
 from recollect.recall.bound import bind
 from recollect.recall.call import Call
-from recollect.recall.checks import (
-    check_call,
-    check_recipe,
-    check_tensors,
-    check_values,
-    named,
-    refuse_nan,
-    suspicious,
-)
+from recollect.recall.checks import check_call, check_values, refuse_nan, suspicious, tensors_of
 from recollect.recall.lowering import lower
 from recollect.recall.modes import (
     full_precision,
@@ -138,7 +132,7 @@ def memorise(call: Call) -> tuple[Tensor, State | None]:
     """
     check_call(call)
     if call.init is not None:
-        starts = (call.init,) if isinstance(call.init, Tensor) else call.init
+        starts = tensors_of(call.init)
         if suspicious(starts) and any(bool(x.isnan().any()) for x in starts):
             raise ValueError("init has a NaN: every output would be one; mend its source")
     if call.cu_seqlens is not None:
@@ -198,9 +192,20 @@ def _run(call: Call) -> tuple[Tensor, State]:
             y, after = _solve(ordinary_problem(problem), engine, causal=call.causal)
     else:
         y, after = _solve(problem, engine, causal=call.causal)
+    if call.init is not None and not torch.compiler.is_compiling():
+        after = _own(after, tensors_of(call.init))
     if engine.shows_nan and suspicious((y, *after.weights)):
         refuse_nan(call)
     return y, after
+
+
+def _own(state: State, starts: Sequence[Tensor]) -> State:
+    """The state with copies where nothing was written yet: the caller's ``init`` stays theirs."""
+    theirs = {x.data_ptr() for x in starts}
+    for x in state.tensors():
+        if x.data_ptr() in theirs:
+            return state.map(lambda x: x.clone() if x.data_ptr() in theirs else x)
+    return state
 
 
 def _solve(problem: Problem, engine: Engine, *, causal: bool) -> tuple[Tensor, State]:

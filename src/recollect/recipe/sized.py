@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
 
 from recollect.choices.fields import Gate, Param
 from recollect.choices.retention.base import Decay
@@ -47,7 +50,8 @@ class SizedRecipe:
         normalised: whether a memory of ones is kept beside the memory, as one more value channel.
         stabilised: whether the normaliser has a floor, and the memory a running scale.
         plain: whether an engine sees a call as it is: one association per token, no normaliser.
-        hash: a number that tells recipes apart; ``None`` where a member of one's own has none.
+        tag: a number that tells recipes apart, for what a state keeps of the engine that made it;
+            ``None`` where a member of one's own cannot be told from others.
     """
 
     recipe: Recipe
@@ -66,7 +70,7 @@ class SizedRecipe:
     normalised: bool
     stabilised: bool
     plain: bool
-    hash: int | None
+    tag: int | None
 
     @property
     def channels(self) -> int:
@@ -128,7 +132,7 @@ def sized(recipe: Recipe, *, H: int, K: int, V: int) -> SizedRecipe:
         normalised=normalised,
         stabilised=stabilised,
         plain=recipe.associations == 1 and not normalised and not stabilised,
-        hash=_hash(recipe),
+        tag=_tag(recipe),
     )
 
 
@@ -147,8 +151,17 @@ def _slots(
     return made
 
 
-def _hash(recipe: Recipe) -> int | None:
+def _tag(recipe: Recipe) -> int | None:
+    """Of what a recipe says and of whose classes it is made: −1.0 and −2.0 have the same hash."""
+    if torch.compiler.is_compiling():
+        return None
+    classes: list[type] = []
+    parts = list(recipe.members())
+    for part in parts:
+        parts.extend(part.parts())
+        classes.append(type(part))
     try:
-        return hash(recipe)
+        said = repr((recipe, hash(recipe), [(id(one), one.__module__) for one in classes]))
     except TypeError:
         return None
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "big")

@@ -267,15 +267,19 @@ def _grown(old: Buffer | None, *, k: Tensor, v: Tensor, rates: Mapping[str, Tens
     """Everything, in rows without padding: what was held, then the new."""
     mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
     if old is None:
-        # A view would hold on to what it is a view of.
-        own = {name: x.contiguous() for name, x in rates.items()}
-        return Buffer(k=k.contiguous(), v=v.contiguous(), rates=own, mask=mask)
+        # The caller's tensors stay the caller's, to be changed or freed.
+        own = {name: _copied(x) for name, x in rates.items()}
+        return Buffer(k=_copied(k), v=_copied(v), rates=own, mask=mask)
     return Buffer(
         k=torch.cat([old.k.to(k.dtype), k], dim=1),
         v=torch.cat([old.v.to(v.dtype), v], dim=1),
         rates={name: torch.cat([old.rates[name].to(x), x], 1) for name, x in rates.items()},
         mask=torch.cat([old.mask, mask], dim=1),
     )
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def roll(

@@ -72,9 +72,14 @@ def _wrong(
 ) -> str | None:
     p, v, numbers = given
     try:
-        inspect.signature(function).bind(p, v, numbers)
+        signature = inspect.signature(function)
+    except ValueError:  # a function that states none, such as a scripted one
+        signature = None
+    try:
+        if signature is not None:
+            signature.bind(p, v, numbers)
     except TypeError:
-        return f"must take (prediction, value, gates), not {inspect.signature(function)}"
+        return f"must take (prediction, value, gates), not {signature}"
     p, v = p.clone().requires_grad_(), v.clone().requires_grad_(name == "error")
     try:
         found = function(p, v, numbers)

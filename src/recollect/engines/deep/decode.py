@@ -72,12 +72,12 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
         params: the memory's own.
     """
     method: Method = problem.plan
-    cache, tag, b, c = problem.state.cache, problem.sized.hash, method.b, method.c
+    cache, b, c = problem.state.cache, method.b, method.c
     places = set(problem.state.position.remainder(b).tolist())
-    if len(places) != 1 or tag is None:
+    depends = _depends(problem)
+    if len(places) != 1 or not depends:
         return None
     place, like = places.pop(), memory.A[0]
-    depends = _depends(params, tag, problem.q.shape[0], like)
     old: list[Factors] = []
     if place or c > 1:
         cached = _cached_factors(method, cache, depends, place + c - 1, like)
@@ -91,7 +91,7 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
         if one.h.shape[1] != 1:
             return None
     row = _advance(problem, method, cache if old else {}, place, points.phi)
-    all_factors = [a.join(b) for a, b in zip(old, new, strict=True)] if old else new
+    all_factors = [first.join(last) for first, last in zip(old, new, strict=True)] if old else new
     x = problem.phi(problem.q, "query", position).squeeze(1)
     raw = problem.q.to(x.dtype).squeeze(1)
     y = _read(method, memory, row, all_factors, x, raw, params)
@@ -100,21 +100,19 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
     return Stepped(y=y, memory=memory, cache=_cached(all_factors, row, depends))
 
 
-def step(
-    method: Method, layout: Layout, memory: Memory, cache: Mapping[str, Tensor], tag: int | None
-) -> Stepped | None:
+def step(problem: Problem, layout: Layout, memory: Memory) -> Stepped | None:
     """The last token of a layout of one batch; ``None`` where a map is applied more than once.
 
     Args:
-        method: how the recipe runs.
+        problem: of one token.
         layout: the open inner batch up to this token.
         memory: at the batch's start.
-        cache: of the state.
-        tag: a number that tells recipes apart; without one nothing is cached.
     """
-    R, B = layout.b + layout.c - 1, layout.x.shape[1]
+    method: Method = problem.plan
+    cache = problem.state.cache
+    R = layout.b + layout.c - 1
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
-    depends = {} if tag is None else _depends(layout.params, tag, B, memory.A[0])
+    depends = _depends(problem)
     old = _cached_factors(method, cache, depends, R - 1, memory.A[0]) if depends else None
     here = slice(R - 1 if old else 0, R)
     keys: dict[str, Tensor] = {}
@@ -126,7 +124,7 @@ def step(
     for one in new:
         if one.h.shape[1] != here.stop - here.start:
             return None
-    all_factors = [a.join(b) for a, b in zip(old, new, strict=True)] if old else new
+    all_factors = [first.join(last) for first, last in zip(old, new, strict=True)] if old else new
     row, G = _row_of(table), layout.G
     x = layout.x[0, :, :, -G:]
     raw = x if layout.raw is None else layout.raw[0, :, :, -G:]
@@ -146,10 +144,16 @@ def step(
 # -- the cache ------------------------------------------------------------------------------------
 
 
-def _depends(params: Mapping[str, Tensor], tag: int, B: int, like: Tensor) -> Cache:
-    """What the factors come from beside the state, row by row."""
-    made = {"recipe": torch.full((B,), tag, dtype=torch.long, device=like.device)}
-    for name, x in params.items():
+def _depends(problem: Problem) -> Cache:
+    """What the factors come from beside the state, row by row; nothing where that has no name."""
+    method: Method = problem.plan
+    if problem.sized.tag is None:
+        return {}
+    B = problem.q.shape[0]
+    tags = problem.state.position.new_full((B,), problem.sized.tag)
+    made = {"recipe": tags}
+    for name in (*method.params, *method.lifts):
+        x = problem.params[name]
         # A parameter may be trained in place between two calls: what is kept is its value now.
         made[f"param.{name}"] = x.detach().clone().expand(B, *x.shape)
     return made

@@ -2,13 +2,14 @@
 
 Inside an inner batch all gradients are taken at the same weights W°, so they are factors δ hᵀ of
 one batched pass, and everything that decay, momentum, step and window do to them is one small
-matrix of coefficients per map (`rates`). Reads are masked attention with that matrix as the mask:
+matrix of coefficients per map (`step_coefficients`). Reads are masked attention with that matrix as
+the mask:
 
     z_t = a_t W° x_t + m_t S° x_t + Σ_i (C ⊙ (x hᵀ))[t, i] δ_i
 
 No weight of a single token is built. Where a link, an elementwise optimizer or a decay per channel
 under momentum stands between the gradients and what is read, weights are built token by token from
-the same factors (`tokens`). See `docs/design/deep-engine.md`.
+the same factors (`token_weights`). See `docs/design/deep-engine.md`.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ def plan(sized: SizedRecipe) -> Method:
         slope=bias.affine[0] if algorithm.keyed and bias.affine is not None else None,
         numbers=tuple(sorted(bias.numbers)),
         params=tuple(param.name for param in memory.params()),
+        lifts=tuple(param.name for param in recipe.features.params()),
         # Batches of one token have no factors to keep.
         decodes=how == "table" and plain and algorithm.batch > 1,
     )
@@ -190,7 +192,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     if decodes and grid.N == 1 and len(set(grid.start)) == 1:
         with torch.no_grad():
             layout = _layout(grid, (0, grid.b), params, (B, H, G), outer=False)
-            stepped = step(method, layout, memory, state.cache, problem.sized.hash)
+            stepped = step(problem, layout, memory)
         if stepped is not None:
             return _stepped(problem, stepped)
     g = _batches_a_group(problem, method, grid, outer=outer)

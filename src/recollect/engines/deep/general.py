@@ -2,7 +2,7 @@
 
 Three ways, by what the recipe needs:
 
-* *table*: A is linear in the gradients, so coefficients say everything (`rates`);
+* *table*: A is linear in the gradients, so coefficients say everything (`step_coefficients`);
 * *border*: tokens read W°, and one step is taken at the batch's end (Muon over whole batches);
 * *tokens*: A_t of every token is built, because a link, an elementwise optimizer or a decay per
   channel under momentum stands between the gradients and what is read.

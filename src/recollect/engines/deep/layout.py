@@ -66,7 +66,7 @@ class Method:
         b: tokens of an inner batch. c: associations in a window.
         slope: a of the error, where the rate depends on the key (`Algorithm.rate`), else ``None``.
         numbers: names of the bias's numbers, which travel with the keys.
-        params: names of the memory's own.
+        params: names of the memory's own; lifts: of the features'.
         decodes: whether one token's read is one table of coefficients with numbers per head.
         chain: the memory as a chain of maps, where everything else is plain enough for `chain`.
     """
@@ -84,6 +84,7 @@ class Method:
     slope: float | None
     numbers: tuple[str, ...]
     params: tuple[str, ...]
+    lifts: tuple[str, ...]
     decodes: bool
 
 
@@ -222,7 +223,6 @@ def lay_out(problem: Problem) -> Grid:
         placed["raw"] = tokens.k
     q_phi = problem.phi(problem.q, "query", problem.positions())
     counted = problem.state.position[:, None] + 1 - _tensor(tuple(opened), problem.k)[:, None]
-    # Called for every decoded token: loops, no comprehensions.
     of_keys: dict[str, Tensor] = {}
     of_steps: dict[str, Tensor] = {}
     for name, x in placed.items():

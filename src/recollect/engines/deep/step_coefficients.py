@@ -7,7 +7,7 @@ For tokens t = 1..n after a border where the memory was A°, S°::
 
 Γ is the window's band: row t weighs association t − m by γ_t[m]. Columns are associations in order,
 the c − 1 of earlier tokens first. Where a number differs between channels it cannot be in a matrix
-that all channels share: it is absorbed into h, δ and the read-out instead (`Channels`), and a
+that all channels share: it is absorbed into h, δ and the read-out instead, and a
 window then needs a column per pair of step and association (*pairs*), because the decay starts at
 the step.
 """

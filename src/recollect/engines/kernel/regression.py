@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describes", "read", "refuses", "run"]
 
-FACTOR, SOLVED = "factor", "solved"
+FACTOR, SOLVED, RECIPE = "factor", "solved", "recipe"
 
 
 def refuses(recipe: Recipe) -> list[str]:
@@ -56,8 +56,9 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     visible, v, factor, solved = _solve(problem, None)
     y = _outputs(problem, visible, factor, solved)
     # Padding moves when the associations are kept, and the factor's rows would not.
-    keep = problem.lengths is None
-    after = problem.after(cache={FACTOR: factor, SOLVED: solved} if keep else {})
+    keep = problem.lengths is None and problem.sized.tag is not None
+    made = {FACTOR: factor, SOLVED: solved, RECIPE: _tags(problem)} if keep else {}
+    after = problem.after(cache=made)
     return y.to(v.dtype).to(problem.v.dtype), after
 
 
@@ -78,7 +79,8 @@ def _solve(
     scale = _scales(recipe, visible)  # [B, H, n]
     k, right = visible.k.transpose(1, 2), scale.unsqueeze(-1) * v.transpose(1, 2)
     cache, n = problem.state.cache, k.shape[2]
-    solved_before = cache[FACTOR].shape[2] if FACTOR in cache else 0
+    own = RECIPE in cache and torch.equal(cache[RECIPE], _tags(problem))
+    solved_before = cache[FACTOR].shape[2] if own and FACTOR in cache else 0
     if solved_before == 0 or solved_before != n - problem.k.shape[1]:
         factor = _factor(_gram(recipe, kernel, k, k, scale, scale), recipe)
         return visible, v, factor, torch.linalg.solve_triangular(factor, right, upper=False)
@@ -95,6 +97,11 @@ def _solve(
     above = torch.cat([old, torch.zeros_like(X.mT)], dim=-1)
     factor = torch.cat([above, torch.cat([X, corner], dim=-1)], dim=-2)
     return visible, v, factor, torch.cat([done, fresh], dim=-2)
+
+
+def _tags(problem: Problem) -> Tensor:
+    """Which recipe a factor is of, row by row: another's kernel or ridge has another factor."""
+    return problem.state.position.new_full((problem.q.shape[0],), problem.sized.tag or 0)
 
 
 def _scales(recipe: Recipe, visible: VisibleAssociations) -> Tensor:

@@ -26,7 +26,6 @@ __all__ = [
     "fit",
     "rate_at",
     "training_steps",
-    "work_of",
 ]
 
 LOST = 20
@@ -272,18 +271,3 @@ def _at_rate(
             if value >= budget.solved and len(found.levels) + 1 == len(levels):
                 break
     return found
-
-
-def work_of(
-    model: nn.Module, budget: Budget, *, tokens: float, recall: float = 0.0
-) -> tuple[float, float]:
-    """FLOPs and bytes of a fit, backward passes included.
-
-    Args:
-        tokens: of one batch.
-        recall: forward FLOPs of all memories for one batch (`recollect.cost`).
-    """
-    weights = sum(p.numel() for p in model.parameters())
-    flops = 3 * (2 * weights * tokens + recall) * budget.steps * len(budget.lrs)
-    widest = max(p.numel() // p.shape[0] for p in model.parameters())
-    return flops, 16.0 * weights + 4 * 20 * tokens * widest

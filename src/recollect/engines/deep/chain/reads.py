@@ -118,7 +118,7 @@ class ReadGradients:
     """Gradients through reads.
 
     Attributes:
-        q, C, scale: as in `Asked`.
+        q, C, scale: as in `QueryBatch`.
         h, delta: of the keys' factors, ``[N, P, R, ·]`` per map.
         left, right: factors of M̄ ``[J narrow, wide]`` per map, ``[N, P, rows, ·]``.
     """
