@@ -360,11 +360,12 @@ def test_no_tokens_change_nothing(name: str, method: str) -> None:
     assert y.shape == (2, 0, 4, 4)
     found, after = generate.run(recipe, x, state=state, method=method)
     expected, kept = generate.run(recipe, x, method=method)
-    assert torch.equal(found, expected)
+    # A copy of an initial memory may be laid out in another way, and rounds in another.
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     y, same = generate.run(recipe, empty, state=after, method=method)
     assert y.shape == (2, 0, 4, 4)
     for a, b in zip(same.tensors(), kept.tensors(), strict=True):
-        assert torch.equal(a, b)
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
     _, none = rc.recall(
         recipe, x.q, x.k, x.v, x.gates, params=x.params, init=x.init, output_state=False
     )

@@ -248,7 +248,8 @@ def _state(
         parts["rows"] = row * closed * s.n  # those of the open inner batch are not written yet
         return {name: size for name, size in parts.items() if size}, row * s.n
     if factored:
-        parts["factor"] = heads * s.T * (s.T + s.V) * state_size
+        # And which recipe's it is.
+        parts["factor"] = heads * s.T * (s.T + s.V) * state_size + s.B * 8
         each += heads * (2 * s.T + 1 + s.V) * state_size
     return {name: size for name, size in parts.items() if size}, each if span is None else 0
 

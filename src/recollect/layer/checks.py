@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
@@ -31,7 +33,8 @@ def check_sizes(
         raise RecipeError(f"MemoryLayer needs rc.LayerOptions, not {options!r}")
     sizes = {"d_model": d_model, "heads": heads, "kv_heads": kv_heads}
     for name, size in {**sizes, "head_dim": head_dim, "value_dim": value_dim}.items():
-        if size is not None and not (type(size) is int and size >= 1):
+        least = 1 if name in ("head_dim", "value_dim") else -math.inf  # the others have rules below
+        if size is not None and not (type(size) is int and size >= least):
             raise RecipeError(f"{word_for(name)} must be a whole number >= 1, not {size!r}")
     free = word_for("head_dim")
     check_heads(d_model, heads, divide=head_dim is None, instead=free and f", or give {free}")
