@@ -75,6 +75,22 @@ def test_what_work_raises_is_raised() -> None:
         list(in_processes(math.sqrt, [-1.0, 4.0], 2))
 
 
+class Unsendable(Exception):
+    """Pickles, and cannot be made again from what was pickled."""
+
+    def __init__(self, *, reason: str) -> None:
+        super().__init__(reason)
+
+
+def unsendable(reason: str) -> None:
+    raise Unsendable(reason=reason)
+
+
+def test_an_error_that_would_not_arrive_comes_in_words() -> None:
+    with pytest.raises(RuntimeError, match="Unsendable: too deep"):
+        list(in_processes(unsendable, ["too deep"], 1))
+
+
 def test_what_work_says_is_heard_in_order_and_before_its_result() -> None:
     heard: list[str] = []
     results = [len(heard) for _ in in_processes(tell, ["a", "b", "c"], 1, hear=heard.append)]

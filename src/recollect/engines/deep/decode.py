@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from recollect.engines.common.problem import Problem
 from recollect.engines.deep.chain.engine import chain_slopes
 from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
-from recollect.engines.deep.layout import Layout, Memory, Method
+from recollect.engines.deep.layout import DeepPlan, Layout, Memory
 from recollect.engines.deep.step_coefficients import Table, tables
 
 __all__ = ["Stepped", "follow", "step"]
@@ -71,7 +71,7 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
         memory: at the batch's start.
         params: the memory's own.
     """
-    method: Method = problem.plan
+    method: DeepPlan = problem.plan
     cache, b, c = problem.state.cache, method.b, method.c
     places = set(problem.state.position.remainder(b).tolist())
     depends = _depends(problem)
@@ -108,7 +108,7 @@ def step(problem: Problem, layout: Layout, memory: Memory) -> Stepped | None:
         layout: the open inner batch up to this token.
         memory: at the batch's start.
     """
-    method: Method = problem.plan
+    method: DeepPlan = problem.plan
     cache = problem.state.cache
     R = layout.b + layout.c - 1
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
@@ -146,7 +146,7 @@ def step(problem: Problem, layout: Layout, memory: Memory) -> Stepped | None:
 
 def _depends(problem: Problem) -> Cache:
     """What the factors come from beside the state, row by row; nothing where that has no name."""
-    method: Method = problem.plan
+    method: DeepPlan = problem.plan
     if problem.sized.tag is None:
         return {}
     B = problem.q.shape[0]
@@ -160,7 +160,7 @@ def _depends(problem: Problem) -> Cache:
 
 
 def _cached_factors(
-    method: Method,
+    method: DeepPlan,
     cache: Mapping[str, Tensor],
     depends: Mapping[str, Tensor],
     count: int,
@@ -193,7 +193,7 @@ def _cached(all_factors: Sequence[Factors], row: _Row, depends: Cache) -> Cache:
 # -- one token ------------------------------------------------------------------------------------
 
 
-def _points(problem: Problem, method: Method, position: Tensor) -> Points:
+def _points(problem: Problem, method: DeepPlan, position: Tensor) -> Points:
     phi = problem.phi(problem.k.unsqueeze(3), "key", position).squeeze(3)  # [B, 1, H, F]
     gates: dict[str, Tensor] = {}
     for name in method.numbers:
@@ -208,7 +208,7 @@ def _points(problem: Problem, method: Method, position: Tensor) -> Points:
 
 
 def _factors(
-    method: Method, memory: Memory, points: Points, params: Mapping[str, Tensor]
+    method: DeepPlan, memory: Memory, points: Points, params: Mapping[str, Tensor]
 ) -> list[Factors]:
     """h and δ of every map; by formula where the memory is a chain, else by autograd."""
     if method.chain is not None:
@@ -218,7 +218,7 @@ def _factors(
 
 
 def _advance(
-    problem: Problem, method: Method, cache: Mapping[str, Tensor], place: int, phi: Tensor
+    problem: Problem, method: DeepPlan, cache: Mapping[str, Tensor], place: int, phi: Tensor
 ) -> _Row:
     """The coefficients after this token from those before it; none before a batch's first."""
     rates, rule = problem.rates, method.rule
@@ -246,7 +246,7 @@ def _advance(
     return _Row(C=C, D=D, a=a, m=m, s=s)
 
 
-def _weights(problem: Problem, method: Method, phi: Tensor) -> Tensor:
+def _weights(problem: Problem, method: DeepPlan, phi: Tensor) -> Tensor:
     """η_t γ_t of the window's associations, oldest first, ``[P, c]``."""
     rates, c = problem.rates, method.c
     lr = rates.get("lr")
@@ -284,7 +284,7 @@ def _row_of(table: Table) -> _Row:
 
 
 def _read(
-    method: Method,
+    method: DeepPlan,
     memory: Memory,
     row: _Row,
     all_factors: Sequence[Factors],

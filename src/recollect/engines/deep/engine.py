@@ -25,7 +25,7 @@ from recollect.engines.common.problem import Problem, wants_gradient
 from recollect.engines.deep.chain.engine import Chain, run_chain, slope_of
 from recollect.engines.deep.decode import Stepped, follow, step
 from recollect.engines.deep.general import run_inner_batches
-from recollect.engines.deep.layout import Grid, Layout, Memory, Method, lay_out
+from recollect.engines.deep.layout import DeepPlan, Grid, Layout, Memory, lay_out
 from recollect.engines.deep.recompute import Part
 from recollect.engines.deep.recompute import run as run_groups
 from recollect.engines.deep.step_coefficients import Rule, tables
@@ -117,7 +117,7 @@ def rule_of(recipe: Recipe) -> Rule:
     )
 
 
-def plan(sized: SizedRecipe) -> Method:
+def plan(sized: SizedRecipe) -> DeepPlan:
     """What of a recipe and its sizes decides how it runs."""
     recipe, how, rule = sized.recipe, way(sized.recipe), rule_of(sized.recipe)
     memory, retention, algorithm, bias = (
@@ -130,7 +130,7 @@ def plan(sized: SizedRecipe) -> Method:
     decay = retention.decay
     plain = decay is None or (decay.per == "head" and decay.when == "after")
     plain &= not (algorithm.per_value or retention.linked or rule.splits or rule.pairs)
-    return Method(
+    return DeepPlan(
         recipe=recipe,
         memory=memory,
         maps=memory.maps(sized.features, sized.channels),
@@ -174,7 +174,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
         return y, problem.after(weights=state.weights, slots=dict(state.slots))
     if problem.q.device.type == "cpu":
         _hold_freed_memory()
-    method: Method = problem.plan
+    method: DeepPlan = problem.plan
     memory = Memory(
         A=[w.flatten(0, 1) for w in state.weights],
         slots={name: [w.flatten(0, 1) for w in slot] for name, slot in state.slots.items()},
@@ -231,7 +231,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     return y.to(problem.v.dtype), state_after
 
 
-def _run_chain(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
+def _run_chain(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
     """`run_inner_batches` of a memory that is a chain."""
     assert method.chain is not None
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
@@ -271,7 +271,7 @@ def _hold_freed_memory() -> None:
     torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
-def _batches_a_group(problem: Problem, method: Method, grid: Grid, *, outer: bool) -> int:
+def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: bool) -> int:
     """g: as many inner batches as the caller's chunk, or as fit in `GROUP_BYTES`."""
     if problem.chunk_size is not None:
         return max(1, problem.chunk_size // grid.b)

@@ -26,9 +26,9 @@ from recollect.engines.deep.gradient_factors import (
 )
 from recollect.engines.deep.layout import (
     Columns,
+    DeepPlan,
     Layout,
     Memory,
-    Method,
     Segment,
     Weights,
     segment_of,
@@ -39,7 +39,7 @@ from recollect.engines.deep.token_weights import TokenStep, advance
 __all__ = ["run_inner_batches"]
 
 
-def run_inner_batches(method: Method, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
+def run_inner_batches(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
     """Outputs ``[N, B, H, b G, V]`` and the memory after the last committed batch."""
     return InnerBatchLoop(method, layout).run(memory)
 
@@ -47,7 +47,7 @@ def run_inner_batches(method: Method, layout: Layout, memory: Memory) -> tuple[T
 class InnerBatchLoop:
     """One memory moved from inner batch to inner batch."""
 
-    def __init__(self, method: Method, layout: Layout) -> None:
+    def __init__(self, method: DeepPlan, layout: Layout) -> None:
         self.method, self.layout = method, layout
         self.recipe = method.recipe
         self.retention, self.algorithm = self.recipe.retention, self.recipe.algorithm
@@ -293,7 +293,7 @@ class InnerBatchLoop:
         return numbers
 
 
-def _matrices(method: Method, steps: Mapping[str, Tensor], n: int, t: int) -> Weights:
+def _matrices(method: DeepPlan, steps: Mapping[str, Tensor], n: int, t: int) -> Weights:
     """Log decays of one token as factors ``[P, out or 1, in or 1]`` of every map."""
     if "log_decay" not in steps:
         return []

@@ -25,10 +25,10 @@ from recollect.recipe.recipe import Recipe
 
 __all__ = [
     "Columns",
+    "DeepPlan",
     "Grid",
     "Layout",
     "Memory",
-    "Method",
     "Segment",
     "Weights",
     "lay_out",
@@ -57,7 +57,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class DeepPlan:
     """How a recipe runs: ``way`` is ``"table"``, ``"border"`` or ``"tokens"``.
 
     Attributes:
@@ -319,7 +319,7 @@ class Segment:
     columns: Sequence[Columns]
 
 
-def segment_of(method: Method, layout: Layout, start: int, stop: int) -> Segment:
+def segment_of(method: DeepPlan, layout: Layout, start: int, stop: int) -> Segment:
     """Tokens ``start`` to ``stop`` of every batch, as the passes take them."""
     G, N = layout.G, layout.x.shape[0]
     # One call makes the views of all batches; their gradients meet in one stack.
@@ -350,7 +350,7 @@ def segment_of(method: Method, layout: Layout, start: int, stop: int) -> Segment
     )
 
 
-def _columns(method: Method, layout: Layout, start: int, stop: int) -> list[Columns]:
+def _columns(method: DeepPlan, layout: Layout, start: int, stop: int) -> list[Columns]:
     G, none = layout.G, (None,) * layout.x.shape[0]
     numbers = {name: x[:, :, start:stop] for name, x in layout.steps.items()}
     gamma = layout.gamma[:, :, start:stop]

@@ -172,11 +172,21 @@ def _serve(line: Connection, work: Callable[[Any], Any]) -> None:
             try:
                 answer = "done", work(*message)
             except BaseException as error:
-                error.add_note(f"in a process of its own:\n{traceback.format_exc()}")
-                answer = "raised", error
+                answer = "raised", _sendable(error)
             line.send(answer)
     except (EOFError, BrokenPipeError):
         pass
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """The error with its traceback as a note; in plain words where it would not arrive."""
+    note = f"in a process of its own:\n{traceback.format_exc()}"
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(note)
+    return error
 
 
 def tell(message: object) -> None:
