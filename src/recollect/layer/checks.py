@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
@@ -33,8 +31,8 @@ def check_sizes(
         raise RecipeError(f"MemoryLayer needs rc.LayerOptions, not {options!r}")
     sizes = {"d_model": d_model, "heads": heads, "kv_heads": kv_heads}
     for name, size in {**sizes, "head_dim": head_dim, "value_dim": value_dim}.items():
-        least = 1 if name in ("head_dim", "value_dim") else -math.inf  # the others have rules below
-        if size is not None and not (type(size) is int and size >= least):
+        # How large the others must be is said with what they must divide.
+        if size is not None and (type(size) is not int or (size < 1 and name.endswith("_dim"))):
             raise RecipeError(f"{word_for(name)} must be a whole number >= 1, not {size!r}")
     free = word_for("head_dim")
     check_heads(d_model, heads, divide=head_dim is None, instead=free and f", or give {free}")
