@@ -64,6 +64,7 @@ ENGINES: tuple[Engine, ...] = (
         refuses=linear.refuses,
         describes=linear.describes,
         run=linear.run,
+        plan=linear.plan,
         cost=linear.flops,
         shows_nan=True,
         inner_gradients=False,

@@ -78,5 +78,7 @@ class Block(nn.Module):
 def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """The norm in its weight's own dtype: the residual stream may be another under autocast."""
     weight = norm.weight
+    if weight.dtype == x.dtype:
+        return norm(x)
     dtype = torch.promote_types(weight.dtype, x.dtype)
     return norm(x.to(dtype)) if weight.dtype == dtype else norm(x)

@@ -342,19 +342,20 @@ class GateProjection(nn.Module):
         Squashed in float32 at least: half precision would round a decay of 0.999 to 1.
         """
         work = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if self.source == "fixed" and self.bias is None:
+        weight, bias, down = self.weight, self.bias, self.down
+        if self.source == "fixed" and bias is None:
             value = self.start(x.device, work)
         else:
-            z = None if self.bias is None else self.bias.to(work)
-            if self.weight is not None:
-                h = x if self.down is None else functional.linear(x, self.down)
-                moved = functional.linear(h, self.weight).to(work)
+            z = None if bias is None else bias.to(work)
+            if weight is not None:
+                h = x if down is None else functional.linear(x, down)
+                moved = functional.linear(h, weight).to(work)
                 if len(self.shape) > 1:
                     moved = moved.unflatten(-1, self.shape)
                 z = moved if z is None else moved + z
             assert z is not None
             value = self.squash(z)
-        if isinstance(self.declared, Gate) and self.weight is None:
+        if weight is None and isinstance(self.declared, Gate):
             return value.expand(*x.shape[:2], *self.shape)
         return value
 

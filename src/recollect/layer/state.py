@@ -14,7 +14,7 @@ from recollect.typing import Init
 __all__ = ["Associations", "LayerState"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # made for every decoded token: frozen ones take five times as long
 class Associations:
     """What a layer hands to its memory, and what it needs afterwards.
 

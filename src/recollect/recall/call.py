@@ -14,7 +14,7 @@ from recollect.typing import Init
 __all__ = ["Call"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # made for every decoded token: frozen ones take five times as long
 class Call:
     """What the caller gave; packing makes dense calls of it, with rows padded on the right.
 

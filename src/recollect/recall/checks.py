@@ -21,6 +21,9 @@ from recollect.recipe.sized import SizedNumber, SizedRecipe
 from recollect.state.state import State
 from recollect.typing import Init, Params
 
+FEW = 64
+"""Numbers that are looked at one by one sooner than by an operation on all of them."""
+
 __all__ = [
     "check_call",
     "check_params",
@@ -214,8 +217,7 @@ def check_values(sized: SizedRecipe, gates: Mapping[str, Tensor], params: Params
             x = given[name].detach()
             if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
                 continue
-            least, most = x.aminmax()
-            low, high, span = least.item(), most.item(), number.declared.range
+            low, high, span = *_ends(x), number.declared.range
             bad = (
                 low
                 if span.low is not None and (low < span.low or (span.low_open and low == span.low))
@@ -232,6 +234,15 @@ def check_values(sized: SizedRecipe, gates: Mapping[str, Tensor], params: Params
                 )
 
 
+def _ends(x: Tensor) -> tuple[float, float]:
+    """Least and most of a tensor; of a decoded token's few numbers without an operation."""
+    if x.numel() > FEW:
+        least, most = x.aminmax()
+        return least.item(), most.item()
+    values: list[float] = x.reshape(-1).tolist()
+    return min(values), max(values)
+
+
 def suspicious(tensors: Iterable[Tensor]) -> bool:
     """Whether a NaN may be among CPU tensors; a GPU would have to wait for the answer.
 
@@ -244,7 +255,7 @@ def suspicious(tensors: Iterable[Tensor]) -> bool:
         return False
     for x in tensors:  # called for every token: no generators
         on_cpu = x.device.type == "cpu" and x.is_floating_point()
-        if on_cpu and not math.isfinite(x.detach().sum().item()):
+        if on_cpu and not math.isfinite((x.detach() if x.requires_grad else x).sum().item()):
             return True
     return False
 

@@ -41,7 +41,7 @@ def state_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float32
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # made for every decoded token: frozen ones take five times as long
 class Problem:
     """One call of an engine.
 
@@ -109,7 +109,9 @@ class Problem:
     def phi(self, x: Tensor, side: str, position: Tensor) -> Tensor:
         """Lift ``x [B, T, H, N, K]`` in the state's dtype."""
         x = x.to(state_dtype(self.q, self.k, self.v))
-        return self.recipe.features.phi(x, self.params, side, position // self.steps_per_token)
+        if self.steps_per_token > 1:
+            position = position // self.steps_per_token
+        return self.recipe.features.phi(x, self.params, side, position)
 
     def after(self, **changes: Any) -> State:
         """The state after this call: position and buffer moved on, and what the engine changed."""
@@ -156,8 +158,12 @@ def resolve(
         device: of the constants.
     """
     rates: dict[str, Tensor] = {}
+    made: dict[float, Tensor] = {}
     for name, value in sized.constants.items():
-        rates[name] = torch.full((1, 1, 1), value, dtype=dtype, device=device).expand(B, T, sized.H)
+        if value not in made:
+            one = torch.full((1, 1, 1), value, dtype=dtype, device=device)
+            made[value] = one.expand(B, T, sized.H)
+        rates[name] = made[value]
     for name, engine_side, log in sized.statics:
         if name in params:
             x = params[name].to(dtype)
