@@ -214,7 +214,7 @@ def check_values(sized: SizedRecipe, gates: Mapping[str, Tensor], params: Params
     """
     for kind, numbers, given in (("gate", sized.gates, gates), ("param", sized.params, params)):
         for name, number in numbers.items():
-            x = given[name].detach()
+            x = given[name]
             if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
                 continue
             low, high, span = *_ends(x), number.declared.range
@@ -237,9 +237,11 @@ def check_values(sized: SizedRecipe, gates: Mapping[str, Tensor], params: Params
 def _ends(x: Tensor) -> tuple[float, float]:
     """Least and most of a tensor; of a decoded token's few numbers without an operation."""
     if x.numel() > FEW:
-        least, most = x.aminmax()
+        least, most = x.detach().aminmax()
         return least.item(), most.item()
-    values: list[float] = x.reshape(-1).tolist()
+    values = x.tolist()
+    while isinstance(values[0], list):
+        values = values[0] if len(values) == 1 else [one for row in values for one in row]
     return min(values), max(values)
 
 
