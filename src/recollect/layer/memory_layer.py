@@ -365,6 +365,8 @@ class MemoryLayer(nn.Module):
                 output_state=output_state,
                 lengths=lengths,
                 places=None if batch is None else batch.index,
+                # A decoded token's numbers come from where the prompt's did, which were checked.
+                sure=state is not None and x.shape[1] == 1,
             )
         )
         if inputs.phase is not None and self.recipe.memory.diagonal:

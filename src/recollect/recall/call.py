@@ -25,6 +25,8 @@ class Call:
         causal, chunk_size, output_state: as `recollect.recall` takes them.
         lengths: of a packed call: real tokens per row ``[B]``.
         places: of a packed call: where each token stands in the caller's row, ``[B, T]``.
+        sure: whether whoever calls made the gates and params, and of the same projections as in an
+            earlier call: their names, shapes and ranges are then not looked at again.
         documents: whether the rows of a packed call are documents of the caller's only row.
     """
 
@@ -43,4 +45,5 @@ class Call:
     output_state: bool = True
     lengths: Tensor | None = None
     places: Tensor | None = None
+    sure: bool = False
     documents: bool = False

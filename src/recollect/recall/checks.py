@@ -59,8 +59,9 @@ def check_call(call: Call) -> None:
     if chunk is not None:
         held("chunk_size", whole(1), chunk)
     at = call.bound.sized
-    _check_numbers("gate", at.gates, call.gates, lead=list(call.k.shape[:2]), like=call.q)
-    check_params(at, call.params, like=call.q)
+    if not call.sure:
+        _check_numbers("gate", at.gates, call.gates, lead=list(call.k.shape[:2]), like=call.q)
+        check_params(at, call.params, like=call.q)
     if not call.causal and any(part.horizon is not None for part in at.recipe.context.within):
         raise RecipeError(
             "causal=False reads after everything is memorised, and a window of the context would "
@@ -129,6 +130,8 @@ def check_state(sized: SizedRecipe, state: State) -> None:
         RecipeError: it belongs to another recipe.
     """
     recipe, buffer = sized.recipe, state.buffer
+    if state.dual is None and _plainly(sized, state):
+        return
     buffered = None if buffer is None else buffer.k.shape[1]
     slots = state.slots if state.dual is None else state.dual.slots
     shapes: list[list[int]] = []
@@ -151,6 +154,25 @@ def check_state(sized: SizedRecipe, state: State) -> None:
                 f"this state belongs to another recipe: it has {what} {has}, and this one needs "
                 f"{needs}"
             )
+
+
+def _plainly(sized: SizedRecipe, state: State) -> bool:
+    """Whether weights, slots and a buffer are all that is there and needed, at the right shapes."""
+    buffer = state.buffer
+    if len(state.weights) != len(sized.weights) or state.slots.keys() != sized.slots.keys():
+        return False
+    for w, shape in zip(state.weights, sized.weights, strict=True):
+        if w.shape[2:] != shape:
+            return False
+    if buffer is not None:
+        span = sized.recipe.span
+        if sized.gates.keys() - buffer.rates.keys() or span not in (None, 0, buffer.k.shape[1]):
+            return False
+    return (
+        state.ones is None
+        and state.log_scale is None
+        and not (sized.normalised or sized.stabilised or sized.recipe.dual)
+    )
 
 
 def check_params(sized: SizedRecipe, params: Mapping[str, Tensor], *, like: Tensor) -> None:

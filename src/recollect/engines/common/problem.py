@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from recollect.choices.bias.base import Bias
 from recollect.choices.memory.base import Forward
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.sized import SizedRecipe
+from recollect.state.kernel_rows import KernelRows
 from recollect.state.state import State, roll
 
 __all__ = [
@@ -113,20 +113,36 @@ class Problem:
             position = position // self.steps_per_token
         return self.recipe.features.phi(x, self.params, side, position)
 
-    def after(self, **changes: Any) -> State:
+    def after(
+        self,
+        *,
+        weights: tuple[Tensor, ...] | None = None,
+        slots: Mapping[str, tuple[Tensor, ...]] | None = None,
+        dual: KernelRows | None = None,
+        cache: Mapping[str, Tensor] | None = None,
+    ) -> State:
         """The state after this call: position and buffer moved on, and what the engine changed."""
-        end = self.end
+        end, old = self.end, self.state
         buffer = roll(
             self.recipe,
-            self.state.buffer,
+            old.buffer,
             k=self.k,
             v=self.v,
             rates=self.rates,
             lengths=self.lengths,
             position=end,
         )
-        changes = {"cache": {}, **changes}
-        return dataclasses.replace(self.state, position=end, buffer=buffer, **changes)
+        return State(
+            weights=old.weights if weights is None else weights,
+            position=end,
+            sizes=old.sizes,
+            slots=old.slots if slots is None else slots,
+            buffer=buffer,
+            dual=old.dual if dual is None else dual,
+            ones=old.ones,
+            log_scale=old.log_scale,
+            cache={} if cache is None else cache,
+        )
 
     def positions(self) -> Tensor:
         """Index of each token (or association) in its document, ``[B, T]``, from 0."""
