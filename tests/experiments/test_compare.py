@@ -24,12 +24,15 @@ from recollect.cli.progress import CompareDisplay
 from recollect.experiments import Schedule, Sizes, compare, save_comparison
 from recollect.experiments.comparison.jobs import Job, run_jobs
 from recollect.experiments.comparison.results import DEFAULTS, ModelRun, Nobody
-from recollect.experiments.comparison.tasks import MQAR_BEYOND, MQAR_PAIRS
+from recollect.experiments.comparison.tasks import RECALLS
 from recollect.experiments.comparison.training import History
 
 SMALL = {
     "text": Sizes(width=16, depth=1, heads=2, length=32, schedule=Schedule(steps=4, batch=2)),
     "mqar": Sizes(width=16, depth=1, heads=1, length=48, schedule=Schedule(steps=3, batch=4)),
+    "capacity": Sizes(
+        width=16, depth=1, heads=1, head_dim=8, length=48, schedule=Schedule(steps=3, batch=4)
+    ),
 }
 
 
@@ -71,7 +74,8 @@ def test_models_meet_on_equal_terms_and_everything_is_reported(text: str, tmp_pa
         assert first.tokens_per_second > 0
     assert result.bigram is not None
     assert 0 < result.bigram < 8
-    assert set(result.of("mqar")[0].by_pairs) == {*MQAR_PAIRS, *MQAR_BEYOND}
+    recall = RECALLS["mqar"]
+    assert set(result.of("mqar")[0].by_pairs) == {*recall.trained, *recall.beyond}
 
     paths = save_comparison(result, tmp_path, command="recollect compare ...")
     page = paths["report"].read_text()
@@ -83,6 +87,21 @@ def test_models_meet_on_equal_terms_and_everything_is_reported(text: str, tmp_pa
     rows = list(csv.DictReader(paths["csv"].read_text().splitlines()))
     assert [float(row["value"]) for row in rows] == [r.value for r in result.runs]
     assert paths["text-curves"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_capacity_asks_more_pairs_than_a_memory_has_dimensions(tmp_path: Path) -> None:
+    result = run(["linear_attention", "titans"], ["capacity"], "")
+    recall, size = RECALLS["capacity"], DEFAULTS["capacity"]
+    assert size.head_dim is not None
+    assert max(recall.beyond) > size.head_dim
+    linear, titans = result.of("capacity")
+    assert set(linear.by_pairs) == {*recall.trained, *recall.beyond}
+    # One memory of 8 x 8 in float32, beside the convolution's tail of q, k and v.
+    assert linear.state_bytes - (8 * 8 * 4 + 3 * 3 * 8 * 4) in (0, 8)
+    assert titans.state_bytes > linear.state_bytes
+    paths = save_comparison(result, tmp_path)
+    assert {"capacity-curves", "capacity-pairs", "capacity-state"} <= paths.keys()
+    assert "Keys and values have 8 channels" in paths["report"].read_text()
 
 
 def test_the_same_seed_gives_the_same_numbers(text: str) -> None:

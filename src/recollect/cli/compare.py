@@ -34,7 +34,7 @@ def compare(
     models: Annotated[
         str, typer.Option(help="Zoo names or recipe files (.json, .toml), separated by commas.")
     ],
-    task: Annotated[list[str], typer.Option(help="text or mqar; may be given twice.")] = ["text"],  # noqa: B006
+    task: Annotated[list[str], typer.Option(help="text, mqar, capacity.")] = ["text"],  # noqa: B006
     text: Annotated[str | None, typer.Option(help="A text file of your own.")] = None,
     dataset: Annotated[
         str | None, typer.Option(help="A hub dataset with a 'text' column, streamed.")

@@ -14,7 +14,7 @@ from recollect.experiments.comparison.results import (
     Sizes,
     Watcher,
 )
-from recollect.experiments.comparison.tasks import MQAR_VOCAB, TASKS
+from recollect.experiments.comparison.tasks import RECALLS, TASKS
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import match_parameters, parameter_count
@@ -111,8 +111,14 @@ def compare(
             bigram = bigram_bits_per_byte(corpus)
             facts = {"source": corpus.source, "sha256": corpus.sha256}
         for task, size in every.items():
-            vocab = MQAR_VOCAB if corpus is None or task == "mqar" else corpus.vocab
-            configs = _equal_configs(chosen, vocab, size, method, parameters, conv=task == "mqar")
+            recall = RECALLS.get(task)
+            if recall is not None:
+                vocab = recall.vocab
+            else:
+                assert corpus is not None
+                vocab = corpus.vocab
+            told = recall is not None
+            configs = _equal_configs(chosen, vocab, size, method, parameters, conv=told)
             wanted += [
                 Job(task=task, model=name, config=config, size=size, seed=seed)
                 for name, config in zip(names, configs, strict=True)
@@ -133,7 +139,7 @@ def compare(
         environment=environment,
         bigram=bigram,
         text=facts,
-        chance=2 / MQAR_VOCAB if "mqar" in every else None,
+        chance=RECALLS["mqar"].chance if "mqar" in every else None,
         interrupted=interrupted,
         processes=min(jobs, max(1, len(asked))),
         failures=tuple(sorted(failures, key=lambda failure: asked.index(failure[:2]))),
@@ -165,6 +171,7 @@ def _equal_configs(
             hidden_size=size.width,
             num_hidden_layers=size.depth,
             num_attention_heads=size.heads,
+            head_dim=size.head_dim,
             method=method,
         )
         for name, recipe, options in chosen

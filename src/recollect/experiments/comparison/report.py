@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 
 from recollect.experiments.comparison.results import Comparison, ModelRun
-from recollect.experiments.comparison.tasks import MQAR_PAIRS
+from recollect.experiments.comparison.tasks import RECALLS
 from recollect.report.figures import Series, line_figure
 from recollect.report.files import write_atomic
 from recollect.report.html import Figure, Note, Report, Table
@@ -20,8 +20,9 @@ __all__ = ["save_comparison", "table"]
 _TITLES = {
     "text": "Text: held-out bits per byte (lower is better)",
     "mqar": "Recall: accuracy on multi-query associative recall (higher is better)",
+    "capacity": "Capacity: recall of more pairs than keys have channels (higher is better)",
 }
-_MEASURES = {"text": "held-out bits per byte", "mqar": "recall accuracy"}
+_MEASURES = {"text": "held-out bits per byte", **dict.fromkeys(RECALLS, "recall accuracy")}
 
 
 def _size(run: ModelRun) -> str:
@@ -67,11 +68,14 @@ def _caption(comparison: Comparison, task: str) -> str:
             f"{comparison.bigram:.3f} bits per byte. {shape} Text: {comparison.text['source']}, "
             f"sha256 {comparison.text['sha256'][:16]}."
         )
-    if comparison.chance is not None:
+    if task in RECALLS:
+        recall = RECALLS[task]
+        channels = size.head_dim or size.width // size.heads
         return (
-            f"Trained on {', '.join(map(str, MQAR_PAIRS))} pairs; more are asked without training. "
-            f"Guessing among the values is right {comparison.chance:.1%} of the time. Every model "
-            f"has a short convolution, as in the benchmark. {shape}"
+            f"Keys and values have {channels} channels, in each of {size.heads} heads. "
+            f"Trained on {', '.join(map(str, recall.trained))} pairs; more are asked without "
+            f"training. Guessing among the values is right {recall.chance:.1%} of the time. Every "
+            f"model has a short convolution, as in the benchmark. {shape}"
         )
     return shape
 
@@ -87,8 +91,8 @@ def _curves(comparison: Comparison, task: str) -> Figure | None:
     levels = {}
     if task == "text" and comparison.bigram is not None:
         levels = {"byte bigram": comparison.bigram}
-    if task == "mqar" and comparison.chance is not None:
-        levels = {"guessing": comparison.chance}
+    if task in RECALLS:
+        levels = {"guessing": RECALLS[task].chance}
     files = line_figure(
         series,
         x="training tokens",
@@ -104,8 +108,30 @@ def _curves(comparison: Comparison, task: str) -> Figure | None:
     )
 
 
-def _recall_by_pairs(comparison: Comparison) -> Figure | None:
-    runs = [run for run in comparison.of("mqar") if run.by_pairs]
+def _recall_by_state(comparison: Comparison, task: str) -> Figure | None:
+    """What a model of a task keeps and how much of it it recalls, at the most pairs that it has."""
+    runs = [run for run in comparison.of(task) if run.by_pairs]
+    if not runs:
+        return None
+    most = max(runs[0].by_pairs)
+    size = comparison.sizes[task]
+    files = line_figure(
+        [Series(name=run.model, x=[run.state_bytes], y=[run.by_pairs[most]]) for run in runs],
+        x=f"bytes of state per sequence after {size.length} tokens",
+        y=f"accuracy at {most} pairs",
+        title="What is kept, and what is recalled of it",
+        log_x=True,
+        y_range=(0.0, 1.05),
+    )
+    return Figure(
+        files=files,
+        alt=f"Recall accuracy at {most} pairs against the bytes of a model's state",
+        caption=f"Accuracy at {most} pairs against the bytes that decoding keeps per sequence.",
+    )
+
+
+def _recall_by_pairs(comparison: Comparison, task: str) -> Figure | None:
+    runs = [run for run in comparison.of(task) if run.by_pairs]
     if not runs:
         return None
     files = line_figure(
@@ -181,14 +207,16 @@ def save_comparison(
 
 def _figures(comparison: Comparison, task: str) -> list[tuple[str, Figure]]:
     found = [(f"{task}-curves", _curves(comparison, task))]
-    if task == "mqar":
-        found.append(("mqar-pairs", _recall_by_pairs(comparison)))
+    if task in RECALLS:
+        found.append((f"{task}-pairs", _recall_by_pairs(comparison, task)))
+    if task == "capacity":
+        found.append(("capacity-state", _recall_by_state(comparison, task)))
     return [(name, figure) for name, figure in found if figure is not None]
 
 
 def _summary(comparison: Comparison) -> str:
     parts: list[str] = []
-    for task, best in (("text", min), ("mqar", max)):
+    for task, best in (("text", min), *((name, max) for name in RECALLS)):
         runs = [run for run in comparison.of(task) if run.value is not None and run.finished]
         if runs:
             top = best(runs, key=lambda run: run.value or 0.0)

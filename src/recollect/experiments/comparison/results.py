@@ -25,6 +25,7 @@ class Sizes(Validated):
         length: tokens per example.
         schedule: steps, batch, learning rate.
         key_dim: K of every memory whose preset does not say; width / heads if ``None``.
+        head_dim: K and V of every memory, whatever its preset says; width / heads if ``None``.
     """
 
     width: int = integer(at_least=1)
@@ -33,6 +34,7 @@ class Sizes(Validated):
     length: int = integer(at_least=1)
     schedule: Schedule
     key_dim: int | None = integer(None, at_least=1, optional=True)
+    head_dim: int | None = integer(None, at_least=1, optional=True)
 
     def but(
         self,
@@ -96,6 +98,15 @@ DEFAULTS: dict[str, Sizes] = {
     "mqar": Sizes(
         width=64, depth=1, heads=1, length=48, schedule=Schedule(steps=600, batch=16, lr=7e-3)
     ),
+    # The same with keys and values of 32 channels: 32 pairs and more do not fit a 32 x 32 matrix.
+    "capacity": Sizes(
+        width=64,
+        depth=1,
+        heads=1,
+        head_dim=32,
+        length=48,
+        schedule=Schedule(steps=1200, batch=16, lr=7e-3),
+    ),
 }
 
 
@@ -107,8 +118,8 @@ class ModelRun:
         parameters: trained numbers.
         state_bytes: what decoding must keep per sequence after ``length`` tokens.
         grows: whether that grows with the sequence.
-        value: bits per held-out byte (text), or accuracy over all pair counts (mqar).
-        by_pairs: accuracy by number of pairs (mqar).
+        value: bits per held-out byte (text), or accuracy over all pair counts (recall).
+        by_pairs: accuracy by number of pairs (recall).
         curve: (training tokens, value).
         seconds: of training alone; cpu_seconds: processor time of training and measuring, over all
             threads.

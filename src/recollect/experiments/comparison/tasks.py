@@ -13,14 +13,37 @@ from recollect.experiments.comparison.results import Sizes
 from recollect.tasks.mqar import IGNORE, MqarConfig, mqar
 from recollect.tasks.text import TextCorpus, batches, heldout_windows
 
-__all__ = ["MQAR_BEYOND", "MQAR_PAIRS", "MQAR_VOCAB", "TASKS", "CompareTask", "compare_task"]
+__all__ = ["RECALLS", "TASKS", "CompareTask", "RecallPairs", "compare_task"]
 
-TASKS = ("text", "mqar")
 
-MQAR_VOCAB = 64
-MQAR_PAIRS = (4, 8, 12)
-MQAR_BEYOND = (16, 24)
-"""Pair counts that are asked but never trained on: does what was learned hold more?"""
+@dataclass(frozen=True, kw_only=True)
+class RecallPairs:
+    """How many key–value pairs a recall task has, and of which tokens.
+
+    Attributes:
+        vocab: tokens, the lower half keys and the upper half values.
+        trained: pairs of the training examples.
+        beyond: pairs that are asked but never trained on: does what was learned hold more?
+    """
+
+    vocab: int
+    trained: tuple[int, ...]
+    beyond: tuple[int, ...]
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing among the values."""
+        return 2 / self.vocab
+
+
+RECALLS = {
+    "mqar": RecallPairs(vocab=64, trained=(4, 8, 12), beyond=(16, 24)),
+    "capacity": RecallPairs(vocab=128, trained=(4, 8, 12), beyond=(16, 24, 32, 48)),
+}
+"""Tasks of recall by name. In ``"capacity"`` keys and values have 32 channels (`DEFAULTS`), so that
+more pairs are asked than a matrix memory has dimensions."""
+
+TASKS = ("text", *RECALLS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +67,8 @@ def compare_task(task: str, size: Sizes, seed: int, corpus: TextCorpus | None) -
         task: out of `TASKS`.
         corpus: of the task text.
     """
-    if task == "mqar":
-        return _mqar_task(size, seed)
+    if task in RECALLS:
+        return _recall_task(RECALLS[task], size, seed)
     assert corpus is not None
     return _text_task(corpus, size, seed)
 
@@ -90,18 +113,18 @@ def _asked(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Te
     return asked, loss
 
 
-def _mqar_task(size: Sizes, seed: int) -> CompareTask:
+def _recall_task(recall: RecallPairs, size: Sizes, seed: int) -> CompareTask:
     generator = torch.Generator().manual_seed(seed)
     configs = [
-        MqarConfig(vocab=MQAR_VOCAB, pairs=pairs, length=size.length) for pairs in MQAR_PAIRS
+        MqarConfig(vocab=recall.vocab, pairs=pairs, length=size.length) for pairs in recall.trained
     ]
     count = size.schedule.steps * size.schedule.batch
     share = math.ceil(count / len(configs))
     examples = _joined(mqar(config, share, generator) for config in configs)
     test = torch.Generator().manual_seed(seed + 1_000_003)
     beyond = [
-        MqarConfig(vocab=MQAR_VOCAB, pairs=pairs, length=max(size.length, 4 * pairs))
-        for pairs in MQAR_BEYOND
+        MqarConfig(vocab=recall.vocab, pairs=pairs, length=max(size.length, 4 * pairs))
+        for pairs in recall.beyond
     ]
     held = {config.pairs: mqar(config, 256, test) for config in (*configs, *beyond)}
 
