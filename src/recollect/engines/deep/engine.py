@@ -28,6 +28,7 @@ from recollect.engines.deep.general import run_inner_batches
 from recollect.engines.deep.layout import DeepPlan, Grid, Layout, Memory, lay_out
 from recollect.engines.deep.recompute import Part
 from recollect.engines.deep.recompute import run as run_groups
+from recollect.engines.deep.share import Normalizer
 from recollect.engines.deep.step_coefficients import Rule, tables
 from recollect.state.state import State
 
@@ -148,7 +149,16 @@ def plan(sized: SizedRecipe) -> DeepPlan:
         lifts=tuple(param.name for param in recipe.features.params()),
         # Batches of one token have no factors to keep.
         decodes=how == "table" and plain and algorithm.batch > 1,
+        normalizer=_normalizer(recipe),
     )
+
+
+def _normalizer(recipe: Recipe) -> Normalizer | None:
+    """What scales gradients, where the algorithm does."""
+    target = recipe.bias.target
+    if not recipe.algorithm.normalizes or target is None:
+        return None
+    return Normalizer(retention=recipe.retention, target=target)
 
 
 def chain_of(recipe: Recipe) -> Chain | None:
@@ -157,7 +167,7 @@ def chain_of(recipe: Recipe) -> Chain | None:
     decay = retention.decay
     plain = way(recipe) == "table" and not (rule.splits or rule.pairs or retention.linked)
     plain &= decay is None or (decay.per == "head" and decay.when == "after")
-    plain &= not recipe.algorithm.per_value
+    plain &= not (recipe.algorithm.per_value or recipe.algorithm.normalizes)
     if not plain or not isinstance(memory, Stack):
         return None
     if memory.chain is None or not slope_of(memory.chain):

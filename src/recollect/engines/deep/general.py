@@ -18,6 +18,7 @@ from torch import Tensor
 from recollect.engines.deep.gradient_factors import (
     Factors,
     Read,
+    Slopes,
     factors,
     plus_product,
     read,
@@ -33,6 +34,7 @@ from recollect.engines.deep.layout import (
     Weights,
     segment_of,
 )
+from recollect.engines.deep.share import scaled_by
 from recollect.engines.deep.step_coefficients import per_map, window_rows
 from recollect.engines.deep.token_weights import TokenStep, advance
 
@@ -102,20 +104,33 @@ class InnerBatchLoop:
         return w.unflatten(0, (self.B, self.H))
 
     def _factors(
-        self, n: int, segment: Segment, W: Weights, *, free: bool = False
-    ) -> list[Factors]:
-        layout, decay = self.layout, self.retention.decay
+        self, n: int, segment: Segment, W: Weights, A: Weights
+    ) -> tuple[list[Factors], list[Factors]]:
+        """h and δ of every map at W = link(A), and those of the part without a prediction.
+
+        The second are made where the recipe keeps momentum on the write only.
+        """
+        layout, decay, points = self.layout, self.retention.decay, segment.points[n]
         if decay is not None and decay.when == "before":
             W = [w * d.exp() for w, d in zip(W, self._log_decays(n, segment.start), strict=True)]
-        return factors(
-            self.method.memory,
-            W,
-            segment.points[n],
-            layout.params,
-            self.recipe.bias,
-            outer=layout.outer,
-            free=free,
-        )
+
+        def slopes(*, free: bool) -> Slopes:
+            return factors(
+                self.method.memory,
+                W,
+                points,
+                layout.params,
+                self.recipe.bias,
+                outer=layout.outer,
+                free=free,
+            )
+
+        whole = slopes(free=False)
+        written = slopes(free=True).factors if self.method.rule.splits else []
+        if self.method.normalizer is None:
+            return whole.factors, written
+        rho = self.method.normalizer.shares(whole, points, A, layout.scalars(n, 0))
+        return scaled_by(whole.factors, rho), scaled_by(written, rho)
 
     def _log_decays(self, n: int, t: int) -> Weights:
         """The log decay of one token for every map, as a factor ``[P, out, in]``."""
@@ -142,9 +157,8 @@ class InnerBatchLoop:
         if method.way == "border" and not moves:
             # Nobody reads what an open batch has gathered.
             return self._read_all(n, segment, W), memory
-        batch_factors = self._factors(n, segment, W)
+        batch_factors, writes = self._factors(n, segment, W, memory.A)
         if method.rule.splits:
-            writes = self._factors(n, segment, W, free=True)
             batch_factors = [
                 Factors(w.h, w.delta).join(Factors(f.h, f.delta - w.delta))
                 for w, f in zip(writes, batch_factors, strict=True)
@@ -258,12 +272,13 @@ class InnerBatchLoop:
         own: bool,
         reads: bool = True,
     ) -> tuple[Tensor, Memory]:
-        tokens, splits = range(segment.start, segment.stop), self.method.rule.splits
+        tokens = range(segment.start, segment.stop)
+        batch_factors, writes = self._factors(n, segment, W, memory.A)
         built = advance(
             TokenStep(
                 recipe=self.recipe,
-                factors=self._factors(n, segment, W),
-                writes=self._factors(n, segment, W, free=True) if splits else None,
+                factors=batch_factors,
+                writes=writes or None,
                 gamma=self.layout.gamma[n, :, segment.start : segment.stop],
                 c=self.layout.c,
                 numbers=[self._numbers(n, t) for t in tokens],

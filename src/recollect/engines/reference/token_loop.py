@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Step
+from recollect.choices.algorithm.share import share
 from recollect.choices.gradients import leaves_of
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.problem import (
@@ -50,6 +51,8 @@ class TokenLoop:
         self.A0, self.S0 = list(self.A), {n: list(s) for n, s in self.S.items()}
         self.W: Weights = list(self.A)  # set at the first border, and so is what is read
         self.readable: Weights = list(self.A)
+        # Where W° came from: the A and the link's numbers that a normalised step is measured at.
+        self.origin: tuple[Weights, dict[str, Tensor]] = (list(self.A), {})
         zeros = [torch.zeros_like(w) for w in self.A]
         self.mean = zeros  # Σ η g of the open batch (reduce="mean")
         # Muon(every="batch"): Σ log α and Σ η of the open batch, per map.
@@ -119,18 +122,21 @@ class TokenLoop:
         return [self.recipe.retention.link(as_matrix(a), gates).reshape(a.shape) for a in A]
 
     def _gradients(
-        self, W: Sequence[Tensor], j: int, prediction_free: bool = False
+        self,
+        W: Sequence[Tensor],
+        j: int,
+        prediction_free: bool = False,
+        only: int | None = None,
     ) -> list[Tensor]:
-        """g_t at W, or only its part that no prediction enters (for momentum on the write)."""
-        low = max(j - self.c + 1, 0)
+        """g_t at W, or only its part that no prediction enters (for momentum on the write).
+
+        Of one association ``only``, its gradient as it is: without what it weighs in g_t.
+        """
+        low, stop = (max(j - self.c + 1, 0), j + 1) if only is None else (only, only + 1)
         tokens, bias = self.tokens, self.recipe.bias
-        raw, phi, v = (x[:, low : j + 1].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
-        weight = tokens.valid[:, None, low : j + 1].to(v.dtype)  # [B, 1, m]
-        if "window" in tokens.rates:
-            # Entry m of the current token's gate weighs association t − m.
-            gamma = tokens.rates["window"][:, j]  # [B, H, c]
-            weight = weight * gamma[..., : j + 1 - low].flip(-1)
-        gates = tokens.numbers_of(bias, low, j + 1)
+        raw, phi, v = (x[:, low:stop].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
+        weight = self._weight(j, low) if only is None else torch.ones_like(v[..., 0])
+        gates = tokens.numbers_of(bias, low, stop)
         outer = self.outer
         with torch.enable_grad():
             points = leaves_of(W, outer=outer)
@@ -156,6 +162,58 @@ class TokenLoop:
                     (objective * weight).sum(), points, create_graph=outer, materialize_grads=True
                 )
             )
+
+    def _gradients_of(self, W: Sequence[Tensor], j: int) -> tuple[list[Tensor], list[Tensor]]:
+        """g_t, and its part without a prediction if the algorithm asks for that apart."""
+        splits = self.recipe.algorithm.splits
+        if self.recipe.algorithm.normalizes:
+            return self._normalized(W, j, splits=splits)
+        free = self._gradients(W, j, prediction_free=True) if splits else []
+        return self._gradients(W, j), free
+
+    def _normalized(
+        self, W: Sequence[Tensor], j: int, *, splits: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The same with each association's gradient scaled by its share, one after another."""
+        low = max(j - self.c + 1, 0)
+        A, numbers = self.origin
+        target = self.recipe.bias.target
+        assert target is not None  # requires() asks for one
+        totals = [torch.zeros_like(w) for w in W], [torch.zeros_like(w) for w in W]
+        for i in range(low, j + 1):
+            whole = self._gradients(W, j, only=i)
+            raw, phi, v = (
+                x[:, i : i + 1].transpose(1, 2)
+                for x in (self.tokens.k, self.tokens.phi, self.tokens.v)
+            )
+            prediction = self.forward(W, phi, raw, self.problem.params)
+            error = self.recipe.bias.error(
+                prediction, v, self.tokens.numbers_of(self.recipe.bias, i, i + 1)
+            )
+            gain = torch.stack(
+                [
+                    self.recipe.retention.gain(as_matrix(a), as_matrix(g), numbers)
+                    for a, g in zip(A, whole, strict=True)
+                ]
+            ).sum(0)
+            rho = share((prediction - target * v)[:, :, 0], error[:, :, 0], gain)
+            weight = self._weight(j, low)[..., i - low] * rho  # [B, H]
+            parts = (whole, self._gradients(W, j, prediction_free=True, only=i) if splits else [])
+            for total, part in zip(totals, parts, strict=True):
+                for index, g in enumerate(part):
+                    total[index] = (
+                        total[index] + weight.view(*weight.shape, *(1,) * (g.dim() - 2)) * g
+                    )
+        return totals[0], totals[1] if splits else []
+
+    def _weight(self, j: int, low: int) -> Tensor:
+        """What associations ``low`` to j weigh in g_t, ``[B, 1 or H, m]``: 0 where none is."""
+        weight = self.tokens.valid[:, None, low : j + 1].to(self.tokens.v.dtype)
+        if "window" not in self.tokens.rates:
+            return weight
+        # Entry m of the current token's gate weighs association t − m.
+        gamma = self.tokens.rates["window"][:, j]  # [B, H, c]
+        return weight * gamma[..., : j + 1 - low].flip(-1)
 
     def _erase_and_write(self, W: Sequence[Tensor], j: int) -> list[Tensor]:
         """A probe's step: −a (W w) bᵀ + η b v kᵀ, on a matrix."""
@@ -201,10 +259,8 @@ class TokenLoop:
         else:
             lr = self._lr(j, phi)
             theta = self._per_map(self.tokens.rates.get("momentum"), "value", j)
-            gradients = self._gradients(W, j)
-            writes: list[Tensor] | list[None] = (
-                self._gradients(W, j, prediction_free=True) if algorithm.splits else [None] * len(W)
-            )
+            gradients, written = self._gradients_of(W, j)
+            writes: list[Tensor] | list[None] = written or [None] * len(W)
             steps, slots = [], {name: [] for name in self.S}
             for i, (g, write) in enumerate(zip(gradients, writes, strict=True)):
                 g2 = as_matrix(g)
@@ -240,6 +296,7 @@ class TokenLoop:
             first = (live & (place == 1)).view(-1, 1, 1, 1)
             settled = self._link(self.A, gates)
             self.W = _where(first, settled, self.W)
+            self._measure_from(first, gates)
             self.readable = _where(first, settled, self.readable)
         self.count = self.count + live
 
@@ -262,6 +319,7 @@ class TokenLoop:
         # gates.
         linked = self._link(self.A, self._step_gates(j))
         self.W = _where(rows, linked, self.W)
+        self._measure_from(rows, self._step_gates(j))
         if self.recipe.at_border or self.recipe.algorithm.every == "batch":
             self.readable = _where(rows, linked, self.readable)
         self.A0 = _where(rows, self.A, self.A0)
@@ -269,6 +327,14 @@ class TokenLoop:
         zeros = [torch.zeros_like(w) for w in self.A]
         self.mean = _where(rows, zeros, self.mean)
         self.sums = (_where(rows, zeros, self.sums[0]), _where(rows, zeros, self.sums[1]))
+
+    def _measure_from(self, rows: Tensor, gates: dict[str, Tensor]) -> None:
+        """Where W° is made anew, it is the link of A as it stands, with these numbers."""
+        if not self.recipe.algorithm.normalizes:
+            return
+        A, old = self.origin
+        numbers = {name: torch.where(rows, x, old.get(name, x)) for name, x in gates.items()}
+        self.origin = (_where(rows, self.A, A), numbers)
 
     def _settle(
         self,
