@@ -167,12 +167,17 @@ def chain_of(recipe: Recipe) -> Chain | None:
     decay = retention.decay
     plain = way(recipe) == "table" and not (rule.splits or rule.pairs or retention.linked)
     plain &= decay is None or (decay.per == "head" and decay.when == "after")
-    plain &= not (recipe.algorithm.per_value or recipe.algorithm.normalizes)
+    plain &= not recipe.algorithm.per_value
     if not plain or not isinstance(memory, Stack):
         return None
     if memory.chain is None or not slope_of(memory.chain):
         return None
-    return Chain(activation=memory.chain, residual=memory.residual, bias=recipe.bias)
+    return Chain(
+        activation=memory.chain,
+        residual=memory.residual,
+        bias=recipe.bias,
+        target=recipe.bias.target if recipe.algorithm.normalizes else None,
+    )
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
