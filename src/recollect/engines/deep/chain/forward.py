@@ -191,7 +191,7 @@ def forward(
     shares = None
     if spec.target is not None:
         slope = None if affine is None else affine[0]
-        shares = Shares(k, c, L, slope=slope, keep=spec.keep)
+        shares = Shares(hs, deltas, c, slope=slope)
     prediction = None
     last = deltas[-1]
     base: Sequence[Tensor] = ()
@@ -254,7 +254,7 @@ def forward(
                 quick[1](u, z_[i - 1][n], delta)
         weight = weights[n]
         if shares is not None:
-            weight = shares.step(n, [x[n] for x in h_], [x[n] for x in delta_], away, c[n])
+            weight = shares.step(n, away)
         for i in range(L):
             after = whole[i][n + 1]
             if commit is False:

@@ -48,54 +48,68 @@ class Shares:
     """ρ of all inner batches, and per batch what its gradient needs; without a graph.
 
     Attributes:
-        rho: ``[N, P, R]``.
-        weights: c′ ``[N, P, R, J]``, one batch's only where no backward pass will come, as below.
+        rho: ``[N, P, R]``. weights: c′ ``[N, P, R, J]``.
         sizes: |h_(l−1)|² of every map, then |δ_l|², ``[N, 2L, P, R]``.
-        below: 1/Q, or 0, ``[N, P, R]``. along: N.
+        below: Q, at least the smallest normal number, ``[N, P, R]``. along: N.
         back: what `pull` adds to δ̄_l and then to h̄_(l−1), in units of δ_l and h_(l−1).
     """
 
-    def __init__(self, k: Tensor, c: Tensor, maps: int, *, slope: float | None, keep: bool) -> None:
-        N, P, R, J = c.shape
-        count = N if keep else 1
-        self.L, self.slope = maps, slope
-        self.rho, self.along = k.new_empty(N, P, R), k.new_empty(count, P, R)
-        self.below, self.sizes = k.new_empty(count, P, R), k.new_empty(count, 2 * maps, P, R)
-        self.weights = k.new_empty(count, P, R, J)
-        self.back: Tensor | None = None
-        self.rho_, self.of_keys = self.rho.unbind(0), _squares(k).unbind(0)
-        batches = zip(
-            self.sizes.unbind(0),
-            [one.unbind(0) for one in self.sizes.unbind(0)],
-            self.along.unbind(0),
-            self.below.unbind(0),
-            self.weights.unbind(0),
-            strict=True,
-        )
-        places = list(batches)
-        self.places = places if keep else places * N
-
-    def step(self, n: int, h: Tensors, delta: Tensors, away: Tensor | None, c: Tensor) -> Tensor:
-        """c′ of batch n, ``[P, R, J, 1]``.
+    def __init__(self, h: Tensors, delta: Tensors, c: Tensor, *, slope: float | None) -> None:
+        """For factors ``[N, P, R, ·]``, which are to be written, but the keys.
 
         Args:
-            n: the batch. h, delta: its factors.
-            away: e, ``None`` where the error is affine. c: ``[P, R, J]``.
+            h: inputs of the maps; the first are keys. delta: gradients of their outputs.
+            c: ``[N, P, R, J]``.
+            slope: a of an affine error.
         """
-        sizes, each, along, below, weights = self.places[n]
-        for x, out in zip((*h[1:], *delta), each[1:], strict=True):
+        k, (N, P, R, _) = h[0], c.shape
+        self.L, self.slope, self.tiny = len(h), slope, torch.finfo(k.dtype).tiny
+        self.rho, self.below = k.new_empty(N, P, R), k.new_empty(N, P, R)
+        self.sizes, self.weights = k.new_empty(N, 2 * self.L, P, R), torch.empty_like(c)
+        # L2's ⟨e, g⟩ is |g|².
+        self.along = self.sizes[:, -1] if slope == 1 else k.new_empty(N, P, R)
+        self.back: Tensor | None = None
+        self.sizes[:, 0] = torch.linalg.vector_norm(k, dim=-1)
+        each = self.sizes.unbind(1)
+        measured = [
+            [*zip(*(part.unbind(0) for part in pair), strict=True)]
+            for pair in zip((*h[1:], *delta), each[1:], strict=True)
+        ]
+        self.measured = [*zip(*measured, strict=True)]
+        self.pairs = [
+            [*zip(x.unbind(0), y.unbind(0), strict=True)]
+            for x, y in zip(each[: self.L], each[self.L :], strict=True)
+        ]
+        parts = (self.sizes, each[-1], self.along, self.below, self.rho, self.weights)
+        scalings = (
+            c.unbind(0),
+            self.rho.unsqueeze(-1).unbind(0),
+            self.weights.unsqueeze(-1).unbind(0),
+        )
+        self.places = [*zip(*(x.unbind(0) for x in parts), *scalings, strict=True)]
+        self.errors = delta[-1]
+
+    def step(self, n: int, away: Tensor | None) -> Tensor:
+        """c′ of batch n, ``[P, R, J, 1]``, when its factors are written.
+
+        Args:
+            n: the batch. away: e, ``None`` where the error is affine.
+        """
+        sizes, last, along, below, rho, weights, c, scale, made = self.places[n]
+        for x, out in self.measured[n]:
             torch.linalg.vector_norm(x, dim=-1, out=out)
         sizes.mul_(sizes)
-        each[0].copy_(self.of_keys[n])
-        total = torch.sum(sizes[: self.L] * sizes[self.L :], dim=0).add_(each[-1], alpha=EPS)
-        torch.reciprocal(total, out=below).masked_fill_(total == 0, 0.0)
-        if away is None:
-            assert self.slope is not None
-            torch.mul(each[-1], 1 / self.slope, out=along)
-        else:
-            torch.sum(away * delta[-1], dim=-1, out=along)
-        rho = torch.mul(along, below, out=self.rho_[n])
-        return torch.mul(c, rho.unsqueeze(-1), out=weights).unsqueeze(-1)
+        torch.mul(last, EPS, out=below)
+        for pair in self.pairs:
+            below.addcmul_(*pair[n])
+        below.clamp_min_(self.tiny)
+        if away is not None:
+            torch.sum(away * self.errors[n], dim=-1, out=along)
+        elif self.slope is not None and self.slope != 1:
+            torch.mul(last, 1 / self.slope, out=along)
+        torch.div(along, below, out=rho)
+        torch.mul(c, scale, out=weights)
+        return made
 
     def pull(
         self, n: int, pi: Tensor, h: Tensors, delta: Tensors, to_h: Tensors, to_delta: Tensors
@@ -103,18 +117,19 @@ class Shares:
         """Adds to the gradients of batch n but those of keys; N̄ where the error is not affine.
 
         Args:
-            pi: π ``[P, R]``. h, delta: factors. to_h, to_delta: their gradients.
+            n: the batch. pi: π ``[P, R]``. h, delta: factors. to_h, to_delta: their gradients.
         """
-        sizes, _, along, below, _ = self.places[n]
+        sizes, _, along, below, *_ = self.places[n]
         if self.back is None:
             self.back = torch.empty_like(self.sizes)
-        twice = (pi * below).mul_(-2)
-        back = torch.mul(sizes, twice, out=self.back[n])
-        each = back.unsqueeze(-1).unbind(0)
+        back = self.back[n]
+        twice = (pi / below).mul_(-2)
+        torch.mul(sizes, twice, out=back)
         per = pi / along.masked_fill(along == 0, torch.inf)
-        each[self.L - 1].squeeze(-1).add_(twice, alpha=EPS)
+        last = back[self.L - 1].add_(twice, alpha=EPS)
         if self.slope is not None:
-            each[self.L - 1].squeeze(-1).add_(per, alpha=2 / self.slope)
+            last.add_(per, alpha=2 / self.slope)
+        each = back.unsqueeze(-1).unbind(0)
         for x, out, weight in zip(delta, to_delta, each, strict=False):
             out.addcmul_(x, weight)
         for x, out, weight in zip(h[1:], to_h[1:], each[self.L + 1 :], strict=True):
@@ -125,7 +140,3 @@ class Shares:
         """What `pull` leaves to be added to the gradients of all keys, in units of the keys."""
         assert self.back is not None
         return self.back[:, self.L].unsqueeze(-1)
-
-
-def _squares(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1).square_()
