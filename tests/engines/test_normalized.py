@@ -406,6 +406,46 @@ def test_the_engine_is_the_reference(name: str) -> None:
     check_single_gradients(recipe, x, method="deep")
 
 
+KERNELS = {
+    "matrix": rc.Recipe(features=rc.features.Exponential(), algorithm=GD(normalize=True)),
+    "perceptron": rc.Recipe(
+        memory=memory.MLP(expansion=1),
+        features=rc.features.Gaussian(),
+        bias=bias.Huber(),
+        context=context.Window(size=3),
+        retention=retention.Decay(),
+        algorithm=Momentum(batch=3, normalize=True),
+    ),
+    "gated": rc.Recipe(
+        memory=memory.GatedMLP(expansion=1),
+        features=rc.features.Exponential(),
+        retention=retention.Decay(when="before"),
+        algorithm=GD(normalize=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(name: str) -> None:
+    """Over infinitely many features |φ(k)|² is κ(k, k)."""
+    recipe = KERNELS[name]
+    assert rc.select(recipe).engine.name == "kernel"
+    x = tame(recipe, fitting(recipe, B=1, T=9, H=2))
+    agree(recipe, x, "kernel")
+    check_chunks_and_splits(recipe, x, "kernel")
+    check_gradients_across_splits(recipe, x, "kernel")
+    check_turns(recipe, x, "kernel")
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_linear_kernel_is_a_matrix(batch: int) -> None:
+    recipe = rc.Recipe(bias=bias.Huber(), algorithm=Momentum(batch=batch, normalize=True))
+    x = generate.inputs(recipe, B=2, T=8, H=2, K=4, V=3, zero=True)
+    other = recipe.but(features=rc.features.LinearKernel())
+    found, expected = (rc.recall(r, x.q, x.k, x.v, x.gates)[0] for r in (other, recipe))
+    assert generate.error(found, expected) < EXACT
+
+
 @pytest.mark.parametrize("name", ["momentum", "huber", "affine", "gated, channels, window"])
 def test_gradients_of_gradients(name: str) -> None:
     """create_graph: second derivatives equal the reference's."""
@@ -460,7 +500,13 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"scales erasure and write alike", {"bias": bias.L2(probe=bias.Probe())}),
     (r"descends on all of the past at once: use context\.Online", {"context": context.Prefix()}),
     (r"rebuilds A from W: use normalize=False", {"retention": retention.FDivergence()}),
-    (r"infinitely many", {"features": rc.features.Exponential()}),
+    (
+        r"divides that by a sum that moves with every key: use memory\.Read\(\)",
+        {
+            "features": rc.features.Exponential(),
+            "memory": memory.Matrix(read=memory.Read(normalize="sum")),
+        },
+    ),
 ]
 
 

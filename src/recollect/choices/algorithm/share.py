@@ -61,8 +61,9 @@ def share_rules(algorithm: MemberLike, recipe: RecipeLike) -> Iterator[str]:
             "rebuilds A from W: use normalize=False, or retention.Keep(), Decay(), Simplex() "
             "or another link"
         )
-    if not recipe.features.finite:
+    read = recipe.memory.read
+    if not recipe.features.finite and read.normalize != "none":
         yield (
-            f"{what} divides by the size of features, of which {recipe.features.title} has "
-            "infinitely many: use normalize=False or finite features"
+            f"{what} asks what a step does to the prediction, and memory.{read.brief} divides that "
+            "by a sum that moves with every key: use memory.Read() or normalize=False"
         )

@@ -74,6 +74,9 @@ class Retention(Member):
         """
         return None if self.linked else 1.0
 
+    gain_products: int = 0
+    """Products of h or δ with a matrix of A's shape that `rank_one_gain` takes, for the cost."""
+
     def gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
         """How far a step of A along G moves W along it: ⟨G, J G⟩ with J = ∂link/∂A, ``[...]``.
 

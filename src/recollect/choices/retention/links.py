@@ -176,6 +176,8 @@ class Simplex(Linked):
             return self.scale * A.flatten(-2).softmax(-1).view_as(A)
         return self.scale * A.softmax(-1 if self.axis == "in" else -2)
 
+    gain_products = 2
+
     def gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
         """Σ W G² − (Σ W G)²/c over each sum, the variance of G, and a thousandth of (Σ W G)²/c.
 
@@ -308,6 +310,10 @@ class Bregman(Linked):
     @property
     def steepest(self) -> float | None:
         return _STEEPEST.get(self.map)
+
+    @property
+    def gain_products(self) -> int:  # type: ignore[override]
+        return int(self.steepest is None)
 
     def gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
         """L |G|² for slopes of at most L; Σ (1 + W) G² of ``"exp"``, whose slope is W."""

@@ -294,6 +294,8 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
     weights = sum(m.out * m.inp for m in method.maps)
     widths = sum(m.out + m.inp for m in method.maps)
     copies = 2 * grid.b if method.way == "tokens" else 3
+    if method.normalizer is not None and method.normalizer.builds:
+        copies += 4 * (grid.b + grid.c)
     rows = grid.b * (1 + G) + grid.c
     if method.chain is not None:
         # M at the border; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.

@@ -32,6 +32,14 @@ class Normalizer:
     retention: Retention
     target: float
 
+    @property
+    def builds(self) -> bool:
+        """Whether gradients of single associations are built, for want of a short form."""
+        return (
+            self.retention.steepest is None
+            and type(self.retention).rank_one_gain is Retention.rank_one_gain
+        )
+
     def shares(
         self,
         slopes: Slopes,
