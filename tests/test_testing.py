@@ -246,7 +246,7 @@ def test_a_retention_whose_link_is_not_the_identity_that_it_says() -> None:
 
 def test_a_loss_that_says_it_is_least_elsewhere() -> None:
     @rc.member
-    class Doubled(rc.bias.Bias):
+    class AtTwice(rc.bias.Bias):
         """Least at twice the value."""
 
         target = 1.0
@@ -254,7 +254,7 @@ def test_a_loss_that_says_it_is_least_elsewhere() -> None:
         def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
             return 0.5 * (prediction - 2 * value).square().sum(-1)
 
-    caught(Doubled, "declares target=1, and an error points away from 1·value")
+    caught(AtTwice, "declares target=1, and an error points away from 1·value")
 
 
 def test_a_link_that_is_steeper_than_it_says() -> None:

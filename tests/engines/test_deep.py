@@ -92,11 +92,13 @@ def _algorithm(rng: random.Random) -> Any:
         *(algorithm.Momentum(batch=b, per=per, normalize=share),) * 2,
         algorithm.Momentum(batch=b, of="value", normalize=share),
         algorithm.Muon(batch=b, scale=rng.choice(("outer", "inner"))),
+        algorithm.Muon(batch=b, normalize=share),
         algorithm.RMSProp(batch=b),
         algorithm.Adam(batch=b),
     ]
     if b > 1:
-        found.append(algorithm.Muon(batch=b, every="batch", newton_steps=rng.choice((0, 5))))
+        steps = rng.choice((0, 5))
+        found.append(algorithm.Muon(batch=b, every="batch", newton_steps=steps, normalize=share))
     return rng.choice(found)
 
 
@@ -428,6 +430,10 @@ COSTS = {
         memory=memory.MLP(), algorithm=algorithm.Muon(batch=8, every="batch")
     ),
     "link": rc.Recipe(bias=bias.Lp(), retention=retention.Ball(), algorithm=algorithm.Momentum()),
+    "searched": rc.Recipe(memory=memory.MLP(), algorithm=algorithm.Muon(batch=8, normalize=True)),
+    "searched at borders": rc.Recipe(
+        memory=memory.MLP(), algorithm=algorithm.Muon(batch=8, every="batch", normalize=True)
+    ),
     "normalised": rc.Recipe(
         memory=memory.MLP(), algorithm=algorithm.Momentum(batch=8, normalize=True)
     ),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.contracts import generate, outside
+from tests.engines.test_deep import Twice
 from torch import Tensor
 from torch.nn import functional
 
@@ -235,6 +236,140 @@ def test_links_by_hand(name: str, b: int, method: str) -> None:
         method,
         lambda start, x: by_hand(start, predict, square, x, b=b, c=1, link=link, gain=gain),
     )
+
+
+# -- a length that is searched ---------------------------------------------------------------------
+
+
+def orthogonalised(S: Tensor) -> Tensor:
+    """Five steps of a X + b (X Xᵀ) X + c (X Xᵀ)² X from S/‖S‖, as ATLAS prints them."""
+    X = S / (S.square().sum().sqrt() + 1e-7)
+    for _ in range(5):
+        G = X @ X.T
+        X = 3.4445 * X - 4.7750 * G @ X + 2.0315 * G @ G @ X
+    return X
+
+
+def far(
+    predict: Predict, W: list[Tensor], D: list[Tensor], k: Tensor, v: Tensor, weight: Tensor
+) -> Tensor:
+    """The length along D that leaves least of weighted errors, to first order."""
+    above, below = torch.zeros(()).double(), torch.zeros(()).double()
+    for key, value, w in zip(k, v, weight, strict=True):
+        if not bool(w):
+            continue
+
+        def along(s: Tensor, key: Tensor = key) -> Tensor:
+            return predict([a + s * d for a, d in zip(W, D, strict=True)], key)
+
+        zero = torch.zeros(()).double()
+        moved = torch.autograd.functional.jacobian(along, zero, create_graph=True)
+        assert isinstance(moved, Tensor)
+        above = above - w * ((predict(W, key) - value) * moved).sum()
+        size = sum(d.square().sum() for d in D)
+        below = below + w * (moved.square().sum() + 1e-6 * size)
+    return (above / below).clamp_min(0)
+
+
+def muon_by_hand(
+    start: list[Tensor], predict: Predict, loss: Loss, x: dict[str, Tensor], *, b: int, c: int,
+    every: str,
+) -> Tensor:  # fmt: skip
+    """`by_hand` for orthogonalised steps: one row and head, forward differentiation by torch."""
+    q, k, v = x["q"], x["k"], x["v"]
+    A, S = list(start), [torch.zeros_like(w) for w in start]
+    W, outputs = A, []
+    log_decay, rate, weights = torch.zeros(()), torch.zeros(()), torch.zeros(T).double()
+    for t in range(T):
+        if t % b == 0:
+            W = A
+            log_decay, rate, weights = torch.zeros(()), torch.zeros(()), torch.zeros(T).double()
+        own = torch.zeros(T).double()
+        for m in range(min(c, t + 1)):
+            place = torch.nn.functional.one_hot(torch.tensor(t - m), T)
+            own = own + place * (x["window"][t, m] if c > 1 else 1.0)
+        weights, log_decay, rate = weights + own, log_decay + x["log_decay"][t], rate + x["lr"][t]
+        total = sum(own[i] * loss(predict(W, k[i]), v[i]) for i in range(t + 1))
+        assert isinstance(total, Tensor)
+        G = torch.autograd.grad(total, W, create_graph=True)
+        S = [x["momentum"][t] * s - g for s, g in zip(S, G, strict=True)]
+        D = [orthogonalised(s) for s in S]
+
+        if every == "token":
+            step = x["lr"][t] * far(predict, W, D, k, v, own)
+            A = [x["log_decay"][t].exp() * a + step * d for a, d in zip(A, D, strict=True)]
+            outputs.append(predict(A, q[t]))
+            continue
+        outputs.append(predict(W, q[t]))
+        if t % b == b - 1:
+            step = rate / b * far(predict, W, D, k, v, weights)
+            A = [log_decay.exp() * a + step * d for a, d in zip(A, D, strict=True)]
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("method", ["reference", "deep"])
+@pytest.mark.parametrize("loss", ["L2", "L3"])
+@pytest.mark.parametrize(
+    ("b", "c", "every"), [(1, 1, "token"), (4, 3, "token"), (4, 1, "batch"), (4, 3, "batch")]
+)
+@pytest.mark.parametrize("name", MEMORIES)
+def test_muon_by_hand(name: str, b: int, c: int, every: str, loss: str, method: str) -> None:
+    """Orthogonalised steps go as far as leaves least of their associations' errors."""
+    made, shapes, predict = MEMORIES[name]
+    recipe = rc.Recipe(
+        memory=made,
+        bias=LOSSES[loss][0],
+        context=context.Online() if c == 1 else context.Window(size=c),
+        retention=retention.Decay(),
+        algorithm=algorithm.Muon(batch=b, every=every, normalize=True),
+    )
+    equals_by_hand(
+        recipe,
+        shapes,
+        method,
+        lambda start, x: muon_by_hand(start, predict, LOSSES[loss][1], x, b=b, c=c, every=every),
+    )
+
+
+MUON = algorithm.Muon(batch=3, normalize=True)
+BORDER = algorithm.Muon(batch=3, every="batch", normalize=True)
+
+
+@pytest.mark.parametrize("rule", [MUON, BORDER], ids=["token", "batch"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_muon_in_the_engine(rule: algorithm.Muon, window: int) -> None:
+    """Outputs, state, gradients; splits, turns, masks, packing; maps applied twice or never."""
+    recipe = rc.Recipe(
+        memory=memory.GatedMLP(expansion=1, norm="layer", biases=True),
+        bias=bias.Huber(),
+        context=context.Online() if window == 1 else context.Window(size=window),
+        retention=retention.Decay(per="key"),
+        algorithm=rule,
+    )
+    assert rc.select(recipe).engine.name == "deep"
+    x = tame(recipe, fitting(recipe, B=1, T=13, H=2))
+    agree(recipe, x, "deep", 1e-9, chunk_size=4)
+    short = fitting(recipe, B=2, T=9, H=2)
+    check_chunks_and_splits(recipe, short, "deep")
+    check_turns(recipe, x, "deep")
+    check_packing(recipe, fitting(recipe, B=1, T=12, H=2), "deep")
+    for where in MASKS:
+        check_masks(recipe, short, "deep", where)
+    other = recipe.but(memory=Twice(), retention=retention.Decay())
+    agree(other, fitting(other, B=1, T=7, H=1), "deep", 1e-9)
+
+
+@pytest.mark.parametrize("method", ["reference", "deep"])
+def test_a_searched_step_never_turns_around(method: str) -> None:
+    """Where momentum leads away from what is asked now, the step is neither taken nor reversed."""
+    recipe = rc.Recipe(algorithm=algorithm.Muon(lr=1.0, momentum=0.99, normalize=True))
+    k = torch.eye(3).double()[None, [0, 0, 0], None]
+    v = torch.tensor([[5.0, 0, 0], [5.0, 0, 0], [4.0, 0, 0]]).double()[None, :, None]
+    y, _ = rc.recall(recipe, k, k, v, {}, method=method)
+    # The first is stored. What is left of it in S, 4.9, outweighs the third's pull of 1.
+    assert generate.error(y[0, :, 0, 0], torch.tensor([5.0, 5.0, 5.0]).double()) < 1e-4
+    y, _ = rc.recall(recipe, k, k, v * torch.tensor([1, 1, -1])[:, None, None], {}, method=method)
+    assert generate.error(y[0, :, 0, 0], torch.tensor([5.0, 5.0, -4.0]).double()) < 1e-4
 
 
 # -- what a step of A does to W ------------------------------------------------------------------
@@ -517,10 +652,29 @@ def test_refusals(match: str, changes: dict[str, Any]) -> None:
     assert "algorithm.GradientDescent(normalize=True)" in str(refused.value)
 
 
+MUON_REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("use scale='outer'", {"scale": "inner"}, {}),
+    ("states no target", {}, {"bias": bias.DotProduct()}),
+    ("puts a link between them: use retention.Keep", {}, {"retention": retention.Simplex()}),
+    ("puts a link between them: use retention.Keep", {}, {"retention": retention.Ball()}),
+]
+
+
+@pytest.mark.parametrize(("match", "fields", "changes"), MUON_REFUSED)
+def test_refusals_of_muon(match: str, fields: dict[str, Any], changes: dict[str, Any]) -> None:
+    with pytest.raises(rc.RecipeError, match=match) as refused:
+        rc.Recipe(algorithm=algorithm.Muon(normalize=True, **fields), **changes)
+    assert "algorithm.Muon(normalize=True)" in str(refused.value)
+
+
 def test_it_is_data_and_says_itself() -> None:
     recipe = STRUCTURES["momentum"]
     assert rc.Recipe.from_json(recipe.to_json()) == recipe
     assert recipe.canonical().algorithm.normalizes
     still = recipe.but(algorithm=dataclasses.replace(Momentum(normalize=True), momentum=0.0))
     assert still.canonical().algorithm == GD(normalize=True)
+    muon = rc.Recipe(memory=memory.MLP(), algorithm=algorithm.Muon(newton_steps=0, normalize=True))
+    assert rc.Recipe.from_json(muon.to_json()) == muon == muon.canonical()
+    assert any(line.startswith("λ_t = max(0, −") for line in rc.explain(muon).write)
+    assert any(line.startswith("ρ_t = ⟨") for line in rc.explain(recipe).write)
     assert "scales gradients" in rc.select(STRUCTURES["steps"]).refused["linear"][0]

@@ -178,7 +178,18 @@ def _rate(recipe: Recipe) -> list[str]:
 
 
 def _share(recipe: Recipe, point: str) -> list[str]:
-    """ρ of an association, where its gradient is scaled by it."""
+    """ρ of an association, where its gradient is scaled by it; λ of a searched step."""
+    if recipe.algorithm.searches:
+        i = "i" if recipe.algorithm.every == "batch" else _index(recipe)
+        x, eps = recipe.features.lift(f"k_{i}"), format_number(EPS)
+        prediction = recipe.memory.at(x, raw=f"k_{i}", W=point)
+        error = render_sum((Term((prediction,)), Term((f"v_{i}",), -(recipe.bias.target or 1.0))))
+        moved = f"|∂_D M(k_{i})|²"
+        total = "Σ_i γ_i " if i == "i" else ""
+        return [
+            f"λ_t = max(0, −{total}⟨{error}, ∂_D M(k_{i})⟩) / {total}({moved} + {eps}‖D‖²), "
+            f"D = the step at rate 1, ∂_D M at {point}"
+        ]
     if not recipe.algorithm.normalizes:
         return []
     memory, i = recipe.memory, "s" if recipe.algorithm.reduce == "mean" else _index(recipe)

@@ -131,6 +131,7 @@ def _unorthogonalised(recipe: R) -> R:
     if (
         isinstance(a, Muon)
         and a.newton_steps == 0
+        and not a.normalize
         and a.every == "token"
         and (a.scale == "inner" or not isinstance(a.lr, str) or a.lr == "static")
     ):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from recollect.choices.algorithm.share import share_rules
+from recollect.choices.algorithm.share import search_rules, share_rules
 from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
 from recollect.choices.member import (
     Member,
@@ -106,6 +106,8 @@ class Algorithm(Member):
         newton_steps: Newton–Schulz iterations of one step.
         normalizes: whether the gradient of every association is scaled by its
             `recollect.choices.algorithm.share.share`.
+        searches: whether its step is scaled by `recollect.choices.algorithm.share.search` along the
+            direction that `update` and `settle` give at rate 1; η scales the step alone.
     """
 
     choice = "algorithm"
@@ -124,6 +126,7 @@ class Algorithm(Member):
     ridge: float | str = 0.0
     newton_steps: int = 0
     normalizes: bool = False
+    searches: bool = False
 
     @property
     def linear(self) -> bool:
@@ -284,6 +287,8 @@ class Algorithm(Member):
             yield from self._key_rules(recipe)
         if self.normalizes:
             yield from share_rules(self, recipe)
+        if self.searches:
+            yield from search_rules(self, recipe)
 
     def _undeclared(self, recipe: RecipeLike) -> Iterator[str]:
         """What engines would have to assume of an algorithm that does not say it."""

@@ -1,4 +1,4 @@
-"""The normalised step: the gradient of every association as a share of what corrects its error."""
+"""Normalised steps: as shares of what corrects an error, and how far to go along a direction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from recollect.choices.questions import MemberLike, RecipeLike
 
-__all__ = ["EPS", "share", "share_rules"]
+__all__ = ["EPS", "search", "search_rules", "share", "share_rules"]
 
 EPS = 1e-6
 """ε of `share`."""
@@ -35,6 +35,36 @@ def share(along: Tensor, error: Tensor, gain: Tensor) -> Tensor:
     below = gain + EPS * error.square().sum(-1)
     zero = below == 0
     return torch.where(zero, 0.0, (along * error).sum(-1) / torch.where(zero, 1.0, below))
+
+
+def search(along: Tensor, moved: Tensor, weight: Tensor, size: Tensor) -> Tensor:
+    """λ = −Σ_i w_i ⟨e_i, J_i D⟩ / Σ_i w_i (|J_i D|² + ε‖D‖²), at least 0, and 0 where that is 0/0.
+
+    How far a step goes along a direction D that is no single association's gradient
+    (`Algorithm.searches`): to the least of Σ_i w_i |e_i + λ J_i D|², the errors of what the step is
+    for as D moves them to first order. J_i D is what D does to prediction i, ‖D‖² the sum over all
+    maps, and everything is taken at W°. ε = 1e-6.
+
+    Args:
+        along: e, the prediction less the value (times `Bias.target`), ``[..., n, V]``.
+        moved: J D ``[..., n, V]``. weight: w ``[..., n]``, at least 0.
+        size: ‖D‖² ``[...]``.
+    """
+    above = -((along * moved).sum(-1) * weight).sum(-1)
+    below = ((moved.square().sum(-1) + EPS * size.unsqueeze(-1)) * weight).sum(-1)
+    zero = below == 0
+    return torch.where(zero, 0.0, above.clamp_min(0) / torch.where(zero, 1.0, below))
+
+
+def search_rules(algorithm: MemberLike, recipe: RecipeLike) -> Iterator[str]:
+    """A searched step asks what its direction does to predictions."""
+    yield from share_rules(algorithm, recipe)
+    if recipe.retention.linked:
+        yield (
+            f"{algorithm.title}(normalize=True) asks what its direction does to predictions, and "
+            f"{recipe.retention.title} puts a link between them: use retention.Keep() or Decay(), "
+            "or normalize=False"
+        )
 
 
 def share_rules(algorithm: MemberLike, recipe: RecipeLike) -> Iterator[str]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Step
-from recollect.choices.algorithm.share import share
 from recollect.choices.gradients import leaves_of
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.problem import (
@@ -21,6 +20,11 @@ from recollect.engines.common.problem import (
     join,
     scaled,
     wants_gradient,
+)
+from recollect.engines.reference.normalized_steps import (
+    normalized_gradients,
+    searched,
+    weight_of_batch,
 )
 from recollect.state.state import State
 
@@ -121,7 +125,7 @@ class TokenLoop:
             return list(A)
         return [self.recipe.retention.link(as_matrix(a), gates).reshape(a.shape) for a in A]
 
-    def _gradients(
+    def gradients(
         self,
         W: Sequence[Tensor],
         j: int,
@@ -135,7 +139,7 @@ class TokenLoop:
         low, stop = (max(j - self.c + 1, 0), j + 1) if only is None else (only, only + 1)
         tokens, bias = self.tokens, self.recipe.bias
         raw, phi, v = (x[:, low:stop].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
-        weight = self._weight(j, low) if only is None else torch.ones_like(v[..., 0])
+        weight = self.weight(j, low) if only is None else torch.ones_like(v[..., 0])
         gates = tokens.numbers_of(bias, low, stop)
         outer = self.outer
         with torch.enable_grad():
@@ -167,47 +171,13 @@ class TokenLoop:
         """g_t, and its part without a prediction if the algorithm asks for that apart."""
         splits = self.recipe.algorithm.splits
         if self.recipe.algorithm.normalizes:
-            return self._normalized(W, j, splits=splits)
-        free = self._gradients(W, j, prediction_free=True) if splits else []
-        return self._gradients(W, j), free
+            return normalized_gradients(self, W, j, splits=splits)
+        free = self.gradients(W, j, prediction_free=True) if splits else []
+        return self.gradients(W, j), free
 
-    def _normalized(
-        self, W: Sequence[Tensor], j: int, *, splits: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The same with each association's gradient scaled by its share, one after another."""
-        low = max(j - self.c + 1, 0)
-        A, numbers = self.origin
-        target = self.recipe.bias.target
-        assert target is not None  # requires() asks for one
-        totals = [torch.zeros_like(w) for w in W], [torch.zeros_like(w) for w in W]
-        for i in range(low, j + 1):
-            whole = self._gradients(W, j, only=i)
-            raw, phi, v = (
-                x[:, i : i + 1].transpose(1, 2)
-                for x in (self.tokens.k, self.tokens.phi, self.tokens.v)
-            )
-            prediction = self.forward(W, phi, raw, self.problem.params)
-            error = self.recipe.bias.error(
-                prediction, v, self.tokens.numbers_of(self.recipe.bias, i, i + 1)
-            )
-            gain = torch.stack(
-                [
-                    self.recipe.retention.gain(as_matrix(a), as_matrix(g), numbers)
-                    for a, g in zip(A, whole, strict=True)
-                ]
-            ).sum(0)
-            rho = share((prediction - target * v)[:, :, 0], error[:, :, 0], gain)
-            weight = self._weight(j, low)[..., i - low] * rho  # [B, H]
-            parts = (whole, self._gradients(W, j, prediction_free=True, only=i) if splits else [])
-            for total, part in zip(totals, parts, strict=True):
-                for index, g in enumerate(part):
-                    total[index] = (
-                        total[index] + weight.view(*weight.shape, *(1,) * (g.dim() - 2)) * g
-                    )
-        return totals[0], totals[1] if splits else []
-
-    def _weight(self, j: int, low: int) -> Tensor:
+    def weight(self, j: int, low: int | None = None) -> Tensor:
         """What associations ``low`` to j weigh in g_t, ``[B, 1 or H, m]``: 0 where none is."""
+        low = max(j - self.c + 1, 0) if low is None else low
         weight = self.tokens.valid[:, None, low : j + 1].to(self.tokens.v.dtype)
         if "window" not in self.tokens.rates:
             return weight
@@ -258,13 +228,15 @@ class TokenLoop:
             slots: dict[str, Weights] = {name: [] for name in self.S}
         else:
             lr = self._lr(j, phi)
+            # A step of a searched length is a direction until all maps' are known.
+            given = [None] * len(lr) if algorithm.searches else lr
             theta = self._per_map(self.tokens.rates.get("momentum"), "value", j)
             gradients, written = self._gradients_of(W, j)
             writes: list[Tensor] | list[None] = written or [None] * len(W)
             steps, slots = [], {name: [] for name in self.S}
             for i, (g, write) in enumerate(zip(gradients, writes, strict=True)):
                 g2 = as_matrix(g)
-                eta, theta_i = lr[i], theta[i]
+                eta, theta_i = given[i], theta[i]
                 new, step = algorithm.update(
                     {name: as_matrix(self.S[name][i]) for name in self.S},
                     Step(
@@ -278,6 +250,11 @@ class TokenLoop:
                 steps.append(step)
                 for name, value in new.items():
                     slots[name].append(value)
+            if algorithm.searches and algorithm.every == "token":
+                far = searched(self, W, steps, j, max(j - self.c + 1, 0), self.weight(j))
+                steps = [
+                    far * s if e is None else e * far * s for e, s in zip(lr, steps, strict=True)
+                ]
 
         gates = self._step_gates(j)
         A, readable = self._settle(j, place, steps, slots, log_decay, gates)
@@ -387,10 +364,18 @@ class TokenLoop:
         rates = [as_matrix(s) + (1 if e is None else e) for s, e in zip(rates, lr, strict=True)]
         last = (place == self.b).view(-1, 1, 1, 1)
         A: Weights = []
-        for i, a in enumerate(self.A):
-            step = self.recipe.algorithm.settle(
-                {name: slots[name][i] for name in slots}, rates[i] / self.b
+        searches = self.recipe.algorithm.searches
+        means = [r / self.b for r in rates]
+        steps = [
+            self.recipe.algorithm.settle(
+                {name: slots[name][i] for name in slots}, torch.ones_like(r) if searches else r
             )
+            for i, r in enumerate(means)
+        ]
+        if searches:
+            far = searched(self, self.W, steps, j, *weight_of_batch(self, j))
+            steps = [r * far * s for r, s in zip(means, steps, strict=True)]
+        for i, (a, step) in enumerate(zip(self.A, steps, strict=True)):
             log_a = None if log_decay[i] is None else decays[i]
             moved = self.recipe.retention.advance(as_matrix(a), step, log_a, gates)
             A.append(torch.where(last, moved, as_matrix(a)))
