@@ -244,6 +244,43 @@ def test_a_retention_whose_link_is_not_the_identity_that_it_says() -> None:
     caught(Quiet, "declares linked=False, which is W = A, and its link is not the identity")
 
 
+def test_a_loss_that_says_it_is_least_elsewhere() -> None:
+    @rc.member
+    class AtTwice(rc.bias.Bias):
+        """Least at twice the value."""
+
+        target = 1.0
+
+        def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
+            return 0.5 * (prediction - 2 * value).square().sum(-1)
+
+    caught(AtTwice, "declares target=1, and an error points away from 1·value")
+
+
+def test_a_link_that_is_steeper_than_it_says() -> None:
+    @rc.member
+    class Steep(rc.retention.Retention):
+        """W = 3 A."""
+
+        steepest = 1.0
+
+        def link(self, A: Tensor, gates: Values) -> Tensor:
+            return 3 * A
+
+    caught(Steep, "declares steepest=1, and its link moves W 3 times as far as A")
+
+
+def test_a_gain_that_differs_from_its_factors() -> None:
+    @rc.member
+    class Hasty(rc.retention.Retention):
+        """Nothing of the map's inputs in its short form."""
+
+        def rank_one_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor:
+            return delta.square().sum(-1)
+
+    caught(Hasty, "rank_one_gain of δ and h is not the gain of δhᵀ")
+
+
 def test_a_retention_that_says_additive_and_is_not() -> None:
     @rc.member
     class Rebuilt(rc.retention.Retention):

@@ -217,6 +217,8 @@ class Emphasis(rc.bias.Bias):
 
     strength: float | str = rc.quantity("token", at_least=0, init=1.0, axes=("V",))
 
+    target = 1.0
+
     def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
         return 0.5 * (gates["strength"] * (prediction - value).square()).sum(-1)
 

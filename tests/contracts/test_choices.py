@@ -74,6 +74,11 @@ def test_declared_affinity_is_true(bias: rc.bias.Bias) -> None:
 
 
 @pytest.mark.parametrize("bias", of("bias", 10))
+def test_declared_targets_are_where_losses_are_least(bias: rc.bias.Bias) -> None:
+    structure.check_target(bias)
+
+
+@pytest.mark.parametrize("bias", of("bias", 10))
 def test_bias_is_finite_at_a_perfect_prediction(bias: rc.bias.Bias) -> None:
     """e = 0: the error is finite, and so is its outer gradient."""
     structure.check_perfect_prediction(bias)
@@ -110,6 +115,12 @@ def test_link_gradients_are_those_of_finite_differences(
     retention: rc.retention.Retention,
 ) -> None:
     structure.check_link_gradients(retention)
+
+
+@pytest.mark.parametrize("retention", of("retention", 8))
+def test_what_a_step_does_to_weights(retention: rc.retention.Retention) -> None:
+    """`steepest` bounds the link, and `gain` is the same from a matrix and from its factors."""
+    structure.check_gain(retention)
 
 
 @pytest.mark.parametrize("retention", of("retention", 8))

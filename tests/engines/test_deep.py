@@ -84,18 +84,21 @@ def _retention(rng: random.Random) -> Any:
 
 def _algorithm(rng: random.Random) -> Any:
     b = rng.choice((1, 2, 3, 4, 8))
-    per = rng.choice(("head", "head", "value"))
+    per, share = rng.choice(("head", "head", "value")), rng.random() < 0.3
+    offset = rng.choice((0.0, "static"))
     found = [
-        algorithm.GradientDescent(batch=b, per=per),
-        algorithm.GradientDescent(batch=b, reduce="mean", offset=rng.choice((0.0, "static"))),
-        *(algorithm.Momentum(batch=b, per=per),) * 2,
-        algorithm.Momentum(batch=b, of="value"),
+        algorithm.GradientDescent(batch=b, per=per, normalize=share),
+        algorithm.GradientDescent(batch=b, reduce="mean", offset=offset, normalize=share),
+        *(algorithm.Momentum(batch=b, per=per, normalize=share),) * 2,
+        algorithm.Momentum(batch=b, of="value", normalize=share),
         algorithm.Muon(batch=b, scale=rng.choice(("outer", "inner"))),
+        algorithm.Muon(batch=b, normalize=share),
         algorithm.RMSProp(batch=b),
         algorithm.Adam(batch=b),
     ]
     if b > 1:
-        found.append(algorithm.Muon(batch=b, every="batch", newton_steps=rng.choice((0, 5))))
+        steps = rng.choice((0, 5))
+        found.append(algorithm.Muon(batch=b, every="batch", newton_steps=steps, normalize=share))
     return rng.choice(found)
 
 
@@ -427,6 +430,18 @@ COSTS = {
         memory=memory.MLP(), algorithm=algorithm.Muon(batch=8, every="batch")
     ),
     "link": rc.Recipe(bias=bias.Lp(), retention=retention.Ball(), algorithm=algorithm.Momentum()),
+    "searched": rc.Recipe(memory=memory.MLP(), algorithm=algorithm.Muon(batch=8, normalize=True)),
+    "searched at borders": rc.Recipe(
+        memory=memory.MLP(), algorithm=algorithm.Muon(batch=8, every="batch", normalize=True)
+    ),
+    "normalised": rc.Recipe(
+        memory=memory.MLP(), algorithm=algorithm.Momentum(batch=8, normalize=True)
+    ),
+    "normalised under a link": rc.Recipe(
+        memory=memory.MLP(),
+        retention=retention.Simplex(every="batch"),
+        algorithm=algorithm.Momentum(batch=8, normalize=True),
+    ),
 }
 
 

@@ -5,7 +5,15 @@ Every line is made of what the members say about themselves (`recollect.choices.
 
 from __future__ import annotations
 
-from recollect.choices.equation_terms import Gradient, Term, Terms, parenthesise, render_sum
+from recollect.choices.algorithm.share import EPS
+from recollect.choices.equation_terms import (
+    Gradient,
+    Term,
+    Terms,
+    format_number,
+    parenthesise,
+    render_sum,
+)
 from recollect.choices.memory.base import Stack
 from recollect.recipe.recipe import Recipe
 
@@ -65,12 +73,15 @@ def _gradient(recipe: Recipe, point: str) -> Gradient:
     memory, context = recipe.memory, recipe.context
     i = _index(recipe)
     x, v = recipe.features.lift(f"k_{i}"), f"v_{i}"
+    share = f"ρ_{i} " if recipe.algorithm.normalizes else ""
     if not memory.linear or memory.outer("e", x) is None:
-        alone = Term((context.total(f"∇ℓ({point}; {x}, {v})"),))
+        alone = Term((context.total(f"{share}∇ℓ({point}; {x}, {v})"),))
         return Gradient(terms=(alone,), compact=(alone,))
     error = recipe.bias.error_terms(memory.at(x, W=point), v)
     error = tuple(term for term in error if term.coefficient != 0)
-    written_at = [memory.outer(parenthesise(" ".join(term.factors)), x) or "" for term in error]
+    written_at = [
+        share + (memory.outer(parenthesise(" ".join(term.factors)), x) or "") for term in error
+    ]
     parts = _over(
         recipe,
         tuple(Term((text,), t.coefficient) for text, t in zip(written_at, error, strict=True)),
@@ -78,7 +89,8 @@ def _gradient(recipe: Recipe, point: str) -> Gradient:
     )
     compact = parts
     if len(error) > 1:
-        compact = _over(recipe, (Term((memory.outer(f"({render_sum(error)})", x) or "",)),))
+        whole = share + (memory.outer(f"({render_sum(error)})", x) or "")
+        compact = _over(recipe, (Term((whole,)),))
     affine = recipe.bias.affine
     sees = affine is not None and affine[0] != 0
     return Gradient(
@@ -151,7 +163,7 @@ def write_rule(recipe: Recipe) -> tuple[str, ...]:
         equations.append(f"j = 1..{n};   {A}_(t,0) = {A}_(t−1),   {A}_t = {A}_(t,{n})")
         if decay is not None:
             equations.append("the decay acts on the first sub-step")
-    equations += _rate(recipe)
+    equations += [*_rate(recipe), *_share(recipe, point)]
     equations += _undivided(recipe)
     equations += _borders(recipe, " ".join(equations))
     return tuple(equations)
@@ -163,6 +175,34 @@ def _rate(recipe: Recipe) -> list[str]:
     if not algorithm.keyed or affine is None:
         return []
     return [f"η_t = {algorithm.rate_text(recipe.features.lift('k_t'), affine[0])}"]
+
+
+def _share(recipe: Recipe, point: str) -> list[str]:
+    """ρ of an association, where its gradient is scaled by it; λ of a searched step."""
+    if recipe.algorithm.searches:
+        i = "i" if recipe.algorithm.every == "batch" else _index(recipe)
+        x, eps = recipe.features.lift(f"k_{i}"), format_number(EPS)
+        prediction = recipe.memory.at(x, raw=f"k_{i}", W=point)
+        error = render_sum((Term((prediction,)), Term((f"v_{i}",), -(recipe.bias.target or 1.0))))
+        moved = f"|∂_D M(k_{i})|²"
+        total = "Σ_i γ_i " if i == "i" else ""
+        return [
+            f"λ_t = max(0, −{total}⟨{error}, ∂_D M(k_{i})⟩) / {total}({moved} + {eps}‖D‖²), "
+            f"D = the step at rate 1, ∂_D M at {point}"
+        ]
+    if not recipe.algorithm.normalizes:
+        return []
+    memory, i = recipe.memory, "s" if recipe.algorithm.reduce == "mean" else _index(recipe)
+    x, W = recipe.features.lift(f"k_{i}"), memory.letter
+    prediction = memory.at(x, raw=f"k_{i}", W=point)
+    error = render_sum((Term((prediction,)), Term((f"v_{i}",), -(recipe.bias.target or 1.0))))
+    G = f"∂ℓ_{i}/∂{W}"
+    size = f"‖{G}‖²"
+    if recipe.retention.linked:
+        L = recipe.retention.steepest
+        size = f"gain({G})" if L is None else str(Term((size,), L))
+    eps = format_number(EPS)
+    return [f"ρ_{i} = ⟨{error}, e_{i}⟩ / ({size} + {eps}‖e_{i}‖²),   e_{i} = ∂ℓ_{i}/∂M at {point}"]
 
 
 def _undivided(recipe: Recipe) -> list[str]:
@@ -212,7 +252,8 @@ def _averaged(recipe: Recipe) -> tuple[str, ...]:
     """TTT's mean over the open inner batch."""
     algorithm, W, b = recipe.algorithm, recipe.memory.letter, recipe.algorithm.batch
     x = recipe.features.lift("k_s")
-    gradient = Term((f"∇ℓ({W}°; {x}, v_s)",)).times(algorithm.pace("s"))
+    share = "ρ_s " if algorithm.normalizes else ""
+    gradient = Term((f"{share}∇ℓ({W}°; {x}, v_s)",)).times(algorithm.pace("s"))
     offset, place = algorithm.symbol("offset"), "1/(place in the batch)"
     if offset == 0.0:
         tau = place
@@ -221,6 +262,7 @@ def _averaged(recipe: Recipe) -> tuple[str, ...]:
     return (
         f"{W}_t = {W}° − τ_t Σ_(s≤t) {gradient}",
         f"τ_t = {tau}; {W}° and s begin with the inner batch of {b}",
+        *_share(recipe, f"{W}°"),
     )
 
 
@@ -307,6 +349,8 @@ def _attend(recipe: Recipe) -> str:
 def legend(recipe: Recipe) -> tuple[str, ...]:
     """What the members' symbols mean."""
     notes = [note for part in recipe.members() for note in part.notes()]
+    if recipe.algorithm.normalizes and recipe.retention.steepest is None:
+        notes.append("gain(G): what a step of A along G does to W, ⟨G, J G⟩ with J = ∂W/∂A")
     decay = recipe.retention.decay
     if not recipe.nonparametric and not recipe.memory.linear:
         maps = ", ".join(map_names(recipe))

@@ -120,7 +120,8 @@ def _no_momentum(recipe: R) -> R:
     """θ = 0 is gradient descent."""
     a = recipe.algorithm
     if isinstance(a, Momentum) and a.momentum == 0.0:
-        return recipe.but(algorithm=GradientDescent(batch=a.batch, lr=a.lr, per=a.per))
+        plain = GradientDescent(batch=a.batch, lr=a.lr, per=a.per, normalize=a.normalize)
+        return recipe.but(algorithm=plain)
     return recipe
 
 
@@ -130,6 +131,7 @@ def _unorthogonalised(recipe: R) -> R:
     if (
         isinstance(a, Muon)
         and a.newton_steps == 0
+        and not a.normalize
         and a.every == "token"
         and (a.scale == "inner" or not isinstance(a.lr, str) or a.lr == "static")
     ):

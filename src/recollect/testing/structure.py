@@ -99,6 +99,20 @@ def check_affinity(bias: Bias) -> None:
         )
 
 
+def check_target(bias: Bias) -> None:
+    """``target`` is where the loss is least: no error points away from it."""
+    if bias.target is None:
+        return
+    p, v = normal(60, 3, seed=1), normal(60, 3, seed=2)
+    error = bias.error(p, v, sample_numbers(bias, (60,), 3, 3))
+    least = float(((p - bias.target * v) * error).sum(-1).detach().min())
+    require(
+        least >= -1e-12,
+        f"{bias.title} declares target={bias.target:g}, and an error points away from "
+        f"{bias.target:g}·value: ⟨prediction − {bias.target:g}·value, error⟩ = {least:.1e}",
+    )
+
+
 def check_perfect_prediction(bias: Bias) -> None:
     """e = 0: the error is finite, and so is its outer gradient."""
     v, gates = normal(4, 3, seed=2), sample_numbers(bias, (4,), 3, 3)
@@ -157,6 +171,29 @@ def check_link_gradients(retention: Retention) -> None:
     # h² f''' + rounding/h ≈ 1e-9 times the slopes' size.
     close = abs(found - ratio) <= max(1e-6, 1e-5 * abs(ratio))
     require(close, f"{retention.title}: link has gradient {found:.8g} and slope {ratio:.8g}")
+
+
+def check_gain(retention: Retention) -> None:
+    """``steepest`` bounds the link's slope, and `gain` is positive, the same in both forms."""
+    title, gates, L = retention.title, _link_gates(retention), retention.steepest
+    A, B = normal(20, 3, 4, seed=1), normal(20, 3, 4, seed=2)
+    if L is not None:
+        moved = (retention.link(A, gates) - retention.link(B, gates)).flatten(1).norm(dim=1)
+        ratio = float((moved / (A - B).flatten(1).norm(dim=1)).max())
+        require(
+            ratio <= L + 1e-9,
+            f"{title} declares steepest={L:g}, and its link moves W {ratio:.3g} times as far as A",
+        )
+    if not retention.additive:
+        return
+    h, delta = normal(5, 4, seed=3), normal(5, 3, seed=4)
+    G = delta.unsqueeze(-1) * h.unsqueeze(-2)
+    found = retention.gain(A[0], G, gates)
+    sane = found.shape == (5,) and bool(torch.isfinite(found).all())
+    require(sane, f"{title}: gain is not one finite number per association")
+    fast = retention.rank_one_gain(A[0], h, delta, gates)
+    wrong = 0.0 if fast is None else off(fast, found)
+    require(not wrong, f"{title}: rank_one_gain of δ and h is not the gain of δhᵀ, {wrong:.1e} off")
 
 
 def check_advance(retention: Retention) -> None:
@@ -327,10 +364,11 @@ def check_features(features: Features) -> None:
 LINK_SIZES = (0.0, 1e-8, 1.0, 30.0)
 
 CHECKS = {
-    Bias: (check_bias_gradients, check_affinity, check_perfect_prediction),
+    Bias: (check_bias_gradients, check_affinity, check_target, check_perfect_prediction),
     Retention: (
         *(lambda made, size=size: check_link(made, size) for size in LINK_SIZES),
         check_link_gradients,
+        check_gain,
         check_advance,
     ),
     Memory: (check_memory,),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from recollect.choices.algorithm.descent import GradientDescent
 from recollect.choices.bias.losses import Lp, ValueRobust
 from recollect.choices.retention.base import Decay
-from recollect.choices.retention.links import Bregman, ElasticNet, FDivergence
+from recollect.choices.retention.divergence import FDivergence
+from recollect.choices.retention.links import Bregman, ElasticNet
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from recollect.choices.algorithm.share import search_rules, share_rules
 from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
 from recollect.choices.member import (
     Member,
@@ -103,6 +104,10 @@ class Algorithm(Member):
         reduce: ``"mean"``: steps are averaged over the open inner batch.
         ridge: λ of ½λ‖W‖² where it is a constant of the problem, else 0.
         newton_steps: Newton–Schulz iterations of one step.
+        normalizes: whether the gradient of every association is scaled by its
+            `recollect.choices.algorithm.share.share`.
+        searches: whether its step is scaled by `recollect.choices.algorithm.share.search` along the
+            direction that `update` and `settle` give at rate 1; η scales the step alone.
     """
 
     choice = "algorithm"
@@ -120,6 +125,8 @@ class Algorithm(Member):
     """Whether it uses, or approximates, more than the first order of several associations."""
     ridge: float | str = 0.0
     newton_steps: int = 0
+    normalizes: bool = False
+    searches: bool = False
 
     @property
     def linear(self) -> bool:
@@ -278,6 +285,10 @@ class Algorithm(Member):
             )
         if self.keyed:
             yield from self._key_rules(recipe)
+        if self.normalizes:
+            yield from share_rules(self, recipe)
+        if self.searches:
+            yield from search_rules(self, recipe)
 
     def _undeclared(self, recipe: RecipeLike) -> Iterator[str]:
         """What engines would have to assume of an algorithm that does not say it."""

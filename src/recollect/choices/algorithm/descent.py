@@ -21,7 +21,7 @@ from recollect.choices.equation_terms import (
     parenthesise,
     render_sum,
 )
-from recollect.choices.fields import integer, option, quantity
+from recollect.choices.fields import flag, integer, option, quantity
 from recollect.choices.member import RecipeError, member
 
 if TYPE_CHECKING:
@@ -55,6 +55,12 @@ def step_size(
 class Descent(Algorithm):
     """Joint checks of the algorithms that follow a gradient."""
 
+    normalize: bool = False
+
+    @property
+    def normalizes(self) -> bool:  # type: ignore[override]
+        return self.normalize
+
     def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         if self.splits and (recipe.bias.affine is None or not recipe.memory.linear):
@@ -69,6 +75,15 @@ class Descent(Algorithm):
 class GradientDescent(Descent):
     """A_t = α_t A_{t−1} − η_t g_t.
 
+    With ``normalize``, g_t = Σ_i γ_i ρ_i ∇ℓ_i in place of Σ_i γ_i ∇ℓ_i: each association's gradient
+    is scaled by what it would correct of its own error,
+
+        ρ_i = ⟨e_i, ∂ℓ_i/∂M⟩ / (Σ_l ‖∂ℓ_i/∂W_l‖² + ε|∂ℓ_i/∂M|²),    e_i = M(W°; k_i) − v_i,
+
+    0 where that is 0/0, ε = 1e-6. For L2 that is normalised least mean squares through any stack of
+    maps, for other losses Polyak's step. Under a link the step acts in A, and ‖∂ℓ/∂W‖² becomes what
+    a step of A does to W, `Retention.gain`.
+
     Args:
         batch: b; gradients inside an inner batch are all taken at its start W°.
         steps: n associations per token, one sequential sub-step each (DeltaProduct); k, v, lr and
@@ -80,6 +95,8 @@ class GradientDescent(Descent):
         reduce: ``"mean"``: averaged over the open inner batch, W̃_t = W° − τ_t Σ_{s≤t} η_s g_s with
             τ_t = 1/(tokens so far in the batch) + offset, at least 0 (TTT).
         offset: a learned correction to τ, one per place in the batch (``"static"``), or a constant.
+        normalize: scale every association's gradient by ρ: η is then a share of its error. It needs
+            a loss that says what it is least at (`Bias.target`).
     """
 
     batch: int = integer(1, at_least=1, size=True)
@@ -88,6 +105,7 @@ class GradientDescent(Descent):
     per: str = option("head", "value")
     reduce: str = option("sum", "mean")
     offset: float | str = quantity(0.0, axes=("b",), kinds=("static",), init=0.0, letter="o")
+    normalize: bool = flag(False)
 
     full_batch = True
 
@@ -115,10 +133,13 @@ class GradientDescent(Descent):
 class Momentum(Descent):
     """S_t = θ_t S_{t−1} − η_t g_t, A_t = α_t A_{t−1} + S_t (Titans).
 
+    With ``normalize``, the gradients of associations are scaled as those of `GradientDescent` are.
+
     Args:
         momentum: θ in [0, 1): the gate ``"momentum"``, a constant or a param.
         of: ``"gradient"``, or ``"value"``: on the write only, C_t = θ C_{t−1} + η v kᵀ, while the
             erasure acts at once (DeltaNet + momentum, AM T2).
+        normalize: scale every association's gradient by ρ, write and erasure alike.
     """
 
     batch: int = integer(1, at_least=1, size=True)
@@ -126,6 +147,7 @@ class Momentum(Descent):
     momentum: float | str = quantity("token", at_least=0, below=1, init=0.9, letter="θ")
     of: str = option("gradient", "value")
     per: str = option("head", "value")
+    normalize: bool = flag(False)
 
     slots = ("momentum",)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from recollect.choices.algorithm.base import Slots, Step
 from recollect.choices.algorithm.descent import Descent, step_size
 from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
-from recollect.choices.fields import integer, option, quantity
-from recollect.choices.member import member
+from recollect.choices.fields import flag, integer, option, quantity
+from recollect.choices.member import RecipeError, member
 
 if TYPE_CHECKING:
     from recollect.choices.questions import RecipeLike
@@ -54,10 +54,20 @@ class Muon(Descent):
     ``scale="outer"``: S_t = θ_t S_{t−1} − g_t, A_t = α_t A_{t−1} + η_t NS(S_t).
     ``scale="inner"``: S_t = θ_t S_{t−1} − η_t g_t, A_t = α_t A_{t−1} + NS(S_t) (D.4: η cancels).
 
+    Orthogonalised steps have an absolute size: what they correct depends on the weights' scale and
+    not on the error. With ``normalize`` the step is η_t λ_t D_t, D_t = NS(S_t), where
+    λ_t D_t leaves least of the errors to first order, one λ for all maps,
+
+        λ_t = −Σ_i w_i ⟨e_i, J_i D_t⟩ / Σ_i w_i (|J_i D_t|² + ε‖D_t‖²),   e_i = M(W°; k_i) − v_i,
+
+    at least 0, with J_i D what D does to prediction i at W°, and w_i = γ_i^(t) over the token's
+    context, or the sum of the batch's γ_i^(t) where there is one step per batch. ε = 1e-6.
+
     Args:
         newton_steps: Newton–Schulz iterations; 0 is the identity.
         every: ``"batch"``: tokens read W°, one update at the border of the inner batch, with the
             product of its decays and the mean of its rates.
+        normalize: scale the step by λ; it needs ``scale="outer"`` and no link.
     """
 
     batch: int = integer(1, at_least=1, size=True)
@@ -66,12 +76,28 @@ class Muon(Descent):
     newton_steps: int = integer(5)  # type: ignore[assignment]
     scale: str = option("outer", "inner")
     every: str = option("token", "batch")
+    normalize: bool = flag(False)
 
     slots = ("momentum",)
 
+    def validate(self) -> None:
+        if self.normalize and self.scale == "inner":
+            raise RecipeError(
+                "algorithm.Muon(normalize=True) scales what stands outside of NS(S_t), and with "
+                "scale='inner' nothing does: use scale='outer'"
+            )
+
+    @property
+    def normalizes(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def searches(self) -> bool:  # type: ignore[override]
+        return self.normalize
+
     @property
     def linear(self) -> bool:  # type: ignore[override]
-        return self.newton_steps == 0
+        return self.newton_steps == 0 and not self.normalize
 
     def update(self, slots: Slots, step: Step) -> tuple[dict[str, Tensor], Tensor]:
         inner = step.lr * step.gradient if self.scale == "inner" else step.gradient
@@ -96,6 +122,8 @@ class Muon(Descent):
         inner: float | str = self.pace() if self.scale == "inner" else 1.0
         line = render_sum((kept, *gradient.scaled(inner, -1.0, compact=True)))
         moved = Term((f"NS{self.newton_steps}(S_t)" if self.newton_steps else "S_t",))
+        if self.normalize:
+            moved = moved.times("λ_t")
         return (f"S_t = {line}",), (moved.times(self.pace(at)) if self.scale == "outer" else moved,)
 
     def notes(self) -> tuple[str, ...]:

@@ -187,6 +187,17 @@ class Bias(Member):
         return b / a if a != 0 else b
 
     @property
+    def target(self) -> float | None:
+        """c with ⟨prediction − c·value, error⟩ ≥ 0 everywhere: the loss is least at c·value.
+
+        ``None`` where no such c is known: an affine error has b/a for a > 0, any other must say it.
+        `Algorithm.normalizes` asks for it.
+        """
+        if self.affine is None or self.affine[0] <= 0:
+            return None
+        return self.affine[1] / self.affine[0]
+
+    @property
     def states_loss(self) -> bool:
         """Whether the inner gradient is that of `loss`; otherwise `error` *is* the definition."""
         return type(self).loss is not Bias.loss

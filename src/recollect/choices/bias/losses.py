@@ -99,6 +99,10 @@ class Lp(Bias):
         return True
 
     @property
+    def target(self) -> float:
+        return 1.0
+
+    @property
     def name(self) -> str:
         return f"ℓ_{format_number(self.p)}"
 
@@ -145,6 +149,10 @@ class Huber(Bias):
         "token", above=0, init=1.0, axes=lambda b: ("V",) * (b.per == "value"), letter="δ"
     )
     per: str = option("head", "value")
+
+    @property
+    def target(self) -> float:
+        return 1.0
 
     def validate(self) -> None:
         super().validate()
@@ -205,6 +213,10 @@ class ValueRobust(Bias):
     """
 
     radius: float | str = quantity("token", name="value_radius", letter="Δ", at_least=0, init=0.1)
+
+    @property
+    def target(self) -> float:
+        return 1.0
 
     def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
         e = prediction - value

@@ -11,7 +11,8 @@ Examples:
 """
 
 from recollect.choices.retention.base import Decay, Keep, Retention
-from recollect.choices.retention.links import Ball, Bregman, ElasticNet, FDivergence, Lq, Simplex
+from recollect.choices.retention.divergence import FDivergence
+from recollect.choices.retention.links import Ball, Bregman, ElasticNet, Lq, Simplex
 
 __all__ = [
     "Ball",

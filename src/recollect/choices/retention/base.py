@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from recollect.choices.equation_terms import Term, Terms, render_sum
 from recollect.choices.fields import Gate, Param, Range, option, quantity
+from recollect.choices.gradients import leaves_of
 from recollect.choices.member import Member, RecipeError, member
 
 if TYPE_CHECKING:
@@ -63,6 +65,55 @@ class Retention(Member):
             gates: this retention's numbers by name, each ``[..., 1, 1]``.
         """
         return step + (A if log_decay is None else log_decay.exp() * A)
+
+    @property
+    def steepest(self) -> float | None:
+        """L with |link(A) − link(B)| ≤ L |A − B| for all A and B; ``None`` where none is known.
+
+        1 without a link. It is what `gain` takes for the link's slope.
+        """
+        return None if self.linked else 1.0
+
+    gain_products: int = 0
+    """Products of h or δ with a matrix of A's shape that `rank_one_gain` takes, for the cost."""
+
+    def gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
+        """How far a step of A along G moves W along it: ⟨G, J G⟩ with J = ∂link/∂A, ``[...]``.
+
+        L |G|² where `steepest` says L, else by autograd from `link`. A normalised step is divided
+        by it: a member whose link is flat somewhere, while its weights have no bound, says L or
+        overrides this with a bound above ⟨G, J G⟩ that is 0 for G = 0 alone.
+
+        Args:
+            A: the dual state of one map, broadcastable to G.
+            G: gradients of single associations with respect to W, ``[..., out, in]``.
+            gates: this retention's numbers by name, each ``[..., 1, 1]``.
+        """
+        if self.steepest is not None:
+            return self.steepest * G.square().sum((-2, -1))
+        outer = torch.is_grad_enabled()
+        with torch.enable_grad():
+            (point,) = leaves_of((A.expand_as(G),), outer=outer)
+            (pulled,) = torch.autograd.grad(
+                self.link(point, gates), point, G, create_graph=outer, materialize_grads=True
+            )
+        return (G * pulled).sum((-2, -1))
+
+    def rank_one_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor | None:
+        """`gain` of δ hᵀ for many associations without making δ hᵀ, ``[..., n]``, or ``None``.
+
+        Args:
+            A: the dual state of one map, ``[..., out, in]``.
+            h: inputs of the map, ``[..., n, in]``.
+            delta: gradients of its outputs, ``[..., n, out]``.
+            gates: this retention's numbers by name, each ``[..., 1, 1]``.
+        """
+        if self.steepest is None:
+            return None
+        if torch.is_grad_enabled():
+            return self.steepest * (h.square().sum(-1) * delta.square().sum(-1))
+        sizes = torch.linalg.vector_norm(h, dim=-1) * torch.linalg.vector_norm(delta, dim=-1)
+        return sizes.square_().mul_(self.steepest)
 
     @property
     def linked(self) -> bool:

@@ -1,12 +1,11 @@
 """Retentions with a mirror map or a projection: Lq, simplex, elastic net, Bregman, ball.
 
 A retention is a decay α and, for most members, a mirror map ``link`` from the dual state A to the
-weights W that are read. Members that rebuild A from W override ``advance``.
+weights W that are read. Members that rebuild A from W override ``advance``; see also `divergence`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -18,12 +17,11 @@ from recollect.choices.equation_terms import Term, Terms, format_number, power, 
 from recollect.choices.fields import flag, number, option, quantity, slot
 from recollect.choices.member import member
 from recollect.choices.retention.base import Decay, Retention, Values
-from recollect.choices.retention.multiplier import multiplier, weighed
 
 if TYPE_CHECKING:
     from recollect.choices.questions import RecipeLike
 
-__all__ = ["Ball", "Bregman", "ElasticNet", "FDivergence", "Lq", "Simplex"]
+__all__ = ["DIMS", "Ball", "Bregman", "ElasticNet", "Linked", "Lq", "Simplex", "constant_along"]
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
@@ -34,7 +32,7 @@ def _power(x: Tensor, exponent: float) -> Tensor:
     return torch.where(zero, 0.0, x.sign() * torch.where(zero, 1.0, x.abs()).pow(exponent))
 
 
-class _Linked(Retention):
+class Linked(Retention):
     """What the members with a mirror map share: a decay and ``every``."""
 
     def requires(self, recipe: RecipeLike) -> Iterator[str]:
@@ -47,7 +45,8 @@ class _Linked(Retention):
             )
 
 
-def _constant_along(axis: str, decay: Decay | None, owner: str) -> Iterator[str]:
+def constant_along(axis: str, decay: Decay | None, owner: str) -> Iterator[str]:
+    """Why a decay does not go with sums that are kept along an axis."""
     alike = {"in": ("head", "value"), "out": ("head", "key"), "all": ("head",)}[axis]
     if decay is not None and decay.per not in alike:
         yield (
@@ -56,11 +55,11 @@ def _constant_along(axis: str, decay: Decay | None, owner: str) -> Iterator[str]
         )
 
 
-_DIMS = {"in": (-1,), "out": (-2,), "all": (-2, -1)}
+DIMS = {"in": (-1,), "out": (-2,), "all": (-2, -1)}
 
 
 @member
-class Lq(_Linked):
+class Lq(Linked):
     """An L_q retention gate (MIRAS variant 4).
 
     ``form="mirror"``: W = sign(A)|A|^{q−1}/‖A‖_q^{q−2}, the mirror map of ½‖·‖²_{q'}, q' = q/(q−1).
@@ -94,6 +93,27 @@ class Lq(_Linked):
         size = torch.where(size == 0, 1.0, size)
         return scale * _power(u, self.q - 1) / size.pow(self.q - 2)
 
+    def gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
+        """(q − 1)‖G‖_q², by which ½‖·‖_q² is smooth; |G|²/‖A‖_q^{q−2} of the printed form.
+
+        The printed form takes its norm as it stands: that of the mirror map is flat at zeros of A
+        and this one's changes sign. For q < 2 it is a bound below, so ⟨G, J G⟩ where that is more.
+        """
+        if self.form == "printed":
+            size = _matrix_norm(A, self.q).clamp_min(self.floor).pow(self.q - 2)
+            return G.square().sum((-2, -1)) / size[..., 0, 0]
+        bound = (self.q - 1) * _norm(G, self.q, (-2, -1)).square()[..., 0, 0]
+        return bound if self.q >= 2 else torch.maximum(bound, super().gain(A, G, gates))
+
+    def rank_one_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor | None:
+        if self.form == "printed":
+            size = _matrix_norm(A, self.q).clamp_min(self.floor).pow(self.q - 2)
+            return h.square().sum(-1) * delta.square().sum(-1) / size[..., 0]
+        if self.q < 2:
+            return None
+        sizes = _norm(h, self.q, (-1,)) * _norm(delta, self.q, (-1,))
+        return (self.q - 1) * sizes.square()[..., 0]
+
     def text(self) -> str:
         if self.form == "printed":
             return f"A_t / ‖A_t‖_{format_number(self.q)}" + (
@@ -112,22 +132,30 @@ class Lq(_Linked):
 
 
 def _matrix_norm(A: Tensor, q: float) -> Tensor:
-    """Entrywise ‖A‖_q per matrix, kept, with gradient 0 at a zero matrix.
+    """Entrywise ‖A‖_q per matrix, kept, with gradient 0 at a zero matrix."""
+    return _norm(A, q, (-2, -1))
+
+
+def _norm(A: Tensor, q: float, dim: tuple[int, ...]) -> Tensor:
+    """Entrywise ‖A‖_q over ``dim``, kept, with gradient 0 at zero.
 
     The norm is homogeneous: dividing by max|A| first keeps float32 powers in range.
     """
-    scale = A.detach().abs().amax(dim=(-2, -1), keepdim=True)
+    scale = A.detach().abs().amax(dim=dim, keepdim=True)
     zero = scale == 0
     scale = torch.where(zero, 1.0, scale)
     u = A / scale
     # Squares of squares where they do: general powers cost ten times as much.
     powers = u.square().square() if q == 4 else u.square() if q == 2 else _power(u.abs(), q)
-    total = powers.sum(dim=(-2, -1), keepdim=True)
+    total = powers.sum(dim=dim, keepdim=True)
     return torch.where(zero, 0.0, scale * torch.where(zero, 1.0, total).pow(1 / q))
 
 
+_CENTRED = 0.999
+
+
 @member
-class Simplex(_Linked):
+class Simplex(Linked):
     """W = c · softmax(A) on a scaled simplex: KL retention (MIRAS 21, MEMORA).
 
     ``softmax(α log W − η g)`` is exactly this recurrence when α is constant along ``axis``.
@@ -148,13 +176,37 @@ class Simplex(_Linked):
             return self.scale * A.flatten(-2).softmax(-1).view_as(A)
         return self.scale * A.softmax(-1 if self.axis == "in" else -2)
 
+    gain_products = 2
+
+    def gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
+        """Σ W G² − (Σ W G)²/c over each sum, the variance of G, and a thousandth of (Σ W G)²/c.
+
+        The thousandth stands in where a sum has come to rest on one entry, which no step moves.
+        """
+        dim, W = DIMS[self.axis], self.link(A, gates)
+        means = (W * G).sum(dim).square()
+        total = (W * G.square()).sum((-2, -1))
+        return total - _CENTRED / self.scale * (means if self.axis == "all" else means.sum(-1))
+
+    def rank_one_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor:
+        W = self.link(A, gates)
+        right, left = delta.square(), h.square()
+        total = ((left @ W.mT) * right).sum(-1)
+        if self.axis == "in":
+            means = ((h @ W.mT).square() * right).sum(-1)
+        elif self.axis == "out":
+            means = ((delta @ W).square() * left).sum(-1)
+        else:
+            means = ((h @ W.mT) * delta).sum(-1).square()
+        return total - _CENTRED / self.scale * means
+
     @property
     def settles_first(self) -> bool:
         return True
 
     def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
-        yield from _constant_along(self.axis, self.decay, self.title)
+        yield from constant_along(self.axis, self.decay, self.title)
 
     def text(self) -> str:
         return f"{'' if self.scale == 1 else f'{format_number(self.scale)}·'}softmax(A_t)"
@@ -171,7 +223,7 @@ def _soft_threshold(A: Tensor, tau: Tensor, smooth: bool) -> Tensor:
 
 
 @member
-class ElasticNet(_Linked):
+class ElasticNet(Linked):
     """Hard and soft forgetting: W = soft-threshold(A, τ).
 
     ``form="ftrl"``: A accumulates, the threshold acts on what is read (MIRAS 23).
@@ -197,6 +249,10 @@ class ElasticNet(_Linked):
             return moved
         # A_{t-1} holds W_{t-1}: thresholding when it is made is thresholding when it is read.
         return _soft_threshold(moved, gates["tau"], self.smooth)
+
+    @property
+    def steepest(self) -> float:
+        return 1.0
 
     @property
     def linked(self) -> bool:
@@ -232,10 +288,11 @@ _BREGMAN: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     "softplus": functional.softplus,
 }
+_STEEPEST = {"sigmoid": 0.25, "tanh": 1.0, "softplus": 1.0}
 
 
 @member
-class Bregman(_Linked):
+class Bregman(Linked):
     """W = (f')⁻¹(A) entry by entry: mirror descent with a Bregman divergence (MIRAS variant 5).
 
     Args:
@@ -250,104 +307,31 @@ class Bregman(_Linked):
     def link(self, A: Tensor, gates: Values) -> Tensor:
         return _BREGMAN[self.map](A)
 
+    @property
+    def steepest(self) -> float | None:
+        return _STEEPEST.get(self.map)
+
+    @property
+    def gain_products(self) -> int:  # type: ignore[override]
+        return int(self.steepest is None)
+
+    def gain(self, A: Tensor, G: Tensor, gates: Values) -> Tensor:
+        """L |G|² for slopes of at most L; Σ (1 + W) G² of ``"exp"``, whose slope is W."""
+        if self.steepest is not None:
+            return super().gain(A, G, gates)
+        return ((1 + self.link(A, gates)) * G.square()).sum((-2, -1))
+
+    def rank_one_gain(self, A: Tensor, h: Tensor, delta: Tensor, gates: Values) -> Tensor | None:
+        if self.steepest is not None:
+            return super().rank_one_gain(A, h, delta, gates)
+        return ((h.square() @ (1 + self.link(A, gates)).mT) * delta.square()).sum(-1)
+
     def text(self) -> str:
         return f"{self.map}(A_t)"
 
 
-def _chi_square(y: Tensor) -> Tensor:
-    return functional.relu(1 + 0.5 * y)
-
-
-# Each: g = (f')⁻¹, and g(y*) = 1 at y* = f'(1). Beyond its domain g is +inf, as a limit.
-_DIVERGENCES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
-    "kl": (lambda y: (y - 1).exp(), 1.0),
-    "reverse_kl": (lambda y: torch.where(y < 0, -1 / torch.where(y < 0, y, -1.0), torch.inf), -1.0),
-    "hellinger": (
-        lambda y: torch.where(y < 1, (1 - torch.where(y < 1, y, 0.0)).pow(-2), torch.inf),
-        0.0,
-    ),
-    "chi_square": (_chi_square, 0.0),
-}
-
-
 @member
-class FDivergence(_Linked):
-    """W_t = W̄ ⊙ g(−ζ − η∇), ζ such that ‖W_t‖₁ = c (MIRAS 18), rebuilt from W.
-
-    g = (f')⁻¹. With a decay, W̄ = c·W_{t−1}^α/‖W_{t−1}^α‖₁, so that f = KL is exactly `Simplex`'s
-    recurrence. A holds W itself; A₀ is made a measure by c|A₀|/‖A₀‖₁ (uniform where A₀ = 0).
-
-    Args:
-        kind: ``"kl"`` f = τ ln τ, ``"reverse_kl"`` −ln τ, ``"hellinger"`` (√τ − 1)²,
-            ``"chi_square"`` (τ − 1)² (reaches exact zeros).
-        scale: c. axis: ``"in"``: each row is a measure; ``"out"``: each column; ``"all"``: the
-            whole matrix of each map, as in MIRAS 18.
-    """
-
-    kind: str = option("kl", *_DIVERGENCES)
-    scale: float = number(1.0, above=0)
-    axis: str = option("in", "out", "all")
-    decay: Decay | None = slot(None, "retention", optional=True)
-    every: str = option("token", "batch")
-
-    @property
-    def _dim(self) -> tuple[int, ...]:
-        return _DIMS[self.axis]
-
-    def link(self, A: Tensor, gates: Values) -> Tensor:
-        size = A.abs()
-        total = size.sum(self._dim, keepdim=True)
-        zero = total == 0
-        # Zeros say nothing about where the measure sits: start uniform.
-        uniform = self.scale / math.prod(A.shape[dim] for dim in self._dim)
-        return torch.where(zero, uniform, self.scale * size / torch.where(zero, 1.0, total))
-
-    def advance(self, A: Tensor, step: Tensor, log_decay: Tensor | None, gates: Values) -> Tensor:
-        W = self.link(A, gates)
-        if log_decay is not None:
-            alpha = log_decay.exp().expand_as(W)
-            zero = W == 0
-            W = torch.where(zero, 0.0, torch.where(zero, 1.0, W).pow(alpha))
-            W = self.scale * W / W.sum(self._dim, keepdim=True)
-        g, one = _DIVERGENCES[self.kind]
-        zeta = multiplier(W, step, g, one=one, scale=self.scale, dim=self._dim)
-        return weighed(W, g, step - zeta)
-
-    @property
-    def linked(self) -> bool:
-        return True
-
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
-        yield from super().requires(recipe)
-        yield from _constant_along(self.axis, self.decay, self.title)
-
-    def text(self) -> str:
-        return "A_t"
-
-    def moves(
-        self, old: str, new: str, step: Terms, *, at: str = "t", vector: bool = False
-    ) -> tuple[str, ...]:
-        moved = render_sum((*step, Term(("ζ_t",), -1.0)))
-        if self.decay is None:
-            return (f"{new} = {old} ⊙ g({moved})",)
-        rate = format_number(self.decay.symbol("rate", at))
-        scale = Term((f"{old}^{rate} / ‖{old}^{rate}‖₁",)).times(self.scale)
-        return (f"{new} = W̄_t ⊙ g({moved})", f"W̄_t = {scale}")
-
-    def notes(self) -> tuple[str, ...]:
-        g = {
-            "kl": "exp(y − 1)",
-            "reverse_kl": "−1/y",
-            "hellinger": "(1 − y)⁻²",
-            "chi_square": "max(1 + y/2, 0)",
-        }[self.kind]
-        over = {"in": "each row of the result", "out": "each column of the result"}
-        what = over.get(self.axis, "each matrix of the result")
-        return (f"g(y) = {g}, ζ_t such that {what} sums to {format_number(self.scale)}",)
-
-
-@member
-class Ball(_Linked):
+class Ball(Linked):
     """W = A · min(1, r/‖A‖_F), the projection on an L2 ball (MIRAS 4.1).
 
     Args:
@@ -362,6 +346,10 @@ class Ball(_Linked):
         size, radius = _matrix_norm(A, 2.0), gates["radius"]
         outside = size > radius
         return torch.where(outside, A * radius / torch.where(outside, size, 1.0), A)
+
+    @property
+    def steepest(self) -> float:
+        return 1.0
 
     def text(self) -> str:
         return f"A_t · min(1, {format_number(self.symbol('radius'))}/‖A_t‖)"

@@ -74,6 +74,11 @@ def _segment(
     D = sum(m.out + m.inp for m in maps)
     moving = rule.slot != ""
     keys = 2 * (b + c - 1) * (W + later) * (1 + rule.splits)
+    if recipe.algorithm.normalizes:
+        keys += 2 * (b + c - 1) * W * recipe.retention.gain_products
+    if recipe.algorithm.searches:
+        # The program, its gradient, the directions at its inputs, and what they do to its output.
+        keys += 4 * (b * c if how == "tokens" else b + c - 1) * (W + later)
     R = (b * c if rule.pairs else b + c - 1) * (1 + rule.splits)
     if how == "tokens":
         write = 2 * b * c * W * (1 + rule.splits)

@@ -26,6 +26,7 @@ from recollect.engines.common.problem import Problem
 from recollect.engines.deep.chain.engine import chain_slopes
 from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
 from recollect.engines.deep.layout import DeepPlan, Layout, Memory
+from recollect.engines.deep.share import scaled_by
 from recollect.engines.deep.step_coefficients import Table, tables
 
 __all__ = ["Stepped", "follow", "step"]
@@ -214,7 +215,11 @@ def _factors(
     if method.chain is not None:
         return chain_slopes(method.chain, memory.A, points)
     bias = method.recipe.bias
-    return factors(method.memory, memory.A, points, params, bias, outer=False)
+    slopes = factors(method.memory, memory.A, points, params, bias, outer=False)
+    if method.normalizer is None:
+        return slopes.factors
+    rho = method.normalizer.shares(slopes, points, memory.A, {})
+    return scaled_by(slopes.factors, rho)
 
 
 def _advance(

@@ -28,6 +28,7 @@ from recollect.engines.deep.general import run_inner_batches
 from recollect.engines.deep.layout import DeepPlan, Grid, Layout, Memory, lay_out
 from recollect.engines.deep.recompute import Part
 from recollect.engines.deep.recompute import run as run_groups
+from recollect.engines.deep.share import Normalizer
 from recollect.engines.deep.step_coefficients import Rule, tables
 from recollect.state.state import State
 
@@ -148,7 +149,16 @@ def plan(sized: SizedRecipe) -> DeepPlan:
         lifts=tuple(param.name for param in recipe.features.params()),
         # Batches of one token have no factors to keep.
         decodes=how == "table" and plain and algorithm.batch > 1,
+        normalizer=_normalizer(recipe),
     )
+
+
+def _normalizer(recipe: Recipe) -> Normalizer | None:
+    """What scales gradients, where the algorithm does."""
+    target = recipe.bias.target
+    if not recipe.algorithm.normalizes or target is None:
+        return None
+    return Normalizer(retention=recipe.retention, target=target)
 
 
 def chain_of(recipe: Recipe) -> Chain | None:
@@ -162,7 +172,12 @@ def chain_of(recipe: Recipe) -> Chain | None:
         return None
     if memory.chain is None or not slope_of(memory.chain):
         return None
-    return Chain(activation=memory.chain, residual=memory.residual, bias=recipe.bias)
+    return Chain(
+        activation=memory.chain,
+        residual=memory.residual,
+        bias=recipe.bias,
+        target=recipe.bias.target if recipe.algorithm.normalizes else None,
+    )
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
@@ -279,6 +294,8 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
     weights = sum(m.out * m.inp for m in method.maps)
     widths = sum(m.out + m.inp for m in method.maps)
     copies = 2 * grid.b if method.way == "tokens" else 3
+    if method.normalizer is not None and method.normalizer.builds:
+        copies += 4 * (grid.b + grid.c)
     rows = grid.b * (1 + G) + grid.c
     if method.chain is not None:
         # M at the border; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from recollect.engines.deep.gradient_factors import (
     Factors,
+    Points,
     Read,
+    Slopes,
     factors,
     plus_product,
     read,
@@ -33,7 +35,9 @@ from recollect.engines.deep.layout import (
     Weights,
     segment_of,
 )
-from recollect.engines.deep.step_coefficients import per_map, window_rows
+from recollect.engines.deep.line_search import LineSearch, by_step
+from recollect.engines.deep.share import scaled_by
+from recollect.engines.deep.step_coefficients import band, paired, per_map
 from recollect.engines.deep.token_weights import TokenStep, advance
 
 __all__ = ["run_inner_batches"]
@@ -102,20 +106,38 @@ class InnerBatchLoop:
         return w.unflatten(0, (self.B, self.H))
 
     def _factors(
-        self, n: int, segment: Segment, W: Weights, *, free: bool = False
-    ) -> list[Factors]:
-        layout, decay = self.layout, self.retention.decay
-        if decay is not None and decay.when == "before":
-            W = [w * d.exp() for w, d in zip(W, self._log_decays(n, segment.start), strict=True)]
-        return factors(
-            self.method.memory,
-            W,
-            segment.points[n],
-            layout.params,
-            self.recipe.bias,
-            outer=layout.outer,
-            free=free,
-        )
+        self, n: int, segment: Segment, W: Weights, A: Weights
+    ) -> tuple[list[Factors], list[Factors]]:
+        """h and δ of every map at W = link(A), and those of the part without a prediction.
+
+        The second are made where the recipe keeps momentum on the write only.
+        """
+        layout, points, W = self.layout, segment.points[n], self._at(W, n, segment)
+
+        def slopes(*, free: bool) -> Slopes:
+            return factors(
+                self.method.memory,
+                W,
+                points,
+                layout.params,
+                self.recipe.bias,
+                outer=layout.outer,
+                free=free,
+            )
+
+        whole = slopes(free=False)
+        written = slopes(free=True).factors if self.method.rule.splits else []
+        if self.method.normalizer is None:
+            return whole.factors, written
+        rho = self.method.normalizer.shares(whole, points, A, layout.scalars(n, 0))
+        return scaled_by(whole.factors, rho), scaled_by(written, rho)
+
+    def _at(self, W: Weights, n: int, segment: Segment) -> Weights:
+        """Where gradients are taken: W°, or what the first token's decay leaves of it."""
+        decay = self.retention.decay
+        if decay is None or decay.when != "before":
+            return W
+        return [w * d.exp() for w, d in zip(W, self._log_decays(n, segment.start), strict=True)]
 
     def _log_decays(self, n: int, t: int) -> Weights:
         """The log decay of one token for every map, as a factor ``[P, out, in]``."""
@@ -142,9 +164,8 @@ class InnerBatchLoop:
         if method.way == "border" and not moves:
             # Nobody reads what an open batch has gathered.
             return self._read_all(n, segment, W), memory
-        batch_factors = self._factors(n, segment, W)
+        batch_factors, writes = self._factors(n, segment, W, memory.A)
         if method.rule.splits:
-            writes = self._factors(n, segment, W, free=True)
             batch_factors = [
                 Factors(w.h, w.delta).join(Factors(f.h, f.delta - w.delta))
                 for w, f in zip(writes, batch_factors, strict=True)
@@ -154,7 +175,7 @@ class InnerBatchLoop:
         for one, columns in zip(batch_factors, segment.columns, strict=True):
             h, delta, scale = one.h, one.delta, columns.scale[n]
             if method.rule.pairs:
-                h, delta = (_paired(x, tokens, layout.c) for x in (h, delta))
+                h, delta = (paired(x, tokens, layout.c) for x in (h, delta))
             if method.rule.pairs or scale is not None:
                 one = Factors(h, delta if scale is None else delta * scale)
             rows.append(one)
@@ -219,10 +240,12 @@ class InnerBatchLoop:
                 S.append(plus_product(decayed, delta.mT, h, own=own))
         slots = {} if moments is None else {"momentum": S}
         if self.method.way == "border":
-            A = self._settle(n, memory.A, slots)
+            A = self._settle(n, segment, memory.A, slots)
         return Memory(A=A, slots=slots)
 
-    def _settle(self, n: int, A: Weights, slots: Mapping[str, Weights]) -> Weights:
+    def _settle(
+        self, n: int, segment: Segment, A: Weights, slots: Mapping[str, Weights]
+    ) -> Weights:
         """The one step of a whole inner batch: Σ log decays, the mean rate, the last S."""
         layout, last = self.layout, self.layout.b - 1
         steps = {
@@ -234,16 +257,42 @@ class InnerBatchLoop:
         rates = per_map(steps["lr"], "value", self.method.maps)
         gates = layout.scalars(n, last)
         moved: Weights = []
-        for i, a in enumerate(A):
-            rate = rates[i].matrix(0, 0)
-            step = self.algorithm.settle(
-                {name: self._rows(slot[i]) for name, slot in slots.items()}, self._rows(rate)
+        etas = [self._rows(rate.matrix(0, 0)) for rate in rates]
+        searches = self.algorithm.searches
+        directions = [
+            self.algorithm.settle(
+                {name: self._rows(slot[i]) for name, slot in slots.items()},
+                torch.ones_like(eta) if searches else eta,
             )
+            for i, eta in enumerate(etas)
+        ]
+        if searches:
+            # Every association of the batch, by what all of its tokens' windows give it.
+            weight = band(layout.gamma[n]).sum(1, keepdim=True)
+            search = self._searched(segment.points[n], A, weight)
+            far = search.far([d.flatten(0, 1).unsqueeze(1) for d in directions])
+            far = self._rows(far.unsqueeze(-1))
+            directions = [eta * far * d for eta, d in zip(etas, directions, strict=True)]
+        for i, (a, step) in enumerate(zip(A, directions, strict=True)):
             log_decay = None if self.retention.decay is None else self._rows(decays[i])
             moved.append(
                 self.retention.advance(self._rows(a), step, log_decay, gates).flatten(0, 1)
             )
         return moved
+
+    def _searched(self, points: Points, W: Weights, weight: Tensor) -> LineSearch:
+        """The search at weights W° for the associations of each step, of weight ``[P, S, m]``."""
+        target = self.recipe.bias.target
+        assert target is not None
+        return LineSearch(
+            memory=self.method.memory,
+            W=W,
+            points=points,
+            weight=weight,
+            params=self.layout.params,
+            target=target,
+            outer=self.layout.outer,
+        )
 
     # -- token by token -------------------------------------------------------------------------
 
@@ -258,13 +307,20 @@ class InnerBatchLoop:
         own: bool,
         reads: bool = True,
     ) -> tuple[Tensor, Memory]:
-        tokens, splits = range(segment.start, segment.stop), self.method.rule.splits
+        tokens = range(segment.start, segment.stop)
+        gamma = self.layout.gamma[n, :, segment.start : segment.stop]
+        search = None
+        if self.algorithm.searches:
+            points = by_step(segment.points[n], len(tokens), self.layout.c)
+            search = self._searched(points, self._at(W, n, segment), gamma)
+        batch_factors, writes = self._factors(n, segment, W, memory.A)
         built = advance(
             TokenStep(
                 recipe=self.recipe,
-                factors=self._factors(n, segment, W),
-                writes=self._factors(n, segment, W, free=True) if splits else None,
-                gamma=self.layout.gamma[n, :, segment.start : segment.stop],
+                factors=batch_factors,
+                writes=writes or None,
+                gamma=gamma,
+                search=search,
                 c=self.layout.c,
                 numbers=[self._numbers(n, t) for t in tokens],
                 gates=[self.layout.scalars(n, t) for t in tokens],
@@ -332,12 +388,6 @@ def _repeated(C: Tensor, one: Factors, dim: int) -> Tensor:
     """Coefficients of R associations for a map that its program applies more than once."""
     times = one.h.shape[1] // C.shape[dim]
     return C if times == 1 else torch.cat([C] * times, dim=dim)
-
-
-def _paired(x: Tensor, n: int, c: int) -> Tensor:
-    """Associations as pairs with their steps, stream by stream."""
-    parts = [window_rows(part, n, c) for part in x.split(n + c - 1, dim=1)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _absorbed(old: Tensor, rows: Tensor, total: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ __all__ = [
     "Factors",
     "Points",
     "Read",
+    "Slopes",
     "factors",
     "plus_product",
     "read",
@@ -58,6 +59,15 @@ class Factors:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Slopes:
+    """Factors of every map, and the predictions and errors ``[B, H, R, V]`` they come from."""
+
+    factors: list[Factors]
+    prediction: Tensor
+    error: Tensor
+
+
 def _bmm(h: Tensor, W: Tensor) -> Tensor:
     """``h [B, H, n, in]`` through ``W [P, out, in]``."""
     return torch.bmm(h.flatten(0, 1), W.mT).unflatten(0, h.shape[:2])
@@ -72,8 +82,8 @@ def factors(
     *,
     outer: bool,
     free: bool = False,
-) -> list[Factors]:
-    """h and δ of every map at weights ``W [P, out, in]``.
+) -> Slopes:
+    """h and δ of every map at weights ``W [P, out, in]``, and what they come from.
 
     Args:
         outer: whether they will be differentiated again.
@@ -118,7 +128,9 @@ def factors(
             zeros = weights[index].new_zeros
             own = Factors(zeros(P, rows, inp), zeros(P, rows, out))
         by_map.append(own)
-    return by_map
+    if not outer:
+        prediction, error = prediction.detach(), error.detach()
+    return Slopes(factors=by_map, prediction=prediction, error=error)
 
 
 def _error(bias: Bias, prediction: Tensor, points: Points, *, free: bool) -> Tensor:

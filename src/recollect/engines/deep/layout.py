@@ -20,6 +20,7 @@ from recollect.choices.memory.base import LinearMap, Stack
 from recollect.engines.common.problem import Problem, join
 from recollect.engines.deep.chain.engine import Chain
 from recollect.engines.deep.gradient_factors import Points
+from recollect.engines.deep.share import Normalizer
 from recollect.engines.deep.step_coefficients import Rule, Table, tables
 from recollect.recipe.recipe import Recipe
 
@@ -69,6 +70,7 @@ class DeepPlan:
         params: names of the memory's own; lifts: of the features'.
         decodes: whether one token's read is one table of coefficients with numbers per head.
         chain: the memory as a chain of maps, where everything else is plain enough for `chain`.
+        normalizer: what scales every association's gradient, if the algorithm normalises.
     """
 
     recipe: Recipe
@@ -86,6 +88,7 @@ class DeepPlan:
     params: tuple[str, ...]
     lifts: tuple[str, ...]
     decodes: bool
+    normalizer: Normalizer | None
 
 
 # -- alignment over rows --------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import Tensor
 from recollect.choices.memory.base import LinearMap
 from recollect.engines.common.coefficients import cumulated, flushed, products
 
-__all__ = ["Own", "Rule", "Table", "per_map", "tables", "window_rows"]
+__all__ = ["Own", "Rule", "Table", "band", "paired", "per_map", "tables", "window_rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +143,8 @@ class _Parts:
         if self.rule.pairs:
             steps = _past(n, weight) if E is None else E
             return steps.repeat_interleave(c, dim=-1) * weight.flatten(-2).unsqueeze(-2)
-        band = _band(weight)
-        return band.cumsum(-2) if E is None else E @ band
+        placed = band(weight)
+        return placed.cumsum(-2) if E is None else E @ placed
 
 
 def tables(
@@ -239,7 +239,7 @@ def _past(n: int, like: Tensor) -> Tensor:
     return torch.ones(n, n, dtype=like.dtype, device=like.device).tril()
 
 
-def _band(gamma: Tensor) -> Tensor:
+def band(gamma: Tensor) -> Tensor:
     """``[..., n, c]`` as ``[..., n, n + c − 1]``: row t begins at column t, oldest first."""
     n, c = gamma.shape[-2:]
     wide = torch.nn.functional.pad(gamma.flip(-1), (0, n))  # [..., n, c + n]
@@ -263,3 +263,9 @@ def window_rows(x: Tensor, n: int, c: int) -> Tensor:
     steps = torch.arange(n, device=x.device)[:, None] + (c - 1)
     index = (steps - torch.arange(c, device=x.device)).flatten()
     return x.index_select(-2, index)
+
+
+def paired(x: Tensor, n: int, c: int) -> Tensor:
+    """Associations as pairs with their steps, stream by stream."""
+    parts = [window_rows(part, n, c) for part in x.split(n + c - 1, dim=1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

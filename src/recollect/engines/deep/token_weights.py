@@ -15,6 +15,7 @@ from torch import Tensor
 
 from recollect.choices.algorithm.base import Step
 from recollect.engines.deep.gradient_factors import Factors
+from recollect.engines.deep.line_search import LineSearch
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["Built", "TokenStep", "advance"]
@@ -29,6 +30,7 @@ class TokenStep:
     Attributes:
         factors: of every map; ``writes``: of the part that no prediction enters.
         gamma: ``[P, n, c]``, entry m of row t for association t − m.
+        search: how far steps go whose length is searched.
         numbers: per token, by name (lr, momentum, log_decay), one factor per map.
         gates: per token, what a link may use.
         count: number of each token in its document, ``[B, n]``.
@@ -44,6 +46,7 @@ class TokenStep:
     gates: Sequence[Mapping[str, Tensor]]
     count: Tensor
     shape: tuple[int, int]
+    search: LineSearch | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,8 @@ def advance(
     work: TokenStep, W: Sequence[Tensor], A: Sequence[Tensor], slots: Mapping[str, Weights]
 ) -> Built:
     """Move A and the slots through the tokens; ``W`` is what stood at the start to be read."""
+    if work.search is not None:
+        return _searched(work, work.search, W, A, slots)
     after: list[Tensor] = []
     moved: dict[str, Weights] = {name: [] for name in slots}
     readable: Weights = []
@@ -124,10 +129,51 @@ def _directed(
     work: TokenStep, i: int, W: Tensor, A: Tensor, slots: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """The same where a step is a function of what was accumulated: of all tokens at once."""
-    algorithm, scales = work.recipe.algorithm, work.recipe.algorithm.accumulates == "steps"
-    S, sums, seen = slots["momentum"], list[Tensor](), list[Tensor]()
+    rates = _rates(work, i, A)
+    S, steps = _steps(work, i, slots["momentum"], rates, rates)
+    A, readable = _taken(work, i, W, A, steps)
+    return A, {"momentum": S}, readable
+
+
+def _searched(
+    work: TokenStep,
+    search: LineSearch,
+    W: Sequence[Tensor],
+    A: Sequence[Tensor],
+    slots: Mapping[str, Weights],
+) -> Built:
+    """Where the length of a step is searched along the directions of all maps."""
+    sums: Weights = []
+    directions: Weights = []
+    for i, a in enumerate(A):
+        rates = _rates(work, i, _rows(a, work))
+        ones = [torch.ones_like(rate) for rate in rates]
+        S, made = _steps(work, i, _rows(slots["momentum"][i], work), rates, ones)
+        sums.append(S.flatten(0, 1))
+        directions.append(made)
+    far = search.far([d.flatten(0, 1) for d in directions]).unflatten(0, work.shape)
+    after: Weights = []
+    readable: Weights = []
+    for i, (a, D) in enumerate(zip(A, directions, strict=True)):
+        rates = torch.stack(_rates(work, i, _rows(a, work)), dim=2)
+        steps = rates * far[..., None, None] * D
+        end, seen = _taken(work, i, _rows(W[i], work), _rows(a, work), steps)
+        after.append(end.flatten(0, 1))
+        readable.append(seen)
+    return Built(A=after, slots={"momentum": sums}, readable=readable)
+
+
+def _rates(work: TokenStep, i: int, A: Tensor) -> list[Tensor]:
     one = torch.ones_like(A[..., :1, :1])
-    rates = [_rows(n["lr"][i], work) if "lr" in n else one for n in work.numbers]
+    return [_rows(n["lr"][i], work) if "lr" in n else one for n in work.numbers]
+
+
+def _steps(
+    work: TokenStep, i: int, S: Tensor, rates: Sequence[Tensor], settled: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """S after the last token, and every token's step at the rates ``settled``."""
+    algorithm, scales = work.recipe.algorithm, work.recipe.algorithm.accumulates == "steps"
+    sums: list[Tensor] = []
     for t, numbers in enumerate(work.numbers):
         gradient = _gradient(work, work.factors[i], t)
         gradient = rates[t] * gradient if scales else gradient
@@ -137,12 +183,18 @@ def _directed(
             else -gradient
         )
         sums.append(S)
-    steps = algorithm.settle({"momentum": torch.stack(sums, dim=2)}, torch.stack(rates, dim=2))
+    lr = torch.stack(list(settled), dim=2)
+    return S, algorithm.settle({"momentum": torch.stack(sums, dim=2)}, lr)
+
+
+def _taken(work: TokenStep, i: int, W: Tensor, A: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """A after all steps, and what every token reads."""
+    seen: list[Tensor] = []
     for t, (numbers, step) in enumerate(zip(work.numbers, steps.unbind(2), strict=True)):
         log_decay = _rows(numbers["log_decay"][i], work) if "log_decay" in numbers else None
         A, W = _settled(work, t, A, W, step, log_decay)
         seen.append(W if work.recipe.at_border else A)
-    return A, {"momentum": S}, _readable(work, seen)
+    return A, _readable(work, seen)
 
 
 def _settled(

@@ -19,7 +19,7 @@ from recollect.engines.common.problem import Problem
 from recollect.state.kernel_rows import KernelRows
 from recollect.state.state import State
 
-__all__ = ["Batch", "BatchMemory", "GrowingRows", "Maps"]
+__all__ = ["Batch", "BatchMemory", "GrowingRows", "Maps", "gains"]
 
 Maps = list[Tensor]
 
@@ -40,6 +40,20 @@ class Batch:
     C: Tensor
     CS: Tensor | None
     c: Coefficients
+
+
+def gains(first: Sequence[bool], kappa: Tensor, inputs: Maps, deltas: Sequence[Tensor]) -> Tensor:
+    """Σ_l |h_l|²|δ_l|² of associations ``[B, H, m]``, where |φ(k)|² = κ(k, k).
+
+    Args:
+        first: which maps read features. kappa: κ(k, k) ``[B, H, m]``.
+        inputs: h of the other maps. deltas: δ of every map.
+    """
+    gain, others = torch.zeros_like(kappa), iter(inputs)
+    for reads, delta in zip(first, deltas, strict=True):
+        size = kappa if reads else next(others).square().sum(-1)
+        gain = gain + size * delta.square().sum(-1)
+    return gain
 
 
 class GrowingRows:

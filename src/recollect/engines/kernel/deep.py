@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recollect.choices.algorithm.share import share
 from recollect.choices.features.base import Kernel
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.coefficients import coefficients
 from recollect.engines.common.decayed_keys import counts, with_enough_digits
 from recollect.engines.common.problem import Problem, join, wants_gradient
-from recollect.engines.kernel.batch_memory import Batch, BatchMemory, Maps
+from recollect.engines.kernel.batch_memory import Batch, BatchMemory, Maps, gains
 from recollect.state.kernel_rows import KernelRows
 from recollect.state.state import State, join_states
 
@@ -337,7 +338,15 @@ class _DeepKernelLoop:
         if not self.outer:
             # Where a map's output is the prediction, its δ is the error itself, with its history.
             entered, deltas = [h.detach() for h in entered], tuple(d.detach() for d in deltas)
-        return entered, list(deltas)
+            prediction = prediction.detach()
+        if not self.recipe.algorithm.normalizes:
+            return entered, list(deltas)
+        assert bias.target is not None
+        each = k.unsqueeze(-2)
+        gain = gains(self.first, self.kernel.kappa(each, each)[..., 0, 0], entered, deltas)
+        error = bias.error(prediction, v, gates)
+        rho = share(prediction - bias.target * v, error, gain).unsqueeze(-1)
+        return entered, [rho * d for d in deltas]
 
     def _read(self, batch: Batch, past_reads: _PastReads, inputs: Maps, deltas: Maps) -> Tensor:
         """Outputs of the batch's new tokens, ``[B, t, H, G, V]``."""

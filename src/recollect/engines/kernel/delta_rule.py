@@ -53,6 +53,8 @@ def refuses(recipe: Recipe) -> list[str]:
         reasons.append(f"{recipe.context.title} writes to a row more than once")
     if algorithm.momentum_of != "none":
         reasons.append(f"the momentum of {algorithm.title} goes on writing to every row")
+    if algorithm.normalizes:
+        reasons.append(f"{algorithm.title} scales gradients by what they do to the prediction")
     if algorithm.batch > 1:
         reasons.append("gradients of an inner batch are taken at its start, not at every token")
     if probe is not None and probe.normalize == "rms":

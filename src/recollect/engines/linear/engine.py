@@ -47,6 +47,8 @@ def refuses(recipe: Recipe) -> list[str]:
         reasons.append(f"{retention.title} puts a link between the state and the weights")
     if algorithm.momentum_of is None:
         reasons.append(f"the step of {algorithm.title} is not linear in the gradients")
+    if algorithm.normalizes:
+        reasons.append(f"{algorithm.title} scales gradients by what they do to the prediction")
     if algorithm.batch > 1:
         reasons.append(f"inner batches of {algorithm.batch} tokens, and this engine solves for one")
     if algorithm.reduce != "sum":

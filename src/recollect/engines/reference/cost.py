@@ -40,6 +40,8 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         return parts, past * (s.T + 1) + read * s.H, s.T, ("every token solves from the origin",)
     passes = 2 if recipe.algorithm.splits else 1
     write = s.c * (forward + backward) * passes * s.n
+    if recipe.algorithm.searches:
+        write += 2 * s.c * (forward + backward) * s.n
     orthogonal = sum(_newton_schulz(shape, recipe) for shape in s.shapes)
     notes: list[str] = []
     if orthogonal:

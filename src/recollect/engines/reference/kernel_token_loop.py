@@ -15,6 +15,8 @@ A normalised read divides what such a map gives by the mass of what it sees, and
 is Σ_j κ(z_j, x) u_j / Σ_j m_j κ(z_j, x), and row i moves by δ_i, as in attention.
 """
 
+# More than 400 lines: one recursion, the definition, to be read in one piece.
+
 from __future__ import annotations
 
 import dataclasses
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from recollect.choices.algorithm.share import share
 from recollect.choices.features.base import Kernel
 from recollect.choices.gradients import leaves_of
 from recollect.choices.memory.base import Stack
@@ -175,16 +178,46 @@ class KernelTokenLoop:
 
     def _gradients(self, j: int, U: Rows, D: Rows, mass: Mass) -> tuple[Rows, Rows]:
         """g_t on rows and on the other maps, at W°."""
-        low, tokens, bias = max(j - self.c + 1, 0), self.tokens, self.recipe.bias
-        k, v = (x[:, low : j + 1].transpose(1, 2) for x in (tokens.k, tokens.v))
-        weight = tokens.valid[:, None, low : j + 1].to(v.dtype)
+        low, tokens = max(j - self.c + 1, 0), self.tokens
+        weight = tokens.valid[:, None, low : j + 1].to(tokens.v.dtype)
         if "window" in tokens.rates:
             weight = weight * tokens.rates["window"][:, j][..., : j + 1 - low].flip(-1)
-        gates = tokens.numbers_of(bias, low, j + 1)
-        place = torch.stack([self._row_of(i) for i in range(low, j + 1)], dim=1)  # [B, m, N]
+        if not self.recipe.algorithm.normalizes:
+            return self._weighed(low, j + 1, weight, U, D, mass)
+        total: list[Tensor] = []
+        for i in range(low, j + 1):
+            one = torch.ones_like(weight[..., :1])
+            rows, others = self._weighed(i, i + 1, one, U, D, mass)
+            scale = weight[..., i - low] * self._share(i, rows, others, U, D, mass)
+            scaled = [scale[..., None, None] * g for g in (*rows, *others)]
+            total = [a + b for a, b in zip(total, scaled, strict=True)] if total else scaled
+        return total[: len(U)], total[len(U) :]
+
+    def _share(self, i: int, rows: Rows, others: Rows, U: Rows, D: Rows, mass: Mass) -> Tensor:
+        """ρ of association i ``[B, H]`` from its gradients: a row δ is δ φ(k)ᵀ, of |δ|² κ(k, k)."""
+        tokens, bias = self.tokens, self.recipe.bias
+        k, v = (x[:, i : i + 1].transpose(1, 2) for x in (tokens.k, tokens.v))
+        prediction = self.measure(k, U, D, mass, [u.new_zeros(()) for u in U])
+        error = bias.error(prediction, v, tokens.numbers_of(bias, i, i + 1))
+        gain = (
+            sum((g.square().sum((-2, -1)) for g in rows), torch.zeros_like(error[:, :, 0, 0]))
+            * self.kernel.kappa(k, k)[..., 0, 0]
+        )
+        gain = sum((g.square().sum((-2, -1)) for g in others), gain)
+        assert bias.target is not None
+        return share((prediction - bias.target * v)[:, :, 0], error[:, :, 0], gain)
+
+    def _weighed(
+        self, low: int, stop: int, weight: Tensor, U: Rows, D: Rows, mass: Mass
+    ) -> tuple[Rows, Rows]:
+        """Gradients of associations ``low`` to ``stop`` in one sum."""
+        tokens, bias = self.tokens, self.recipe.bias
+        k, v = (x[:, low:stop].transpose(1, 2) for x in (tokens.k, tokens.v))
+        gates = tokens.numbers_of(bias, low, stop)
+        place = torch.stack([self._row_of(i) for i in range(low, stop)], dim=1)  # [B, m, N]
         with torch.enable_grad():
             points = leaves_of(D, outer=self.outer)
-            m = j + 1 - low
+            m = stop - low
             taps = [u.new_zeros(*u.shape[:2], m, u.shape[-1]).requires_grad_() for u in U]
             prediction = self.measure(k, U, points, mass, taps)
             if bias.states_loss:

@@ -21,6 +21,11 @@ from recollect.engines.common.problem import (
     scaled,
     wants_gradient,
 )
+from recollect.engines.reference.normalized_steps import (
+    normalized_gradients,
+    searched,
+    weight_of_batch,
+)
 from recollect.state.state import State
 
 __all__ = ["TokenLoop"]
@@ -50,6 +55,8 @@ class TokenLoop:
         self.A0, self.S0 = list(self.A), {n: list(s) for n, s in self.S.items()}
         self.W: Weights = list(self.A)  # set at the first border, and so is what is read
         self.readable: Weights = list(self.A)
+        # Where W° came from: the A and the link's numbers that a normalised step is measured at.
+        self.origin: tuple[Weights, dict[str, Tensor]] = (list(self.A), {})
         zeros = [torch.zeros_like(w) for w in self.A]
         self.mean = zeros  # Σ η g of the open batch (reduce="mean")
         # Muon(every="batch"): Σ log α and Σ η of the open batch, per map.
@@ -118,19 +125,22 @@ class TokenLoop:
             return list(A)
         return [self.recipe.retention.link(as_matrix(a), gates).reshape(a.shape) for a in A]
 
-    def _gradients(
-        self, W: Sequence[Tensor], j: int, prediction_free: bool = False
+    def gradients(
+        self,
+        W: Sequence[Tensor],
+        j: int,
+        prediction_free: bool = False,
+        only: int | None = None,
     ) -> list[Tensor]:
-        """g_t at W, or only its part that no prediction enters (for momentum on the write)."""
-        low = max(j - self.c + 1, 0)
+        """g_t at W, or only its part that no prediction enters (for momentum on the write).
+
+        Of one association ``only``, its gradient as it is: without what it weighs in g_t.
+        """
+        low, stop = (max(j - self.c + 1, 0), j + 1) if only is None else (only, only + 1)
         tokens, bias = self.tokens, self.recipe.bias
-        raw, phi, v = (x[:, low : j + 1].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
-        weight = tokens.valid[:, None, low : j + 1].to(v.dtype)  # [B, 1, m]
-        if "window" in tokens.rates:
-            # Entry m of the current token's gate weighs association t − m.
-            gamma = tokens.rates["window"][:, j]  # [B, H, c]
-            weight = weight * gamma[..., : j + 1 - low].flip(-1)
-        gates = tokens.numbers_of(bias, low, j + 1)
+        raw, phi, v = (x[:, low:stop].transpose(1, 2) for x in (tokens.k, tokens.phi, tokens.v))
+        weight = self.weight(j, low) if only is None else torch.ones_like(v[..., 0])
+        gates = tokens.numbers_of(bias, low, stop)
         outer = self.outer
         with torch.enable_grad():
             points = leaves_of(W, outer=outer)
@@ -156,6 +166,24 @@ class TokenLoop:
                     (objective * weight).sum(), points, create_graph=outer, materialize_grads=True
                 )
             )
+
+    def _gradients_of(self, W: Sequence[Tensor], j: int) -> tuple[list[Tensor], list[Tensor]]:
+        """g_t, and its part without a prediction if the algorithm asks for that apart."""
+        splits = self.recipe.algorithm.splits
+        if self.recipe.algorithm.normalizes:
+            return normalized_gradients(self, W, j, splits=splits)
+        free = self.gradients(W, j, prediction_free=True) if splits else []
+        return self.gradients(W, j), free
+
+    def weight(self, j: int, low: int | None = None) -> Tensor:
+        """What associations ``low`` to j weigh in g_t, ``[B, 1 or H, m]``: 0 where none is."""
+        low = max(j - self.c + 1, 0) if low is None else low
+        weight = self.tokens.valid[:, None, low : j + 1].to(self.tokens.v.dtype)
+        if "window" not in self.tokens.rates:
+            return weight
+        # Entry m of the current token's gate weighs association t − m.
+        gamma = self.tokens.rates["window"][:, j]  # [B, H, c]
+        return weight * gamma[..., : j + 1 - low].flip(-1)
 
     def _erase_and_write(self, W: Sequence[Tensor], j: int) -> list[Tensor]:
         """A probe's step: −a (W w) bᵀ + η b v kᵀ, on a matrix."""
@@ -200,15 +228,15 @@ class TokenLoop:
             slots: dict[str, Weights] = {name: [] for name in self.S}
         else:
             lr = self._lr(j, phi)
+            # A step of a searched length is a direction until all maps' are known.
+            given = [None] * len(lr) if algorithm.searches else lr
             theta = self._per_map(self.tokens.rates.get("momentum"), "value", j)
-            gradients = self._gradients(W, j)
-            writes: list[Tensor] | list[None] = (
-                self._gradients(W, j, prediction_free=True) if algorithm.splits else [None] * len(W)
-            )
+            gradients, written = self._gradients_of(W, j)
+            writes: list[Tensor] | list[None] = written or [None] * len(W)
             steps, slots = [], {name: [] for name in self.S}
             for i, (g, write) in enumerate(zip(gradients, writes, strict=True)):
                 g2 = as_matrix(g)
-                eta, theta_i = lr[i], theta[i]
+                eta, theta_i = given[i], theta[i]
                 new, step = algorithm.update(
                     {name: as_matrix(self.S[name][i]) for name in self.S},
                     Step(
@@ -222,6 +250,11 @@ class TokenLoop:
                 steps.append(step)
                 for name, value in new.items():
                     slots[name].append(value)
+            if algorithm.searches and algorithm.every == "token":
+                far = searched(self, W, steps, j, max(j - self.c + 1, 0), self.weight(j))
+                steps = [
+                    far * s if e is None else e * far * s for e, s in zip(lr, steps, strict=True)
+                ]
 
         gates = self._step_gates(j)
         A, readable = self._settle(j, place, steps, slots, log_decay, gates)
@@ -240,6 +273,7 @@ class TokenLoop:
             first = (live & (place == 1)).view(-1, 1, 1, 1)
             settled = self._link(self.A, gates)
             self.W = _where(first, settled, self.W)
+            self._measure_from(first, gates)
             self.readable = _where(first, settled, self.readable)
         self.count = self.count + live
 
@@ -262,6 +296,7 @@ class TokenLoop:
         # gates.
         linked = self._link(self.A, self._step_gates(j))
         self.W = _where(rows, linked, self.W)
+        self._measure_from(rows, self._step_gates(j))
         if self.recipe.at_border or self.recipe.algorithm.every == "batch":
             self.readable = _where(rows, linked, self.readable)
         self.A0 = _where(rows, self.A, self.A0)
@@ -269,6 +304,14 @@ class TokenLoop:
         zeros = [torch.zeros_like(w) for w in self.A]
         self.mean = _where(rows, zeros, self.mean)
         self.sums = (_where(rows, zeros, self.sums[0]), _where(rows, zeros, self.sums[1]))
+
+    def _measure_from(self, rows: Tensor, gates: dict[str, Tensor]) -> None:
+        """Where W° is made anew, it is the link of A as it stands, with these numbers."""
+        if not self.recipe.algorithm.normalizes:
+            return
+        A, old = self.origin
+        numbers = {name: torch.where(rows, x, old.get(name, x)) for name, x in gates.items()}
+        self.origin = (_where(rows, self.A, A), numbers)
 
     def _settle(
         self,
@@ -321,10 +364,18 @@ class TokenLoop:
         rates = [as_matrix(s) + (1 if e is None else e) for s, e in zip(rates, lr, strict=True)]
         last = (place == self.b).view(-1, 1, 1, 1)
         A: Weights = []
-        for i, a in enumerate(self.A):
-            step = self.recipe.algorithm.settle(
-                {name: slots[name][i] for name in slots}, rates[i] / self.b
+        searches = self.recipe.algorithm.searches
+        means = [r / self.b for r in rates]
+        steps = [
+            self.recipe.algorithm.settle(
+                {name: slots[name][i] for name in slots}, torch.ones_like(r) if searches else r
             )
+            for i, r in enumerate(means)
+        ]
+        if searches:
+            far = searched(self, self.W, steps, j, *weight_of_batch(self, j))
+            steps = [r * far * s for r, s in zip(means, steps, strict=True)]
+        for i, (a, step) in enumerate(zip(self.A, steps, strict=True)):
             log_a = None if log_decay[i] is None else decays[i]
             moved = self.recipe.retention.advance(as_matrix(a), step, log_a, gates)
             A.append(torch.where(last, moved, as_matrix(a)))

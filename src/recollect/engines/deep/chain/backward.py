@@ -7,6 +7,9 @@ Given the gradients M̄′ of what stands at the border after, and h̄, δ̄ of 
     ū_l = σ′(z_(l−1)) ⊙ δ̄_(l−1),    δ̄_l += A_l ū_l,    z̄_L = (∂ error / ∂ z_L)ᵀ δ̄_L
     h̄_(l−1) += A_lᵀ z̄_l,    z̄_(l−1) = σ′ ⊙ h̄_(l−1) + σ″ ⊙ u_l ⊙ δ̄_(l−1)
     Ā_l += δ_l ū_lᵀ + z̄_l h_(l−1)ᵀ
+
+Where associations are scaled by their shares, c′ stands for c, and after the first line h̄ and δ̄ get
+what `shares` adds.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from recollect.engines.deep.chain.forward import ChainSpec, Commits, ForwardTrace, Keys
 from recollect.engines.deep.chain.reads import ReadGradients
+from recollect.engines.deep.chain.shares import Shares
 
 __all__ = ["InputGradients", "backward"]
 
@@ -46,6 +50,8 @@ class _Map:
         R = h.shape[2]
         self.tall, self.head = spec.tall[index], index == 0
         self.shape = M.shape[1:]
+        # The keys' share of what the border asks waits until all are there, unless ρ needs it.
+        self.later = self.head and self.tall and trace.shares is None
         self.h_all, self.delta_all = h, delta
         self.to_h_all, self.to_delta_all = back.h[index], back.delta[index]
         self.h, self.delta = h.unbind(0), delta.unbind(0)
@@ -81,7 +87,7 @@ class _Map:
         (_, to_narrow), (x, to_wide) = sides if self.tall else sides[::-1]
         to_wide.baddbmm_(self.Q[n], flat)
         torch.bmm(x, flat.mT, out=self.to_Q[n].flatten(2))
-        if not (self.head and self.tall):  # the keys' own wait until all are there
+        if not self.later:
             for part in (self.to_Q[n] * c).unbind(2):
                 to_narrow.add_(part)
         after = self.spare
@@ -95,6 +101,11 @@ class _Map:
             after.add_(torch.where(commit, 0.0, self.up))
         self.up, self.spare = after, self.up
         return moved
+
+    def pi(self, n: int) -> Tensor:
+        """⟨h̄, h⟩ = ⟨δ̄, δ⟩ of what is read and written, ``[P, R]``."""
+        x, to_x = (self.h, self.to_h) if self.tall else (self.delta, self.to_delta)
+        return (x[n] * to_x[n]).sum(-1)
 
     def skip(self, n: int) -> None:
         """Back through a border that was not crossed."""
@@ -149,6 +160,19 @@ class _Errors:
         for total, grad in zip(self.gradients.values(), grads[1:], strict=True):
             total[n] = grad
 
+    def pull_share(self, n: int, per: Tensor, error: Tensor, out: Tensor) -> None:
+        """Adds ē = N̄ g to z̄, and takes it from the values."""
+        assert self.spec.target is not None
+        more = per * error
+        out.add_(more)
+        if "v" in self.gradients:
+            self.gradients["v"][n].sub_(more, alpha=self.spec.target)
+
+    def away(self, n: int) -> Tensor:
+        """e where the error is not affine."""
+        assert self.points is not None and self.spec.target is not None
+        return self.points[n] - self.spec.target * self.keys.v[n]
+
     def values(self, up: Tensor) -> dict[str, Tensor]:
         """Gradients of v and the numbers, given δ̄ of all batches."""
         affine = self.spec.bias.affine
@@ -197,7 +221,8 @@ def backward(
         spec.curve.bend(z).mul_(u).unbind(0)
         for z, u in zip(trace.saved.z, trace.saved.u, strict=True)
     ]
-    weights = keys.c.unsqueeze(-1).unbind(0)
+    shares = trace.shares
+    weights = (keys.c if shares is None else shares.weights).unsqueeze(-1).unbind(0)
     pairs = list(zip(maps, maps[1:], slopes, bends, strict=False))
     for n in reversed(range(N)):
         commit = commits[n]
@@ -209,12 +234,15 @@ def backward(
             moved = one.end(n, T, weights[n], None if commit is True else commit)
             if gram is not None:
                 torch.bmm(moved, one.flat[n].mT, out=gram[i, n])
+        per = None if shares is None else _pull_shares(n, shares, maps, errors)
         for below, one, slope, _ in pairs:
             assert one.turn is not None
             torch.mul(below.to_delta[n], slope[n], out=one.turn[n])
             one.to_delta[n].baddbmm_(one.turn[n], one.A[n])
         last = maps[-1]
         errors.pull(n, last.to_delta[n], last.back[n])
+        if per is not None:
+            errors.pull_share(n, per, last.delta[n], last.back[n])
         for below, one, slope, bend in reversed(pairs):
             one.to_h[n].baddbmm_(one.back[n], one.A[n].mT)
             z = torch.mul(one.to_h[n], slope[n], out=below.back[n])
@@ -224,27 +252,49 @@ def backward(
     to_values = errors.values(maps[-1].to_delta_all)
     return InputGradients(
         T=None if gram is None else gram.sum(0),
-        k=_of_keys(maps[0], keys.c) if needs["k"] else None,
+        k=_of_keys(maps[0], keys.c, shares) if needs["k"] else None,
         v=to_values.pop("v", None),
         raw=maps[-1].back_all.clone() if needs["raw"] and spec.residual else None,
-        c=_of_coefficients(maps) if needs["c"] else None,
+        c=_of_coefficients(maps, shares) if needs["c"] else None,
         gates=to_values,
         start=[one.up.view(one.shape) for one in maps],
     )
 
 
-def _of_keys(first: _Map, c: Tensor) -> Tensor:
+def _pull_shares(n: int, shares: Shares, maps: Sequence[_Map], errors: _Errors) -> Tensor | None:
+    """The shares' part in h̄ and δ̄; N̄ where the error is not affine."""
+    first, *others = maps
+    pi = first.pi(n)
+    for one in others:
+        pi += one.pi(n)
+    to_delta = [one.to_delta[n] for one in maps]
+    per = shares.pull(
+        n,
+        pi,
+        [one.h[n] for one in maps],
+        [one.delta[n] for one in maps],
+        [one.to_h[n] for one in maps],
+        to_delta,
+    )
+    if per is not None:
+        to_delta[-1].addcmul_(errors.away(n), per)
+    return per
+
+
+def _of_keys(first: _Map, c: Tensor, shares: Shares | None) -> Tensor:
     k = torch.add(first.to_h_all, first.back_all @ first.A_all.mT)
-    if first.tall:
+    if first.later:
         k += (first.to_Q_all * c.unsqueeze(-1)).sum(-2)
+    if shares is not None:
+        k.addcmul_(first.h_all, shares.of_first())
     return k
 
 
-def _of_coefficients(maps: Sequence[_Map]) -> Tensor:
+def _of_coefficients(maps: Sequence[_Map], shares: Shares | None) -> Tensor:
     total: Tensor | None = None
     for one in maps:
         narrow = one.h_all if one.tall else one.delta_all
         part = (one.to_Q_all @ narrow.unsqueeze(-1)).squeeze(-1)
         total = part if total is None else total.add_(part)
     assert total is not None
-    return total
+    return total if shares is None else total.mul_(shares.rho.unsqueeze(-1))

@@ -39,6 +39,7 @@ from recollect.engines.deep.chain.reads import (
     read,
     read_by_autograd,
 )
+from recollect.engines.deep.chain.shares import share_of
 from recollect.engines.deep.gradient_factors import Factors, Points
 from recollect.engines.deep.step_coefficients import Table
 
@@ -60,11 +61,15 @@ def slope_of(activation: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """A chain of maps: the activation between them, a residual around them, a bias at the end."""
+    """A chain of maps: the activation between them, a residual around them, a bias at the end.
+
+    ``target`` is the bias's, where every association is scaled by its share.
+    """
 
     activation: str
     residual: bool
     bias: Bias
+    target: float | None = None
 
 
 def run_chain(
@@ -103,6 +108,7 @@ def run_chain(
         gates=tuple(flat),
         tall=tall,
         keep=outer,
+        target=chain.target,
     )
     T, c = _transitions(table)
     features, raw_queries = (None if q is None else q.flatten(1, 2) for q in queries)
@@ -119,7 +125,7 @@ def run_chain(
 
 
 def chain_slopes(chain: Chain, A: Sequence[Tensor], points: Points) -> list[Factors]:
-    """h and δ of every map at weights ``A [P, out, in]``, without a graph.
+    """h and δ of every map at weights ``A [P, out, in]``, without a graph; shares are in δ.
 
     Args:
         chain: the memory.
@@ -129,7 +135,7 @@ def chain_slopes(chain: Chain, A: Sequence[Tensor], points: Points) -> list[Fact
     flat: dict[str, Tensor] = {}
     for name, x in points.gates.items():
         flat[name] = x.flatten(0, 1)
-    h, delta = slopes(
+    h, delta, prediction = slopes(
         CURVES[chain.activation],
         chain.bias,
         [w.mT for w in A],
@@ -138,6 +144,10 @@ def chain_slopes(chain: Chain, A: Sequence[Tensor], points: Points) -> list[Fact
         points.v.flatten(0, 1),
         flat,
     )
+    if chain.target is not None:
+        v = points.v.flatten(0, 1)
+        rho = share_of(h, delta, prediction, v, chain.target).unsqueeze(-1)
+        delta = [rho * x for x in delta]
     return list(map(Factors, h, delta))
 
 

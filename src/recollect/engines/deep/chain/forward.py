@@ -22,6 +22,7 @@ from torch import Tensor
 
 from recollect.choices.bias.base import Bias
 from recollect.engines.deep.chain.activations import Curve
+from recollect.engines.deep.chain.shares import Shares, share_of
 
 __all__ = [
     "ChainSpec",
@@ -49,6 +50,7 @@ class ChainSpec:
         bias: the loss. gates: names of its numbers.
         tall: per map, whether it is kept as ``[in, out]``.
         keep: whether the backward pass will come.
+        target: `Bias.target` where every association is scaled by its share, else ``None``.
     """
 
     curve: Curve
@@ -57,6 +59,7 @@ class ChainSpec:
     gates: tuple[str, ...]
     tall: tuple[bool, ...]
     keep: bool
+    target: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +104,17 @@ class SavedStacks:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTrace:
-    """M at every batch's start, and after the last; inputs h and gradients δ of every map."""
+    """M at every batch's start, and after the last; inputs h and gradients δ of every map.
+
+    ``shares`` are not in δ, where there are any.
+    """
 
     M: Tensors
     ends: Tensors
     delta: Tensors
     h: Tensors
     saved: SavedStacks | None
+    shares: Shares | None = None
 
 
 LARGE = 2**14
@@ -177,9 +184,14 @@ def forward(
     quick = (store, pull_to) if large and store is not None and pull_to is not None else None
     # The keys' own coefficients are one product; those of later maps are made on the way.
     Qs = [new("Q", i, count, P, R, J, w.shape[-2]) for i, w in enumerate(start)]
-    if spec.tall[0]:
+    early = spec.tall[0] and spec.target is None
+    if early:
         Qs[0] = k.unsqueeze(-2) * c.unsqueeze(-1)
     affine = spec.bias.affine
+    shares = None
+    if spec.target is not None:
+        slope = None if affine is None else affine[0]
+        shares = Shares(hs, deltas, c, slope=slope)
     prediction = None
     last = deltas[-1]
     base: Sequence[Tensor] = ()
@@ -211,7 +223,7 @@ def forward(
         [*stack.flatten(3).unbind(0), end.flatten(2)]
         for stack, end in zip(stacks, ends, strict=True)
     ]
-    weight, move = c.unsqueeze(-1).unbind(0), None if T is None else T.unbind(0)
+    weights, move = c.unsqueeze(-1).unbind(0), None if T is None else T.unbind(0)
     for n, commit in enumerate(commits):
         h = h_[0][n]
         for i in range(L - 1):
@@ -221,7 +233,7 @@ def forward(
                 spec.curve.rise(z_[i][n], h, slope_[i][n])
             else:
                 quick[0](z_[i][n], h)
-        delta = delta_[-1][n]
+        delta, away = delta_[-1][n], None
         if affine is None:
             assert prediction is not None
             point = prediction[n if spec.keep else 0]
@@ -230,6 +242,7 @@ def forward(
                 point += keys.raw[n]
             gates = {name: x[n] for name, x in keys.gates.items()}
             delta.copy_(spec.bias.error(point, keys.v[n], gates))
+            away = None if spec.target is None else point - spec.target * keys.v[n]
         elif affine[0] != 0:
             torch.baddbmm(base[n], h, A_[-1][n], alpha=affine[0], out=delta)
         for i in range(L - 1, 0, -1):
@@ -239,13 +252,16 @@ def forward(
                 torch.mul(u, slope_[i - 1][n], out=delta)
             else:
                 quick[1](u, z_[i - 1][n], delta)
+        weight = weights[n]
+        if shares is not None:
+            weight = shares.step(n, away)
         for i in range(L):
             after = whole[i][n + 1]
             if commit is False:
                 after.copy_(whole[i][n])
                 continue
-            if i or not spec.tall[0]:
-                torch.mul(narrow_[i][n], weight[n], out=Q_[i][n])
+            if i or not early:
+                torch.mul(narrow_[i][n], weight, out=Q_[i][n])
             if move is None:
                 torch.baddbmm(whole[i][n], Qleft[i][n], wide_[i][n], out=after)
             else:
@@ -262,6 +278,7 @@ def forward(
         delta=deltas,
         h=hs,
         saved=saved,
+        shares=shares,
     )
 
 
@@ -281,8 +298,8 @@ def slopes(
     raw: Tensor | None,
     v: Tensor,
     gates: Mapping[str, Tensor],
-) -> tuple[Tensors, Tensors]:
-    """Inputs h and output gradients δ of every map, by operations that autograd follows.
+) -> tuple[Tensors, Tensors, Tensor]:
+    """Inputs h and output gradients δ of every map, and the predictions; autograd follows them.
 
     Args:
         curve: the activation.
@@ -297,16 +314,17 @@ def slopes(
     for a in A[1:]:
         h.append(curve.value(z[-1]))
         z.append(torch.bmm(h[-1], a))
-    delta = [bias.error(z[-1] if raw is None else z[-1] + raw, v, gates)]
+    prediction = z[-1] if raw is None else z[-1] + raw
+    delta = [bias.error(prediction, v, gates)]
     for i in range(len(A) - 1, 0, -1):
         delta.append(curve.pull(torch.bmm(delta[-1], A[i].mT), z[i - 1]))
-    return h, delta[::-1]
+    return h, delta[::-1], prediction
 
 
 def forward_by_autograd(
     spec: ChainSpec, keys: Keys, start: Sequence[Tensor], commits: Commits
 ) -> ForwardTrace:
-    """The same by operations that autograd follows, for second derivatives."""
+    """The same by operations that autograd follows, for second derivatives; shares are in δ."""
     L = len(start)
     M = list(start)
     Ms: list[Tensors] = [[] for _ in range(L)]
@@ -316,7 +334,11 @@ def forward_by_autograd(
         A = [w[:, 0] if up else w[:, 0].mT for w, up in zip(M, spec.tall, strict=True)]
         gates = {name: x[n] for name, x in keys.gates.items()}
         raw = keys.raw[n] if spec.residual else None
-        h, delta = slopes(spec.curve, spec.bias, A, keys.k[n], raw, keys.v[n], gates)
+        v = keys.v[n]
+        h, delta, prediction = slopes(spec.curve, spec.bias, A, keys.k[n], raw, v, gates)
+        if spec.target is not None:
+            rho = share_of(h, delta, prediction, v, spec.target).unsqueeze(-1)
+            delta = [rho * x for x in delta]
         for stacks, xs in ((Ms, M), (all_h, h), (all_delta, delta)):
             for stack, x in zip(stacks, xs, strict=True):
                 stack.append(x)

@@ -61,7 +61,7 @@ def read(
     spec: ChainSpec, trace: ForwardTrace, queries: QueryBatch
 ) -> tuple[Tensor, list[ReadCache]]:
     """Outputs ``[N, P, rows, V]`` without a graph, and what was seen if that will be needed."""
-    C = queries.C.flatten(0, 1)
+    C = _coefficients(trace, queries)
     scale = None if queries.scale is None else queries.scale.flatten(0, 1).unsqueeze(-1)
     x, slope, caches = queries.q.flatten(0, 1), None, []
     for i, up in enumerate(spec.tall):
@@ -89,6 +89,12 @@ def read(
         else:
             x = spec.curve.value(z)
     raise AssertionError("a chain has a map")
+
+
+def _coefficients(trace: ForwardTrace, queries: QueryBatch) -> Tensor:
+    """C, or C′ = ρ C, ``[N P, rows, R]``."""
+    C = queries.C.flatten(0, 1)
+    return C if trace.shares is None else C * trace.shares.rho.flatten(0, 1).unsqueeze(1)
 
 
 def read_by_autograd(
@@ -140,7 +146,7 @@ def backward_read(
     up: Tensor,
 ) -> ReadGradients:
     """From the outputs' gradient ``[N, P, rows, V]``."""
-    C = queries.C.flatten(0, 1)
+    C = _coefficients(trace, queries)
     scale = None if queries.scale is None else queries.scale.flatten(0, 1).unsqueeze(-1)
     lead = queries.q.shape[:2]
     to_C, to_scale = torch.zeros_like(C), None if scale is None else torch.zeros_like(scale)
@@ -176,6 +182,8 @@ def backward_read(
             right.append(cache.x)
         x = x.baddbmm_(mask, h)
         z = x if cache.slope is None else x.mul_(cache.slope)
+    if trace.shares is not None:
+        to_C.mul_(trace.shares.rho.flatten(0, 1).unsqueeze(1))
     for factors in (hs, deltas, left, right):
         factors.reverse()
     hs, deltas, left, right = (

@@ -1,0 +1,99 @@
+"""Normalised steps: as shares of what corrects an error, and how far to go along a direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from recollect.choices.questions import MemberLike, RecipeLike
+
+__all__ = ["EPS", "search", "search_rules", "share", "share_rules"]
+
+EPS = 1e-6
+"""ε of `share`."""
+
+
+def share(along: Tensor, error: Tensor, gain: Tensor) -> Tensor:
+    """ρ = ⟨e, g⟩ / (Σ_l ⟨G_l, J_l G_l⟩ + ε|g|²), 0 where that is 0/0; shaped like ``gain``.
+
+    The scale of an association's gradient in a normalised step (`Algorithm.normalizes`): normalised
+    least mean squares for an error linear in the prediction, Polyak's step for others, so that a
+    rate of 1 corrects the association whatever the size of keys, values and weights. e is the
+    prediction less the value (times `Bias.target`), g = ∂ℓ/∂prediction, G_l = ∂ℓ/∂W_l of map l and
+    ⟨G_l, J_l G_l⟩ its `Retention.gain`, |h_l|²|δ_l|² where there is no link and the map is applied
+    once; all at the weights where gradients are taken. ε = 1e-6.
+
+    Args:
+        along: e ``[..., V]``.
+        error: g ``[..., V]``.
+        gain: Σ_l ⟨G_l, J_l G_l⟩ ``[...]``.
+    """
+    below = gain + EPS * error.square().sum(-1)
+    zero = below == 0
+    return torch.where(zero, 0.0, (along * error).sum(-1) / torch.where(zero, 1.0, below))
+
+
+def search(along: Tensor, moved: Tensor, weight: Tensor, size: Tensor) -> Tensor:
+    """λ = −Σ_i w_i ⟨e_i, J_i D⟩ / Σ_i w_i (|J_i D|² + ε‖D‖²), at least 0, and 0 where that is 0/0.
+
+    How far a step goes along a direction D that is no single association's gradient
+    (`Algorithm.searches`): to the least of Σ_i w_i |e_i + λ J_i D|², the errors of what the step is
+    for as D moves them to first order. J_i D is what D does to prediction i, ‖D‖² the sum over all
+    maps, and everything is taken at W°. ε = 1e-6.
+
+    Args:
+        along: e, the prediction less the value (times `Bias.target`), ``[..., n, V]``.
+        moved: J D ``[..., n, V]``. weight: w ``[..., n]``, at least 0.
+        size: ‖D‖² ``[...]``.
+    """
+    above = -((along * moved).sum(-1) * weight).sum(-1)
+    below = ((moved.square().sum(-1) + EPS * size.unsqueeze(-1)) * weight).sum(-1)
+    zero = below == 0
+    return torch.where(zero, 0.0, above.clamp_min(0) / torch.where(zero, 1.0, below))
+
+
+def search_rules(algorithm: MemberLike, recipe: RecipeLike) -> Iterator[str]:
+    """A searched step asks what its direction does to predictions."""
+    yield from share_rules(algorithm, recipe)
+    if recipe.retention.linked:
+        yield (
+            f"{algorithm.title}(normalize=True) asks what its direction does to predictions, and "
+            f"{recipe.retention.title} puts a link between them: use retention.Keep() or Decay(), "
+            "or normalize=False"
+        )
+
+
+def share_rules(algorithm: MemberLike, recipe: RecipeLike) -> Iterator[str]:
+    """A normalised step measures what one association's gradient does to its prediction."""
+    what = f"{algorithm.title}(normalize=True)"
+    if recipe.bias.target is None:
+        yield (
+            f"{what} compares a step with the error it is to correct, and {recipe.bias.title} "
+            "states no target that its loss is least at: use bias.L2(), or declare target"
+        )
+    if recipe.bias.probe is not None:
+        yield (
+            f"{what} scales erasure and write alike, and {recipe.bias.probe.title} has a rate "
+            "for each: use normalize=False"
+        )
+    if recipe.context.horizon is None:
+        yield (
+            f"{what} scales the gradients of single associations, and {recipe.context.title} "
+            "descends on all of the past at once: use context.Online() or Window()"
+        )
+    if not recipe.retention.additive:
+        yield (
+            f"{what} asks what a step added to A does to W, and {recipe.retention.title} "
+            "rebuilds A from W: use normalize=False, or retention.Keep(), Decay(), Simplex() "
+            "or another link"
+        )
+    read = recipe.memory.read
+    if not recipe.features.finite and read.normalize != "none":
+        yield (
+            f"{what} asks what a step does to the prediction, and memory.{read.brief} divides that "
+            "by a sum that moves with every key: use memory.Read() or normalize=False"
+        )

@@ -1,0 +1,118 @@
+"""Retention by an f-divergence: the step reweighs W, and a multiplier keeps its sum.
+
+The member rebuilds A from W at every token, so it overrides ``advance``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recollect.choices.equation_terms import Term, Terms, format_number, render_sum
+from recollect.choices.fields import number, option, slot
+from recollect.choices.member import member
+from recollect.choices.retention.base import Decay, Values
+from recollect.choices.retention.links import DIMS, Linked, constant_along
+from recollect.choices.retention.multiplier import multiplier, weighed
+
+if TYPE_CHECKING:
+    from recollect.choices.questions import RecipeLike
+
+__all__ = ["FDivergence"]
+
+
+def _chi_square(y: Tensor) -> Tensor:
+    return functional.relu(1 + 0.5 * y)
+
+
+# Each: g = (f')⁻¹, and g(y*) = 1 at y* = f'(1). Beyond its domain g is +inf, as a limit.
+_DIVERGENCES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "kl": (lambda y: (y - 1).exp(), 1.0),
+    "reverse_kl": (lambda y: torch.where(y < 0, -1 / torch.where(y < 0, y, -1.0), torch.inf), -1.0),
+    "hellinger": (
+        lambda y: torch.where(y < 1, (1 - torch.where(y < 1, y, 0.0)).pow(-2), torch.inf),
+        0.0,
+    ),
+    "chi_square": (_chi_square, 0.0),
+}
+
+
+@member
+class FDivergence(Linked):
+    """W_t = W̄ ⊙ g(−ζ − η∇), ζ such that ‖W_t‖₁ = c (MIRAS 18), rebuilt from W.
+
+    g = (f')⁻¹. With a decay, W̄ = c·W_{t−1}^α/‖W_{t−1}^α‖₁, so that f = KL is exactly `Simplex`'s
+    recurrence. A holds W itself; A₀ is made a measure by c|A₀|/‖A₀‖₁ (uniform where A₀ = 0).
+
+    Args:
+        kind: ``"kl"`` f = τ ln τ, ``"reverse_kl"`` −ln τ, ``"hellinger"`` (√τ − 1)²,
+            ``"chi_square"`` (τ − 1)² (reaches exact zeros).
+        scale: c. axis: ``"in"``: each row is a measure; ``"out"``: each column; ``"all"``: the
+            whole matrix of each map, as in MIRAS 18.
+    """
+
+    kind: str = option("kl", *_DIVERGENCES)
+    scale: float = number(1.0, above=0)
+    axis: str = option("in", "out", "all")
+    decay: Decay | None = slot(None, "retention", optional=True)
+    every: str = option("token", "batch")
+
+    @property
+    def _dim(self) -> tuple[int, ...]:
+        return DIMS[self.axis]
+
+    def link(self, A: Tensor, gates: Values) -> Tensor:
+        size = A.abs()
+        total = size.sum(self._dim, keepdim=True)
+        zero = total == 0
+        # Zeros say nothing about where the measure sits: start uniform.
+        uniform = self.scale / math.prod(A.shape[dim] for dim in self._dim)
+        return torch.where(zero, uniform, self.scale * size / torch.where(zero, 1.0, total))
+
+    def advance(self, A: Tensor, step: Tensor, log_decay: Tensor | None, gates: Values) -> Tensor:
+        W = self.link(A, gates)
+        if log_decay is not None:
+            alpha = log_decay.exp().expand_as(W)
+            zero = W == 0
+            W = torch.where(zero, 0.0, torch.where(zero, 1.0, W).pow(alpha))
+            W = self.scale * W / W.sum(self._dim, keepdim=True)
+        g, one = _DIVERGENCES[self.kind]
+        zeta = multiplier(W, step, g, one=one, scale=self.scale, dim=self._dim)
+        return weighed(W, g, step - zeta)
+
+    @property
+    def linked(self) -> bool:
+        return True
+
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+        yield from super().requires(recipe)
+        yield from constant_along(self.axis, self.decay, self.title)
+
+    def text(self) -> str:
+        return "A_t"
+
+    def moves(
+        self, old: str, new: str, step: Terms, *, at: str = "t", vector: bool = False
+    ) -> tuple[str, ...]:
+        moved = render_sum((*step, Term(("ζ_t",), -1.0)))
+        if self.decay is None:
+            return (f"{new} = {old} ⊙ g({moved})",)
+        rate = format_number(self.decay.symbol("rate", at))
+        scale = Term((f"{old}^{rate} / ‖{old}^{rate}‖₁",)).times(self.scale)
+        return (f"{new} = W̄_t ⊙ g({moved})", f"W̄_t = {scale}")
+
+    def notes(self) -> tuple[str, ...]:
+        g = {
+            "kl": "exp(y − 1)",
+            "reverse_kl": "−1/y",
+            "hellinger": "(1 − y)⁻²",
+            "chi_square": "max(1 + y/2, 0)",
+        }[self.kind]
+        over = {"in": "each row of the result", "out": "each column of the result"}
+        what = over.get(self.axis, "each matrix of the result")
+        return (f"g(y) = {g}, ζ_t such that {what} sums to {format_number(self.scale)}",)

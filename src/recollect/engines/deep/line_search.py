@@ -1,0 +1,90 @@
+"""How far a searched step goes: λ along directions of all maps (`Algorithm.searches`).
+
+What a direction D does to a prediction needs no D of single weights twice: with u a gradient of the
+prediction, ⟨u, J D⟩ = Σ_l ⟨δ_l(u), D_l h_l⟩ over the maps' applications, which is linear in u.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.choices.algorithm.share import search
+from recollect.choices.memory.base import Stack
+from recollect.engines.deep.gradient_factors import Points
+from recollect.engines.deep.step_coefficients import window_rows
+
+__all__ = ["LineSearch", "by_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineSearch:
+    """Associations that searched steps are for, at weights W°.
+
+    Attributes:
+        memory: whose program runs. W: ``[P, out, in]``.
+        points: associations ``[B, H, S m, ·]``: m for each of S steps in order.
+        weight: of associations ``[P, S, m]``.
+        params: the memory's own. target: `Bias.target`. outer: as in `factors`.
+    """
+
+    memory: Stack
+    W: Sequence[Tensor]
+    points: Points
+    weight: Tensor
+    params: Mapping[str, Tensor]
+    target: float
+    outer: bool
+
+    def far(self, D: Sequence[Tensor]) -> Tensor:
+        """λ ``[P, S]`` of directions ``[P, S, out, in]`` per map."""
+        S = self.weight.shape[1]
+        rows = [d.flatten(0, 1) for d in D]
+        calls: list[tuple[Tensor, Tensor]] = []
+        weights = self.W if self.outer else [w.detach() for w in self.W]
+        with torch.enable_grad():
+
+            def apply(index: int, h: Tensor) -> Tensor:
+                z = torch.bmm(h.flatten(0, 1), weights[index].mT).unflatten(0, h.shape[:2])
+                if not z.requires_grad:
+                    z.requires_grad_()
+                each = h.flatten(0, 1).unflatten(1, (S, -1)).flatten(0, 1)
+                moved = torch.bmm(each, rows[index].mT)
+                calls.append((z, moved.view_as(z)))
+                return z
+
+            points = self.points
+            prediction = self.memory.program(apply, points.phi, points.raw, self.params)
+            u = torch.zeros_like(prediction).requires_grad_()
+            deltas = torch.autograd.grad(
+                prediction, [z for z, _ in calls], u, create_graph=True, materialize_grads=True
+            )
+            # Where a map's output is the prediction, its δ is u itself.
+            deltas = tuple(d.view_as(d) for d in deltas)
+            (moved,) = torch.autograd.grad(
+                deltas, u, [m for _, m in calls], create_graph=self.outer, materialize_grads=True
+            )
+        along = prediction - self.target * points.v
+        if not self.outer:
+            along, moved = along.detach(), moved.detach()
+
+        def by_step(x: Tensor) -> Tensor:  # [B, H, S m, V] -> [P, S, m, V]
+            return x.flatten(0, 1).unflatten(1, (S, -1))
+
+        size = sum((d.square().sum((-2, -1)) for d in D), torch.zeros_like(self.weight[..., 0]))
+        return search(by_step(along), by_step(moved), self.weight, size)
+
+
+def by_step(points: Points, n: int, c: int) -> Points:
+    """Associations step by step, each step's own in order of its window: ``[B, H, n c, ·]``."""
+    if c == 1:
+        return points
+
+    def rows(x: Tensor) -> Tensor:
+        return window_rows(x, n, c)
+
+    gates = {name: rows(x) for name, x in points.gates.items()}
+    return Points(phi=rows(points.phi), raw=rows(points.raw), v=rows(points.v), gates=gates)

@@ -1,0 +1,90 @@
+"""The share of a normalised step: ρ of every association from the factors of its gradients.
+
+    ρ = ⟨e, g⟩ / (Σ_l ⟨G_l, J_l G_l⟩ + ε|g|²),    G_l = Σ_a δ_la h_laᵀ over the map's applications
+
+(`recollect.choices.algorithm.share.share`). Scaling δ by it scales the gradients of all maps, so
+that the passes which follow know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.choices.algorithm.share import share
+from recollect.choices.retention.base import Retention
+from recollect.engines.deep.gradient_factors import Factors, Points, Slopes
+
+__all__ = ["Normalizer", "scaled_by"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalizer:
+    """What decides the shares of a recipe.
+
+    Attributes:
+        retention: answers what a step of A does to W. target: of the bias, `Bias.target`.
+    """
+
+    retention: Retention
+    target: float
+
+    @property
+    def builds(self) -> bool:
+        """Whether gradients of single associations are built, for want of a short form."""
+        return (
+            self.retention.steepest is None
+            and type(self.retention).rank_one_gain is Retention.rank_one_gain
+        )
+
+    def shares(
+        self,
+        slopes: Slopes,
+        points: Points,
+        A: Sequence[Tensor],
+        numbers: Mapping[str, Tensor],
+    ) -> Tensor:
+        """ρ ``[P, R]``.
+
+        Args:
+            slopes: factors, predictions and errors of the associations.
+            points: the associations.
+            A: the dual weights that W° came from, ``[P, out, in]``.
+            numbers: of the link, ``[B, H, 1, 1]`` by name.
+        """
+        B, H, R = slopes.error.shape[:3]
+        gain: Tensor | None = None
+        for a, one in zip(A, slopes.factors, strict=True):
+            own = self._gain(a.unflatten(0, (B, H)), one, R, numbers)
+            gain = own if gain is None else gain + own
+        assert gain is not None  # a memory has a map
+        along = slopes.prediction - self.target * points.v
+        return share(along, slopes.error, gain).flatten(0, 1)
+
+    def _gain(self, A: Tensor, one: Factors, R: int, numbers: Mapping[str, Tensor]) -> Tensor:
+        """⟨G, J G⟩ of one map, ``[B, H, R]``."""
+        h, delta = (x.unflatten(0, A.shape[:2]) for x in (one.h, one.delta))
+        if h.shape[2] == R:
+            found = self.retention.rank_one_gain(A, h, delta, numbers)
+            if found is not None:
+                return found
+        G: Tensor | None = None
+        for left, right in zip(delta.split(R, dim=2), h.split(R, dim=2), strict=True):
+            part = left.unsqueeze(-1) * right.unsqueeze(-2)
+            G = part if G is None else G + part
+        assert G is not None
+        own = {name: x.unsqueeze(2) for name, x in numbers.items()}
+        return self.retention.gain(A.unsqueeze(2), G, own)
+
+
+def scaled_by(factors: Sequence[Factors], rho: Tensor) -> list[Factors]:
+    """The factors with ρ ``[P, R]`` in δ, of every application of a map."""
+    made: list[Factors] = []
+    for one in factors:
+        times = one.delta.shape[1] // rho.shape[1]
+        each = rho if times == 1 else torch.cat([rho] * times, dim=1)
+        made.append(Factors(one.h, one.delta * each.unsqueeze(-1)))
+    return made
