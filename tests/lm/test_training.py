@@ -35,8 +35,9 @@ from recollect.lm.training import Progress, train
 from recollect.lm.training.atomic_checkpoints import last_checkpoint
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.prepare import rows_of
+from recollect.lm.training.progress import Keeper
 from recollect.lm.training.resume import fingerprint
-from recollect.lm.training.train import RecollectTrainer, _Keeper
+from recollect.lm.training.train import RecollectTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
 
@@ -543,7 +544,7 @@ def test_a_run_that_begins_trains_its_own_bpe(text: Path, tmp_path: Path) -> Non
 def test_speed_counts_the_time_that_steps_wait_for_rows(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeper = _Keeper(plan(text, tmp_path), 1, 1.0, 1.0)
+    keeper = Keeper(plan(text, tmp_path), 1, 1.0, 1.0)
     clock = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: clock)
     state = SimpleNamespace(global_step=1)

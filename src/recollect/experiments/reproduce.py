@@ -25,6 +25,7 @@ from recollect.experiments.framework.run import Nobody, Run, Viewer
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
 from recollect.report.environment import describe_environment
 from recollect.report.files import write_atomic
+from recollect.report.ownership import owned_folder
 
 __all__ = ["chosen", "reproduce"]
 
@@ -71,8 +72,9 @@ def reproduce(
         The run. After a keyboard interrupt it holds what was measured, and the same call goes on.
 
     Raises:
-        ValueError: an unknown name or scale, or numbers out of range; an experiment of one's own
-            with several jobs; a process that died, when all else is measured and reported.
+        ValueError: an unknown name or scale, or numbers out of range; another run that measures
+            this experiment in the same folder; an experiment of one's own with several jobs; a
+            process that died, when all else is measured and reported.
 
     Examples:
         >>> run = rc.reproduce("ttr-fig2", scale="smoke", out="runs")
@@ -81,8 +83,6 @@ def reproduce(
         >>> [claim.name for claim, verdict in run.verdicts][:1]
         ['linear attention is worst']
     """
-    from recollect.experiments.framework.report import save_run
-
     experiment = chosen(name) if isinstance(name, str) else name
     if scale not in SCALES:
         raise ValueError(f"--scale must be one of {', '.join(SCALES)}, not {scale!r}")
@@ -95,6 +95,33 @@ def reproduce(
         )
     config = experiment.config(scale, seeds=seeds)
     folder = Path(out) / experiment.name
+    with owned_folder(folder):
+        return _reproduced(
+            experiment,
+            config,
+            folder,
+            scale=scale,
+            jobs=jobs,
+            device=device,
+            fresh=fresh,
+            viewer=viewer or Nobody(),
+        )
+
+
+def _reproduced(
+    experiment: Experiment,
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    scale: Scale,
+    jobs: int,
+    device: str,
+    fresh: bool,
+    viewer: Viewer,
+) -> Run:
+    """`reproduce`, in a folder that is this run's own."""
+    from recollect.experiments.framework.report import save_run
+
     store = folder / "cells" / scale
     wanted = [
         (cell, seed, store / _file(experiment, config, cell, seed))
@@ -105,7 +132,6 @@ def reproduce(
         for _, _, path in wanted:
             path.unlink(missing_ok=True)
     todo = [(cell, seed, path) for cell, seed, path in wanted if not path.exists()]
-    viewer = viewer or Nobody()
     viewer.begin(experiment, len(wanted) - len(todo), len(wanted))
     environment = describe_environment(device)
     stamp = {

@@ -14,6 +14,7 @@ from recollect.experiments.comparison.tasks import MQAR_PAIRS
 from recollect.report.figures import Series, line_figure
 from recollect.report.files import write_atomic
 from recollect.report.html import Figure, Note, Report, Table
+from recollect.report.ownership import owned_folder
 
 __all__ = ["save_comparison", "table"]
 
@@ -144,9 +145,15 @@ def save_comparison(
         Paths by what they are. Every file is written whole or not at all.
 
     Raises:
-        OSError: a folder that cannot be written.
+        ValueError: a run that is under way owns the folder.
+        OSError: the folder cannot be written.
     """
     folder = Path(out)
+    with owned_folder(folder):
+        return _written(comparison, folder, command)
+
+
+def _written(comparison: Comparison, folder: Path, command: str) -> dict[str, Path]:
     sections: list[Table | Figure | Note] = []
     paths: dict[str, Path] = {}
     if comparison.interrupted:

@@ -20,6 +20,7 @@ from recollect.experiments.comparison.jobs import training_environment
 from recollect.experiments.comparison.results import Comparison, ModelRun, Nobody, Sizes, Watcher
 from recollect.experiments.framework.records import plain
 from recollect.report.files import write_atomic
+from recollect.report.ownership import owned_folder
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 
 __all__ = ["add_rows", "write_rows_table"]
@@ -56,10 +57,38 @@ def add_rows(
         row.
 
     Raises:
-        ValueError: a row that stands was made under other terms.
+        ValueError: a row that stands was made under other terms, or a run that is under way owns
+            the folder.
     """
-    place = Path(folder)
-    corpus = corpus or load_text(text)
+    with owned_folder(folder):
+        return _added(
+            models,
+            Path(folder),
+            corpus or load_text(text),
+            sizes=sizes,
+            parameters=parameters,
+            seed=seed,
+            method=method,
+            jobs=jobs,
+            watcher=watcher or Nobody(),
+            command=command,
+        )
+
+
+def _added(
+    models: Sequence[Named],
+    place: Path,
+    corpus: TextCorpus,
+    *,
+    sizes: Sizes,
+    parameters: int,
+    seed: int,
+    method: str,
+    jobs: int,
+    watcher: Watcher,
+    command: str,
+) -> Comparison | None:
+    """`add_rows`, in a folder that is this run's own."""
     terms = _terms(sizes, parameters, corpus.sha256, seed, method)
     for path in sorted(place.glob("*.json")):
         _stands(path, _shared(terms))  # before anything is trained: other terms make no table
@@ -98,7 +127,7 @@ def add_rows(
         method=method,
         parameters=parameters,
         jobs=jobs,
-        watcher=_Keeper(watcher or Nobody(), keep),
+        watcher=_Keeper(watcher, keep),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,18 @@ from recollect.lm.training.atomic_checkpoints import check_resumable, clear_asid
 from recollect.lm.training.plan import TrainPlan
 from recollect.report.files import write_atomic
 
-__all__ = ["begin", "fingerprint", "same_model"]
+__all__ = ["begin", "check_writable", "fingerprint", "same_model"]
 
 # Without another result.
 _MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard", "out")
 _WHOLE, _END = 64 * 2**20, 2**20
 
 
-def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
-    """The checkpoint to go on from, ``None`` at the beginning; the folder keeps plan and texts.
-
-    ``plan.json`` is the plan, ``texts.json`` the `fingerprint` of every file of text that it names.
-    Whether a dataset changed is not seen.
+def check_writable(out: Path) -> None:
+    """That a run's folder can be written to; it is made where it is missing.
 
     Raises:
-        ValueError: the folder cannot be written; it holds a run, and nobody asked to go on with
-            it; or it is another plan's, or of other texts.
-        CheckpointError: the checkpoint was cut short or altered.
+        ValueError: it cannot.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -41,6 +37,19 @@ def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
         raise ValueError(
             f"[run] out = {str(out)!r} cannot be written to ({error.strerror}): name another folder"
         ) from None
+
+
+def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
+    """The checkpoint to go on from, ``None`` at the beginning; the folder keeps plan and texts.
+
+    ``plan.json`` is the plan, ``texts.json`` the `fingerprint` of every file of text that it names.
+    Whether a dataset changed is not seen.
+
+    Raises:
+        ValueError: the folder holds a run, and nobody asked to go on with it; or it is another
+            plan's, or of other texts.
+        CheckpointError: the checkpoint was cut short or altered.
+    """
     clear_aside(out)
     checkpoint = last_checkpoint(out)
     if checkpoint is not None and not resume:
@@ -49,6 +58,11 @@ def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
             "another folder as out in [run]"
         )
     mine = json.loads(json.dumps(plan.to_dict()))
+    if checkpoint is None and (out / "model").exists() and not _same(out, mine):
+        raise ValueError(
+            f"{out} already holds the model of another run: give another folder as out in [run], "
+            f"or delete {out / 'model'} to train this one in its place"
+        )
     if checkpoint is not None:
         _same_plan(out, mine)
     texts = _texts(plan)
@@ -114,16 +128,26 @@ def _kept(path: Path, otherwise: dict[str, Any]) -> dict[str, Any]:
         ) from None
 
 
-def _same_plan(out: Path, mine: dict[str, Any]) -> None:
-    before = _kept(out / "plan.json", mine)
+def _differences(before: dict[str, Any], mine: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """What of a plan is another and makes another result: the key, how it was, how it is."""
     for table, values in mine.items():
         for name, value in values.items():
             old = before.get(table, {}).get(name)
             if old != value and name not in _MAY_CHANGE:
-                raise ValueError(
-                    f"{out} was begun with [{table}] {name} = {old!r}, not {value!r}: resume it as "
-                    "it was, or give another folder as out in [run]"
-                )
+                yield f"[{table}] {name}", old, value
+
+
+def _same(out: Path, mine: dict[str, Any]) -> bool:
+    """Whether a run that left no checkpoint was of this plan, as far as it says."""
+    return not any(_differences(_kept(out / "plan.json", mine), mine))
+
+
+def _same_plan(out: Path, mine: dict[str, Any]) -> None:
+    for key, old, value in _differences(_kept(out / "plan.json", mine), mine):
+        raise ValueError(
+            f"{out} was begun with {key} = {old!r}, not {value!r}: resume it as it was, or give "
+            "another folder as out in [run]"
+        )
 
 
 def _same_texts(out: Path, texts: dict[str, Any]) -> None:
