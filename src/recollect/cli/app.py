@@ -1,18 +1,21 @@
-"""The command line as one application: its commands, and how it leaves.
+"""The command line as one application: its commands, what they share, and how it leaves.
 
-A command is a function in `COMMANDS`; what it needs beyond torch it imports itself. Refusals leave
-with exit code 2 and one sentence.
+A command is a function in `COMMANDS`; what it needs beyond torch it imports itself. Every command
+takes ``--import``. Refusals leave with exit code 2 and one sentence.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import recollect as rc
+from recollect.choices.member import RecipeError
 from recollect.recipe.files import load_recipe
+from recollect.recipe.modules import import_modules
 
 if TYPE_CHECKING:
     import typer
@@ -39,6 +42,13 @@ if typer is not None:
 __all__ = ["COMMANDS", "build", "load_recipe", "main"]
 
 _MISSING = 'recollect\'s commands need typer and rich: pip install "recollect[cli]"'
+_UNREGISTERED = (
+    "import the module that defines it (its class carries @rc.member) before loading this recipe"
+)
+_IMPORT_IT = (
+    "name the module that defines it with --import MODULE (or import = [...] in a run's file); "
+    "nothing is imported unasked"
+)
 _EXTRAS = {
     "accelerate": "lm",
     "datasets": "lm",
@@ -93,17 +103,38 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
     """The command, with what it refuses said in one sentence and no traceback."""
 
     @functools.wraps(command)
-    def run(*args: Any, **options: Any) -> None:
+    def run(*args: Any, imports: Sequence[str] = (), **options: Any) -> None:
         try:
+            import_modules(imports)
             command(*args, **options)
         except (ValueError, OSError) as error:  # a RecipeError is a ValueError
-            typer.echo(f"recollect {command.__name__}: {error}", err=True)
+            typer.echo(f"recollect {command.__name__}: {_to_import(error)}", err=True)
             raise typer.Exit(2) from None
         except ImportError as error:
             typer.echo(f"recollect {command.__name__}: {_to_install(error)}", err=True)
             raise typer.Exit(2) from None
 
+    # typer reads what a command takes from its signature.
+    given = inspect.signature(command, eval_str=True)
+    own = inspect.Parameter(
+        "imports", inspect.Parameter.KEYWORD_ONLY, default=[], annotation=_imports()
+    )
+    run.__signature__ = given.replace(parameters=[*given.parameters.values(), own])  # type: ignore[attr-defined]
+    run.__annotations__ = {**command.__annotations__, "imports": _imports()}
     return run
+
+
+def _imports() -> Any:
+    text = "Import this module first: members or presets of your own. May be given several times."
+    return Annotated[list[str], typer.Option("--import", metavar="MODULE", help=text)]
+
+
+def _to_import(error: Exception) -> str:
+    """What to say of an error: of a member that nobody registered, how a command learns of it."""
+    said = str(error)
+    if isinstance(error, RecipeError) and _UNREGISTERED in said:
+        return said.replace(_UNREGISTERED, _IMPORT_IT)
+    return said
 
 
 def _to_install(error: ImportError) -> str:

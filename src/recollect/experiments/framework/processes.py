@@ -22,6 +22,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from recollect.recipe.modules import import_modules, imported_modules
+
 __all__ = ["GLANCE", "Lost", "in_processes", "stopped", "tell"]
 
 Item = TypeVar("Item")
@@ -52,7 +54,7 @@ def in_processes(
 
     Args:
         work: of one item, in a process with one thread; something that can be pickled, which is
-            sent to each process once.
+            sent to each process once. Modules that `import_modules` imported here are there too.
         items: taken in their order.
         processes: at most so many.
         hear: given what ``work`` says by `tell`; it may raise `KeyboardInterrupt`. Such work looks
@@ -121,7 +123,7 @@ class _Worker:
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self.line, theirs = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=_serve, args=(theirs, work))
+        self.process = _SPAWN.Process(target=_serve, args=(theirs, work, imported_modules()))
         self.begun = False
         with _sheltered():
             self.process.start()
@@ -161,12 +163,19 @@ class _Worker:
 _line: Connection
 
 
-def _serve(line: Connection, work: Callable[[Any], Any]) -> None:
+def _serve(
+    line: Connection, work: Callable[[Any], Any], modules: Sequence[tuple[str, str]]
+) -> None:
     """Do one item after another, with one thread, until there is none."""
     global _line
     _line = line
     torch.set_num_threads(1)
     line.send(("begun", None))
+    try:
+        for name, folder in modules:
+            import_modules([name], beside=folder)
+    except ValueError as error:
+        line.send(("raised", error))
     try:
         while message := line.recv():
             try:

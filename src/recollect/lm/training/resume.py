@@ -131,7 +131,7 @@ def _kept(path: Path, otherwise: dict[str, Any]) -> dict[str, Any]:
 def _differences(before: dict[str, Any], mine: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """What of a plan is another and makes another result: the key, how it was, how it is."""
     for table, values in mine.items():
-        for name, value in values.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
             old = before.get(table, {}).get(name)
             if old != value and name not in _MAY_CHANGE:
                 yield f"[{table}] {name}", old, value

@@ -40,6 +40,7 @@ from recollect.lm.training.prepare import (
 from recollect.lm.training.progress import Keeper, Progress, Trained, Watch
 from recollect.lm.training.resume import begin, check_writable, same_model
 from recollect.lm.training.weight_decay import decayed_names
+from recollect.recipe.modules import import_modules
 from recollect.report.ownership import owned_folder
 
 __all__ = ["Progress", "Trained", "Watch", "train"]
@@ -88,6 +89,7 @@ def train(
         >>> trained.steps, trained.folder.as_posix()
         (2, 'runs/example/model')
     """
+    import_modules(plan.imports, beside=plan.beside, said="import")
     out = Path(plan.run.out)
     check_writable(out)
     # Of many processes the first owns the folder for all.
