@@ -33,6 +33,7 @@ from recollect.lm.model.model import RecollectForCausalLM, RecollectModel
 from recollect.lm.model.paper_sizes import PAPER_SIZES, PaperSize, paper_config
 from recollect.lm.prompt import Prompt
 from recollect.lm.swap import replace_attention
+from recollect.lm.swap_loading import register
 from recollect.lm.training.plan import TrainPlan, load_plan
 from recollect.lm.training.train import Progress, Trained, train
 from recollect.lm.training.weight_decay import parameter_groups
@@ -62,3 +63,4 @@ __all__ = [
 AutoConfig.register(RecollectConfig.model_type, RecollectConfig, exist_ok=True)
 AutoModel.register(RecollectConfig, RecollectModel, exist_ok=True)
 AutoModelForCausalLM.register(RecollectConfig, RecollectForCausalLM, exist_ok=True)
+register()  # decoders of others whose layers were replaced

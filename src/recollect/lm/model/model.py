@@ -40,7 +40,7 @@ class RecollectModel(RecollectPreTrainedModel):
         torch.Size([1, 3, 16])
     """
 
-    _unread = frozenset({"lm_head.weight"})
+    _unread = ("lm_head.", "score.")
 
     def __init__(self, config: RecollectConfig) -> None:
         super().__init__(config)
