@@ -43,6 +43,20 @@ class _Swapped:
 
     swaps: list[dict[str, Any]]
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """As in transformers, of a file of our model type."""
+        data, rest = PretrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return cls.from_dict(data, **rest)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """From what the file holds, or from the decoder's own arguments."""
+        if config_dict.get("model_type") != SWAPPED:
+            return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+        kind, arguments = decoder_config(config_dict)
+        return kind.from_dict(arguments, **kwargs)
+
     def to_diff_dict(self) -> dict[str, Any]:
         """What ``config.json`` holds."""
         inside = super().to_diff_dict()  # type: ignore[misc]
@@ -51,7 +65,7 @@ class _Swapped:
             **outside,
             "model_type": SWAPPED,
             "schema": SCHEMA,
-            "swaps": inside.pop("swaps"),
+            "swaps": inside.pop("swaps", []),
             "decoder_type": inside.pop("model_type"),
             "decoder": inside,
             "vocab_size": _INSTEAD,

@@ -50,9 +50,9 @@ class SwappedConfig(PretrainedConfig):
         Raises:
             CheckpointError: as `decoder_config`.
         """
-        kind, arguments = decoder_config(config_dict)
+        kind, _ = decoder_config(config_dict)
         _register_models(kind)
-        return kind.from_dict(arguments, **kwargs)
+        return kind.from_dict(config_dict, **kwargs)
 
 
 @functools.cache
