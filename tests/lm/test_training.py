@@ -583,3 +583,24 @@ def test_a_corrupt_line_stops_or_is_skipped_and_counted(text: Path, tmp_path: Pa
     result = train(run, say=said.append)
     assert result.skipped == 1
     assert any("broken.jsonl:6" in sentence for sentence in said)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_loss_of_a_run_is_that_of_its_last_steps(
+    accumulate: int, text: Path, tmp_path: Path
+) -> None:
+    optimizer = {"steps": 12, "batch": 2, "accumulate": accumulate}
+    found = {}
+    for every in (1, 5, 100):
+        heard: list[Progress] = []
+        run = {"log_every": every, "save_every": 0, "out": str(tmp_path / str(every))}
+        result = train(plan(text, tmp_path, optimizer=optimizer, run=run), watch=heard.append)
+        assert heard[-1].loss == result.loss
+        found[every] = result.loss
+        if every == 1:
+            lines = {p.step: p.loss for p in heard[:-1] if p.loss is not None}
+            assert sorted(lines) == list(range(1, 13))
+            last = [lines[step] for step in range(3, 13)]
+            assert result.loss == pytest.approx(sum(last) / 10, rel=1e-4)
+            assert result.loss != pytest.approx(lines[1], rel=1e-3)
+    assert len(set(found.values())) == 1  # whatever the interval

@@ -13,7 +13,10 @@ from transformers import TrainerCallback
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.training.plan import TrainPlan
 
-__all__ = ["Keeper", "Progress", "Trained", "Watch"]
+__all__ = ["LAST", "Keeper", "Progress", "Trained", "Watch"]
+
+LAST = 10
+"""Steps whose mean is the loss of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,7 @@ class Progress:
 
     Attributes:
         step, steps: taken, and of the whole run.
-        loss: of the last log line, nats per token.
+        loss: of the last log line, nats per token; at the end, of the last steps.
         tokens_per_second: since the last log line; of the whole run's steps before the first.
         ceiling_share: the model's operations per second against one large matrix product's.
         heldout: bits per byte of the last measurement.
@@ -46,7 +49,8 @@ class Trained:
     Attributes:
         model: trained. folder: where it is saved, with its tokenizer.
         steps, tokens, seconds: taken in this call.
-        loss: of the last log line, nats per token.
+        loss: mean of the last `LAST` steps of this call (of all, if it took fewer), nats per token;
+            ``None`` if it took none.
         heldout: bits per byte of the held-out rows, ``None`` without any.
         skipped: lines left out, and the first few of them.
         notes: what a reader should know, such as what of the model was compiled.
@@ -112,6 +116,11 @@ class Keeper(TrainerCallback):
             self._tell(loss=float(logs["loss"]))
         if logs and "eval_bits_per_byte" in logs:
             self._tell(heldout=float(logs["eval_bits_per_byte"]))
+
+    def end(self, loss: float | None) -> None:
+        """The run is over; its last steps had this loss."""
+        if loss is not None:
+            self._tell(loss=loss)
 
     def speed(self) -> dict[str, float]:
         """What a log line says beside the loss."""

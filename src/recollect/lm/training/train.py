@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import PartialState
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import PrinterCallback
 
@@ -37,7 +38,7 @@ from recollect.lm.training.prepare import (
     rows_of,
     tokenizer_of,
 )
-from recollect.lm.training.progress import Keeper, Progress, Trained, Watch
+from recollect.lm.training.progress import LAST, Keeper, Progress, Trained, Watch
 from recollect.lm.training.resume import begin, check_writable, same_model
 from recollect.lm.training.weight_decay import decayed_names
 from recollect.recipe.modules import import_modules
@@ -160,6 +161,7 @@ def _trained(
         with enough_memory(plan):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         seconds = time.perf_counter() - began
+        keeper.end(trainer.recent_loss())
         trainer.save_whole(out / "model")
         if stock.heldout and not (plan.run.eval_every and plan.steps % plan.run.eval_every == 0):
             trainer.evaluate()
@@ -184,6 +186,27 @@ class RecollectTrainer(AtomicTrainer):
 
     bytes_per_token = 1.0
     speed: Callable[[], dict[str, float]] = staticmethod(dict)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recent: deque[Tensor] = deque(maxlen=LAST)  # one sum per optimizer step
+        self._step = -1
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the Trainer's; what it gives of a step's batches adds up to the step's loss."""
+        loss = super().training_step(*args, **kwargs)
+        if self.state.global_step != self._step:
+            self._step = self.state.global_step
+            self._recent.append(torch.zeros_like(loss))
+        self._recent[-1] = self._recent[-1] + loss  # no number is read: devices need not wait
+        return loss
+
+    def recent_loss(self) -> float | None:
+        """Mean of the last steps' losses over all processes, ``None`` before the first."""
+        if not self._recent:
+            return None
+        mean = torch.stack([*self._recent]).float().mean()
+        return float(self.accelerator.gather(mean[None]).mean())
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Every log line of the loss also says how fast it goes."""
