@@ -264,7 +264,7 @@ def test_a_checkpoint_that_was_cut_is_refused(text: Path, tmp_path: Path) -> Non
     train(run)
     path = tmp_path / "checkpoint-2" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CheckpointError, match=r"checkpoint-2/model.safetensors is no whole"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-2/model.safetensors was cut short"):
         train(run, resume=True)
 
 
@@ -317,23 +317,117 @@ def test_a_checkpoint_whose_optimizer_was_harmed_is_refused(
         resumed(text, tmp_path, two_steps, f"checkpoint-2/{name}", harm)
 
 
+def zeroed(data: bytearray, path: Path) -> bytes:
+    """All weights 0: a file that every format takes for whole."""
+    header = 8 + int.from_bytes(data[:8], "little")
+    return bytes(data[:header]) + bytes(len(data) - header)
+
+
+def flipped(data: bytearray, path: Path) -> bytes:
+    """The sign of one weight."""
+    data[-1] ^= 0x80
+    return bytes(data)
+
+
+def later(data: bytearray, path: Path) -> bytes:
+    return json.dumps({**json.loads(data), "global_step": 1}).encode()
+
+
+def other_rate(data: bytearray, path: Path) -> bytes:
+    return data.replace(b'"lr": 0.01', b'"lr": 0.02')
+
+
+def no_files(data: bytearray, path: Path) -> bytes:
+    return b'{"schema": 1, "files": {}}'
+
+
+def climbing(data: bytearray, path: Path) -> bytes:
+    return data.replace(b"scheduler.pt", b"../../../x")
+
+
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "harm", "says"),
     [
-        (
-            "checkpoint-2/trainer_state.json",
-            "trainer_state.json was cut short or altered, so check",
-        ),
-        ("checkpoint-2/config.json", r"config.json was cut short or altered"),
-        ("plan.json", r"plan.json is not JSON \(.*\), so what .* delete it to go on without"),
-        ("texts.json", r"texts.json is not JSON \(.*\), so what .* delete it to go on without"),
+        ("trainer_state.json", cut, "trainer_state.json was cut short or altered since"),
+        ("trainer_state.json", later, "trainer_state.json was cut short or altered since"),
+        ("config.json", cut, "config.json was cut short or altered since"),
+        ("model.safetensors", zeroed, "model.safetensors was cut short or altered since"),
+        ("model.safetensors", flipped, "model.safetensors was cut short or altered since"),
+        ("run.json", cut, "run.json was cut short or altered since"),
+        ("run.json", other_rate, "run.json was cut short or altered since"),
+        ("manifest.json", cut, "manifest.json is not JSON"),
+        ("manifest.json", no_files, "manifest.json lists no files"),
+        ("manifest.json", climbing, "names '../../../x', which is outside"),
     ],
 )
-def test_a_run_whose_records_were_cut_is_refused(
-    name: str, says: str, text: Path, tmp_path: Path, two_steps: Path
+def test_a_checkpoint_that_was_altered_is_refused(
+    name: str, harm: Callable[..., Any], says: str, text: Path, tmp_path: Path, two_steps: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=says):
-        resumed(text, tmp_path, two_steps, name, cut)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        resumed(text, tmp_path, two_steps, f"checkpoint-2/{name}", harm)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["rng_state.pth", "run.json", "config.json", "manifest.json"])
+def test_a_checkpoint_that_lacks_any_file_is_refused(
+    name: str, text: Path, tmp_path: Path, two_steps: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two_steps, run)
+    (run / "checkpoint-2" / name).unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {name}"):
+        train(plan(text, run, optimizer={"steps": 2}), resume=True)
+
+
+def test_a_checkpoint_of_another_name_is_refused(
+    text: Path, tmp_path: Path, two_steps: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two_steps, run)
+    (run / "checkpoint-2").rename(run / "checkpoint-1")
+    with pytest.raises(CheckpointError, match="holds step 2, which its name denies"):
+        train(plan(text, run, optimizer={"steps": 2}), resume=True)
+
+
+def test_a_plan_that_was_deleted_is_still_known(
+    text: Path, tmp_path: Path, two_steps: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two_steps, run)
+    (run / "plan.json").unlink()
+    (run / "texts.json").write_text("junk")
+    other = plan(text, run, optimizer={"steps": 2, "lr": 0.02})
+    with pytest.raises(ValueError, match=r"begun with \[optimizer\] lr = 0.01, not 0.02"):
+        train(other, resume=True)
+    said: list[str] = []
+    same = plan(text, run, optimizer={"steps": 2}, run={"out": str(run)})
+    assert train(same, resume=True, say=said.append).steps == 0
+    count = len(list((run / "checkpoint-2").iterdir())) - 1
+    assert said == [
+        f"going on from {run / 'checkpoint-2'}: its {count} files are as they were written, plan "
+        "and texts those that the run was begun with"
+    ]
+    assert json.loads((run / "plan.json").read_text())["optimizer"]["lr"] == 0.01
+
+
+def test_resuming_without_a_checkpoint_says_so(text: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    run = plan(text, tmp_path / "run", optimizer={"steps": 1}, run={"save_every": 0})
+    train(run, resume=True, say=said.append)
+    assert said == [
+        f"there is no checkpoint in {tmp_path / 'run'}, so the run begins at its first step"
+    ]
+
+
+def test_a_run_goes_on_with_its_own_tokenizer(text: Path, tmp_path: Path) -> None:
+    tables = {"data": {"tokenizer": "bpe", "vocab": 300}, "optimizer": {"steps": 2}}
+    run = plan(text, tmp_path, **tables)
+    train(run)
+    kept = (tmp_path / "tokenizer" / "tokenizer.json").read_text()
+    shutil.rmtree(tmp_path / "tokenizer")
+    byte_tokenizer().save_pretrained(str(tmp_path / "tokenizer"))
+    train(run, resume=True)
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == kept
 
 
 def test_a_recipe_file_that_changed_is_not_resumed_with(text: Path, tmp_path: Path) -> None:

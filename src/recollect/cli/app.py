@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ import recollect as rc
 from recollect.choices.member import RecipeError
 from recollect.recipe.files import load_recipe
 from recollect.recipe.modules import import_modules
+from recollect.report.signals import ENDINGS, endings_interrupt, received
 
 if TYPE_CHECKING:
     import typer
@@ -104,15 +106,31 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*args: Any, imports: Sequence[str] = (), **options: Any) -> None:
-        try:
-            import_modules(imports)
-            command(*args, **options)
-        except (ValueError, OSError) as error:  # a RecipeError is a ValueError
-            typer.echo(f"recollect {command.__name__}: {_to_import(error)}", err=True)
-            raise typer.Exit(2) from None
-        except ImportError as error:
-            typer.echo(f"recollect {command.__name__}: {_to_install(error)}", err=True)
-            raise typer.Exit(2) from None
+        from recollect.cli.console import INTERRUPTED, nobody_reads
+
+        name = command.__name__
+        received.clear()
+        with endings_interrupt():
+            try:
+                import_modules(imports)
+                command(*args, **options)
+                if sys.stdout is not None:  # closed from the beginning
+                    sys.stdout.flush()
+            except typer.Exit as leave:
+                if leave.exit_code == INTERRUPTED:
+                    raise typer.Exit(_status()) from None
+                raise
+            except KeyboardInterrupt:
+                _say(f"recollect {name}: interrupted")
+                raise typer.Exit(_status()) from None
+            except (ValueError, OSError) as error:  # a RecipeError is a ValueError
+                if isinstance(error, BrokenPipeError) and nobody_reads():
+                    return  # as with `| head`: the work is done, and nobody wants to hear more
+                _say(f"recollect {name}: {_to_import(error)}")
+                raise typer.Exit(2) from None
+            except ImportError as error:
+                _say(f"recollect {name}: {_to_install(error)}")
+                raise typer.Exit(2) from None
 
     # typer reads what a command takes from its signature.
     given = inspect.signature(command, eval_str=True)
@@ -124,14 +142,31 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _status() -> int:
+    """Exit status after an interrupt, as shells have it: 128 and the signal's number."""
+    return 128 + next((number for number in received if number in ENDINGS), signal.SIGINT)
+
+
+def _say(sentence: str) -> None:
+    """A sentence on the standard error, if anybody reads it."""
+    from recollect.cli.console import nobody_reads
+
+    try:
+        typer.echo(sentence, err=True)
+    except BrokenPipeError:
+        nobody_reads()
+
+
 def _imports() -> Any:
     text = "Import this module first: members or presets of your own. May be given several times."
     return Annotated[list[str], typer.Option("--import", metavar="MODULE", help=text)]
 
 
 def _to_import(error: Exception) -> str:
-    """What to say of an error: of a member that nobody registered, how a command learns of it."""
+    """What to say of an error; of a member that nobody registered, how a command learns of it."""
     said = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, RecipeError) and _UNREGISTERED in said:
         return said.replace(_UNREGISTERED, _IMPORT_IT)
     return said

@@ -134,7 +134,12 @@ def compare(
             jobs=jobs,
             watcher=display,
         )
-        paths = experiments.save_comparison(result, out, command=command)
+        try:
+            paths = experiments.save_comparison(result, out, command=command)
+        except ValueError:
+            if not as_json:
+                _show(console, result)
+            raise
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:

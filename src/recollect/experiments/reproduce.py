@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -24,8 +25,9 @@ from recollect.experiments.framework.records import Cell, Record, Results
 from recollect.experiments.framework.run import Nobody, Run, Viewer
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
 from recollect.report.environment import describe_environment
-from recollect.report.files import write_atomic
+from recollect.report.files import rescue, write_atomic
 from recollect.report.ownership import owned_folder
+from recollect.report.signals import deferred
 
 __all__ = ["chosen", "reproduce"]
 
@@ -74,7 +76,8 @@ def reproduce(
     Raises:
         ValueError: an unknown name or scale, or numbers out of range; another run that measures
             this experiment in the same folder; an experiment of one's own with several jobs; a
-            process that died, when all else is measured and reported.
+            process that died, when all else is measured and reported; a folder that cannot be
+            written, when what it lacks is kept in a temporary one.
 
     Examples:
         >>> run = rc.reproduce("ttr-fig2", scale="smoke", out="runs")
@@ -141,17 +144,21 @@ def _reproduced(
         "rules": experiment.rules,
     }
     lost: list[str] = []
+    measured: dict[Path, Record] = {}
     interrupted = False
     try:
         for path, found in _measured(experiment, config, todo, jobs, device):
             if isinstance(found, str):
                 lost.append(found)
                 continue
-            record = replace(found, **stamp)
-            write_atomic(path, json.dumps(record.to_dict(), allow_nan=False) + "\n")
-            viewer.cell(record)
+            with deferred():
+                measured[path] = replace(found, **stamp)
+                with suppress(OSError):  # a full disk: the others go on, and it is tried again
+                    write_atomic(path, _written(measured[path]))
+            viewer.cell(measured[path])
     except KeyboardInterrupt:
         interrupted = True  # the report shows what there is
+    _kept(measured, folder)
     records = tuple(
         Record.from_dict(json.loads(path.read_text("utf-8")))
         for _, _, path in wanted
@@ -169,10 +176,27 @@ def _reproduced(
         complete=len(records) == len(wanted),
         folder=folder,
     )
-    save_run(run)
+    with deferred():
+        save_run(run)
     if lost and not interrupted:
         raise ValueError(f"{said}, and the same command tries them again; {folder} has the others")
     return run
+
+
+def _written(record: Record) -> str:
+    return json.dumps(record.to_dict(), allow_nan=False) + "\n"
+
+
+def _kept(measured: dict[Path, Record], folder: Path) -> None:
+    """That all that was measured is on disk, also where the folder vanished meanwhile."""
+    missing = {path: _written(record) for path, record in measured.items() if not path.exists()}
+    try:
+        with deferred():
+            for path, text in missing.items():
+                write_atomic(path, text)
+    except OSError as error:
+        files = {str(path.relative_to(folder)): text for path, text in missing.items()}
+        raise rescue(files, wanted=folder, error=error) from error
 
 
 def _file(experiment: Experiment, config: dict[str, Any], cell: Cell, seed: int) -> str:

@@ -15,6 +15,9 @@ from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import GateProjection
 from recollect.layer.initial_memory import InitialMemory
 from recollect.lm.model.checkpoint import (
+    AGAIN,
+    INDEX,
+    SINGLE,
     CheckpointError,
     check_finite,
     check_folder,
@@ -22,6 +25,9 @@ from recollect.lm.model.checkpoint import (
     check_names,
 )
 from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.manifest import MANIFEST, check_manifest, of_model, write_manifest
+
+_MEANT = f"{AGAIN}; if the change is meant, delete {MANIFEST}"
 
 __all__ = ["RecollectPreTrainedModel", "StrictLoading"]
 
@@ -50,7 +56,8 @@ class StrictLoading:
             args, kwargs: as in transformers; ``ignore_mismatched_sizes`` lets shapes differ.
 
         Raises:
-            CheckpointError: files that are missing, cut short or altered; weights that are missing,
+            CheckpointError: files that are missing, cut short or altered (by their manifest, where
+                there is one); weights that are missing,
                 too many, of other shapes, or not finite.
             RecipeError: a configuration that means nothing, or names an unregistered member.
         """
@@ -59,7 +66,8 @@ class StrictLoading:
         kwargs.setdefault("use_safetensors", True)  # never a pickle
         if Path(where).is_file() or (where[:1] in ("/", ".", "~") and not Path(where).exists()):
             raise CheckpointError(f"there is no folder {where}: name that of a saved model")
-        if Path(where).is_dir() and not unusual & set(kwargs):
+        plain = Path(where).is_dir() and not unusual & set(kwargs)
+        if plain:
             cls._check_folder(Path(where), **kwargs)
         try:
             model, info = super().from_pretrained(  # type: ignore[misc]
@@ -73,7 +81,26 @@ class StrictLoading:
             unexpected=[n for n in info["unexpected_keys"] if not n.startswith(cls._unread)],
         )
         check_finite(where, model.state_dict(keep_vars=True).items())
+        if plain and (Path(where) / MANIFEST).exists():
+            check_manifest(Path(where), of_model, advice=_MEANT)
         return (model, info) if report else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, with a manifest: the checksums of what was written.
+
+        Args:
+            save_directory: the folder.
+            args, kwargs: as in transformers.
+        """
+        folder = Path(save_directory)
+        single = folder / SINGLE
+        before = single.stat().st_mtime_ns if single.exists() else None
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if not kwargs.get("is_main_process", True) or not folder.is_dir():
+            return
+        if before is not None and (folder / INDEX).exists() and single.stat().st_mtime_ns == before:
+            single.unlink()  # of an earlier save, and it would be read in place of the parts
+        write_manifest(folder, of_model)
 
     @staticmethod
     @abstractmethod

@@ -218,7 +218,7 @@ class RunPlan(_Table):
     Attributes:
         out: folder of checkpoints, logs and, in ``out/model``, the trained model.
         seed: of weights and of the order of rows.
-        save_every: steps between checkpoints; 0 keeps none.
+        save_every: steps between checkpoints; 0 writes one only when the run is interrupted.
         keep: checkpoints that stay; older ones are deleted.
         log_every, eval_every: steps between log lines and measurements; 0 measures at the end only.
         heldout_rows: rows measured on, at most.

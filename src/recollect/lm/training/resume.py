@@ -6,17 +6,23 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recollect.lm.data.sources import find_files
-from recollect.lm.model.checkpoint import AGAIN, CheckpointError, check_json
+from recollect.lm.model.checkpoint import CheckpointError, check_json
 from recollect.lm.model.config import RecollectConfig
-from recollect.lm.training.atomic_checkpoints import check_resumable, clear_aside, last_checkpoint
+from recollect.lm.training.atomic_checkpoints import (
+    RECORD,
+    check_resumable,
+    clear_aside,
+    last_checkpoint,
+)
 from recollect.lm.training.plan import TrainPlan
 from recollect.report.files import write_atomic
 
-__all__ = ["begin", "check_writable", "fingerprint", "same_model"]
+__all__ = ["Begun", "begin", "check_writable", "fingerprint", "same_model"]
 
 # Without another result.
 _MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard", "out")
@@ -39,16 +45,32 @@ def check_writable(out: Path) -> None:
         ) from None
 
 
-def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
-    """The checkpoint to go on from, ``None`` at the beginning; the folder keeps plan and texts.
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """How a run begins.
 
-    ``plan.json`` is the plan, ``texts.json`` the `fingerprint` of every file of text that it names.
-    Whether a dataset changed is not seen.
+    Attributes:
+        checkpoint: to go on from, ``None`` at the beginning.
+        files: of it, that are as they were written.
+        record: plan and texts, which every checkpoint keeps.
+    """
+
+    checkpoint: Path | None
+    files: int
+    record: dict[str, Any]
+
+
+def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Begun:
+    """Where a run begins: at the beginning, or at a checkpoint of the same plan and texts.
+
+    Every checkpoint keeps the plan and the `fingerprint` of every file of text that it names; for
+    whoever looks, ``plan.json`` and ``texts.json`` have them too. Whether a dataset changed is not
+    seen.
 
     Raises:
         ValueError: the folder holds a run, and nobody asked to go on with it; or it is another
             plan's, or of other texts.
-        CheckpointError: the checkpoint was cut short or altered.
+        CheckpointError: the checkpoint lacks a file, or one was cut short or altered.
     """
     clear_aside(out)
     checkpoint = last_checkpoint(out)
@@ -63,15 +85,16 @@ def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
             f"{out} already holds the model of another run: give another folder as out in [run], "
             f"or delete {out / 'model'} to train this one in its place"
         )
+    files = 0 if checkpoint is None else check_resumable(checkpoint)
+    before: dict[str, Any] = {} if checkpoint is None else check_json(checkpoint / RECORD)
     if checkpoint is not None:
-        _same_plan(out, mine)
+        _same_plan(out, before["plan"], mine)
     texts = _texts(plan)
     if checkpoint is not None:
-        _same_texts(out, texts)
-        check_resumable(checkpoint)
+        _same_texts(out, before["texts"], texts)
     write_atomic(out / "plan.json", json.dumps(mine, indent=2) + "\n")
     write_atomic(out / "texts.json", json.dumps(texts, indent=2) + "\n")
-    return checkpoint
+    return Begun(checkpoint=checkpoint, files=files, record={"plan": mine, "texts": texts})
 
 
 def same_model(checkpoint: Path, config: RecollectConfig) -> None:
@@ -114,20 +137,6 @@ def _texts(plan: TrainPlan) -> dict[str, dict[str, Any]]:
     return {str(path): fingerprint(path) for path in files}
 
 
-def _kept(path: Path, otherwise: dict[str, Any]) -> dict[str, Any]:
-    """What a run was begun with, where it said so."""
-    if not path.exists():
-        return otherwise
-    try:
-        return check_json(path)
-    except CheckpointError as error:
-        reason = str(error).removesuffix(f": {AGAIN}")
-        raise CheckpointError(
-            f"{reason}, so what this run was begun with cannot be compared: put the file back, or "
-            "delete it to go on without"
-        ) from None
-
-
 def _differences(before: dict[str, Any], mine: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """What of a plan is another and makes another result: the key, how it was, how it is."""
     for table, values in mine.items():
@@ -139,19 +148,22 @@ def _differences(before: dict[str, Any], mine: dict[str, Any]) -> Iterator[tuple
 
 def _same(out: Path, mine: dict[str, Any]) -> bool:
     """Whether a run that left no checkpoint was of this plan, as far as it says."""
-    return not any(_differences(_kept(out / "plan.json", mine), mine))
+    try:
+        before = check_json(out / "plan.json")
+    except CheckpointError:
+        return False
+    return not any(_differences(before, mine))
 
 
-def _same_plan(out: Path, mine: dict[str, Any]) -> None:
-    for key, old, value in _differences(_kept(out / "plan.json", mine), mine):
+def _same_plan(out: Path, before: dict[str, Any], mine: dict[str, Any]) -> None:
+    for key, old, value in _differences(before, mine):
         raise ValueError(
             f"{out} was begun with {key} = {old!r}, not {value!r}: resume it as it was, or give "
             "another folder as out in [run]"
         )
 
 
-def _same_texts(out: Path, texts: dict[str, Any]) -> None:
-    before = _kept(out / "texts.json", texts)
+def _same_texts(out: Path, before: dict[str, Any], texts: dict[str, Any]) -> None:
     for name in {**before, **texts}:
         if name not in before:
             what = "is new"

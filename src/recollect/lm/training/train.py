@@ -30,6 +30,7 @@ from recollect.lm.model.config import RecollectConfig
 from recollect.lm.training.arguments import quiet, trainer_arguments
 from recollect.lm.training.atomic_checkpoints import AtomicTrainer
 from recollect.lm.training.flops import measured_ceiling, model_flops
+from recollect.lm.training.interrupts import finish_step
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.prepare import (
     build_model,
@@ -61,7 +62,7 @@ def train(
         plan: what, on what, and how long.
         resume: go on from the last checkpoint of ``plan.run.out``, as if the run had never stopped:
             weights, optimizer, schedule, random numbers and the place in the data are restored.
-            Without a checkpoint it starts at the beginning.
+            Without a checkpoint it starts at the beginning, and says so.
         watch: told about every step.
         say: told what happens, in sentences.
         trainer_class: the Trainer, for what only a subclass can change.
@@ -74,6 +75,8 @@ def train(
             another run, or that one under way writes to; texts that changed since it was begun; a
             corrupt line, unless lines are skipped; a batch too large for the memory.
         CheckpointError: a full disk, and the last checkpoint stands; one that was altered.
+        Interrupted: an interrupt (or SIGTERM, SIGHUP) while steps are taken, after a checkpoint;
+            a `KeyboardInterrupt`, as the second one is, which is raised at once.
 
     Examples:
         >>> from pathlib import Path
@@ -116,9 +119,12 @@ def _trained(
     kind: type[RecollectTrainer],
 ) -> Trained:
     """`train`, in a folder that is this run's own."""
-    checkpoint = begin(plan, out, resume=resume)
+    begun = begin(plan, out, resume=resume)
+    checkpoint = begun.checkpoint
+    if resume and checkpoint is None:
+        say(f"there is no checkpoint in {out}, so the run begins at its first step")
     bad = BadLines(skip=plan.data.bad_lines == "skip")
-    tokenizer = tokenizer_of(plan, out, bad, resume=checkpoint is not None)
+    tokenizer = tokenizer_of(plan, out, bad, checkpoint)
     stock = rows_of(plan, tokenizer, bad)
     torch.manual_seed(plan.run.seed)
     model = build_model(plan, tokenizer)
@@ -143,6 +149,7 @@ def _trained(
             data_collator=partial(collate, reset=plan.data.packing == "documents"),
             processing_class=tokenizer,
         )
+        trainer.begun_with = begun.record
         trainer.bytes_per_token = stock.bytes_per_token
         trainer.remove_callback(PrinterCallback)
         device = trainer.args.device
@@ -156,9 +163,12 @@ def _trained(
             same_model(checkpoint, cast(RecollectConfig, model.config))
             if (checkpoint / "model.safetensors").exists():  # not where many devices share it
                 check_folder(checkpoint, model, head="model.")
-            say(f"going on from {checkpoint}")
+            say(
+                f"going on from {checkpoint}: its {begun.files} files are as they were written, "
+                "plan and texts those that the run was begun with"
+            )
         began = time.perf_counter()
-        with enough_memory(plan):
+        with enough_memory(plan), finish_step(trainer):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         seconds = time.perf_counter() - began
         keeper.end(trainer.recent_loss())
@@ -206,7 +216,8 @@ class RecollectTrainer(AtomicTrainer):
         if not self._recent:
             return None
         mean = torch.stack([*self._recent]).float().mean()
-        return float(self.accelerator.gather(mean[None]).mean())
+        every = cast(Tensor, self.accelerator.gather(mean[None]))
+        return float(every.mean())
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Every log line of the loss also says how fast it goes."""
