@@ -196,7 +196,7 @@ def _kept(measured: dict[Path, Record], folder: Path) -> None:
                 write_atomic(path, text)
     except OSError as error:
         files = {str(path.relative_to(folder)): text for path, text in missing.items()}
-        raise rescue(files, wanted=folder, error=error) from error
+        raise ValueError(rescue(files, wanted=folder, error=error)) from error
 
 
 def _file(experiment: Experiment, config: dict[str, Any], cell: Cell, seed: int) -> str:

@@ -44,7 +44,7 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
     return path
 
 
-def rescue(files: Mapping[str, str], *, wanted: Path, error: OSError) -> ValueError:
+def rescue(files: Mapping[str, str], *, wanted: Path, error: OSError) -> str:
     """Keep elsewhere what could not be written where it belongs, and say so.
 
     Args:
@@ -53,7 +53,7 @@ def rescue(files: Mapping[str, str], *, wanted: Path, error: OSError) -> ValueEr
         error: why they are not there.
 
     Returns:
-        The error to raise: where they are now, or that they are nowhere.
+        A sentence to raise: where they are now, or that they are nowhere.
     """
     reason = error.strerror or str(error)
     said = f"{wanted} cannot be written to ({reason})"
@@ -62,5 +62,5 @@ def rescue(files: Mapping[str, str], *, wanted: Path, error: OSError) -> ValueEr
         for name, text in files.items():
             write_atomic(place / name, text)
     except OSError as second:
-        return ValueError(f"{said}, and neither can {tempfile.gettempdir()} ({second.strerror})")
-    return ValueError(f"{said}: what was measured is in {place}, to be copied there")
+        return f"{said}, and neither can {tempfile.gettempdir()} ({second.strerror})"
+    return f"{said}: what was measured is in {place}, to be copied there"

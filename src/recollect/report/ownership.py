@@ -149,7 +149,7 @@ def _flock(path: Path, handle: int) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(_taken(path.parent, _read(handle))) from None
+        raise ValueError(_taken(path.parent, _written(handle))) from None
     except OSError as error:
         if error.errno in _UNKNOWN:
             return False
@@ -172,6 +172,16 @@ def _read(handle: int) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _written(handle: int) -> dict[str, Any]:
+    """Who a lock that is held says holds it; its holder may be about to write."""
+    for _ in range(20):
+        owner = _read(handle)
+        if owner:
+            return owner
+        time.sleep(0.05)
+    return {}
 
 
 def _lives(owner: dict[str, Any], *, locks_known: bool) -> bool:

@@ -155,7 +155,7 @@ def save_comparison(
             return _written(comparison, folder, command)
         except OSError as error:
             files = {"results.json": _json(comparison), "results.csv": _csv(comparison.runs)}
-            raise rescue(files, wanted=folder, error=error) from error
+            raise ValueError(rescue(files, wanted=folder, error=error)) from error
 
 
 def _written(comparison: Comparison, folder: Path, command: str) -> dict[str, Path]:

@@ -144,7 +144,7 @@ def _added(
         if unwritten:
             write()
     except OSError as error:
-        raise rescue(unwritten, wanted=place, error=error) from error
+        raise ValueError(rescue(unwritten, wanted=place, error=error)) from error
     return found
 
 
