@@ -226,3 +226,51 @@ def test_what_is_asked_of_loading_still_works(sound: Path) -> None:
     assert half.dtype == torch.bfloat16
     told = RecollectForCausalLM.from_pretrained(sound, config=net.config)
     assert torch.equal(told.lm_head.weight, net.lm_head.weight)
+
+
+def files(folder: Path) -> set[str]:
+    return set(json.loads((folder / "manifest.json").read_text())["files"])
+
+
+def flip(folder: Path) -> None:
+    weights(lambda x: x[QKV].neg_())(folder)
+
+
+MEANT = "if the change is meant, delete manifest.json"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [flip, weights(lambda x: x[QKV].zero_()), config(use_cache=False), config(rms_norm_eps=1e-3)],
+    ids=["flipped", "zeroed", "edited", "another constant"],
+)
+def test_what_every_format_takes_is_seen_by_its_checksum(
+    change: Change, sound: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(sound, folder)
+    assert files(folder) == {"config.json", "generation_config.json", "model.safetensors"}
+    change(folder)
+    for load in (RecollectForCausalLM, RecollectModel, AutoModelForCausalLM):
+        with pytest.raises(CheckpointError, match="altered since it was saved") as caught:
+            load.from_pretrained(folder)
+        assert MEANT in str(caught.value) and "\n" not in str(caught.value)
+    (folder / "manifest.json").unlink()
+    RecollectForCausalLM.from_pretrained(folder)
+
+
+def test_a_manifest_is_of_the_model_alone_and_follows_each_save(
+    sound: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(sound, folder)
+    (folder / "notes.txt").write_text("mine")
+    net = RecollectForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        net.lm_head.weight.zero_()
+    net.save_pretrained(folder, max_shard_size="4KB")
+    assert "notes.txt" not in files(folder) and len(files(folder)) > 4
+    assert not bool(RecollectForCausalLM.from_pretrained(folder).lm_head.weight.any())
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks generation_config\.json, which it was saved"):
+        RecollectForCausalLM.from_pretrained(folder)

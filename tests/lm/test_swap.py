@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +20,11 @@ import recollect as rc
 
 pytest.importorskip("transformers")
 
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -26,7 +38,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache
 
-from recollect.lm import replace_attention
+from recollect.lm import CheckpointError, replace_attention
 from recollect.lm.swap import SwappedAttention
 
 BASE = 10000.0
@@ -184,6 +196,113 @@ def test_eager_masks_bfloat16_and_a_saved_swap(tmp_path: object) -> None:
     replace_attention(half, "gated_delta_net")
     assert {x.dtype for x in half.parameters()} == {torch.bfloat16}
     assert half(ids, attention_mask=mask).logits[mask != 0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "phi3"])
+def test_a_swapped_decoder_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    net, (ids, mask) = decoder(name), batch()
+    twin = type(net)(net.config)
+    replace_attention(net, "gated_delta_net", layers=[1])
+    assert type(twin.config) is not type(net.config)  # who shares a configuration keeps it
+    replace_attention(net, softmax(name), layers=[0], method="reference")
+    want = logits(net, ids, mask)
+    net.save_pretrained(tmp_path / "one")
+    assert {p.suffix for p in (tmp_path / "one").iterdir()} == {".json", ".safetensors"}  # no code
+    back, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "one", trust_remote_code=False, output_loading_info=True
+    )
+    assert isinstance(back, type(net)) and not any(info.values())
+    assert torch.equal(logits(back.eval(), ids, mask), want)
+    for module, other in zip(net.modules(), back.modules(), strict=True):
+        if isinstance(module, SwappedAttention):
+            assert other.layer.recipe == module.layer.recipe
+            assert other.layer.options == module.layer.options
+    back.save_pretrained(tmp_path / "two")  # and again
+    two = AutoModelForCausalLM.from_pretrained(tmp_path / "two", dtype=torch.float64).eval()
+    assert two.dtype == torch.float64
+    torch.testing.assert_close(logits(two, ids, mask).float(), want, atol=1e-4, rtol=1e-4)
+    inner = AutoModel.from_pretrained(tmp_path / "one").eval()
+    with torch.no_grad():
+        shape = inner(ids, attention_mask=mask).last_hidden_state.shape
+    assert shape == (*ids.shape, back.config.get_text_config().hidden_size)
+    assert pickle.loads(pickle.dumps(net.config)) == net.config == copy.deepcopy(net.config)
+
+
+def test_a_head_over_a_swapped_decoder_begins_anew_and_is_kept(tmp_path: Path) -> None:
+    net, (ids, mask) = decoder("llama"), batch()
+    replace_attention(net, "gated_delta_net", layers=[1])
+    net.config.pad_token_id = 0
+    net.save_pretrained(tmp_path / "lm")
+    head = AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm", num_labels=3).eval()
+    head.save_pretrained(tmp_path / "head")
+    back = AutoModelForSequenceClassification.from_pretrained(tmp_path / "head").eval()
+    with torch.no_grad():
+        told = [net(ids, attention_mask=mask).logits for net in (head, back)]
+    assert told[0].shape == (len(ids), 3) and torch.equal(*told)
+    theirs, ours = net.state_dict(), head.state_dict()
+    for name, weight in ours.items():
+        assert name.startswith("score.") or torch.equal(weight, theirs[name])
+    lost = load_file(tmp_path / "head" / "model.safetensors")
+    del lost["score.weight"]
+    save_file(lost, tmp_path / "head" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks the weight 'score\.weight'"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "head")
+
+
+PLAIN = """
+import sys
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+for kind in (AutoModelForCausalLM, LlamaForCausalLM):
+    try:
+        kind.from_pretrained(sys.argv[1])
+        print("loaded")
+    except Exception as error:
+        print(" ".join(str(error).split()))
+assert not any(name.startswith("recollect") for name in sys.modules)
+"""
+
+
+def test_without_recollect_a_swapped_decoder_is_not_loaded_in_part(tmp_path: Path) -> None:
+    net = decoder("llama")
+    replace_attention(net, "gated_delta_net", layers=[1])
+    net.save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    automatic, named = done.stdout.splitlines()
+    assert "has model type `recollect_swapped` but Transformers does not recognize" in automatic
+    assert "replaced by recollect's: import recollect.lm and load it with" in named
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: c.update(schema=9), "has schema 9 and this version of recollect reads schema 1"),
+        (lambda c: c.pop("swaps"), "lacks its decoder or what replaced its layers"),
+        (lambda c: c.update(swaps=[{"layers": [1]}]), "lacks its decoder or what replaced"),
+        (lambda c: c.update(decoder_type="recollect_swapped"), "names the decoder 'recollect_sw"),
+        (lambda c: c.update(decoder_type="nope"), "names the decoder 'nope'"),
+        (lambda c: c["swaps"][0].update(layers=[7]), "layers names 7"),
+        (lambda c: c["swaps"][0].update(layers=[0]), "lacks the weight"),
+        (
+            lambda c: c["swaps"][0]["recipe"]["bias"].update(member="os.system"),
+            "no member named 'os.system' is registered",
+        ),
+    ],
+)
+def test_a_saved_swap_that_was_altered_is_one_sentence(
+    change: Callable[[dict], object], says: str, tmp_path: Path
+) -> None:
+    net = decoder("llama")
+    replace_attention(net, "gated_delta_net", layers=[1])
+    net.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    change(written)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_what_cannot_be_swapped_is_one_sentence() -> None:

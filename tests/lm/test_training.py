@@ -6,11 +6,8 @@ import itertools
 import json
 import math
 import os
-import random
-import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +22,7 @@ from torch.nn import functional
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from safetensors.torch import load_file
+from tests.lm.runs import STEPS, assert_same, plan, weights, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recollect.lm import CheckpointError
@@ -35,45 +32,15 @@ from recollect.lm.training import Progress, train
 from recollect.lm.training.atomic_checkpoints import last_checkpoint
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.prepare import rows_of
-from recollect.lm.training.resume import fingerprint
-from recollect.lm.training.train import RecollectTrainer, _Keeper
+from recollect.lm.training.progress import Keeper
+from recollect.lm.training.train import RecollectTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
-
-STEPS = 6
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "mine.jsonl"
-    draw = random.Random(0)
-    words = ["memory", "writes", "key", "value", "reads", "query", "token", "state", "again", "the"]
-    lines = (" ".join(draw.choices(words, k=draw.randint(1, 20))) for _ in range(80))
-    path.write_text("\n".join(json.dumps({"text": line}) for line in lines))
-    return path
-
-
-def plan(text: Path, out: Path, **changes: dict[str, Any]) -> TrainPlan:
-    tables: dict[str, dict[str, Any]] = {
-        "model": {"recipe": "gated_delta_net", "width": 16, "depth": 1, "heads": 2, "mlp": 16},
-        "data": {"train": [str(text)], "context": 32},
-        "optimizer": {"steps": STEPS, "batch": 2, "lr": 0.01},
-        "run": {"out": str(out), "save_every": 2, "keep": 2, "log_every": 1, "seed": 3},
-    }
-    for table, values in changes.items():
-        tables[table] |= values
-    return TrainPlan.from_dict(tables)
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def assert_same(first: Path, second: Path) -> None:
-    one, two = weights(first), weights(second)
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0, msg=name)
+    return write_text(tmp_path_factory.mktemp("text") / "mine.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -250,143 +217,6 @@ def test_a_folder_that_cannot_be_written_is_named(text: Path) -> None:
         train(plan(text, text))
 
 
-def test_a_checkpoint_that_lost_a_file_is_refused(text: Path, tmp_path: Path) -> None:
-    run = plan(text, tmp_path, optimizer={"steps": 2})
-    train(run)
-    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
-    with pytest.raises(ValueError, match=r"checkpoint-2 lacks optimizer.pt"):
-        train(run, resume=True)
-
-
-def test_a_checkpoint_that_was_cut_is_refused(text: Path, tmp_path: Path) -> None:
-    run = plan(text, tmp_path, optimizer={"steps": 2})
-    train(run)
-    path = tmp_path / "checkpoint-2" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CheckpointError, match=r"checkpoint-2/model.safetensors is no whole"):
-        train(run, resume=True)
-
-
-@pytest.fixture(scope="module")
-def two_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("two")
-    train(plan(text, folder, optimizer={"steps": 2}))
-    return folder
-
-
-def resumed(
-    text: Path, tmp_path: Path, two_steps: Path, name: str, harm: Callable[..., Any]
-) -> None:
-    """A run of two steps with one of its files harmed, resumed."""
-    run = tmp_path / "run"
-    shutil.copytree(two_steps, run)
-    path = run / name
-    path.write_bytes(harm(bytearray(path.read_bytes()), path))
-    train(plan(text, run, optimizer={"steps": 2}), resume=True)
-
-
-def cut(data: bytearray, path: Path) -> bytes:
-    return bytes(data[:-9])
-
-
-def other_format(data: bytearray, path: Path) -> bytes:
-    return b"cos\nsystem"
-
-
-def one_byte(data: bytearray, path: Path) -> bytes:
-    """Of the largest tensor: after a local header of 30 bytes, its name, and torch's padding."""
-    with zipfile.ZipFile(path) as archive:
-        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
-    data[largest.header_offset + 30 + len(largest.filename) + 64 + 8] ^= 1
-    return bytes(data)
-
-
-def encrypted(data: bytearray, path: Path) -> bytes:
-    """The flag alone, in the directory at the end."""
-    data[data.index(b"PK\x01\x02") + 8] |= 1
-    return bytes(data)
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-@pytest.mark.parametrize("harm", [cut, other_format, one_byte, encrypted])
-def test_a_checkpoint_whose_optimizer_was_harmed_is_refused(
-    name: str, harm: Callable[..., Any], text: Path, tmp_path: Path, two_steps: Path
-) -> None:
-    with pytest.raises(CheckpointError, match=f"checkpoint-2/{name} was cut short or altered"):
-        resumed(text, tmp_path, two_steps, f"checkpoint-2/{name}", harm)
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        (
-            "checkpoint-2/trainer_state.json",
-            "trainer_state.json was cut short or altered, so check",
-        ),
-        ("checkpoint-2/config.json", r"config.json was cut short or altered"),
-        ("plan.json", r"plan.json is not JSON \(.*\), so what .* delete it to go on without"),
-        ("texts.json", r"texts.json is not JSON \(.*\), so what .* delete it to go on without"),
-    ],
-)
-def test_a_run_whose_records_were_cut_is_refused(
-    name: str, says: str, text: Path, tmp_path: Path, two_steps: Path
-) -> None:
-    with pytest.raises(CheckpointError, match=says):
-        resumed(text, tmp_path, two_steps, name, cut)
-
-
-def test_a_recipe_file_that_changed_is_not_resumed_with(text: Path, tmp_path: Path) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text('[retention]\nmember = "Decay"\n')
-    tables = {"model": {"recipe": str(file)}, "optimizer": {"steps": 2}}
-    run = plan(text, tmp_path / "run", **tables)
-    train(run)
-    assert train(run, resume=True).steps == 0
-    file.write_text('[retention]\nmember = "Decay"\nwhen = "before"\n')  # of the same shapes
-    with pytest.raises(ValueError, match=r"with another recipe than 'mine' is now"):
-        train(run, resume=True)
-
-
-def test_a_text_that_changed_is_not_resumed_on(tmp_path: Path) -> None:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    kept = {name: f"{name} says what it says. " * 30 for name in ("a.txt", "b.txt")}
-    for name, words in kept.items():
-        (folder / name).write_text(words)
-    run = plan(folder, tmp_path / "run", optimizer={"steps": 2})
-    train(run)
-    (folder / "b.txt").write_text(kept["b.txt"].replace("says", "sags", 1))  # of the same size
-    with pytest.raises(ValueError, match=r"b.txt has changed since .*run was begun"):
-        train(run, resume=True)
-    (folder / "b.txt").write_text(kept["b.txt"])
-    (folder / "c.txt").write_text("another")
-    with pytest.raises(ValueError, match=r"c.txt is new since"):
-        train(run, resume=True)
-    (folder / "c.txt").unlink()
-    (folder / "a.txt").rename(tmp_path / "a.txt")
-    with pytest.raises(ValueError, match=r"a.txt is gone since"):
-        train(run, resume=True)
-    (tmp_path / "a.txt").rename(folder / "a.txt")
-    assert train(run, resume=True).steps == 0
-
-
-def test_a_large_file_is_known_by_its_size_and_both_ends(tmp_path: Path) -> None:
-    """Sparse: 65 MiB that are never written."""
-    path, size = tmp_path / "shard.jsonl", 65 * 2**20
-    seen = []
-    for place in (None, 0, size - 1, size // 2):
-        with path.open("wb") as file:
-            file.truncate(size)
-            if place is not None:
-                file.seek(place)
-                file.write(b"x")
-        seen.append(fingerprint(path)["sha256"])
-    plain, first, last, middle = seen
-    assert len({plain, first, last}) == 3
-    assert middle == plain  # as its docstring says
-    assert fingerprint(path)["bytes"] == size
-
-
 def test_it_learns_measures_and_tells(text: Path, tmp_path: Path) -> None:
     seen: list[Progress] = []
     run = plan(
@@ -543,7 +373,7 @@ def test_a_run_that_begins_trains_its_own_bpe(text: Path, tmp_path: Path) -> Non
 def test_speed_counts_the_time_that_steps_wait_for_rows(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeper = _Keeper(plan(text, tmp_path), 1, 1.0, 1.0)
+    keeper = Keeper(plan(text, tmp_path), 1, 1.0, 1.0)
     clock = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: clock)
     state = SimpleNamespace(global_step=1)
@@ -582,3 +412,24 @@ def test_a_corrupt_line_stops_or_is_skipped_and_counted(text: Path, tmp_path: Pa
     result = train(run, say=said.append)
     assert result.skipped == 1
     assert any("broken.jsonl:6" in sentence for sentence in said)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_loss_of_a_run_is_that_of_its_last_steps(
+    accumulate: int, text: Path, tmp_path: Path
+) -> None:
+    optimizer = {"steps": 12, "batch": 2, "accumulate": accumulate}
+    found = {}
+    for every in (1, 5, 100):
+        heard: list[Progress] = []
+        run = {"log_every": every, "save_every": 0, "out": str(tmp_path / str(every))}
+        result = train(plan(text, tmp_path, optimizer=optimizer, run=run), watch=heard.append)
+        assert heard[-1].loss == result.loss
+        found[every] = result.loss
+        if every == 1:
+            lines = {p.step: p.loss for p in heard[:-1] if p.loss is not None}
+            assert sorted(lines) == list(range(1, 13))
+            last = [lines[step] for step in range(3, 13)]
+            assert result.loss == pytest.approx(sum(last) / 10, rel=1e-4)
+            assert result.loss != pytest.approx(lines[1], rel=1e-3)
+    assert len(set(found.values())) == 1  # whatever the interval

@@ -1,18 +1,23 @@
-"""The command line as one application: its commands, and how it leaves.
+"""The command line as one application: its commands, what they share, and how it leaves.
 
-A command is a function in `COMMANDS`; what it needs beyond torch it imports itself. Refusals leave
-with exit code 2 and one sentence.
+A command is a function in `COMMANDS`; what it needs beyond torch it imports itself. Every command
+takes ``--import``. Refusals leave with exit code 2 and one sentence.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import recollect as rc
+from recollect.choices.member import RecipeError
 from recollect.recipe.files import load_recipe
+from recollect.recipe.modules import import_modules
+from recollect.report.signals import ENDINGS, endings_interrupt, received
 
 if TYPE_CHECKING:
     import typer
@@ -39,6 +44,13 @@ if typer is not None:
 __all__ = ["COMMANDS", "build", "load_recipe", "main"]
 
 _MISSING = 'recollect\'s commands need typer and rich: pip install "recollect[cli]"'
+_UNREGISTERED = (
+    "import the module that defines it (its class carries @rc.member) before loading this recipe"
+)
+_IMPORT_IT = (
+    "name the module that defines it with --import MODULE (or import = [...] in a run's file); "
+    "nothing is imported unasked"
+)
 _EXTRAS = {
     "accelerate": "lm",
     "datasets": "lm",
@@ -93,17 +105,71 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
     """The command, with what it refuses said in one sentence and no traceback."""
 
     @functools.wraps(command)
-    def run(*args: Any, **options: Any) -> None:
-        try:
-            command(*args, **options)
-        except (ValueError, OSError) as error:  # a RecipeError is a ValueError
-            typer.echo(f"recollect {command.__name__}: {error}", err=True)
-            raise typer.Exit(2) from None
-        except ImportError as error:
-            typer.echo(f"recollect {command.__name__}: {_to_install(error)}", err=True)
-            raise typer.Exit(2) from None
+    def run(*args: Any, imports: Sequence[str] = (), **options: Any) -> None:
+        from recollect.cli.console import INTERRUPTED, nobody_reads
 
+        name = command.__name__
+        received.clear()
+        with endings_interrupt():
+            try:
+                import_modules(imports)
+                command(*args, **options)
+                if sys.stdout is not None:  # closed from the beginning
+                    sys.stdout.flush()
+            except typer.Exit as leave:
+                if leave.exit_code == INTERRUPTED:
+                    raise typer.Exit(_status()) from None
+                raise
+            except KeyboardInterrupt:
+                _say(f"recollect {name}: interrupted")
+                raise typer.Exit(_status()) from None
+            except (ValueError, OSError) as error:  # a RecipeError is a ValueError
+                if isinstance(error, BrokenPipeError) and nobody_reads():
+                    return  # as with `| head`: the work is done, and nobody wants to hear more
+                _say(f"recollect {name}: {_to_import(error)}")
+                raise typer.Exit(2) from None
+            except ImportError as error:
+                _say(f"recollect {name}: {_to_install(error)}")
+                raise typer.Exit(2) from None
+
+    # typer reads what a command takes from its signature.
+    given = inspect.signature(command, eval_str=True)
+    own = inspect.Parameter(
+        "imports", inspect.Parameter.KEYWORD_ONLY, default=[], annotation=_imports()
+    )
+    run.__signature__ = given.replace(parameters=[*given.parameters.values(), own])  # type: ignore[attr-defined]
+    run.__annotations__ = {**command.__annotations__, "imports": _imports()}
     return run
+
+
+def _status() -> int:
+    """Exit status after an interrupt, as shells have it: 128 and the signal's number."""
+    return 128 + next((number for number in received if number in ENDINGS), signal.SIGINT)
+
+
+def _say(sentence: str) -> None:
+    """A sentence on the standard error, if anybody reads it."""
+    from recollect.cli.console import nobody_reads
+
+    try:
+        typer.echo(sentence, err=True)
+    except BrokenPipeError:
+        nobody_reads()
+
+
+def _imports() -> Any:
+    text = "Import this module first: members or presets of your own. May be given several times."
+    return Annotated[list[str], typer.Option("--import", metavar="MODULE", help=text)]
+
+
+def _to_import(error: Exception) -> str:
+    """What to say of an error; of a member that nobody registered, how a command learns of it."""
+    said = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, RecipeError) and _UNREGISTERED in said:
+        return said.replace(_UNREGISTERED, _IMPORT_IT)
+    return said
 
 
 def _to_install(error: ImportError) -> str:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from recollect.cli.console import check_device
+from recollect.cli.console import check_device, console_of_page
 from recollect.cli.progress import BenchDisplay
 
 __all__ = ["bench"]
@@ -44,7 +43,7 @@ def bench(
     chosen = SUITES[suite]
     shape = Shape(T=length, H=heads, K=size, V=size, device=device)
     cases = chosen_cases(chosen, shape, [name.strip() for name in only.split(",") if name.strip()])
-    with BenchDisplay(Console(stderr=True), suite, rounds) as display:
+    with BenchDisplay(console_of_page(stderr=True), suite, rounds) as display:
         result = run(
             cases,
             baseline=chosen.baseline,
@@ -74,7 +73,7 @@ def _bench_train(rounds: int, length: int, save: Path | None, as_json: bool) -> 
     from recollect.bench.suites.train import BARE, RUN, measure
 
     context = min(length, 512)
-    with BenchDisplay(Console(stderr=True), "train", rounds) as display:
+    with BenchDisplay(console_of_page(stderr=True), "train", rounds) as display:
         result = measure(
             rounds=rounds,
             context=context,

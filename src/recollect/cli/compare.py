@@ -15,6 +15,7 @@ import typer
 
 from recollect.cli.console import INTERRUPTED, check_writable, console_of_page, stated
 from recollect.cli.progress import CompareDisplay
+from recollect.report.ownership import owned_folder
 from recollect.wording import worded
 
 if TYPE_CHECKING:
@@ -96,9 +97,12 @@ def compare(
         raise ValueError(
             "--rows needs --parameters, so that rows can be laid side by side, and --task text"
         )
-    check_writable(out if rows is None else rows)
+    place = out if rows is None else rows
+    check_writable(place)
     console = console_of_page(stderr=as_json)
-    with CompareDisplay(console, models=len(chosen), tasks=len(set(task))) as display:
+    display = CompareDisplay(console, models=len(chosen), tasks=len(set(task)))
+    command = shlex.join(["recollect", *sys.argv[1:]])
+    with owned_folder(place), display:
         if rows is not None:
             assert parameters is not None
             made = experiments.add_rows(
@@ -112,7 +116,7 @@ def compare(
                 method=method,
                 jobs=jobs,
                 watcher=display,
-                command=shlex.join(["recollect", *sys.argv[1:]]),
+                command=command,
             )
             if made is None:
                 console.print("every row stands; delete NAME.json to train it anew")
@@ -130,8 +134,12 @@ def compare(
             jobs=jobs,
             watcher=display,
         )
-    command = shlex.join(["recollect", *sys.argv[1:]])
-    paths = experiments.save_comparison(result, out, command=command)
+        try:
+            paths = experiments.save_comparison(result, out, command=command)
+        except ValueError:
+            if not as_json:
+                _show(console, result)
+            raise
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:

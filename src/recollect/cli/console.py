@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,8 +41,34 @@ def console_of_page(width: int = WIDE, *, stderr: bool = False) -> Console:
         width: of that page, in columns.
         stderr: whether it is the standard error.
     """
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=width)
+    console = Page(stderr=stderr)
+    return console if console.is_terminal else Page(stderr=stderr, width=width)
+
+
+class Page(Console):
+    """A console that falls silent when nobody reads it any more, because the work goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nobody_reads()
+
+
+def nobody_reads() -> bool:
+    """Whether the reader of an output has closed it; what is said there goes nowhere from then."""
+    closed = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            number = stream.fileno()
+        except (AttributeError, OSError, ValueError):  # no file of the system
+            continue
+        look = select.poll()
+        look.register(number, select.POLLOUT)
+        if any(event & select.POLLERR for _, event in look.poll(0)):
+            closed = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+    return closed
 
 
 def print_json(data: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -81,7 +82,8 @@ class Display:
     def line(self, text: str) -> None:
         """Say something where nobody sees the bars."""
         if not self.console.is_terminal:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            with suppress(OSError):  # nobody listens, and the work goes on
+                self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class BenchDisplay(Display):

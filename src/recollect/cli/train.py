@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import replace
@@ -27,6 +28,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train a language model as a file says; a run that was stopped goes on with --resume."""
+    from recollect.lm.training.interrupts import Interrupted
     from recollect.lm.training.plan import load_plan
     from recollect.lm.training.train import train as run
 
@@ -39,13 +41,17 @@ def train(
     console = console_of_page(stderr=True)
 
     def say(sentence: str) -> None:
-        console.print(sentence, soft_wrap=True, markup=False, highlight=False)
+        with contextlib.suppress(OSError):  # nobody listens, and the run goes on
+            console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
     try:
         with TrainDisplay(console, plan.steps) as display:
             result = run(plan, resume=resume, watch=display.show, say=say)
+    except Interrupted as error:
+        say(str(error))
+        raise typer.Exit(INTERRUPTED) from None
     except KeyboardInterrupt:
-        console.print("interrupted; --resume goes on from the last checkpoint")
+        say("interrupted; --resume goes on from the last checkpoint, if there is one")
         raise typer.Exit(INTERRUPTED) from None
     facts = {
         "model": str(result.folder),

@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -24,7 +25,9 @@ from recollect.experiments.framework.records import Cell, Record, Results
 from recollect.experiments.framework.run import Nobody, Run, Viewer
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
 from recollect.report.environment import describe_environment
-from recollect.report.files import write_atomic
+from recollect.report.files import rescue, write_atomic
+from recollect.report.ownership import owned_folder
+from recollect.report.signals import deferred
 
 __all__ = ["chosen", "reproduce"]
 
@@ -71,8 +74,10 @@ def reproduce(
         The run. After a keyboard interrupt it holds what was measured, and the same call goes on.
 
     Raises:
-        ValueError: an unknown name or scale, or numbers out of range; an experiment of one's own
-            with several jobs; a process that died, when all else is measured and reported.
+        ValueError: an unknown name or scale, or numbers out of range; another run that measures
+            this experiment in the same folder; an experiment of one's own with several jobs; a
+            process that died, when all else is measured and reported; a folder that cannot be
+            written, when what it lacks is kept in a temporary one.
 
     Examples:
         >>> run = rc.reproduce("ttr-fig2", scale="smoke", out="runs")
@@ -81,8 +86,6 @@ def reproduce(
         >>> [claim.name for claim, verdict in run.verdicts][:1]
         ['linear attention is worst']
     """
-    from recollect.experiments.framework.report import save_run
-
     experiment = chosen(name) if isinstance(name, str) else name
     if scale not in SCALES:
         raise ValueError(f"--scale must be one of {', '.join(SCALES)}, not {scale!r}")
@@ -95,6 +98,33 @@ def reproduce(
         )
     config = experiment.config(scale, seeds=seeds)
     folder = Path(out) / experiment.name
+    with owned_folder(folder):
+        return _reproduced(
+            experiment,
+            config,
+            folder,
+            scale=scale,
+            jobs=jobs,
+            device=device,
+            fresh=fresh,
+            viewer=viewer or Nobody(),
+        )
+
+
+def _reproduced(
+    experiment: Experiment,
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    scale: Scale,
+    jobs: int,
+    device: str,
+    fresh: bool,
+    viewer: Viewer,
+) -> Run:
+    """`reproduce`, in a folder that is this run's own."""
+    from recollect.experiments.framework.report import save_run
+
     store = folder / "cells" / scale
     wanted = [
         (cell, seed, store / _file(experiment, config, cell, seed))
@@ -105,7 +135,6 @@ def reproduce(
         for _, _, path in wanted:
             path.unlink(missing_ok=True)
     todo = [(cell, seed, path) for cell, seed, path in wanted if not path.exists()]
-    viewer = viewer or Nobody()
     viewer.begin(experiment, len(wanted) - len(todo), len(wanted))
     environment = describe_environment(device)
     stamp = {
@@ -115,17 +144,21 @@ def reproduce(
         "rules": experiment.rules,
     }
     lost: list[str] = []
+    measured: dict[Path, Record] = {}
     interrupted = False
     try:
         for path, found in _measured(experiment, config, todo, jobs, device):
             if isinstance(found, str):
                 lost.append(found)
                 continue
-            record = replace(found, **stamp)
-            write_atomic(path, json.dumps(record.to_dict(), allow_nan=False) + "\n")
-            viewer.cell(record)
+            with deferred():
+                measured[path] = replace(found, **stamp)
+                with suppress(OSError):  # a full disk: the others go on, and it is tried again
+                    write_atomic(path, _written(measured[path]))
+            viewer.cell(measured[path])
     except KeyboardInterrupt:
         interrupted = True  # the report shows what there is
+    _kept(measured, folder)
     records = tuple(
         Record.from_dict(json.loads(path.read_text("utf-8")))
         for _, _, path in wanted
@@ -143,10 +176,27 @@ def reproduce(
         complete=len(records) == len(wanted),
         folder=folder,
     )
-    save_run(run)
+    with deferred():
+        save_run(run)
     if lost and not interrupted:
         raise ValueError(f"{said}, and the same command tries them again; {folder} has the others")
     return run
+
+
+def _written(record: Record) -> str:
+    return json.dumps(record.to_dict(), allow_nan=False) + "\n"
+
+
+def _kept(measured: dict[Path, Record], folder: Path) -> None:
+    """That all that was measured is on disk, also where the folder vanished meanwhile."""
+    missing = {path: _written(record) for path, record in measured.items() if not path.exists()}
+    try:
+        with deferred():
+            for path, text in missing.items():
+                write_atomic(path, text)
+    except OSError as error:
+        files = {str(path.relative_to(folder)): text for path, text in missing.items()}
+        raise ValueError(rescue(files, wanted=folder, error=error)) from error
 
 
 def _file(experiment: Experiment, config: dict[str, Any], cell: Cell, seed: int) -> str:

@@ -1,6 +1,7 @@
 """Language models: one Hugging Face model for every recipe.
 
-Importing this module registers it with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`::
+Importing this module registers it with `AutoConfig`, `AutoModel`, `AutoModelForCausalLM` and
+`AutoModelForSequenceClassification`::
 
     config = rc.lm.RecollectConfig.from_recipes("gated_delta_net", vocab_size=32000)
     model = rc.lm.RecollectForCausalLM(config)
@@ -23,16 +24,23 @@ except ImportError as error:
         'recollect.lm needs transformers, which is not installed: pip install "recollect[lm]"'
     ) from error
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.checkpoint import CheckpointError
+from recollect.lm.model.classification import RecollectForSequenceClassification
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import count_parameters, match_parameters, parameter_count
 from recollect.lm.model.model import RecollectForCausalLM, RecollectModel
 from recollect.lm.model.paper_sizes import PAPER_SIZES, PaperSize, paper_config
 from recollect.lm.prompt import Prompt
 from recollect.lm.swap import replace_attention
+from recollect.lm.swap_loading import register
 from recollect.lm.training.plan import TrainPlan, load_plan
 from recollect.lm.training.train import Progress, Trained, train
 from recollect.lm.training.weight_decay import parameter_groups
@@ -46,6 +54,7 @@ __all__ = [
     "RecollectCache",
     "RecollectConfig",
     "RecollectForCausalLM",
+    "RecollectForSequenceClassification",
     "RecollectModel",
     "TrainPlan",
     "Trained",
@@ -62,3 +71,7 @@ __all__ = [
 AutoConfig.register(RecollectConfig.model_type, RecollectConfig, exist_ok=True)
 AutoModel.register(RecollectConfig, RecollectModel, exist_ok=True)
 AutoModelForCausalLM.register(RecollectConfig, RecollectForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(
+    RecollectConfig, RecollectForSequenceClassification, exist_ok=True
+)
+register()  # decoders of others whose layers were replaced

@@ -20,11 +20,14 @@ from transformers.pytorch_utils import Conv1D
 
 from recollect.choices.member import RecipeError
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.layer.options import LayerOptions
 from recollect.lm.model.cache import StateLayer
 from recollect.lm.model.config import Named, resolved
 from recollect.lm.model.masks import Columns, columns
+from recollect.lm.swap_config import record
+from recollect.recipe.recipe import Recipe
 
-__all__ = ["Swap", "SwappedAttention", "SwappedLayer", "replace_attention"]
+__all__ = ["Swap", "SwappedAttention", "SwappedLayer", "place_layers", "replace_attention"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +167,6 @@ FUSED = ("c_attn", "qkv_proj")  # queries, keys and values one after the other
 OUT = ("o_proj", "out_proj", "c_proj", "dense")
 
 
-@torch.no_grad()
 def replace_attention(
     model: PreTrainedModel,
     recipe: Named,
@@ -178,6 +180,10 @@ def replace_attention(
     maps of the same shapes: the heads' number and size, and that of memories (grouped heads), are
     the decoder's. Everything else starts as in a `MemoryLayer` of its own. With
     ``"softmax_attention"`` and the decoder's own rotary base the model computes what it did.
+
+    The configuration carries the replacement: ``save_pretrained`` writes it, and transformers'
+    ``AutoModelForCausalLM.from_pretrained`` builds it again where `recollect.lm` is imported; where
+    it is not, the model type is unknown to it.
 
     Args:
         model: a decoder whose attention modules have ``q_proj``, ``k_proj``, ``v_proj`` (or one map
@@ -206,6 +212,22 @@ def replace_attention(
         >>> model(torch.tensor([[1, 2, 3]])).logits.shape
         torch.Size([1, 3, 32])
     """
+    made, options = resolved(recipe)
+    swap = place_layers(model, (made, options), layers, method=method)
+    indices = [layer.index for layer in swap.layers]
+    record(model, layers=indices, recipe=made, options=options, method=method)
+    return swap
+
+
+@torch.no_grad()
+def place_layers(
+    model: PreTrainedModel,
+    recipe: tuple[Recipe, LayerOptions],
+    layers: Iterable[int] | None,
+    *,
+    method: str,
+) -> Swap:
+    """`replace_attention` of the modules alone; the configuration stays as it is."""
     attentions = _attentions(model)
     if not attentions:
         raise ValueError(
@@ -214,7 +236,7 @@ def replace_attention(
             f"of {', '.join(OUT)}"
         )
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
-    chosen, (made, options) = _chosen(attentions, layers, depth), resolved(recipe)
+    chosen, (made, options) = _chosen(attentions, layers, depth), recipe
     if options.persistent:
         raise RecipeError(
             "LayerOptions(persistent=...) reads learned pairs and no tokens, so it cannot stand in "

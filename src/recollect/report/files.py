@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -41,3 +42,25 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
             os.unlink(name)
         raise
     return path
+
+
+def rescue(files: Mapping[str, str], *, wanted: Path, error: OSError) -> str:
+    """Keep elsewhere what could not be written where it belongs, and say so.
+
+    Args:
+        files: contents by name.
+        wanted: the folder where they belong.
+        error: why they are not there.
+
+    Returns:
+        A sentence to raise: where they are now, or that they are nowhere.
+    """
+    reason = error.strerror or str(error)
+    said = f"{wanted} cannot be written to ({reason})"
+    try:
+        place = Path(tempfile.mkdtemp(prefix="recollect-"))
+        for name, text in files.items():
+            write_atomic(place / name, text)
+    except OSError as second:
+        return f"{said}, and neither can {tempfile.gettempdir()} ({second.strerror})"
+    return f"{said}: what was measured is in {place}, to be copied there"

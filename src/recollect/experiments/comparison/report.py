@@ -12,8 +12,10 @@ from pathlib import Path
 from recollect.experiments.comparison.results import Comparison, ModelRun
 from recollect.experiments.comparison.tasks import RECALLS
 from recollect.report.figures import Series, line_figure
-from recollect.report.files import write_atomic
+from recollect.report.files import rescue, write_atomic
 from recollect.report.html import Figure, Note, Report, Table
+from recollect.report.ownership import owned_folder
+from recollect.report.signals import deferred
 
 __all__ = ["save_comparison", "table"]
 
@@ -170,9 +172,19 @@ def save_comparison(
         Paths by what they are. Every file is written whole or not at all.
 
     Raises:
-        OSError: a folder that cannot be written.
+        ValueError: a run that is under way owns the folder; or it cannot be written, and the
+            results are kept in a temporary one, which is named.
     """
     folder = Path(out)
+    with owned_folder(folder), deferred():
+        try:
+            return _written(comparison, folder, command)
+        except OSError as error:
+            files = {"results.json": _json(comparison), "results.csv": _csv(comparison.runs)}
+            raise ValueError(rescue(files, wanted=folder, error=error)) from error
+
+
+def _written(comparison: Comparison, folder: Path, command: str) -> dict[str, Path]:
     sections: list[Table | Figure | Note] = []
     paths: dict[str, Path] = {}
     if comparison.interrupted:
@@ -198,11 +210,14 @@ def save_comparison(
         facts=comparison.environment.facts(),
         sections=sections,
     )
-    data = json.dumps(comparison.to_dict(), indent=2, allow_nan=False)
-    paths["json"] = write_atomic(folder / "results.json", data + "\n")
+    paths["json"] = write_atomic(folder / "results.json", _json(comparison))
     paths["csv"] = write_atomic(folder / "results.csv", _csv(comparison.runs))
     paths["report"] = report.save(folder / "report.html")
     return paths
+
+
+def _json(comparison: Comparison) -> str:
+    return json.dumps(comparison.to_dict(), indent=2, allow_nan=False) + "\n"
 
 
 def _figures(comparison: Comparison, task: str) -> list[tuple[str, Figure]]:

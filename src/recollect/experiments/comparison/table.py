@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -19,7 +20,9 @@ from recollect.experiments.comparison.compare import Named, compare, named
 from recollect.experiments.comparison.jobs import training_environment
 from recollect.experiments.comparison.results import Comparison, ModelRun, Nobody, Sizes, Watcher
 from recollect.experiments.framework.records import plain
-from recollect.report.files import write_atomic
+from recollect.report.files import rescue, write_atomic
+from recollect.report.ownership import owned_folder
+from recollect.report.signals import deferred
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 
 __all__ = ["add_rows", "write_rows_table"]
@@ -56,10 +59,38 @@ def add_rows(
         row.
 
     Raises:
-        ValueError: a row that stands was made under other terms.
+        ValueError: a row that stands was made under other terms; a run that is under way owns the
+            folder; or it cannot be written, and the rows are kept in a temporary one.
     """
-    place = Path(folder)
-    corpus = corpus or load_text(text)
+    with owned_folder(folder):
+        return _added(
+            models,
+            Path(folder),
+            corpus or load_text(text),
+            sizes=sizes,
+            parameters=parameters,
+            seed=seed,
+            method=method,
+            jobs=jobs,
+            watcher=watcher or Nobody(),
+            command=command,
+        )
+
+
+def _added(
+    models: Sequence[Named],
+    place: Path,
+    corpus: TextCorpus,
+    *,
+    sizes: Sizes,
+    parameters: int,
+    seed: int,
+    method: str,
+    jobs: int,
+    watcher: Watcher,
+    command: str,
+) -> Comparison | None:
+    """`add_rows`, in a folder that is this run's own."""
     terms = _terms(sizes, parameters, corpus.sha256, seed, method)
     for path in sorted(place.glob("*.json")):
         _stands(path, _shared(terms))  # before anything is trained: other terms make no table
@@ -84,12 +115,21 @@ def add_rows(
         "environment": training_environment(len(todo), jobs).to_dict(),
     }
 
+    unwritten: dict[str, str] = {}
+
     def keep(run: ModelRun) -> None:
         row = {**common, "model": run.model, **layers[run.model], "run": plain(asdict(run))}
-        write_atomic(place / f"{run.model}.json", json.dumps(row, indent=2, allow_nan=False) + "\n")
+        unwritten[f"{run.model}.json"] = json.dumps(row, indent=2, allow_nan=False) + "\n"
+        with suppress(OSError), deferred():  # the others go on, and it is tried again
+            write()
+
+    def write() -> None:
+        for name in list(unwritten):
+            write_atomic(place / name, unwritten[name])
+            del unwritten[name]
         write_rows_table(place)
 
-    return compare(
+    found = compare(
         todo,
         ["text"],
         corpus=corpus,
@@ -98,8 +138,14 @@ def add_rows(
         method=method,
         parameters=parameters,
         jobs=jobs,
-        watcher=_Keeper(watcher or Nobody(), keep),
+        watcher=_Keeper(watcher, keep),
     )
+    try:
+        if unwritten:
+            write()
+    except OSError as error:
+        raise ValueError(rescue(unwritten, wanted=place, error=error)) from error
+    return found
 
 
 class _Keeper:

@@ -22,6 +22,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from recollect.recipe.modules import import_modules, imported_modules
+from recollect.report.signals import ENDINGS, answered
+
 __all__ = ["GLANCE", "Lost", "in_processes", "stopped", "tell"]
 
 Item = TypeVar("Item")
@@ -52,7 +55,7 @@ def in_processes(
 
     Args:
         work: of one item, in a process with one thread; something that can be pickled, which is
-            sent to each process once.
+            sent to each process once. Modules that `import_modules` imported here are there too.
         items: taken in their order.
         processes: at most so many.
         hear: given what ``work`` says by `tell`; it may raise `KeyboardInterrupt`. Such work looks
@@ -67,11 +70,11 @@ def in_processes(
     free: list[_Worker] = []
     busy: dict[Connection, tuple[_Worker, Item]] = {}
 
-    def terminate() -> None:
+    def end() -> None:
         for worker, _ in busy.values():
-            worker.process.terminate()
+            worker.process.kill()  # it is sheltered from gentler signals, and writes nothing
 
-    with _interrupts(terminate) as interrupted:
+    with _interrupts(end) as interrupted:
         try:
             asked = False  # to end
             while busy or (todo and not interrupted.is_set()):
@@ -85,7 +88,7 @@ def in_processes(
                         yield item, Lost(reason)
                 if interrupted.is_set() and not asked:
                     asked = True
-                    terminate() if hear is None else [worker.stop() for worker, _ in busy.values()]
+                    end() if hear is None else [worker.stop() for worker, _ in busy.values()]
                 for line in cast("list[Connection]", wait(list(busy), GLANCE)):
                     worker, item = busy[line]
                     try:
@@ -108,7 +111,7 @@ def in_processes(
                         except KeyboardInterrupt:
                             interrupted.set()
         finally:
-            terminate()
+            end()
             for worker in (*free, *(worker for worker, _ in busy.values())):
                 worker.line.close()
                 worker.process.join()
@@ -121,7 +124,7 @@ class _Worker:
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self.line, theirs = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=_serve, args=(theirs, work))
+        self.process = _SPAWN.Process(target=_serve, args=(theirs, work, imported_modules()))
         self.begun = False
         with _sheltered():
             self.process.start()
@@ -161,12 +164,19 @@ class _Worker:
 _line: Connection
 
 
-def _serve(line: Connection, work: Callable[[Any], Any]) -> None:
+def _serve(
+    line: Connection, work: Callable[[Any], Any], modules: Sequence[tuple[str, str]]
+) -> None:
     """Do one item after another, with one thread, until there is none."""
     global _line
     _line = line
     torch.set_num_threads(1)
     line.send(("begun", None))
+    try:
+        for name, folder in modules:
+            import_modules([name], beside=folder)
+    except ValueError as error:
+        line.send(("raised", error))
     try:
         while message := line.recv():
             try:
@@ -204,11 +214,14 @@ def stopped() -> bool:
 
 @contextmanager
 def _sheltered() -> Iterator[None]:
-    """Processes that start in here never see the terminal's interrupt; `_Worker.stop` does it."""
+    """Processes that start in here see no signal that asks to end; `_Worker.stop` does it.
+
+    A terminal or a scheduler sends it to all processes at once.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDINGS})
     try:
         yield
     finally:
@@ -216,25 +229,20 @@ def _sheltered() -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts(terminate: Callable[[], None]) -> Iterator[threading.Event]:
+def _interrupts(end: Callable[[], None]) -> Iterator[threading.Event]:
     """The first interrupt sets the event, to be looked at where nothing can be lost.
 
-    The second ends the processes and is raised.
+    So does a signal that ends a process, where Python code answers it. The second ends the
+    processes and is raised.
     """
     seen = threading.Event()
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        yield seen
-        return
+    numbers = (signal.SIGINT, *ENDINGS)
 
     def note(number: int, frame: FrameType | None) -> None:
         if seen.is_set():
-            terminate()
+            end()
             raise KeyboardInterrupt
         seen.set()
 
-    before = signal.signal(signal.SIGINT, note)
-    try:
+    with answered(numbers, note):
         yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)

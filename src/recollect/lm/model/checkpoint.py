@@ -58,7 +58,15 @@ def check_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def check_folder(folder: Path, model: nn.Module, *, head: str, partial: bool = False) -> None:
+def check_folder(
+    folder: Path,
+    model: nn.Module,
+    *,
+    head: str,
+    partial: bool = False,
+    unread: tuple[str, ...] = (),
+    drawn: tuple[str, ...] = (),
+) -> None:
     """That the weights in a folder are those of a model, name by name.
 
     Args:
@@ -67,6 +75,8 @@ def check_folder(folder: Path, model: nn.Module, *, head: str, partial: bool = F
         head: prefix of the names that the file may have and the model not, or the other way round:
             a model with its head, and one without.
         partial: shapes may differ (``ignore_mismatched_sizes``).
+        unread: beginnings of names that the file may have and the model not: of another head.
+        drawn: beginnings of names that the model may have and the file not: of a head that is new.
 
     Raises:
         CheckpointError: weights that are missing, too many, of other shapes or types, or that
@@ -91,13 +101,17 @@ def check_folder(folder: Path, model: nn.Module, *, head: str, partial: bool = F
     tied = _aliases(model)
     check_names(
         str(folder),
-        missing=[name for name in wanted if name not in shapes and name not in tied],
-        unexpected=[name for name in shapes if name not in wanted],
+        missing=[
+            name
+            for name in wanted
+            if name not in shapes and name not in tied and not name.startswith(drawn)
+        ],
+        unexpected=[name for name in shapes if name not in wanted and not name.startswith(unread)],
     )
     if partial:
         return
     for name, shape in shapes.items():
-        if shape != wanted[name]:
+        if name in wanted and shape != wanted[name]:
             raise CheckpointError(
                 f"{folder}: the weight {name!r} has shape {list(shape)} and config.json asks for "
                 f"{list(wanted[name])}: they are not of one model"

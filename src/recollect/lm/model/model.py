@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from transformers.utils.generic import can_return_tuple
 from recollect.layer.blocks import Block
 from recollect.layer.feed_forward import FeedForward, layer_of
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.lm.model.arguments import ForwardArguments, HeadlessArguments, document_borders
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.pretrained import RecollectPreTrainedModel
@@ -40,7 +41,7 @@ class RecollectModel(RecollectPreTrainedModel):
         torch.Size([1, 3, 16])
     """
 
-    _unread = frozenset({"lm_head.weight"})
+    _unread = ("lm_head.", "score.")
 
     def __init__(self, config: RecollectConfig) -> None:
         super().__init__(config)
@@ -65,6 +66,7 @@ class RecollectModel(RecollectPreTrainedModel):
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
+        **others: Unpack[HeadlessArguments],
     ) -> BaseModelOutputWithPast:
         """Hidden states after the last norm.
 
@@ -76,11 +78,14 @@ class RecollectModel(RecollectPreTrainedModel):
             inputs_embeds: ``[B, T, hidden_size]``, in place of ``input_ids``.
             use_cache: whether states come back; by default the configuration's word, and not while
                 training.
-            cu_seqlens: ``[N + 1]`` borders of N documents packed in one row.
+            cu_seqlens: ``[N + 1]`` borders of N documents packed in one row, or in all rows one
+                after the other; then there are no states.
             output_hidden_states: whether the inputs of all blocks come back too.
+            others: what transformers hands on, by its names: `HeadlessArguments`.
 
         Raises:
-            ValueError: inputs that contradict each other.
+            ValueError: inputs that contradict each other, or ask for what a memory cannot do.
+            TypeError: an argument that nobody knows.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
@@ -88,9 +93,21 @@ class RecollectModel(RecollectPreTrainedModel):
         _check_cache(past_key_values, len(self.blocks))
         before = past_key_values.states if past_key_values else (None,) * len(self.blocks)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        rows, columns = x.shape[:2]
+        cu_seqlens = document_borders(
+            others, (rows, columns), seen=seen, mask=attention_mask, cu_seqlens=cu_seqlens
+        )
         mask = _mask(attention_mask, x, seen)
+        many = cu_seqlens is not None and rows > 1
+        if many and (use_cache or seen):
+            raise ValueError(
+                "documents packed in several rows leave no state to go on from: pass "
+                "use_cache=False and no past_key_values, or one row"
+            )
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and not self.training and not many
+        if many:  # all rows in one: documents know nothing of each other anyway
+            x = x.reshape(1, rows * columns, -1)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden, states = [], []
@@ -104,7 +121,9 @@ class RecollectModel(RecollectPreTrainedModel):
                 x, after = block(x, state, mask, cu_seqlens, output_state=use_cache)
             states.append(after)
         x = self.norm(x)
-        cache = RecollectCache(states, seen + x.shape[1]) if use_cache else None
+        if many:
+            x, hidden = x.view(rows, columns, -1), [y.view(rows, columns, -1) for y in hidden]
+        cache = RecollectCache(states, seen + columns) if use_cache else None
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=cache,
@@ -153,6 +172,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
+        **others: Unpack[ForwardArguments],
     ) -> CausalLMOutputWithPast:
         """Logits, and the loss when there are labels.
 
@@ -167,15 +187,26 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                 packed document).
             use_cache: whether states come back; by default the configuration's word, and not while
                 training.
-            cu_seqlens: ``[N + 1]`` borders of N documents packed in one row.
+            cu_seqlens: ``[N + 1]`` borders of N documents packed in one row, or in all rows one
+                after the other; then there are no states.
             output_hidden_states: whether the inputs of all blocks come back too.
             logits_to_keep: only the last so many positions, or those of an index; 0 is all.
             num_items_in_batch: what the summed loss is divided by, when an optimizer step takes
                 more than this batch.
+            others: what transformers hands on, by its names: `ForwardArguments`.
 
         Raises:
-            ValueError: inputs that contradict each other.
+            ValueError: inputs that contradict each other, or ask for what a memory cannot do.
+            TypeError: an argument that nobody knows.
         """
+        if others:
+            text = inputs_embeds if input_ids is None else input_ids
+            if text is not None:
+                seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+                shape = text.shape[0], text.shape[1]
+                cu_seqlens = document_borders(
+                    others, shape, seen=seen, mask=attention_mask, cu_seqlens=cu_seqlens
+                )
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -343,7 +374,8 @@ def _targets(labels: Tensor, mask: Tensor | None, borders: Tensor | None) -> Ten
     """Next tokens ``[B, T − 1]`` to be predicted, `IGNORE` where nothing predicts them."""
     if borders is not None:
         starts = borders[:-1].to(device=labels.device, dtype=torch.long)
-        labels = labels.index_fill(1, starts[starts < labels.shape[1]], IGNORE)
+        flat = labels.flatten()
+        labels = flat.index_fill(0, starts[starts < len(flat)], IGNORE).view_as(labels)
     targets = labels[:, 1:]
     if mask is not None:
         real = mask[:, mask.shape[1] - labels.shape[1] :][:, :-1].to(labels.device)

@@ -1,7 +1,8 @@
-"""Base class of both models: initialisation, loading, and supported features."""
+"""Base classes of models: loading that is strict; initialisation and supported features of ours."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +15,9 @@ from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import GateProjection
 from recollect.layer.initial_memory import InitialMemory
 from recollect.lm.model.checkpoint import (
+    AGAIN,
+    INDEX,
+    SINGLE,
     CheckpointError,
     check_finite,
     check_folder,
@@ -21,25 +25,25 @@ from recollect.lm.model.checkpoint import (
     check_names,
 )
 from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.manifest import MANIFEST, check_manifest, of_model, write_manifest
 
-__all__ = ["RecollectPreTrainedModel"]
+_MEANT = f"{AGAIN}; if the change is meant, delete {MANIFEST}"
+
+__all__ = ["RecollectPreTrainedModel", "StrictLoading"]
 
 
-class RecollectPreTrainedModel(PreTrainedModel):
-    """What both models share: how they start, and what the library may do with them."""
+class StrictLoading:
+    """A `PreTrainedModel` whose checkpoints are loaded whole and sane, or not at all.
 
-    config_class = RecollectConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _is_stateful = True  # a state cannot be cropped, so no assisted decoding
+    It stands before the model's own class.
+    """
 
-    _unread: ClassVar[frozenset[str]] = frozenset()  # weights of a file that may stay unread
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
+    base_model_prefix: ClassVar[str]
+    config_class: ClassVar[Any]
+    # Beginnings of names: of weights of another head, which may stay unread, and of a head's own,
+    # which begin anew in a folder that was saved with another head.
+    _unread: ClassVar[tuple[str, ...]] = ()
+    _drawn: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -52,7 +56,8 @@ class RecollectPreTrainedModel(PreTrainedModel):
             args, kwargs: as in transformers; ``ignore_mismatched_sizes`` lets shapes differ.
 
         Raises:
-            CheckpointError: files that are missing, cut short or altered; weights that are missing,
+            CheckpointError: files that are missing, cut short or altered (by their manifest, where
+                there is one); weights that are missing,
                 too many, of other shapes, or not finite.
             RecipeError: a configuration that means nothing, or names an unregistered member.
         """
@@ -61,7 +66,8 @@ class RecollectPreTrainedModel(PreTrainedModel):
         kwargs.setdefault("use_safetensors", True)  # never a pickle
         if Path(where).is_file() or (where[:1] in ("/", ".", "~") and not Path(where).exists()):
             raise CheckpointError(f"there is no folder {where}: name that of a saved model")
-        if Path(where).is_dir() and not unusual & set(kwargs):
+        plain = Path(where).is_dir() and not unusual & set(kwargs)
+        if plain:
             cls._check_folder(Path(where), **kwargs)
         try:
             model, info = super().from_pretrained(  # type: ignore[misc]
@@ -71,11 +77,35 @@ class RecollectPreTrainedModel(PreTrainedModel):
             raise CheckpointError(f"the weights of {where} cannot be read: {error}") from None
         check_names(
             where,
-            missing=info["missing_keys"],
-            unexpected=[name for name in info["unexpected_keys"] if name not in cls._unread],
+            missing=[n for n in info["missing_keys"] if not n.startswith(cls._drawn)],
+            unexpected=[n for n in info["unexpected_keys"] if not n.startswith(cls._unread)],
         )
         check_finite(where, model.state_dict(keep_vars=True).items())
+        if plain and (Path(where) / MANIFEST).exists():
+            check_manifest(Path(where), of_model, advice=_MEANT)
         return (model, info) if report else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, with a manifest: the checksums of what was written.
+
+        Args:
+            save_directory: the folder.
+            args, kwargs: as in transformers.
+        """
+        folder = Path(save_directory)
+        single = folder / SINGLE
+        before = single.stat().st_mtime_ns if single.exists() else None
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if not kwargs.get("is_main_process", True) or not folder.is_dir():
+            return
+        if before is not None and (folder / INDEX).exists() and single.stat().st_mtime_ns == before:
+            single.unlink()  # of an earlier save, and it would be read in place of the parts
+        write_manifest(folder, of_model)
+
+    @staticmethod
+    @abstractmethod
+    def _configured(folder: Path, written: dict[str, Any]) -> Any:
+        """The configuration that a folder's config.json holds."""
 
     @classmethod
     def _check_folder(cls, folder: Path, **kwargs: Any) -> None:
@@ -86,22 +116,50 @@ class RecollectPreTrainedModel(PreTrainedModel):
         if "quantization_config" in written:
             return  # its weights have names and types of their own
         config = kwargs.get("config")
-        if not isinstance(config, RecollectConfig):
-            if written.get("model_type") != RecollectConfig.model_type:
-                raise CheckpointError(
-                    f"{folder} holds a model of type {written.get('model_type')!r}, and this class "
-                    f"reads {RecollectConfig.model_type!r}: use AutoModelForCausalLM"
-                )
-            config = RecollectConfig.from_dict(written)
+        if not isinstance(config, cls.config_class):
+            config = cls._configured(folder, written)
         try:
+            kind: Any = cls
             with torch.device("meta"):
-                model = cls(config)
+                model = kind(config)
         except RuntimeError as error:  # sizes whose product is no size
             raise CheckpointError(
                 f"{folder}: config.json asks for the impossible: {error}"
             ) from None
         partial = bool(kwargs.get("ignore_mismatched_sizes"))
-        check_folder(folder, model, head="model.", partial=partial)
+        saved, own = written.get("architectures") or [], {kind.__name__ for kind in cls.__mro__}
+        check_folder(
+            folder,
+            model,
+            head=f"{cls.base_model_prefix}.",
+            partial=partial,
+            unread=cls._unread,
+            drawn=() if own & {*map(str, saved)} else cls._drawn,
+        )
+
+
+class RecollectPreTrainedModel(StrictLoading, PreTrainedModel):
+    """What both models share: how they start, and what the library may do with them."""
+
+    config_class = RecollectConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _is_stateful = True  # a state cannot be cropped, so no assisted decoding
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    @staticmethod
+    def _configured(folder: Path, written: dict[str, Any]) -> RecollectConfig:
+        if written.get("model_type") != RecollectConfig.model_type:
+            raise CheckpointError(
+                f"{folder} holds a model of type {written.get('model_type')!r}, and this class "
+                f"reads {RecollectConfig.model_type!r}: use AutoModelForCausalLM"
+            )
+        return RecollectConfig.from_dict(written)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

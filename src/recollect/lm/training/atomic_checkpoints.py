@@ -10,44 +10,47 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import lzma
 import os
 import re
 import shutil
-import struct
-import zipfile
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
-from recollect.lm.model.checkpoint import CheckpointError
+from recollect.lm.model.checkpoint import CheckpointError, check_json
+from recollect.lm.model.manifest import MANIFEST, check_manifest, write_manifest
 
-__all__ = ["AtomicTrainer", "check_resumable", "clear_aside", "last_checkpoint", "place_folder"]
+__all__ = [
+    "RECORD",
+    "AtomicTrainer",
+    "check_resumable",
+    "clear_aside",
+    "last_checkpoint",
+    "place_folder",
+]
+
+RECORD = "run.json"
+"""Of a checkpoint: the plan and the fingerprints of the texts that its run was begun with."""
 
 _ASIDE = ".saving"
 _GONE = ".replaced"
 # What every checkpoint has; the Trainer writes its own state last.
 _NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
-# Of an archive with a flipped bit, or (ValueError) of JSON that is none.
-_ALTERED = (
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    struct.error,
-    EOFError,
-    ValueError,
-    RuntimeError,  # of JSON: RecursionError
-)
 
 
 class AtomicTrainer(Trainer):
-    """A Trainer whose checkpoints appear whole under their names, or not at all."""
+    """A Trainer whose checkpoints appear whole under their names, or not at all.
 
+    Attributes:
+        begun_with: what a checkpoint says of its run, in ``run.json``.
+    """
+
+    begun_with: Mapping[str, Any] = MappingProxyType({})
     _aside = False
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -69,7 +72,10 @@ class AtomicTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             with explained(run, name):
-                place_folder(run / _ASIDE / name, run / name)
+                made = run / _ASIDE / name
+                (made / RECORD).write_text(json.dumps(dict(self.begun_with)), encoding="utf-8")
+                write_manifest(made)
+                place_folder(made, run / name)
             clear_aside(run)
             rotate_checkpoints(str(run), self.args.save_total_limit)
 
@@ -85,6 +91,7 @@ class AtomicTrainer(Trainer):
             if self.args.should_save:
                 # A pickle, which nothing reads back: a saved model is JSON and safetensors.
                 (aside / "training_args.bin").unlink(missing_ok=True)
+                write_manifest(aside)
                 place_folder(aside, folder)
         if self.args.should_save:
             clear_aside(folder.parent)
@@ -138,35 +145,29 @@ def last_checkpoint(run: Path) -> Path | None:
     return path
 
 
-def check_resumable(checkpoint: Path) -> None:
-    """That what the Trainer reads of a checkpoint, beside the weights, is what it wrote.
+def check_resumable(checkpoint: Path) -> int:
+    """That every file of a checkpoint is as it was written, by its manifest.
 
-    torch writes its files as ZIP archives, with a checksum of every tensor that its own reading
-    does not look at.
+    Returns:
+        How many files there are.
 
     Raises:
-        CheckpointError: naming the file that was cut short or altered, or cannot be read.
+        CheckpointError: naming the file that is gone, or was cut short or altered; a folder whose
+            name is not that of its step.
     """
-    texts = [checkpoint / name for name in ("trainer_state.json", "config.json")]
-    files = [path for path in texts if path.exists()]
-    for path in sorted((*files, *checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"))):
-        try:
-            if path.suffix == ".json":
-                whole = isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
-            else:
-                with zipfile.ZipFile(path) as archive:
-                    whole = archive.testzip() is None
-        except OSError as error:
-            if error.errno not in (None, errno.EINVAL):  # which zipfile raises at altered bytes
-                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-            whole = False
-        except _ALTERED:
-            whole = False
-        if not whole:
-            raise CheckpointError(
-                f"{path} was cut short or altered, so {checkpoint.name} cannot be resumed: delete "
-                "that folder to go on from the checkpoint before it, or from the beginning"
-            )
+    advice = (
+        f"{checkpoint.name} cannot be resumed; delete that folder to go on from the checkpoint "
+        "before it, or from the beginning"
+    )
+    if not (checkpoint / MANIFEST).exists():
+        raise CheckpointError(
+            f"{checkpoint} lacks {MANIFEST}, which says how its files were written: {advice}"
+        )
+    count = check_manifest(checkpoint, advice=advice)
+    step = check_json(checkpoint / "trainer_state.json").get("global_step")
+    if checkpoint.name != f"checkpoint-{step}":
+        raise CheckpointError(f"{checkpoint} holds step {step}, which its name denies: {advice}")
+    return count
 
 
 @contextlib.contextmanager
@@ -189,7 +190,8 @@ def explained(run: Path, name: str) -> Iterator[None]:
         if checkpoint is not None:
             left = f"{checkpoint.name} is whole, and --resume goes on from it"
         reason = "the disk is full" if _full(error, run) else str(error)
-        free = shutil.disk_usage(run).free / 2**20
+        there = next(folder for folder in (run, *run.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(there).free / 2**20
         raise CheckpointError(
             f"{name} could not be written to {run}: {reason} ({free:,.0f} MiB free); {left}"
         ) from error

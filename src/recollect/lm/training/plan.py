@@ -1,4 +1,4 @@
-"""Training plans: four tables of a TOML file, checked before anything is loaded."""
+"""Training plans: a TOML file of four tables, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class RunPlan(_Table):
     Attributes:
         out: folder of checkpoints, logs and, in ``out/model``, the trained model.
         seed: of weights and of the order of rows.
-        save_every: steps between checkpoints; 0 keeps none.
+        save_every: steps between checkpoints; 0 writes one only when the run is interrupted.
         keep: checkpoints that stay; older ones are deleted.
         log_every, eval_every: steps between log lines and measurements; 0 measures at the end only.
         heldout_rows: rows measured on, at most.
@@ -241,9 +241,23 @@ class RunPlan(_Table):
     tensorboard: bool = flag(False)
 
 
+_TABLES: dict[str, type[_Table]] = {
+    "model": ModelPlan,
+    "data": DataPlan,
+    "optimizer": OptimizerPlan,
+    "run": RunPlan,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainPlan:
     """A whole run.
+
+    Attributes:
+        model, data, optimizer, run: its tables.
+        imports: modules of one's own that register what the recipe names, ``import`` in the file,
+            above its tables. `train` imports them; reading a plan imports nothing.
+        beside: the folder whose modules they may be: that of the plan's file.
 
     Raises:
         ValueError: tables that contradict each other.
@@ -265,6 +279,8 @@ class TrainPlan:
     data: DataPlan
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     run: RunPlan = field(default_factory=RunPlan)
+    imports: tuple[str, ...] = ()
+    beside: str = "."
 
     def __post_init__(self) -> None:
         if self.run.eval_every and not self.data.measures:
@@ -301,26 +317,38 @@ class TrainPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as `from_dict` reads it."""
-        return {
+        tables = {name: asdict(getattr(self, name)) for name in _TABLES}
+        written: dict[str, Any] = {"import": list(self.imports)} if self.imports else {}
+        return written | {
             table: {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
-            for table, values in asdict(self).items()
+            for table, values in tables.items()
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> TrainPlan:
+    def from_dict(cls, data: Mapping[str, Any], *, beside: str = ".") -> TrainPlan:
         """A plan from tables.
+
+        Args:
+            data: the tables by name, and ``import``.
+            beside: as the attribute.
 
         Raises:
             ValueError: an unknown table or key (with the nearest that there is), or a value that
                 its key refuses.
         """
-        tables = {"model": ModelPlan, "data": DataPlan, "optimizer": OptimizerPlan, "run": RunPlan}
+        try:
+            imports = _strings(data.get("import", ()))
+        except ValueError as error:
+            raise ValueError(f"import {error}") from None
         for name, value in data.items():
-            if name not in tables:
-                raise ValueError(f"there is no table [{name}]{_instead(name, list(tables))}")
+            if name == "import":
+                continue
+            if name not in _TABLES:
+                raise ValueError(f"there is no table [{name}]{_instead(name, list(_TABLES))}")
             if not isinstance(value, Mapping):
                 raise ValueError(f"{name} must be a table, [{name}], not {value!r}")
-        return cls(**{name: _made(kind, data.get(name, {})) for name, kind in tables.items()})
+        tables: dict[str, Any] = {n: _made(kind, data.get(n, {})) for n, kind in _TABLES.items()}
+        return cls(imports=imports, beside=beside, **tables)
 
 
 def load_plan(path: str | PathLike[str]) -> TrainPlan:
@@ -344,7 +372,7 @@ def load_plan(path: str | PathLike[str]) -> TrainPlan:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
     try:
-        return TrainPlan.from_dict(data)
+        return TrainPlan.from_dict(data, beside=str(path.parent))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -228,26 +228,27 @@ def _documents(plan: TrainPlan, bad: BadLines, *, heldout: bool = False) -> Iter
 
 
 def tokenizer_of(
-    plan: TrainPlan, out: Path, bad: BadLines, *, resume: bool
+    plan: TrainPlan, out: Path, bad: BadLines, checkpoint: Path | None
 ) -> PreTrainedTokenizerFast:
     """The plan's tokenizer; one that is trained is kept with the run.
 
     Args:
-        resume: take the one that the run has. A run that begins trains its own: what lies in its
-            folder may be of another plan, or half of one.
+        checkpoint: that the run goes on from, whose tokenizer is taken. A run that begins trains
+            its own: what lies in its folder may be of another plan, or half of one.
 
     Raises:
         ValueError: a tokenizer that cannot be loaded.
     """
+    if plan.data.tokenizer == "bytes" and plan.model.start is None:
+        return byte_tokenizer()
+    if checkpoint is not None and (checkpoint / "tokenizer.json").exists():
+        return load_tokenizer(str(checkpoint))
     if plan.model.start is not None:
         return load_tokenizer(plan.model.start, key="[model] start")
-    if plan.data.tokenizer == "bytes":
-        return byte_tokenizer()
     if plan.data.tokenizer != "bpe":
         return load_tokenizer(plan.data.tokenizer)
     folder = out / "tokenizer"
-    if not resume or not folder.is_dir():
-        # Lines are noted when rows are made, once.
-        quiet = BadLines(skip=bad.skip)
-        train_bpe(_documents(plan, quiet), plan.data.vocab).save_pretrained(str(folder))
+    # Lines are noted when rows are made, once.
+    quiet = BadLines(skip=bad.skip)
+    train_bpe(_documents(plan, quiet), plan.data.vocab).save_pretrained(str(folder))
     return load_tokenizer(str(folder))

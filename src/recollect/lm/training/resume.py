@@ -5,33 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recollect.lm.data.sources import find_files
-from recollect.lm.model.checkpoint import AGAIN, CheckpointError, check_json
+from recollect.lm.model.checkpoint import CheckpointError, check_json
 from recollect.lm.model.config import RecollectConfig
-from recollect.lm.training.atomic_checkpoints import check_resumable, clear_aside, last_checkpoint
+from recollect.lm.training.atomic_checkpoints import (
+    RECORD,
+    check_resumable,
+    clear_aside,
+    last_checkpoint,
+)
 from recollect.lm.training.plan import TrainPlan
 from recollect.report.files import write_atomic
 
-__all__ = ["begin", "fingerprint", "same_model"]
+__all__ = ["Begun", "begin", "check_writable", "fingerprint", "same_model"]
 
 # Without another result.
 _MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard", "out")
 _WHOLE, _END = 64 * 2**20, 2**20
 
 
-def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
-    """The checkpoint to go on from, ``None`` at the beginning; the folder keeps plan and texts.
-
-    ``plan.json`` is the plan, ``texts.json`` the `fingerprint` of every file of text that it names.
-    Whether a dataset changed is not seen.
+def check_writable(out: Path) -> None:
+    """That a run's folder can be written to; it is made where it is missing.
 
     Raises:
-        ValueError: the folder cannot be written; it holds a run, and nobody asked to go on with
-            it; or it is another plan's, or of other texts.
-        CheckpointError: the checkpoint was cut short or altered.
+        ValueError: it cannot.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -41,6 +43,35 @@ def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
         raise ValueError(
             f"[run] out = {str(out)!r} cannot be written to ({error.strerror}): name another folder"
         ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """How a run begins.
+
+    Attributes:
+        checkpoint: to go on from, ``None`` at the beginning.
+        files: of it, that are as they were written.
+        record: plan and texts, which every checkpoint keeps.
+    """
+
+    checkpoint: Path | None
+    files: int
+    record: dict[str, Any]
+
+
+def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Begun:
+    """Where a run begins: at the beginning, or at a checkpoint of the same plan and texts.
+
+    Every checkpoint keeps the plan and the `fingerprint` of every file of text that it names; for
+    whoever looks, ``plan.json`` and ``texts.json`` have them too. Whether a dataset changed is not
+    seen.
+
+    Raises:
+        ValueError: the folder holds a run, and nobody asked to go on with it; or it is another
+            plan's, or of other texts.
+        CheckpointError: the checkpoint lacks a file, or one was cut short or altered.
+    """
     clear_aside(out)
     checkpoint = last_checkpoint(out)
     if checkpoint is not None and not resume:
@@ -49,15 +80,21 @@ def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Path | None:
             "another folder as out in [run]"
         )
     mine = json.loads(json.dumps(plan.to_dict()))
+    if checkpoint is None and (out / "model").exists() and not _same(out, mine):
+        raise ValueError(
+            f"{out} already holds the model of another run: give another folder as out in [run], "
+            f"or delete {out / 'model'} to train this one in its place"
+        )
+    files = 0 if checkpoint is None else check_resumable(checkpoint)
+    before: dict[str, Any] = {} if checkpoint is None else check_json(checkpoint / RECORD)
     if checkpoint is not None:
-        _same_plan(out, mine)
+        _same_plan(out, before["plan"], mine)
     texts = _texts(plan)
     if checkpoint is not None:
-        _same_texts(out, texts)
-        check_resumable(checkpoint)
+        _same_texts(out, before["texts"], texts)
     write_atomic(out / "plan.json", json.dumps(mine, indent=2) + "\n")
     write_atomic(out / "texts.json", json.dumps(texts, indent=2) + "\n")
-    return checkpoint
+    return Begun(checkpoint=checkpoint, files=files, record={"plan": mine, "texts": texts})
 
 
 def same_model(checkpoint: Path, config: RecollectConfig) -> None:
@@ -100,34 +137,33 @@ def _texts(plan: TrainPlan) -> dict[str, dict[str, Any]]:
     return {str(path): fingerprint(path) for path in files}
 
 
-def _kept(path: Path, otherwise: dict[str, Any]) -> dict[str, Any]:
-    """What a run was begun with, where it said so."""
-    if not path.exists():
-        return otherwise
-    try:
-        return check_json(path)
-    except CheckpointError as error:
-        reason = str(error).removesuffix(f": {AGAIN}")
-        raise CheckpointError(
-            f"{reason}, so what this run was begun with cannot be compared: put the file back, or "
-            "delete it to go on without"
-        ) from None
-
-
-def _same_plan(out: Path, mine: dict[str, Any]) -> None:
-    before = _kept(out / "plan.json", mine)
+def _differences(before: dict[str, Any], mine: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """What of a plan is another and makes another result: the key, how it was, how it is."""
     for table, values in mine.items():
-        for name, value in values.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
             old = before.get(table, {}).get(name)
             if old != value and name not in _MAY_CHANGE:
-                raise ValueError(
-                    f"{out} was begun with [{table}] {name} = {old!r}, not {value!r}: resume it as "
-                    "it was, or give another folder as out in [run]"
-                )
+                yield f"[{table}] {name}", old, value
 
 
-def _same_texts(out: Path, texts: dict[str, Any]) -> None:
-    before = _kept(out / "texts.json", texts)
+def _same(out: Path, mine: dict[str, Any]) -> bool:
+    """Whether a run that left no checkpoint was of this plan, as far as it says."""
+    try:
+        before = check_json(out / "plan.json")
+    except CheckpointError:
+        return False
+    return not any(_differences(before, mine))
+
+
+def _same_plan(out: Path, before: dict[str, Any], mine: dict[str, Any]) -> None:
+    for key, old, value in _differences(before, mine):
+        raise ValueError(
+            f"{out} was begun with {key} = {old!r}, not {value!r}: resume it as it was, or give "
+            "another folder as out in [run]"
+        )
+
+
+def _same_texts(out: Path, before: dict[str, Any], texts: dict[str, Any]) -> None:
     for name in {**before, **texts}:
         if name not in before:
             what = "is new"

@@ -1,0 +1,198 @@
+"""What transformers hands to a forward pass beside tokens and masks, taken by its meaning.
+
+Trainers, collators and pipelines speak to attention: of positions, of borders between documents, of
+scores. What says the same as a memory knows is accepted, what says where documents begin is used,
+and what a memory cannot give or follow is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+__all__ = ["ForwardArguments", "HeadlessArguments", "document_borders"]
+
+
+class ForwardArguments(TypedDict, total=False):
+    """Further arguments of a forward pass, with transformers' names.
+
+    Attributes:
+        position_ids: ``[B or 1, T]``, counting the tokens from 0 (padding is not looked at);
+            documents begin where they start over.
+        cache_position: ``[T]``, columns of the batch: those after the cache.
+        cu_seq_lens_q, cu_seq_lens_k: ``[N + 1]`` borders of documents, as ``cu_seqlens``.
+        seq_idx: ``[B, T]``, the number of each token's document.
+        max_length_q, max_length_k: of the longest document; nothing needs it.
+        output_attentions: not true, because there are no attention weights.
+        output_router_logits: not true, because there are no experts.
+        is_causal: not false, because a memory knows only the past.
+        token_type_ids: zeros, because there is one kind of token.
+        return_dict: false gives a tuple in place of an output object.
+    """
+
+    position_ids: Tensor | None
+    cache_position: Tensor | None
+    cu_seq_lens_q: Tensor | None
+    cu_seq_lens_k: Tensor | None
+    seq_idx: Tensor | None
+    max_length_q: int | None
+    max_length_k: int | None
+    output_attentions: bool | None
+    output_router_logits: bool | None
+    is_causal: bool | None
+    token_type_ids: Tensor | None
+    return_dict: bool | None
+
+
+class HeadlessArguments(ForwardArguments, total=False):
+    """Those of a model without a head.
+
+    Attributes:
+        num_items_in_batch: of the loss, which such a model has not.
+    """
+
+    num_items_in_batch: int | Tensor | None
+
+
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "output_attentions": (True, "a memory has no attention weights to give: leave it out"),
+    "output_router_logits": (True, "there are no experts and no router: leave it out"),
+    "is_causal": (False, "a memory knows only the past: leave it out"),
+}
+
+
+def document_borders(
+    arguments: Mapping[str, Any],
+    shape: tuple[int, int],
+    *,
+    seen: int,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor | None:
+    """Borders of packed documents, if these arguments name any; they are checked on the way.
+
+    Args:
+        arguments: `HeadlessArguments`.
+        shape: B, T of the new columns.
+        seen: columns before them.
+        mask: ``attention_mask``; where it is 0 no position is looked at.
+        cu_seqlens: borders that were given as such.
+
+    Returns:
+        ``[N + 1]``, in all rows one after the other, or ``None``.
+
+    Raises:
+        TypeError: an argument that nobody knows.
+        ValueError: one that asks for what a memory cannot do, or two that contradict each other.
+    """
+    for name, value in arguments.items():
+        if name not in HeadlessArguments.__annotations__:
+            known = [*HeadlessArguments.__annotations__, "attention_mask", "labels", "cu_seqlens"]
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"the forward pass has no argument {name!r}{hint}")
+        if name in _REFUSED and value is not None and bool(value) == _REFUSED[name][0]:
+            raise ValueError(f"{name}={value}: {_REFUSED[name][1]}")
+    kinds = arguments.get("token_type_ids")
+    if kinds is not None and bool((torch.as_tensor(kinds) != 0).any()):
+        raise ValueError("token_type_ids must be zeros: this model has one kind of token")
+    B, T = shape
+    _check_columns(arguments.get("cache_position"), seen, T)
+    found: dict[str, Tensor] = {}
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        value = arguments.get(name)
+        if value is not None:
+            found[name] = torch.as_tensor(value)
+    number = arguments.get("seq_idx")
+    if number is not None:
+        found["seq_idx"] = _changes(_table("seq_idx", number, B, T, rows=(B,)))
+    positions = arguments.get("position_ids")
+    if positions is not None:
+        table = _table("position_ids", positions, B, T, rows=(1, B)).expand(B, T)
+        begins = _begins(table, seen, mask)
+        if begins is not None:
+            found["position_ids"] = begins
+    if cu_seqlens is not None:
+        found = {"cu_seqlens": cu_seqlens, **found}
+    return _one(found, mask, B, T)
+
+
+def _check_columns(columns: Tensor | None, seen: int, T: int) -> None:
+    if columns is None:
+        return
+    wanted = torch.arange(seen, seen + T)
+    given = torch.as_tensor(columns).detach().cpu()
+    if given.shape != wanted.shape or not bool((given == wanted).all()):
+        raise ValueError(
+            f"cache_position must count the columns from {seen} to {seen + T - 1}, those after the "
+            "cache: a memory reads them in order"
+        )
+
+
+def _table(name: str, value: Any, B: int, T: int, *, rows: tuple[int, ...]) -> Tensor:
+    table = torch.as_tensor(value)
+    if table.dim() == 1:
+        table = table[None]
+    if table.dim() != 2 or table.shape[0] not in rows or table.shape[1] != T:
+        wanted = " or ".join(str([count, T]) for count in dict.fromkeys(rows))
+        raise ValueError(f"{name} must have shape {wanted}, not {list(table.shape)}")
+    return table
+
+
+def _begins(positions: Tensor, seen: int, mask: Tensor | None) -> Tensor | None:
+    """Where positions start over, as borders; ``None`` where each row only counts on."""
+    B, T = positions.shape
+    real = torch.ones_like(positions, dtype=torch.bool)
+    if mask is not None and mask.dim() == 2 and mask.shape[1] >= T:
+        real = mask[:, mask.shape[1] - T :].to(positions.device) != 0
+    step = positions[:, 1:] - positions[:, :-1]
+    pairs = real[:, 1:] & real[:, :-1]
+    starts = pairs & (positions[:, 1:] == 0) & (step != 1)
+    first = real & (real.cumsum(1) == 1)  # the first real token of each row
+    if (
+        bool((pairs & ~starts & (step != 1)).any())
+        or (seen and bool(starts.any()))
+        or (not seen and bool((positions[first] != 0).any()))
+    ):
+        raise ValueError(
+            "position_ids may count a row's tokens from 0, start over where a document begins, or "
+            "count on after a cache: a memory's positions are the order of its tokens"
+        )
+    if not bool(starts.any()):
+        return None
+    begins = torch.cat([torch.ones_like(starts[:, :1]), starts], 1).flatten().nonzero()[:, 0]
+    return torch.cat([begins, begins.new_tensor([B * T])])
+
+
+def _changes(number: Tensor) -> Tensor:
+    """Borders between documents that are numbered."""
+    B, T = number.shape
+    other = torch.cat([torch.ones_like(number[:, :1]), number[:, 1:] - number[:, :-1]], 1) != 0
+    begins = other.flatten().nonzero()[:, 0]
+    return torch.cat([begins, begins.new_tensor([B * T])])
+
+
+def _one(found: Mapping[str, Tensor], mask: Tensor | None, B: int, T: int) -> Tensor | None:
+    """The borders that all of these name."""
+    if not found:
+        return None
+    name, borders = next(iter(found.items()))
+    for other, told in found.items():
+        if told.shape != borders.shape or not bool((told.cpu() == borders.cpu()).all()):
+            raise ValueError(f"{name} and {other} name different borders of documents: give one")
+    rows = torch.arange(0, (B + 1) * T, T)
+    if B > 1 and not set(rows.tolist()) <= set(borders.tolist()):
+        raise ValueError(
+            f"{name} must have a border at every row's end, {rows.tolist()}, because documents do "
+            "not run on into the next row"
+        )
+    if B > 1 and mask is not None and not bool((mask != 0).all()):
+        raise ValueError(
+            f"attention_mask has padding and {name} has borders of packed documents, and a batch "
+            "has one or the other: pack rows that are full"
+        )
+    return borders

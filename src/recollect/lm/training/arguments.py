@@ -1,0 +1,90 @@
+"""What transformers' Trainer is told of a plan, and how its own log lines are held down."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from pathlib import Path
+
+import torch
+from transformers import TrainingArguments as Arguments
+from transformers.utils import logging as transformers_logging
+
+from recollect.lm.training.plan import TrainPlan
+
+__all__ = ["quiet", "trainer_arguments"]
+
+
+def trainer_arguments(plan: TrainPlan, out: Path) -> Arguments:
+    """The Trainer's arguments.
+
+    Raises:
+        ValueError: tensorboard is asked for and not installed.
+    """
+    optimizer, run = plan.optimizer, plan.run
+    floor = {"min_lr_rate": optimizer.floor} if optimizer.floor else {}
+    return Arguments(
+        output_dir=str(out),
+        max_steps=plan.steps,
+        per_device_train_batch_size=optimizer.batch,
+        per_device_eval_batch_size=optimizer.batch,
+        gradient_accumulation_steps=optimizer.accumulate,
+        learning_rate=plan.lr,
+        lr_scheduler_type="cosine_with_min_lr" if floor else "cosine",
+        lr_scheduler_kwargs=floor or None,
+        warmup_steps=max(1, round(optimizer.warmup * plan.steps)) if optimizer.warmup else 0,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        max_grad_norm=optimizer.clip,
+        logging_steps=run.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        save_strategy="steps" if run.save_every else "no",
+        save_steps=run.save_every or plan.steps,
+        save_total_limit=run.keep,
+        eval_strategy="steps" if run.eval_every else "no",
+        eval_steps=run.eval_every or None,
+        bf16=run.bf16,
+        use_cpu=not torch.accelerator.is_available(),  # or it refuses bf16
+        report_to=_reports(plan, out),
+        disable_tqdm=True,
+        seed=run.seed,
+        data_seed=run.seed,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        remove_unused_columns=False,
+        # A batch may be one packed row, which nobody can divide: each process makes its own.
+        accelerator_config={"dispatch_batches": False, "split_batches": False},
+    )
+
+
+def _reports(plan: TrainPlan, out: Path) -> list[str]:
+    if not plan.run.tensorboard:
+        return []
+    if not any(importlib.util.find_spec(name) for name in ("tensorboard", "tensorboardX")):
+        raise ValueError(
+            "[run] tensorboard = true needs tensorboard, which is not installed: "
+            "pip install tensorboard"
+        )
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(out / "logs"))
+    return ["tensorboard"]
+
+
+class quiet:
+    """The libraries' own log lines, held down to warnings of weight."""
+
+    names = ("transformers", "accelerate")
+
+    def __enter__(self) -> None:
+        self.bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+        self.before = {name: logging.getLogger(name).level for name in self.names}
+        for name in self.names:
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        for name, level in self.before.items():
+            logging.getLogger(name).setLevel(level)
+        if self.bars:
+            transformers_logging.enable_progress_bar()

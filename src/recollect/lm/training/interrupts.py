@@ -1,0 +1,72 @@
+"""Interrupts of a run: the step is finished, a checkpoint is written, and only then it ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from recollect.report.signals import ENDINGS, Ended, answered
+
+__all__ = ["Interrupted", "finish_step"]
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was asked to end, and has written a checkpoint to go on from.
+
+    Attributes:
+        checkpoint: its folder.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(
+            f"interrupted: {checkpoint} is whole, and --resume (resume=True) goes on from it"
+        )
+        self.checkpoint = checkpoint
+
+
+class _Stopper(TrainerCallback):
+    """Ends training after the step in which somebody asked, with a checkpoint."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.asked = trainer, False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        asked = self.asked
+        if args.world_size > 1:  # all processes end after the same step
+            told = torch.tensor([float(asked)], device=args.device)
+            accelerator: Any = self.trainer.accelerator
+            asked = bool(accelerator.reduce(told).item())
+        if asked and state.global_step < state.max_steps:
+            control.should_save = control.should_training_stop = True
+            self.asked = True
+
+
+@contextmanager
+def finish_step(trainer: Trainer) -> Iterator[None]:
+    """Inside, a first interrupt (or SIGTERM, SIGHUP) waits for the step, and a second does not.
+
+    Raises:
+        Interrupted: at the end, when the run was cut short so.
+        KeyboardInterrupt: at the second interrupt.
+    """
+    stopper = _Stopper(trainer)
+    trainer.add_callback(stopper)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if stopper.asked:
+            raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
+        stopper.asked = True
+
+    with answered((signal.SIGINT,), note), answered(ENDINGS, note, default=True):
+        yield
+    state = trainer.state
+    if stopper.asked and state.global_step < state.max_steps:
+        folder = Path(str(trainer.args.output_dir))
+        raise Interrupted(folder / f"checkpoint-{state.global_step}")

@@ -1,0 +1,133 @@
+"""Where a run stands, what it ends with, and the callback that measures both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from recollect.lm.model.model import RecollectForCausalLM
+from recollect.lm.training.plan import TrainPlan
+
+__all__ = ["LAST", "Keeper", "Progress", "Trained", "Watch"]
+
+LAST = 10
+"""Steps whose mean is the loss of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        step, steps: taken, and of the whole run.
+        loss: of the last log line, nats per token; at the end, of the last steps.
+        tokens_per_second: since the last log line; of the whole run's steps before the first.
+        ceiling_share: the model's operations per second against one large matrix product's.
+        heldout: bits per byte of the last measurement.
+    """
+
+    step: int
+    steps: int
+    loss: float | None = None
+    tokens_per_second: float = 0.0
+    ceiling_share: float = 0.0
+    heldout: float | None = None
+
+
+Watch = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A finished run.
+
+    Attributes:
+        model: trained. folder: where it is saved, with its tokenizer.
+        steps, tokens, seconds: taken in this call.
+        loss: mean of the last `LAST` steps of this call (of all, if it took fewer), nats per token;
+            ``None`` if it took none.
+        heldout: bits per byte of the held-out rows, ``None`` without any.
+        skipped: lines left out, and the first few of them.
+        notes: what a reader should know, such as what of the model was compiled.
+    """
+
+    model: RecollectForCausalLM
+    folder: Path
+    steps: int
+    tokens: int
+    seconds: float
+    loss: float | None
+    heldout: float | None
+    skipped: int = 0
+    skipped_lines: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Keeper(TrainerCallback):
+    """Times steps, with the rows that they wait for, and tells whoever watches."""
+
+    def __init__(self, plan: TrainPlan, processes: int, flops: float, ceiling: float) -> None:
+        self.tokens_per_step = plan.tokens_per_step * processes
+        self.flops, self.ceiling = flops, ceiling
+        self.progress = Progress(step=0, steps=plan.steps)
+        self.watch: Watch | None = None
+        self.taken = 0
+        self._clock: float | None = None
+        self._since, self._seconds = 0, 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._clock is None:
+            self._clock = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        self.taken += 1
+        self._since += 1
+        self._seconds += now - (now if self._clock is None else self._clock)
+        self._clock = now
+        speed = self._since * self.tokens_per_step / self._seconds if self._seconds else 0.0
+        self._tell(
+            step=state.global_step,
+            tokens_per_second=speed,
+            ceiling_share=speed * self.flops / self.ceiling,
+        )
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._clock = None  # what came since is no training
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._clock = None
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs and "loss" in logs:
+            self._since, self._seconds = 0, 0.0
+            self._tell(loss=float(logs["loss"]))
+        if logs and "eval_bits_per_byte" in logs:
+            self._tell(heldout=float(logs["eval_bits_per_byte"]))
+
+    def end(self, loss: float | None) -> None:
+        """The run is over; its last steps had this loss."""
+        if loss is not None:
+            self._tell(loss=loss)
+
+    def speed(self) -> dict[str, float]:
+        """What a log line says beside the loss."""
+        news = self.progress
+        return {"tokens_per_second": news.tokens_per_second, "ceiling_share": news.ceiling_share}
+
+    def _tell(self, **changes: Any) -> None:
+        self.progress = replace(self.progress, **changes)
+        if self.watch is not None:
+            self.watch(self.progress)

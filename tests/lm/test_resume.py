@@ -1,0 +1,260 @@
+"""Resuming a run: what is checked before, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+from tests.lm.runs import plan, write_text
+
+from recollect.lm import CheckpointError
+from recollect.lm.data.tokenizers import byte_tokenizer
+from recollect.lm.training import train
+from recollect.lm.training.resume import fingerprint
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "mine.jsonl")
+
+
+def test_a_checkpoint_that_lost_a_file_is_refused(text: Path, tmp_path: Path) -> None:
+    run = plan(text, tmp_path, optimizer={"steps": 2})
+    train(run)
+    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-2 lacks optimizer.pt"):
+        train(run, resume=True)
+
+
+def test_a_checkpoint_that_was_cut_is_refused(text: Path, tmp_path: Path) -> None:
+    run = plan(text, tmp_path, optimizer={"steps": 2})
+    train(run)
+    path = tmp_path / "checkpoint-2" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"checkpoint-2/model.safetensors was cut short"):
+        train(run, resume=True)
+
+
+@pytest.fixture(scope="module")
+def two_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    train(plan(text, folder, optimizer={"steps": 2}))
+    return folder
+
+
+def resumed(
+    text: Path, tmp_path: Path, two_steps: Path, name: str, harm: Callable[..., Any]
+) -> None:
+    """A run of two steps with one of its files harmed, resumed."""
+    run = tmp_path / "run"
+    shutil.copytree(two_steps, run)
+    path = run / name
+    path.write_bytes(harm(bytearray(path.read_bytes()), path))
+    train(plan(text, run, optimizer={"steps": 2}), resume=True)
+
+
+def cut(data: bytearray, path: Path) -> bytes:
+    return bytes(data[:-9])
+
+
+def other_format(data: bytearray, path: Path) -> bytes:
+    return b"cos\nsystem"
+
+
+def one_byte(data: bytearray, path: Path) -> bytes:
+    """Of the largest tensor: after a local header of 30 bytes, its name, and torch's padding."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+    data[largest.header_offset + 30 + len(largest.filename) + 64 + 8] ^= 1
+    return bytes(data)
+
+
+def encrypted(data: bytearray, path: Path) -> bytes:
+    """The flag alone, in the directory at the end."""
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize("harm", [cut, other_format, one_byte, encrypted])
+def test_a_checkpoint_whose_optimizer_was_harmed_is_refused(
+    name: str, harm: Callable[..., Any], text: Path, tmp_path: Path, two_steps: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=f"checkpoint-2/{name} was cut short or altered"):
+        resumed(text, tmp_path, two_steps, f"checkpoint-2/{name}", harm)
+
+
+def zeroed(data: bytearray, path: Path) -> bytes:
+    """All weights 0: a file that every format takes for whole."""
+    header = 8 + int.from_bytes(data[:8], "little")
+    return bytes(data[:header]) + bytes(len(data) - header)
+
+
+def flipped(data: bytearray, path: Path) -> bytes:
+    """The sign of one weight."""
+    data[-1] ^= 0x80
+    return bytes(data)
+
+
+def later(data: bytearray, path: Path) -> bytes:
+    return json.dumps({**json.loads(data), "global_step": 1}).encode()
+
+
+def other_rate(data: bytearray, path: Path) -> bytes:
+    return data.replace(b'"lr": 0.01', b'"lr": 0.02')
+
+
+def no_files(data: bytearray, path: Path) -> bytes:
+    return b'{"schema": 1, "files": {}}'
+
+
+def climbing(data: bytearray, path: Path) -> bytes:
+    return data.replace(b"scheduler.pt", b"../../../x")
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "says"),
+    [
+        ("trainer_state.json", cut, "trainer_state.json was cut short or altered since"),
+        ("trainer_state.json", later, "trainer_state.json was cut short or altered since"),
+        ("config.json", cut, "config.json was cut short or altered since"),
+        ("model.safetensors", zeroed, "model.safetensors was cut short or altered since"),
+        ("model.safetensors", flipped, "model.safetensors was cut short or altered since"),
+        ("run.json", cut, "run.json was cut short or altered since"),
+        ("run.json", other_rate, "run.json was cut short or altered since"),
+        ("manifest.json", cut, "manifest.json is not JSON"),
+        ("manifest.json", no_files, "manifest.json lists no files"),
+        ("manifest.json", climbing, "names '../../../x', which is outside"),
+    ],
+)
+def test_a_checkpoint_that_was_altered_is_refused(
+    name: str, harm: Callable[..., Any], says: str, text: Path, tmp_path: Path, two_steps: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=says) as caught:
+        resumed(text, tmp_path, two_steps, f"checkpoint-2/{name}", harm)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["rng_state.pth", "run.json", "config.json", "manifest.json"])
+def test_a_checkpoint_that_lacks_any_file_is_refused(
+    name: str, text: Path, tmp_path: Path, two_steps: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two_steps, run)
+    (run / "checkpoint-2" / name).unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {name}"):
+        train(plan(text, run, optimizer={"steps": 2}), resume=True)
+
+
+def test_a_checkpoint_of_another_name_is_refused(
+    text: Path, tmp_path: Path, two_steps: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two_steps, run)
+    (run / "checkpoint-2").rename(run / "checkpoint-1")
+    with pytest.raises(CheckpointError, match="holds step 2, which its name denies"):
+        train(plan(text, run, optimizer={"steps": 2}), resume=True)
+
+
+def test_a_plan_that_was_deleted_is_still_known(
+    text: Path, tmp_path: Path, two_steps: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two_steps, run)
+    (run / "plan.json").unlink()
+    (run / "texts.json").write_text("junk")
+    other = plan(text, run, optimizer={"steps": 2, "lr": 0.02})
+    with pytest.raises(ValueError, match=r"begun with \[optimizer\] lr = 0.01, not 0.02"):
+        train(other, resume=True)
+    said: list[str] = []
+    same = plan(text, run, optimizer={"steps": 2}, run={"out": str(run)})
+    assert train(same, resume=True, say=said.append).steps == 0
+    count = len(list((run / "checkpoint-2").iterdir())) - 1
+    assert said == [
+        f"going on from {run / 'checkpoint-2'}: its {count} files are as they were written, plan "
+        "and texts those that the run was begun with"
+    ]
+    assert json.loads((run / "plan.json").read_text())["optimizer"]["lr"] == 0.01
+
+
+def test_resuming_without_a_checkpoint_says_so(text: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    run = plan(text, tmp_path / "run", optimizer={"steps": 1}, run={"save_every": 0})
+    train(run, resume=True, say=said.append)
+    assert said == [
+        f"there is no checkpoint in {tmp_path / 'run'}, so the run begins at its first step"
+    ]
+
+
+def test_a_run_goes_on_with_its_own_tokenizer(text: Path, tmp_path: Path) -> None:
+    tables = {"data": {"tokenizer": "bpe", "vocab": 300}, "optimizer": {"steps": 2}}
+    run = plan(text, tmp_path, **tables)
+    train(run)
+    kept = (tmp_path / "tokenizer" / "tokenizer.json").read_text()
+    shutil.rmtree(tmp_path / "tokenizer")
+    byte_tokenizer().save_pretrained(str(tmp_path / "tokenizer"))
+    train(run, resume=True)
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == kept
+
+
+def test_a_recipe_file_that_changed_is_not_resumed_with(text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[retention]\nmember = "Decay"\n')
+    tables = {"model": {"recipe": str(file)}, "optimizer": {"steps": 2}}
+    run = plan(text, tmp_path / "run", **tables)
+    train(run)
+    assert train(run, resume=True).steps == 0
+    file.write_text('[retention]\nmember = "Decay"\nwhen = "before"\n')  # of the same shapes
+    with pytest.raises(ValueError, match=r"with another recipe than 'mine' is now"):
+        train(run, resume=True)
+
+
+def test_a_text_that_changed_is_not_resumed_on(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    kept = {name: f"{name} says what it says. " * 30 for name in ("a.txt", "b.txt")}
+    for name, words in kept.items():
+        (folder / name).write_text(words)
+    run = plan(folder, tmp_path / "run", optimizer={"steps": 2})
+    train(run)
+    (folder / "b.txt").write_text(kept["b.txt"].replace("says", "sags", 1))  # of the same size
+    with pytest.raises(ValueError, match=r"b.txt has changed since .*run was begun"):
+        train(run, resume=True)
+    (folder / "b.txt").write_text(kept["b.txt"])
+    (folder / "c.txt").write_text("another")
+    with pytest.raises(ValueError, match=r"c.txt is new since"):
+        train(run, resume=True)
+    (folder / "c.txt").unlink()
+    (folder / "a.txt").rename(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match=r"a.txt is gone since"):
+        train(run, resume=True)
+    (tmp_path / "a.txt").rename(folder / "a.txt")
+    assert train(run, resume=True).steps == 0
+
+
+def test_a_large_file_is_known_by_its_size_and_both_ends(tmp_path: Path) -> None:
+    """Sparse: 65 MiB that are never written."""
+    path, size = tmp_path / "shard.jsonl", 65 * 2**20
+    seen = []
+    for place in (None, 0, size - 1, size // 2):
+        with path.open("wb") as file:
+            file.truncate(size)
+            if place is not None:
+                file.seek(place)
+                file.write(b"x")
+        seen.append(fingerprint(path)["sha256"])
+    plain, first, last, middle = seen
+    assert len({plain, first, last}) == 3
+    assert middle == plain  # as its docstring says
+    assert fingerprint(path)["bytes"] == size

@@ -1,0 +1,343 @@
+"""Signals, closed pipes, full disks and folders that vanish: what is finished is kept."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from safetensors.torch import load_file
+from tests.test_run_train import PLAN
+from typer.testing import CliRunner
+
+import recollect as rc
+from recollect.cli import build
+from recollect.cli.progress import CompareDisplay, ReproduceDisplay
+from recollect.experiments.reproduce import reproduce
+from recollect.lm.training.plan import TrainPlan
+from recollect.lm.training.progress import Progress
+from recollect.report import files
+
+SIZES = ("--width", "16", "--depth", "1", "--heads", "2")
+COMPARE = ("compare", "--models", "linear_attention,delta_net")
+STEPS = 150
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "t.txt"
+    draw = random.Random(0)
+    words = ["memory", "writes", "key", "value", "reads", "query", "token", "state", "again", "the"]
+    path.write_text("\n\n".join(" ".join(draw.choices(words, k=40)) for _ in range(150)))
+    return path
+
+
+@contextmanager
+def begun(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, in a group of its own."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "recollect.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def heard(stream: IO[str] | None, what: str) -> None:
+    """Wait until the command says so."""
+    assert stream is not None
+    for line in stream:
+        if re.search(what, line):
+            return
+    raise AssertionError(f"nobody said {what!r}")
+
+
+def run_file(folder: Path, text: Path, out: Path, steps: int = STEPS) -> Path:
+    path = folder / "run.toml"
+    plan = PLAN.format(text=text, out=out).replace("steps = 2", f"steps = {steps}")
+    path.write_text(plan.replace("save_every = 1", "save_every = 1000"))
+    return path
+
+
+# -- signals --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of a run that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = run_file(folder, text, folder / "out")
+    assert CliRunner().invoke(build(), ["train", str(config)]).exit_code == 0
+    return load_file(folder / "out" / "model" / "model.safetensors")
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=SLOW),
+        pytest.param(signal.SIGHUP, marks=SLOW),
+    ],
+)
+def test_a_run_that_is_told_to_end_saves_a_checkpoint(
+    number: signal.Signals, text: Path, tmp_path: Path, whole: dict[str, torch.Tensor]
+) -> None:
+    out = tmp_path / "out"
+    config = run_file(tmp_path, text, out)
+    with begun("train", str(config)) as run:
+        heard(run.stderr, r"^step \d")
+        os.killpg(run.pid, number)
+        said = run.communicate()[1]
+    assert run.returncode == 128 + number
+    assert "Traceback" not in said
+    (checkpoint,) = out.glob("checkpoint-*")
+    assert f"interrupted: {checkpoint} is whole, and --resume" in said
+    assert 0 < int(checkpoint.name.removeprefix("checkpoint-")) < STEPS
+    on = CliRunner().invoke(build(), ["train", str(config), "--resume"])
+    assert on.exit_code == 0, on.output
+    weights = load_file(out / "model" / "model.safetensors")
+    for name, weight in whole.items():
+        torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("jobs", [pytest.param("1", marks=SLOW), "2"])
+def test_a_comparison_that_is_told_to_end_keeps_what_it_has(
+    jobs: str, text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    models = ("--models", "linear_attention,delta_net,gla")
+    many = ("--steps", "60", "--jobs", jobs, "--text", str(text), "--out", str(out))
+    with begun("compare", *models, *SIZES, *many) as run:
+        heard(run.stdout, r"text: \w+ [\d.]+ after")
+        os.killpg(run.pid, signal.SIGTERM)  # a scheduler tells every process
+        said = run.communicate()[1]
+    assert run.returncode == 128 + signal.SIGTERM, said
+    assert "Traceback" not in said
+    found = json.loads((out / "results.json").read_text())
+    assert found["interrupted"] and not found["failures"]
+    done = [row for row in found["runs"] if row["finished"]]
+    assert done and all(row["value"] is not None for row in done)
+    assert (out / "report.html").exists() and not (out / ".run.lock").exists()
+
+
+def test_an_experiment_that_is_told_to_end_keeps_what_it_has(tmp_path: Path) -> None:
+    asked = ("reproduce", "ttr-fig2", "--scale", "small", "--out", str(tmp_path))
+    with begun(*asked) as run:
+        heard(run.stdout, r"\[1/\d+\]")
+        os.killpg(run.pid, signal.SIGTERM)
+        said = run.communicate()[1]
+    assert run.returncode == 128 + signal.SIGTERM, said
+    assert "Traceback" not in said
+    kept = list((tmp_path / "ttr-fig2" / "cells" / "small").glob("*.json"))
+    assert kept and all(json.loads(path.read_text())["values"] for path in kept)
+    found = json.loads((tmp_path / "ttr-fig2" / "results.json").read_text())
+    assert not found["complete"] and len(found["records"]) == len(kept)
+
+
+# -- pipes ----------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_leaves_ends_no_work(text: Path, tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path / "compare"), "--steps", "3", "--text", str(text))
+    with begun(*COMPARE, *SIZES, *out) as run:
+        assert run.stdout is not None and run.stdout.readline()
+        run.stdout.close()
+        assert run.stderr is not None and run.stderr.read() == ""
+        assert run.wait() == 0
+    assert len(json.loads((tmp_path / "compare" / "results.json").read_text())["runs"]) == 2
+
+
+@SLOW
+def test_a_run_whose_reader_leaves_is_trained_to_its_end(text: Path, tmp_path: Path) -> None:
+    with begun("train", str(run_file(tmp_path, text, tmp_path / "out", steps=20))) as run:
+        assert run.stderr is not None and run.stderr.readline()
+        run.stderr.close()
+        assert run.stdout is not None and "20 steps" in run.stdout.read()
+        assert run.wait() == 0
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "asked", [("zoo",), pytest.param(("explain", "gla"), marks=SLOW)], ids=lambda asked: asked[0]
+)
+def test_head_of_a_list_is_no_error(asked: tuple[str, ...]) -> None:
+    with begun(*asked) as run:
+        assert run.stdout is not None
+        run.stdout.close()
+        assert run.stderr is not None and run.stderr.read() == ""
+        assert run.wait() == 0
+
+
+# -- disks and folders ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which no file can be written, and a temporary one in which they can."""
+    place, other = tmp_path / "full", tmp_path / "tmp"
+    other.mkdir()
+    usual = files.tempfile.mkstemp
+
+    def mkstemp(*args: Any, **kwargs: Any) -> Any:
+        if place in (Path(kwargs["dir"]), *Path(kwargs["dir"]).parents):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(kwargs["dir"]))
+        return usual(*args, **kwargs)
+
+    monkeypatch.setattr(files.tempfile, "mkstemp", mkstemp)
+    monkeypatch.setattr(files.tempfile, "tempdir", str(other))
+    return place
+
+
+def rescued(said: str, folder: Path) -> Path:
+    assert "Traceback" not in said
+    assert f"{folder} cannot be written to (No space left on device)" in said
+    found = re.search(r"what was measured is in (\S+), to be", said)
+    assert found is not None
+    return Path(found[1])
+
+
+@pytest.fixture
+def roomy_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look before the work finds room."""
+    for command in ("compare", "reproduce"):
+        module = sys.modules[f"recollect.cli.{command}"]
+        monkeypatch.setattr(module, "check_writable", lambda out: out.mkdir(parents=True))
+
+
+@pytest.mark.usefixtures("roomy_at_first")
+def test_a_comparison_on_a_full_disk_is_kept_elsewhere(full: Path, text: Path) -> None:
+    asked = [*COMPARE, *SIZES, "--steps", "2", "--text", str(text), "--out", str(full)]
+    found = CliRunner().invoke(build(), asked)
+    assert found.exit_code == 2
+    place = rescued(found.stderr, full)
+    kept = json.loads((place / "results.json").read_text())
+    assert [run["model"] for run in kept["runs"]] == ["linear_attention", "delta_net"]
+    assert "linear_attention" in found.stdout and "bits per byte" in found.stdout  # shown anyway
+
+
+@pytest.mark.usefixtures("roomy_at_first")
+def test_rows_on_a_full_disk_are_kept_elsewhere(full: Path, text: Path) -> None:
+    asked = [*COMPARE, *SIZES, "--steps", "2", "--text", str(text), "--rows", str(full)]
+    found = CliRunner().invoke(build(), [*asked, "--parameters", "20000"])
+    assert found.exit_code == 2
+    place = rescued(found.stderr, full)
+    assert sorted(path.name for path in place.iterdir()) == [
+        "delta_net.json",
+        "linear_attention.json",
+    ]
+    for path in place.iterdir():
+        assert json.loads(path.read_text())["run"]["finished"]
+
+
+@pytest.mark.usefixtures("roomy_at_first")
+def test_an_experiment_on_a_full_disk_is_kept_elsewhere(full: Path, tmp_path: Path) -> None:
+    asked = ["reproduce", "ttr-fig2", "--scale", "smoke", "--out"]
+    found = CliRunner().invoke(build(), [*asked, str(full)])
+    assert found.exit_code == 2
+    place = rescued(found.stderr, full / "ttr-fig2")
+    assert CliRunner().invoke(build(), [*asked, str(tmp_path / "whole")]).exit_code == 0
+    wanted = {path.name for path in (tmp_path / "whole").rglob("cells/smoke/*.json")}
+    assert {path.name for path in place.rglob("cells/smoke/*.json")} == wanted
+
+
+def test_a_disk_that_has_room_again_loses_nothing(
+    full: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first: list[str] = []
+
+    class Viewer(ReproduceDisplay):
+        def __init__(self) -> None: ...
+
+        def begin(self, *_: Any) -> None: ...
+
+        def cell(self, record: Any) -> None:
+            first.append("measured")
+            if len(first) == 2:
+                monkeypatch.undo()
+
+    full.mkdir()
+    run = reproduce("ttr-fig2", scale="smoke", out=full, viewer=Viewer())
+    assert run.complete
+    assert len(run.results.records) == len(first)
+
+
+def vanishing(folder: Path, method: Callable[..., None]) -> Callable[..., None]:
+    """As the method, but the folder is deleted the first time."""
+    times: list[int] = []
+
+    def changed(*args: Any, **kwargs: Any) -> None:
+        method(*args, **kwargs)
+        times.append(1)
+        if len(times) == 1:
+            shutil.rmtree(folder)
+
+    return changed
+
+
+def test_a_comparison_whose_folder_vanishes_is_written_anew(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setattr(CompareDisplay, "end", vanishing(out, CompareDisplay.end))
+    asked = [*COMPARE, *SIZES, "--steps", "2", "--text", str(text), "--out", str(out)]
+    found = CliRunner().invoke(build(), asked)
+    assert found.exit_code == 0, found.output
+    assert len(json.loads((out / "results.json").read_text())["runs"]) == 2
+
+
+def test_an_experiment_whose_folder_vanishes_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setattr(ReproduceDisplay, "cell", vanishing(out, ReproduceDisplay.cell))
+    asked = ["reproduce", "ttr-fig2", "--scale", "smoke", "--out", str(out)]
+    found = CliRunner().invoke(build(), asked)
+    assert found.exit_code == 0, found.output
+    assert json.loads((out / "ttr-fig2" / "results.json").read_text())["complete"]
+
+
+def test_a_run_whose_folder_vanishes_goes_on(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def watch(progress: Progress) -> None:
+        if progress.step == 3 and out.exists():
+            shutil.rmtree(out)
+
+    tables = {
+        "model": {"width": 16, "depth": 1, "heads": 2},
+        "data": {"train": [str(text)], "context": 16},
+        "optimizer": {"steps": 6, "batch": 2},
+        "run": {"out": str(out), "save_every": 2},
+    }
+    result = rc.lm.train(TrainPlan.from_dict(tables), watch=watch)
+    assert result.steps == 6 and (result.folder / "model.safetensors").exists()
+    assert {path.name for path in out.glob("checkpoint-*")} <= {"checkpoint-4", "checkpoint-6"}
+    again = rc.lm.train(TrainPlan.from_dict(tables), resume=True)
+    assert again.steps == 0

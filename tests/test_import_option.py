@@ -1,0 +1,188 @@
+"""Members of one's own on the command line: imported because somebody says so, and only then."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from tests.test_run_train import PLAN
+from typer.testing import CliRunner, Result
+
+from recollect.choices import member
+from recollect.cli import COMMANDS, build
+from recollect.recipe import modules
+from recollect.recipe.modules import import_modules
+from recollect.zoo.preset import get
+
+MODULE = '''
+import recollect as rc
+
+
+@rc.member
+class {name}(rc.bias.Bias):
+    """Aims half as far again as the value."""
+
+    affine = (1.0, 1.5)
+
+    def error(self, prediction, value, gates):
+        return prediction - 1.5 * value
+'''
+
+
+class Place:
+    """A folder with a module of one's own, a recipe of it, and a run beside both."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch = folder, monkeypatch
+        (folder / "away").mkdir()
+        (folder / "my_biases.py").write_text(MODULE.format(name="Beyond"))
+        (folder / "mine.toml").write_text('[bias]\nmember = "Beyond"\n')
+        draw = random.Random(0)
+        words = ["memory", "writes", "key", "value", "reads", "query", "token", "state", "again"]
+        text = "\n\n".join(" ".join(draw.choices(words, k=40)) for _ in range(150))
+        (folder / "t.txt").write_text(text)
+        monkeypatch.chdir(folder)
+        self.forget()
+
+    def forget(self) -> None:
+        """As in a process that has just begun."""
+        patch = self.monkeypatch
+        mine = {n: m for n, m in member._REGISTRY.items() if m.__module__ != "my_biases"}
+        patch.setattr(member, "_REGISTRY", mine)
+        registry = sys.modules[get.__module__]
+        patch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
+        patch.setattr(modules, "_imported", {})
+        patch.setattr(sys, "path", [p for p in sys.path if p != str(self.folder)])
+        patch.delitem(sys.modules, "my_biases", raising=False)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return Place(tmp_path, monkeypatch)
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(build(), list(arguments))
+
+
+def refused(result: Result) -> str:
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert result.stderr.count("\n") == 1 and len(result.stderr) < 400
+    return result.stderr
+
+
+def test_a_recipe_is_explained_when_its_module_is_named(place: Place) -> None:
+    said = refused(invoke("explain", "mine.toml"))
+    assert "no member named 'Beyond' is registered" in said and "--import MODULE" in said
+    assert "my_biases" not in sys.modules
+    found = invoke("explain", "mine.toml", "--import", "my_biases")
+    assert found.exit_code == 0, found.output
+    place.forget()
+    assert invoke("explain", "mine.toml", "--import", "my_biases.py").exit_code == 0
+
+
+def test_processes_of_a_comparison_know_it_too(place: Place) -> None:
+    asked = ["compare", "--models", "mine.toml,linear_attention", "--text", "t.txt", "--jobs", "2"]
+    asked += ["--steps", "2", "--width", "16", "--depth", "1", "--heads", "2", "--json"]
+    assert "--import MODULE" in refused(invoke(*asked))
+    found = invoke(*asked, "--import", "my_biases")
+    assert found.exit_code == 0, found.output
+    data = json.loads(found.stdout)
+    assert [run["model"] for run in data["runs"]] == ["mine", "linear_attention"]
+    assert data["processes"] == 2 and not data["failures"]
+
+
+def test_a_run_names_its_modules_and_its_model_needs_them_named(place: Place) -> None:
+    config = place.folder / "run.toml"
+    written = PLAN.format(text=place.folder / "t.txt", out=place.folder / "out")
+    written = written.replace("[model]", f'[model]\nrecipe = "{place.folder / "mine.toml"}"')
+    config.write_text(written)
+    place.monkeypatch.chdir(place.folder / "away")  # beside the file, wherever the command stands
+    assert "import = [...]" in refused(invoke("train", str(config)))
+    config.write_text('import = ["my_biases"]\n' + written)
+    found = invoke("train", str(config))
+    assert found.exit_code == 0, found.output
+    plan = json.loads((place.folder / "out" / "plan.json").read_text())
+    assert plan["import"] == ["my_biases"]
+    place.forget()
+    on = invoke("train", str(config), "--resume", "--json")
+    assert on.exit_code == 0, on.output
+
+    place.forget()
+    place.monkeypatch.chdir(place.folder)
+    model = str(place.folder / "out" / "model")
+    said = refused(invoke("generate", model, "--prompt", "the", "--tokens", "2"))
+    assert "no member named 'Beyond' is registered" in said and "--import MODULE" in said
+    assert "my_biases" not in sys.modules
+    asked = ["generate", model, "--prompt", "the", "--tokens", "2", "--json"]
+    made = invoke(*asked, "--import", "my_biases")
+    assert made.exit_code == 0, made.output
+    assert json.loads(made.stdout)["tokens"] == 2
+
+
+def test_a_preset_of_ones_own_is_listed_and_compared(place: Place) -> None:
+    lines = [
+        "@rc.zoo.preset('Beyond', row=90, rule='W', references=(),",
+        "    fidelity=rc.zoo.Fidelity(kind='exact', source='here'))",
+        "def beyond_net():",
+        '    "Beyond."',
+        "    return rc.Recipe(bias=Beyond()), rc.LayerOptions()",
+    ]
+    path = place.folder / "my_biases.py"
+    path.write_text(path.read_text() + "\n\n" + "\n".join(lines) + "\n")
+    found = invoke("zoo", "--json", "--import", "my_biases")
+    assert found.exit_code == 0, found.output
+    assert "beyond_net" in [row["name"] for row in json.loads(found.stdout)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
+def test_every_command_takes_modules(command, place: Place) -> None:
+    asked = {"explain": ["gla"], "train": ["run.toml"], "generate": ["nowhere"]}
+    asked["compare"] = ["--models", "gla"]
+    name = command.__name__
+    said = refused(invoke(name, *asked.get(name, []), "--import", "absent_module"))
+    assert said.startswith(f"recollect {name}: --import absent_module: there is no module")
+    assert str(place.folder) in said
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "says"),
+    [
+        ("broken", "def f(:\n", "SyntaxError"),
+        ("raising", "x = 1\nraise KeyError('why')\n", "line 2): KeyError: 'why'"),
+        ("leaving", "raise SystemExit(3)\n", "SystemExit: 3"),
+        ("needing", "import absent_too\n", "No module named 'absent_too'"),
+        ("tomllib", "", "has the name of another module"),
+        ("not a name", None, "names no module"),
+        ("../evil", None, "names no module"),
+        ("", None, "names no module"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_sentence(
+    name: str, written: str | None, says: str, place: Place
+) -> None:
+    if written is not None:
+        (place.folder / f"{name}.py").write_text(written)
+    assert says in refused(invoke("explain", "gla", "--import", name))
+
+
+def test_of_two_modules_of_one_name_the_second_is_refused(place: Place) -> None:
+    import_modules(["my_biases"], beside=place.folder)
+    (place.folder / "away" / "my_biases.py").write_text("")
+    with pytest.raises(ValueError, match="has the name of another module"):
+        import_modules(["my_biases"], beside=place.folder / "away")
+
+
+def test_import_in_a_file_is_a_list_of_names(place: Place) -> None:
+    config = place.folder / "run.toml"
+    config.write_text("import = 3\n[data]\ntrain = 't.txt'\n[optimizer]\nsteps = 1\n")
+    assert "import must be a list of strings, not 3" in refused(invoke("train", str(config)))
