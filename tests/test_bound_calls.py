@@ -58,7 +58,7 @@ def test_a_titans_layer_goes_through_few_files() -> None:
     layer = rc.zoo.get("titans").build(d_model=32, heads=2)
     x = torch.randn(1, 40, 32)
     _, files = _calls(lambda: layer(x))
-    assert 10 < len(files) <= 20, sorted(files)
+    assert 10 < len(files) <= 24, sorted(files)  # four of them measure and limit the steps
 
 
 def test_a_binding_is_made_once_and_copied_as_what_it_was_made_of() -> None:

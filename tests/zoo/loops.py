@@ -102,6 +102,28 @@ def gradient(memory: Memory, loss: Loss, W: Sequence[Tensor], k: Tensor, v: Tens
     return list(torch.autograd.grad(loss(memory(points, k), v).sum(), points))
 
 
+def normalised(
+    memory: Memory,
+    loss: Loss,
+    W: Sequence[Tensor],
+    k: Tensor,
+    v: Tensor,
+    sizes: Callable[[Weights], list[Tensor]] = lambda W: [torch.ones(()) for _ in W],
+) -> Weights:
+    """ρ ∇_W ℓ, ρ = ⟨e, g⟩ / (Σ_l c_l ‖∂ℓ/∂W_l‖² + 1e-6 |g|²), e = M(W; k) − v, g = ∂ℓ/∂M.
+
+    Args:
+        sizes: c_l, by how much a step of A moves W where a link stands between them.
+    """
+    read = memory(W, k).detach().requires_grad_()
+    (g,) = torch.autograd.grad(loss(read, v).sum(), [read])
+    slopes = gradient(memory, loss, W, k, v)
+    parts = zip(sizes(list(W)), slopes, strict=True)
+    size = torch.stack([c * x.square().sum((-2, -1)) for c, x in parts]).sum(0)
+    rho = ((read.detach() - v) * g).sum(-1) / (size + 1e-6 * g.square().sum(-1))
+    return [rho[..., None, None] * x for x in slopes]
+
+
 # -- one token after the other ---------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from tests.zoo.loops import (
     gelu,
     half_square,
     layer_norm,
+    normalised,
     rows,
     start,
     times,
@@ -178,9 +179,15 @@ def test_swla_of_one_association_is_linear_attention(method: str) -> None:
 
 @METHODS
 def test_omega_net(method: str) -> None:
+    """Every association of the window with its own ρ, and the γ of the current token."""
+
     def step(A: Weights, W: Weights, t: int) -> Weights:
-        g = omega(perceptron, W, t)
-        return [at(ALPHA, t) * a - at(LR, t) * x for a, x in zip(A, g, strict=True)]
+        total = [torch.zeros_like(w) for w in W]
+        for back in range(min(C, t + 1)):
+            i = t - back
+            g = normalised(perceptron, half_square, W, KEY[:, i], X[:, i])
+            total = [s + at(GAMMA[..., back], t) * x for s, x in zip(total, g, strict=True)]
+        return [at(ALPHA, t) * a - at(LR, t) * x for a, x in zip(A, total, strict=True)]
 
     want = walk(step, perceptron, rows(POLY))
     torch.testing.assert_close(zoo("omega_net", method, lr=LR, window=GAMMA, **DECAY), want, **TOL)
@@ -208,8 +215,29 @@ def newton_schulz(S: Tensor, steps: int = 5) -> Tensor:
     return U @ (s.unsqueeze(-1) * Vt)
 
 
+def window(weights: dict[int, Tensor], t: int) -> dict[int, Tensor]:
+    """``weights`` of associations by their index, with those of token t's window added."""
+    found = dict(weights)
+    for back in range(min(C, t + 1)):
+        found[t - back] = found.get(t - back, 0.0) + GAMMA[:, t, :, back]
+    return found
+
+
+def searched(memory, W: Weights, D: Weights, weights: dict[int, Tensor]) -> Tensor:  # type: ignore[no-untyped-def]
+    """λ ≥ 0 of the least Σ w |e + λ J D|², with 1e-6 ‖D‖² beside |J D|², for a factor of D."""
+    along = below = torch.zeros(B, H, dtype=torch.float64)
+    size = torch.stack([d.square().sum((-2, -1)) for d in D]).sum(0)
+    for i, w in weights.items():
+        read, moved = torch.autograd.functional.jvp(
+            lambda *W, i=i: memory(list(W), KEY[:, i]), tuple(W), tuple(D)
+        )
+        along = along - w * ((read - X[:, i]) * moved).sum(-1)
+        below = below + w * (moved.square().sum(-1) + 1e-6 * size)
+    return (along / below).clamp_min(0)[..., None, None]
+
+
 def muon(memory, init: tuple[Tensor, ...]):  # type: ignore[no-untyped-def]
-    """Token by token: S = θ S − g, A = α A + η NS(S), gradients at the batch's start."""
+    """Token by token: S = θ S − g, A = α A + η λ NS(S), gradients at the batch's start."""
     A, S = rows(init), [torch.zeros_like(w) for w in rows(init)]
     W = A
     for t in range(T):
@@ -217,7 +245,9 @@ def muon(memory, init: tuple[Tensor, ...]):  # type: ignore[no-untyped-def]
             W = A
         g = omega(memory, W, t)
         S = [at(THETA, t) * s - x for s, x in zip(S, g, strict=True)]
-        A = [at(ALPHA, t) * a + at(LR, t) * newton_schulz(s) for a, s in zip(A, S, strict=True)]
+        D = [newton_schulz(s) for s in S]
+        rate = at(LR, t) * searched(memory, W, D, window({}, t))
+        A = [at(ALPHA, t) * a + rate * d for a, d in zip(A, D, strict=True)]
         yield t, A, S
 
 
@@ -236,17 +266,19 @@ def test_atlas_token_by_token(method: str) -> None:
     [("atlas", perceptron, POLY), ("atlas_plus_plus", gated, GATED)],
 )
 def test_atlas_moves_at_the_border(name: str, memory, init, method: str) -> None:  # type: ignore[no-untyped-def]
-    """Tokens read W°; then A ← Π α · A + mean(η) NS(S)."""
+    """Tokens read W°; then A ← Π α · A + mean(η) λ NS(S), λ of all that the batch has fitted."""
     W, S = rows(init), [torch.zeros_like(w) for w in rows(init)]
-    outputs = []
+    outputs, fitted = [], dict[int, Tensor]()
     for t in range(T):
+        fitted = window({} if t % 16 == 0 else fitted, t)
         outputs.append(memory(W, Q[:, t]))
         g = omega(memory, W, t)
         S = [at(THETA, t) * s - x for s, x in zip(S, g, strict=True)]
         if t % 16 == 15:
             kept = ALPHA[:, t - 15 : t + 1].prod(1)[..., None, None]
-            rate = LR[:, t - 15 : t + 1].mean(1)[..., None, None]
-            W = [kept * w + rate * newton_schulz(s) for w, s in zip(W, S, strict=True)]
+            D = [newton_schulz(s) for s in S]
+            rate = LR[:, t - 15 : t + 1].mean(1)[..., None, None] * searched(memory, W, D, fitted)
+            W = [kept * w + rate * d for w, d in zip(W, D, strict=True)]
     torch.testing.assert_close(zoo(name, method, **GATES), torch.stack(outputs, 1), **TOL)
 
 
@@ -254,7 +286,7 @@ def test_atlas_moves_at_the_border(name: str, memory, init, method: str) -> None
 def test_without_newton_schulz_atlas_is_omega_net_with_momentum(method: str) -> None:
     """η outside of the momentum or inside is the same where it does not change with t."""
     twin = rc.zoo.get("atlas_per_token").recipe
-    plain = twin.but(algorithm=replace(twin.algorithm, newton_steps=0))
+    plain = twin.but(algorithm=replace(twin.algorithm, newton_steps=0, normalize=False))
     omega_net = rc.zoo.get("omega_net").recipe.but(algorithm=rc.algorithm.Momentum(batch=16))
     gates = {**GATES, "lr": torch.full_like(LR, 0.05)}
     got, want = (recall(recipe, method, POLY, **gates) for recipe in (plain, omega_net))
@@ -266,6 +298,7 @@ def test_without_newton_schulz_atlas_is_omega_net_with_momentum(method: str) -> 
 def test_a_doubled_step_changes_atlas(name: str, method: str) -> None:
     """With η inside Newton–Schulz (D.4) it cancels; outside (eq. 32) it does not."""
     recipe = rc.zoo.get(name).recipe
+    recipe = recipe.but(algorithm=replace(recipe.algorithm, normalize=False))
     init = GATED if name == "atlas_plus_plus" else POLY
     inner = recipe.but(algorithm=replace(recipe.algorithm, scale="inner"))
     slow = {**GATES, "log_decay": 0.1 * ALPHA.log()}

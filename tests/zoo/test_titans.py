@@ -15,8 +15,8 @@ from tests.zoo.loops import (
     Weights,
     X,
     at,
-    gradient,
     half_square,
+    normalised,
     perceptron,
     rows,
     walk,
@@ -39,12 +39,12 @@ def zoo(name: str, method: str = "auto", **gates: Tensor) -> Tensor:
 
 
 def surprise(W: Weights, t: int) -> Weights:
-    return gradient(perceptron, half_square, W, KEY[:, t], X[:, t])
+    return normalised(perceptron, half_square, W, KEY[:, t], X[:, t])
 
 
 @METHODS
 def test_titans(method: str) -> None:
-    """S_t = θ_t S_(t−1) − η_t ∇ℓ, M_t = α_t M_(t−1) + S_t, gradients at the batch's start."""
+    """S_t = θ_t S_(t−1) − η_t ρ_t ∇ℓ, M_t = α_t M_(t−1) + S_t, gradients at the batch's start."""
     A, W, S = rows(MLP), rows(MLP), [torch.zeros_like(w) for w in rows(MLP)]
     outputs = []
     for t in range(Q.shape[1]):

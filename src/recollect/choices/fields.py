@@ -90,6 +90,8 @@ class Param:
     Attributes:
         draw: the law of entries that are drawn instead: `recollect.recipe.initial_params.start`.
         learned: whether a layer trains it unless its options say otherwise.
+        beside_key: whether it scales V channels of unit root mean square that are added to the key:
+            a layer whose keys have a length begins it at |k|/√V, where both are equally long.
 
     Examples:
         >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr="static"))
@@ -104,6 +106,7 @@ class Param:
     init: float | tuple[float, ...] = 0.0
     draw: str | None = None
     learned: bool = True
+    beside_key: bool = False
 
     def __post_init__(self) -> None:
         if self.draw is not None and self.draw not in DRAWS:

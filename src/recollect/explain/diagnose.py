@@ -21,8 +21,10 @@ from torch import Tensor
 from recollect.choices.member import RecipeError
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.problem import resolve, state_dtype
+from recollect.engines.deep.gradient_factors import Points
 from recollect.engines.select import select
 from recollect.explain.diagnosis import OVERSHOOT, Diagnosis, Fault, short
+from recollect.explain.tangent import measured, top_eigenvalue
 from recollect.layer.gates import GateProjection, Squash
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.recall.reading import read
@@ -85,6 +87,7 @@ class _Examination:
         self.places: list[int] = []
         self.surprise = torch.full((self.T, self.H), torch.nan)
         self.step = torch.full((self.T, self.H), torch.nan)
+        self.steep: list[Tensor] = []
 
     def _map_names(self) -> list[str]:
         layer, recipe = self.layer, self.recipe
@@ -112,6 +115,8 @@ class _Examination:
             step=self.step,
             saturated=self._saturated(),
             first=first,
+            share=self._shares(),
+            steep=torch.stack(self.steep) if self.steep else None,
         )
 
     # -- what is given -----------------------------------------------------------------------------
@@ -155,6 +160,8 @@ class _Examination:
             cut = slice(start, min(start + self.b, self.T))
             error, before, loss = self._predict(cut, state, None)
             self.surprise[cut] = loss
+            if measured(self.recipe):
+                self.steep.append(self._steepness(cut, state))
             y, after = self._recall(cut, state)
             fault = self._fault(cut, y, after)
             if fault is not None:
@@ -181,6 +188,31 @@ class _Examination:
         )
         assert after is not None
         return y, after
+
+    def _steepness(self, cut: slice, state: State) -> Tensor:
+        """The top eigenvalue of diag(η) K of an inner batch ``[H]``, see `tangent`."""
+        k, v = self.k[:, cut], self.v[:, cut]
+        dtype, (B, t, H, K) = state_dtype(k, v), k.shape
+        gates = {name: gate[:, cut] for name, gate in self.gates.items()}
+        at = sized(self.recipe, H=H, K=K, V=v.shape[-1])
+        rates = resolve(at, gates, self.params, B=B, T=t, dtype=dtype, device=k.device)
+        position = state.position[:, None] + torch.arange(t, device=k.device)
+        phi = self.recipe.features.phi(k.unsqueeze(3).to(dtype), self.params, "key", position)
+        bias = self.recipe.bias
+
+        def by_head(x: Tensor) -> Tensor:
+            return x.to(dtype).transpose(1, 2)
+
+        numbers = {name: by_head(rates[name]) for name in bias.numbers}
+        points = Points(
+            phi=by_head(phi.squeeze(3)),
+            raw=by_head(k),
+            v=by_head(v),
+            gates={n: x if bias.numbers[n] else x.unsqueeze(-1) for n, x in numbers.items()},
+        )
+        steps = {n: by_head(rates[n]) for n in ("lr", "momentum", "window") if n in rates}
+        W = [w.to(dtype) for w in state.weights]
+        return top_eigenvalue(self.recipe, W, points, self.params, steps).mean(0).float().cpu()
 
     def _norms(self, state: State) -> None:
         self.places.append(int(state.position[0]))
@@ -300,10 +332,24 @@ class _Examination:
             made = own.get(name)
             if not isinstance(made, GateProjection):
                 continue
+            share = self._share() if name == "lr" else None
+            gate = gate if share is None else share
             at_end = self._at_an_end(name, gate.float(), made.squash)
             if at_end is not None:
                 saturated[name] = at_end.float().transpose(0, 2).flatten(1).mean(1).cpu()
         return saturated
+
+    def _share(self) -> Tensor | None:
+        """The rate as a share of the stability limit, as the layer's gate has it."""
+        limit, values = self.layer.limit, {**self.gates, **self.params}
+        return None if limit is None else values["lr"] / limit(values)
+
+    def _shares(self) -> Tensor | None:
+        share = self._share()
+        if share is None:
+            return None
+        share = share.float()
+        return (share if share.dim() == 3 else share.flatten(3).mean(-1)).mean(0).cpu()
 
     def _at_an_end(self, name: str, gate: Tensor, squash: Squash) -> Tensor | None:
         if name.startswith("log_decay"):

@@ -71,6 +71,10 @@ class Diagnosis:
         saturated: by gate, share of its values within a hundredth of an end of its range, ``[H]``.
             A decay is at an end where it keeps 99 % over the whole sequence, or 1 % per token.
         first: the first value that is not finite, or ``None``.
+        share: of the stability limit, that the token's rate is ``[T, H]``, where a layer has such.
+        steep: top eigenvalue of rates times the kernel of the tangent features, per inner batch
+            ``[batches, H]``, where a deep memory's steps add up linearly: beyond 2 what is written
+            again and again diverges.
 
     Examples:
         >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, heads=2)
@@ -89,6 +93,8 @@ class Diagnosis:
     step: Tensor
     saturated: Mapping[str, Tensor] = field(default_factory=dict)
     first: Fault | None = None
+    share: Tensor | None = None
+    steep: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -127,6 +133,13 @@ class Diagnosis:
                         f"{short(ends[-1].item())} within {places[-1] - places[top]} tokens: "
                         "slower decays, or larger steps"
                     )
+        for head, top in enumerate([] if self.steep is None else self.steep.amax(0).tolist()):
+            if top > OVERSHOOT:
+                findings.append(
+                    f"head {head}: the steps of one inner batch move its errors by up to "
+                    f"{short(top)} times themselves, and repeated writes diverge beyond 2: smaller "
+                    "steps, or normalize=True and a rate with unit='share'"
+                )
         for name, share in self.saturated.items():
             for head in (share > 0.5).nonzero().flatten().tolist():
                 findings.append(f"head {head}: gate {name!r} is saturated at {share[head]:.0%}")
@@ -143,6 +156,8 @@ class Diagnosis:
             "slots": {name: _listed(x) for name, x in self.slots.items()},
             "surprise": _listed(self.surprise),
             "step": _listed(self.step),
+            "share": None if self.share is None else _listed(self.share),
+            "steep": None if self.steep is None else _listed(self.steep),
             "saturated": {name: _listed(x) for name, x in self.saturated.items()},
             "first": None if self.first is None else vars(self.first),
             "findings": list(self.findings),
@@ -159,6 +174,8 @@ class Diagnosis:
             **{f"‖{name}‖": self._ends(norm) for name, norm in self.slots.items()},
             "surprise": self._thirds(self.surprise),
             "step": self._thirds(self.step),
+            **({} if self.share is None else {"share": self._thirds(self.share)}),
+            **({} if self.steep is None else {"top of ηK": self._thirds(self.steep)}),
             **{f"{name} at an end": _shares(x) for name, x in self.saturated.items()},
         }
         widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}

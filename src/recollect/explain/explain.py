@@ -15,7 +15,7 @@ Every line is made of what the members say about themselves (signed terms, see
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from recollect.choices.fields import Gate, Param
@@ -24,6 +24,7 @@ from recollect.cost import Cost, cost
 from recollect.engines.select import select
 from recollect.explain.equations import legend, map_names, objective, read_rule, write_rule
 from recollect.explain.naming import PROPERTIES, Named, fingerprint, named, properties
+from recollect.recipe.limit import step_limit
 from recollect.recipe.recipe import CHOICES, Recipe
 from recollect.report.units import readable
 from recollect.theory import findings
@@ -68,6 +69,8 @@ class Explanation:
             none promises that, some recipes are: see docs/explain.md.
         named: systems with the same recipe, sizes apart. ``of``: how many were looked at.
         gates, params: the numbers and tensors that `recollect.recall` asks for.
+        units: by name, of the numbers that the preset's layer states in a unit of its own: what the
+            recipe's number then is.
         init: shapes of the initial memory that it needs, if it does.
         state: what is remembered between calls, by part.
         properties: the answers to `PROPERTIES`.
@@ -103,6 +106,7 @@ class Explanation:
     properties: Mapping[str, bool]
     cost: Cost | None
     theory: tuple[str, ...] = ()
+    units: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -123,6 +127,7 @@ class Explanation:
             ],
             "gates": [_declared(gate) for gate in self.gates],
             "params": [_declared(param) for param in self.params],
+            "units": dict(self.units),
             "init": list(self.init),
             "state": list(self.state),
             "properties": dict(self.properties),
@@ -162,7 +167,8 @@ class Explanation:
     def _needs(self) -> Iterator[str]:
         for gate in self.gates:
             travels = ", of the association" if gate.travels else ""
-            yield f"gate {gate.name} {_shape('B, T, H', gate.axes)} {_span(gate)}{travels}"
+            unit = f"; {self.units[gate.name]}" if gate.name in self.units else ""
+            yield f"gate {gate.name} {_shape('B, T, H', gate.axes)} {_span(gate)}{travels}{unit}"
         for param in self.params:
             drawn = f", drawn ({param.draw})" if param.draw else ""
             fixed = "" if param.learned else ", not trained"
@@ -219,7 +225,16 @@ def explain(recipe: Recipe | str | _Preset, *, method: str = "auto") -> Explanat
         properties=properties(resolved),
         cost=_price(resolved, method),
         theory=findings(resolved, _SIZE, _SIZE),
+        units=_units(resolved, options),
     )
+
+
+def _units(recipe: Recipe, options: LayerOptions | None) -> dict[str, str]:
+    """What the numbers are that a preset's layer states in a unit of its own."""
+    if options is None or options.gate("lr").unit is None:
+        return {}
+    share = f"the layer's is a share s_t of the stability limit, η_t = s_t · {step_limit(recipe)}"
+    return {"lr": share}
 
 
 def _resolve(recipe: object) -> tuple[str, LayerOptions | None, Recipe]:

@@ -9,6 +9,7 @@ from recollect.layer.options import LayerOptions
 from recollect.layer.state import LayerState
 from recollect.layer.ties import check_ties
 from recollect.recall.arguments import check_borders, check_mask
+from recollect.recipe.limit import step_limit
 from recollect.recipe.recipe import Recipe
 from recollect.wording import word_for
 
@@ -82,11 +83,36 @@ def check_options(recipe: Recipe, options: LayerOptions) -> None:
                 f"it asks for: {', '.join(sorted(names)) or 'none'}"
             )
     check_ties(recipe, options)
+    _check_units(recipe, options)
     if recipe.associations > 1 and (options.skip or options.qk == "ones"):
         raise RecipeError(
             "LayerOptions(skip=..., qk=...) speak of one association per token, and this "
             f"recipe takes {recipe.associations}"
         )
+
+
+def _check_units(recipe: Recipe, options: LayerOptions) -> None:
+    """Whether what is stated as a share is the rate of steps that have a limit."""
+    for name, own in dict(options.gates).items():
+        if own.unit is None:
+            continue
+        if name != "lr":
+            raise RecipeError(
+                f"options of {name!r}: unit='share' is a share of the stability limit of steps, "
+                "which only the rate 'lr' has: leave unit out"
+            )
+        title = recipe.algorithm.title
+        if step_limit(recipe) is None:
+            raise RecipeError(
+                f"options of {name!r}: unit='share' needs steps measured by the error that they "
+                f"correct, and {title} takes plain ones: give it normalize=True, or leave unit out"
+            )
+        if name not in {gate.name for gate in recipe.gates()}:
+            raise RecipeError(
+                f"options of {name!r}: unit='share' follows the token's momentum and window, and "
+                f"{title} holds one rate for all tokens: use lr='token' (with source='learned' the "
+                "share is still one number per head)"
+            )
 
 
 def check_tokens(x: Tensor, mask: Tensor | None, borders: Tensor | None, *, d_model: int) -> None:

@@ -43,6 +43,7 @@ RATES = frozenset({"lr", "erase", "window"})  # they scale a write, an erasure o
 SPREAD = 8.0
 RANK = 32
 MOVES = 0.2  # standard deviation of z that a token of unit root mean square causes at the start
+BEGINS = 0.5  # of the stability limit, for a rate stated as a share of it: docs/design/steps.md
 MARGIN = 1e-6  # keeps values off an end that the range excludes, also in float32
 
 
@@ -298,7 +299,9 @@ class GateProjection(nn.Module):
         if options.schedule is not None:
             value = _schedule(options.schedule, self.shape, self.depth)
             return value.exp() if self.decays and not self.log else value
-        given = declared.init if options.init is None else options.init
+        given = options.init
+        if given is None:
+            given = declared.init if options.unit is None else BEGINS
         if isinstance(given, tuple) and options.init is None:
             # A member's tuple runs along the last axis, an option's over heads.
             return torch.tensor(given, dtype=torch.float64).expand(self.shape).clone()

@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from recollect.choices.memory.base import Stack
 from recollect.recipe.recipe import Recipe
 
-__all__ = ["InitialMemory", "InitialPairs"]
+__all__ = ["InitialMemory", "InitialPairs", "read_widths"]
 
 
 class InitialMemory(nn.Module):
@@ -17,32 +18,57 @@ class InitialMemory(nn.Module):
 
     Entries of deviation scale · in^(−1/2), at scale 1, keep the lengths of what they multiply: a
     key of unit length meets hidden activations of unit length, so an inner step of size below 1
-    does not overshoot.
+    does not overshoot. Features are about as long as the key that they lift, however many they are:
+    for a map that reads them ``in`` is K.
 
     Args:
         heads: H, memories.
         shapes: of the maps, without the head, in order of application.
         scale: of the entries, > 0.
+        inputs: of each map, ``in``; what its shape says when omitted.
     """
 
-    def __init__(self, heads: int, shapes: tuple[tuple[int, ...], ...], scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        heads: int,
+        shapes: tuple[tuple[int, ...], ...],
+        scale: float = 1.0,
+        inputs: tuple[int, ...] | None = None,
+    ) -> None:
         super().__init__()
         self.scale = scale
+        self.inputs = inputs or tuple(math.prod(shape[1:]) for shape in shapes)
         self.maps = nn.ParameterList([torch.empty(heads, *shape) for shape in shapes])
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Back to the start."""
-        for weight in self.maps:
+        for weight, inputs in zip(self.maps, self.inputs, strict=True):
             if weight.dim() < 3:
                 nn.init.zeros_(weight)  # a bias of a user's own module
             else:
-                nn.init.normal_(weight, std=self.scale * math.prod(weight.shape[2:]) ** -0.5)
+                nn.init.normal_(weight, std=self.scale * inputs**-0.5)
 
     def forward(self) -> tuple[Tensor, ...]:
         """The tensors, as `recall` takes them."""
         return tuple(self.maps)
+
+
+def read_widths(recipe: Recipe, K: int, V: int) -> tuple[int, ...]:
+    """Of each map of a finite memory: how many channels it reads, features counted as their key.
+
+    Args:
+        recipe: whose memory it is.
+        K: key channels.
+        V: value channels.
+    """
+    shapes, memory = recipe.shapes(K, V), recipe.memory
+    inputs = [math.prod(shape[1:]) for shape in shapes]
+    if isinstance(memory, Stack) and recipe.features.finite:
+        maps = memory.maps(recipe.axes(K, V)["F"], V)
+        inputs = [K + one.bias if one.first else one.inp for one in maps]
+    return tuple(inputs)
 
 
 class InitialPairs(nn.Module):

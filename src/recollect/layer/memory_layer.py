@@ -17,7 +17,7 @@ from recollect.choices.fields import Gate, Param
 from recollect.layer.checks import check_options, check_sizes, check_state, check_tokens
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import GateProjection, scaled
-from recollect.layer.initial_memory import InitialMemory, InitialPairs
+from recollect.layer.initial_memory import InitialMemory, InitialPairs, read_widths
 from recollect.layer.options import LayerOptions
 from recollect.layer.rotation import (
     Phase,
@@ -36,6 +36,7 @@ from recollect.recall.call import Call
 from recollect.recall.modes import refuse_transforms
 from recollect.recall.packing import CompactedBatch, compact, scatter
 from recollect.recall.recall import memorise
+from recollect.recipe.limit import step_limit
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["MemoryLayer"]
@@ -130,6 +131,7 @@ class MemoryLayer(nn.Module):
         declared = (*recipe.gates(), *recipe.params())
         self.shared_angles = {d.name for d in declared if shares_angle(d, recipe, options)}
         self.gates, self.params = self._numbers(recipe.gates()), self._numbers(recipe.params())
+        self.limit = step_limit(recipe) if options.gate("lr").unit == "share" else None
         self.key_gates = [name for name, number in self.gates.items() if number.key]
         self.phase = None
         if options.phase != "none":
@@ -147,7 +149,8 @@ class MemoryLayer(nn.Module):
         shapes = recipe.shapes(self.head_dim, self.value_dim) if recipe.needs_init() else ()
         self.memory: InitialMemory | InitialPairs | None = None
         if shapes:
-            self.memory = InitialMemory(self.kv_heads, shapes, options.memory_scale)
+            inputs = read_widths(recipe, self.head_dim, self.value_dim)
+            self.memory = InitialMemory(self.kv_heads, shapes, options.memory_scale, inputs)
         if recipe.dual and recipe.needs_init():
             self.memory = InitialPairs(
                 self.kv_heads,
@@ -172,6 +175,10 @@ class MemoryLayer(nn.Module):
                 continue
             if declared.name in rules and rule == "rate":
                 options = replace(options, source="learned")
+            length = {"l2": 1.0, "rms": math.sqrt(self.head_dim)}.get(self.options.qk_norm)
+            beside = isinstance(declared, Param) and declared.beside_key
+            if beside and length is not None and options.init is None:
+                options = replace(options, init=length / math.sqrt(self.value_dim))
             sizes = self.recipe.axes(self.head_dim, self.value_dim)
             if declared.name in self.shared_angles:
                 sizes = {axis: max(1, size // 2) for axis, size in sizes.items()}
@@ -316,6 +323,8 @@ class MemoryLayer(nn.Module):
             values = self.ties.numbers(values, k, self.gates)
         if self.ties.key is not None and not self.ties.makes_keys:
             k = self.ties.keys(k, values, q)
+        if self.limit is not None:
+            values = {**values, "lr": values["lr"] * self.limit(values)}
         params = {name: values.pop(name) for name in self._bound.sized.params}
         return Associations(
             q=q,

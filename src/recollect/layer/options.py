@@ -102,13 +102,17 @@ class GateOptions(_Options):
     Args:
         source: ``"input"``, ``"learned"`` or ``"fixed"``; gates default to the first, params to the
             second and cannot have the first.
+        unit: ``None``: the recipe's own. ``"share"``, of the rate ``"lr"`` of normalised steps: a
+            share s of the limit beyond which one repeated association diverges, η_t = s_t ·
+            2 (1 − θ_t) / (b Σγ), see `recollect.recipe.limit`; between 0 and 1 and beginning at one
+            half unless said otherwise, at every width, inner batch, window and momentum.
         squash: ``"sigmoid"``: low + (high − low)·sigmoid(z). ``"softplus"``: low + softplus(z).
             ``"logsigmoid"``: high + logsigmoid(z)/temperature, for log decays (GLA divides by 16).
             ``"exp"``: low + exp(z), or high − exp(z) for what has no lower end. ``"identity"``: z.
         low, high: ends of the squashing, e.g. 0 and 2 for a delta rule with negative eigenvalues.
         temperature: > 0; larger values hold a log decay nearer to its upper end.
-        init: value at a zero input, in the number's own unit (a logarithm for log decays), one for
-            all heads or one per head.
+        init: value at a zero input, in the number's own unit (a logarithm for log decays) or in
+            ``unit``, one for all heads or one per head.
         spread: ≥ 1. Memory times −1/log α of a decay start geometrically spread over the heads
             (over the channels, when per channel), from 1/spread to spread times that of ``init``.
         rank: of the projection; 0 is a full matrix. ``None``: 32 for gates per channel, else full.
@@ -129,6 +133,7 @@ class GateOptions(_Options):
     """
 
     source: str | None = option(None, "input", "learned", "fixed", optional=True)
+    unit: str | None = option(None, "share", optional=True)
     squash: str | None = option(
         None, "sigmoid", "softplus", "logsigmoid", "exp", "identity", optional=True
     )

@@ -13,7 +13,7 @@ from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import ATLAS, COMMON, HALF, SLOW
+from recollect.zoo.sources import ATLAS, COMMON, HALF, NORMALISED, SHARE, SLOW
 
 __all__ = ["atlas", "atlas_per_token", "atlas_plus_plus", "dla", "omega_net", "swla"]
 
@@ -21,11 +21,16 @@ _FEATURES = "the degree of the polynomial, 2, is ours, with the coefficients of 
 _WINDOW = "the window, 8 associations, is ours; η_t and γ_i^(t) are gates of the token both"
 _CHUNKS = "gradients are taken at the start of inner batches of 16 tokens"
 _SURPRISE = "S_t = θ_t S_(t−1) − Σ_(i>t−c) γ_i^(t) ∇‖M_(t−1)(φ(k_i)) − v_i‖²"
-_MUON_RULE = f"{_SURPRISE},  M_t = α_t M_(t−1) + η_t NS5(S_t)"
+_MUON_RULE = f"{_SURPRISE},  M_t = α_t M_(t−1) + η_t λ_t NS5(S_t)"
 _MUON = (
     "the signs are those of eqs. 57–58, the step is outside of Newton–Schulz as in eq. 32 (inside, "
-    "as eq. 58 has it, Newton–Schulz would cancel it)"
+    "as eq. 58 has it, Newton–Schulz would cancel it); an orthogonalised step has an absolute "
+    "size, of which the papers say nothing: λ_t is the length that leaves least of the errors to "
+    "first order, and η_t a share of twice that, one half at the start"
 )
+
+
+_SHARES = LayerOptions(gates={"lr": SHARE, "log_decay": SLOW})
 
 
 def _gates(most: float) -> dict[str, GateOptions]:
@@ -89,18 +94,17 @@ def _omega(memory: Memory, algorithm: GradientDescent | Muon) -> Recipe:
 @preset(
     "OmegaNet",
     row=58,
-    rule="M_t = α_t M_(t−1) − η_t Σ_(i>t−c) γ_i^(t) ∇‖M_(t−1)(φ(k_i)) − v_i‖²",
+    rule="M_t = α_t M_(t−1) − η_t Σ_(i>t−c) γ_i^(t) ρ_i ∇‖M_(t−1)(φ(k_i)) − v_i‖²",
     references=(ATLAS("eqs. 8–10, 15–16 and 56"),),
     fidelity=Fidelity(
-        kind="exact",
+        kind="reconstruction",
         source="ATLAS eq. 10, in inner batches as eq. 16",
-        note=f"{HALF}. {_FEATURES}; {_WINDOW}; {_CHUNKS}; {COMMON}",
+        note=f"{NORMALISED}. {HALF}. {_FEATURES}; {_WINDOW}; {_CHUNKS}; {COMMON}",
     ),
 )
 def omega_net() -> tuple[Recipe, LayerOptions]:
     """The Omega rule: a window of associations is fitted at every step."""
-    # 16 tokens that each fit a window of 8 write one repeated association 128 times.
-    return _omega(MLP(), GradientDescent(batch=16)), LayerOptions(gates=_gates(1 / 128))
+    return _omega(MLP(), GradientDescent(batch=16, normalize=True)), _SHARES
 
 
 @preset(
@@ -118,7 +122,7 @@ def omega_net() -> tuple[Recipe, LayerOptions]:
 )
 def atlas() -> tuple[Recipe, LayerOptions]:
     """The Omega rule, optimised by Muon once in every inner batch."""
-    return _omega(MLP(), Muon(batch=16, every="batch")), LayerOptions(gates=_gates(0.1))
+    return _omega(MLP(), Muon(batch=16, every="batch", normalize=True)), _SHARES
 
 
 @preset(
@@ -127,7 +131,7 @@ def atlas() -> tuple[Recipe, LayerOptions]:
     rule=_MUON_RULE,
     references=(ATLAS("eqs. 32–33, 40 and 57–58"),),
     fidelity=Fidelity(
-        kind="exact",
+        kind="reconstruction",
         source="ATLAS eqs. 32–33 and 40",
         note=f"Newton–Schulz runs at every token, some 200 times the cost of plain descent. "
         f"{_MUON}. {HALF}. {_FEATURES}; {_WINDOW}; {_CHUNKS}; {COMMON}",
@@ -135,7 +139,7 @@ def atlas() -> tuple[Recipe, LayerOptions]:
 )
 def atlas_per_token() -> tuple[Recipe, LayerOptions]:
     """The Omega rule, optimised by Muon at every token."""
-    return _omega(MLP(), Muon(batch=16)), LayerOptions(gates=_gates(0.1))
+    return _omega(MLP(), Muon(batch=16, normalize=True)), _SHARES
 
 
 @preset(
@@ -152,4 +156,4 @@ def atlas_per_token() -> tuple[Recipe, LayerOptions]:
 )
 def atlas_plus_plus() -> tuple[Recipe, LayerOptions]:
     """Atlas with a gated memory."""
-    return _omega(GatedMLP(), Muon(batch=16, every="batch")), LayerOptions(gates=_gates(0.1))
+    return _omega(GatedMLP(), Muon(batch=16, every="batch", normalize=True)), _SHARES

@@ -10,9 +10,9 @@ from recollect.choices.retention.links import Lq, Simplex
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import COMMON, MIRAS, SLOW
+from recollect.zoo.sources import COMMON, MIRAS, NORMALISED, SHARE, SLOW
 
-__all__ = ["memora", "moneta", "moneta_exact", "yaad"]
+__all__ = ["memora", "memora_per_token", "moneta", "moneta_exact", "yaad"]
 
 # x + LN(W_1 gelu(W_2 x)), and α per value channel of low rank (MIRAS 5.3 and 5.4).
 _MEMORY = MLP(norm="layer")
@@ -25,28 +25,30 @@ _CHUNKS = (
 )
 
 
-def _gates(most: float, init: float | None = None) -> dict[str, GateOptions]:
-    return {"lr": GateOptions(high=most, init=init or most / 2), "log_decay": SLOW}
+_NORMALISED = GradientDescent(batch=16, normalize=True)
+_GATES = {"lr": SHARE, "log_decay": SLOW}
 
 
 @preset(
     "MONETA",
     row=48,
-    rule="A_t = α_t A_(t−1) − η_t ∇ℓ_p(W_(t−1); k_t, v_t),  W_t = A_t / ‖A_t‖_q^(q−2)",
+    rule="A_t = α_t A_(t−1) − η_t ρ_t ∇ℓ_p(W_(t−1); k_t, v_t),  W_t = A_t / ‖A_t‖_q^(q−2)",
     references=(MIRAS("eqs. 24–25 and 28–29"),),
     fidelity=Fidelity(
-        kind="exact",
+        kind="reconstruction",
         source="MIRAS eq. 24 as printed, p = 3 and q = 4",
-        note="the printed link is of degree 3 − q and no mirror map: as A vanishes W would grow "
-        "without bound, so ‖A‖_q is at least 0.1 and the memory starts away from zero; "
+        note=f"{NORMALISED}; the printed link is of degree 3 − q and no mirror map: as A vanishes "
+        "W would grow without bound, so ‖A‖_q is at least 0.1 and the memory starts away from 0; "
         f"moneta_exact has the mirror map. {_CHUNKS}{COMMON}",
     ),
 )
 def moneta() -> tuple[Recipe, LayerOptions]:
     """Large errors count more (ℓ_3), and large weights hold down the rest (L_4)."""
     retention = Lq(q=4, form="printed", floor=0.1, decay=_CHANNELS, every="batch")
-    recipe = Recipe(memory=_MEMORY, bias=Lp(p=3), retention=retention, algorithm=_DESCENT)
-    return recipe, LayerOptions(gates=_gates(1 / 256))
+    recipe = Recipe(memory=_MEMORY, bias=Lp(p=3), retention=retention, algorithm=_NORMALISED)
+    # A cubic error is corrected along its largest entries only, so a share of it is less.
+    gates = {**_GATES, "lr": GateOptions(unit="share", init=0.9)}
+    return recipe, LayerOptions(gates=gates)
 
 
 @preset(
@@ -67,29 +69,29 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
     """MONETA where W is the minimiser that its retention gate defines."""
     retention = Lq(q=4, decay=_CHANNELS)
     recipe = Recipe(memory=_MEMORY, bias=Lp(p=3), retention=retention, algorithm=_DESCENT)
-    return recipe, LayerOptions(gates=_gates(30.0), memory_scale=800.0)
+    steps = {"lr": GateOptions(high=30.0, init=15.0), "log_decay": SLOW}
+    return recipe, LayerOptions(gates=steps, memory_scale=800.0)
 
 
 @preset(
     "YAAD",
     row=49,
-    rule="W_t = α_t W_(t−1) − η_t (∇ℓ_2 if ‖M(k_t) − v_t‖ ≤ δ_t else δ_t ∇ℓ_1)",
+    rule="W_t = α_t W_(t−1) − η_t ρ_t (∇ℓ_2 if ‖M(k_t) − v_t‖ ≤ δ_t else δ_t ∇ℓ_1)",
     references=(MIRAS("eqs. 16 and 26"),),
     fidelity=Fidelity(
-        kind="exact",
+        kind="reconstruction",
         source="MIRAS eq. 26",
-        note="δ is compared with the length of the whole error, so it is one number per head where "
-        "the paper speaks of one per channel, and it starts at 9, a little more than a layer "
-        "norm's output at V = 64. Steps begin at 1/128 and may grow to 1/4: a model with heads of "
-        "64 channels did not learn text when they began at 1/8, which heads of 32 bear; "
+        note=f"{NORMALISED}; δ is compared with the length of the whole error, so it is one number "
+        "per head where the paper speaks of one per channel, and it starts at 9, beyond the errors "
+        "of a layer's start at V = 64; "
         f"{_CHUNKS}{COMMON}",
     ),
 )
 def yaad() -> tuple[Recipe, LayerOptions]:
     """Least squares for ordinary tokens, only the sign of the error for extreme ones."""
-    recipe = Recipe(memory=_MEMORY, bias=Huber(), retention=_CHANNELS, algorithm=_DESCENT)
-    gates = {**_gates(1 / 4, 1 / 128), "threshold": GateOptions(init=9.0)}
-    return recipe, LayerOptions(gates=gates, memory_scale=4.0)
+    recipe = Recipe(memory=_MEMORY, bias=Huber(), retention=_CHANNELS, algorithm=_NORMALISED)
+    gates = {**_GATES, "threshold": GateOptions(init=9.0)}
+    return recipe, LayerOptions(gates=gates)
 
 
 @preset(
@@ -112,4 +114,28 @@ def memora() -> tuple[Recipe, LayerOptions]:
     """Weights are probabilities, moved by multiplication."""
     retention = Simplex(scale=64.0, decay=_CHANNELS, every="batch")
     recipe = Recipe(memory=_MEMORY, retention=retention, algorithm=_DESCENT)
-    return recipe, LayerOptions(gates=_gates(0.25), memory_scale=8.0)
+    steps = {"lr": GateOptions(high=0.25, init=0.125), "log_decay": SLOW}
+    return recipe, LayerOptions(gates=steps, memory_scale=8.0)
+
+
+@preset(
+    "MEMORA, token by token",
+    row=50,
+    rule="W_t = c softmax(α_t log W_(t−1) − η_t ρ_t ∇ℓ_2(W_(t−1); k_t, v_t))",
+    references=(MIRAS("eqs. 21 and 27"),),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="MIRAS eq. 27",
+        note=f"{NORMALISED}; every token reads c softmax(A_t). MIRAS eq. 30, which memora has, "
+        "adds steps of log W to W inside an inner batch: there a step moves what all keys share, "
+        "which on the simplex the sum of each row holds, and what 16 tokens write alike drowns "
+        "what was memorised before. The softmax runs over the inputs of each "
+        "unit, and c = 64, as in memora. Gradients are taken at the start of inner batches of 16 "
+        f"tokens. {_HEADS}{COMMON}",
+    ),
+)
+def memora_per_token() -> tuple[Recipe, LayerOptions]:
+    """MEMORA as its equation has it: weights are probabilities at every token."""
+    retention = Simplex(scale=64.0, decay=_CHANNELS)
+    recipe = Recipe(memory=_MEMORY, retention=retention, algorithm=_NORMALISED)
+    return recipe, LayerOptions(gates=_GATES, memory_scale=8.0)

@@ -7,7 +7,19 @@ import math
 from recollect.layer.options import GateOptions
 from recollect.zoo.preset import Reference
 
-__all__ = ["AM", "ATLAS", "COMMON", "HALF", "MIRAS", "SLOW", "TITANS", "TTR", "TTT"]
+__all__ = [
+    "AM",
+    "ATLAS",
+    "COMMON",
+    "HALF",
+    "MIRAS",
+    "NORMALISED",
+    "SHARE",
+    "SLOW",
+    "TITANS",
+    "TTR",
+    "TTT",
+]
 
 
 def TTR(where: str) -> Reference:
@@ -75,3 +87,17 @@ SLOW = GateOptions(init=math.log(0.999), spread=4.0)
 Every map of a perceptron decays, so what it says fades as a power of α; and under a layer norm,
 which undoes any scale, maps that have faded have steep gradients: an inner step then overshoots.
 """
+
+SHARE = GateOptions(unit="share")
+"""Rates of deep memories: a share of the limit beyond which a repeated association diverges.
+
+Sizes of plain steps cannot be compared: what one corrects goes with the squares of hidden
+activations and weights. See `docs/design/steps.md`.
+"""
+
+NORMALISED = (
+    "the gradient of every association is scaled by ρ, so that a rate of 1 corrects it (normalised "
+    "least mean squares through the network; Polyak's step where the loss is another), and η_t is "
+    "a share of the limit beyond which a repeated association diverges, one half at the start "
+    "unless told: how η_t is made is left to the layer, and none of its numbers is of a width"
+)

@@ -8,54 +8,49 @@ from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import ATLAS, COMMON, HALF, MIRAS, SLOW, TITANS
+from recollect.zoo.sources import ATLAS, COMMON, HALF, MIRAS, NORMALISED, SHARE, SLOW, TITANS
 
 __all__ = ["titans", "titans_minus"]
 
 _OPEN = (
     "left open: the memory is ATLAS's x + W_1 gelu(W_2 x), and gradients are taken at the start of "
-    f"inner batches of 16 tokens; {HALF}. "
+    f"inner batches of 16 tokens; {HALF}; {NORMALISED}; {COMMON}"
 )
-
-
-def _gates(most: float, init: float) -> dict[str, GateOptions]:
-    return {"lr": GateOptions(high=most, init=init), "log_decay": SLOW}
+_GATES = {"lr": SHARE, "log_decay": SLOW}
 
 
 @preset(
     "Titans (LMM)",
     row=46,
-    rule="S_t = θ_t S_(t−1) − η_t ∇ℓ(M_(t−1); k_t, v_t),  M_t = α_t M_(t−1) + S_t",
+    rule="S_t = θ_t S_(t−1) − η_t ρ_t ∇ℓ(M_(t−1); k_t, v_t),  M_t = α_t M_(t−1) + S_t",
     references=(TITANS("eqs. 12–14"), ATLAS("eqs. 12–13 and 34–35"), MIRAS("table 1")),
     fidelity=Fidelity(
         kind="reconstruction",
         source="ATLAS eqs. 12–13",
-        note=f"{_OPEN}Steps begin at 1/256: momentum adds up three to ten of them, and a key "
-        "repeated through a batch takes sixteen at once (beginning at 1/128, a model of width 256 "
-        "diverged on text). They may grow to 1/16: below 1/64 recall is learned later; "
-        f"{COMMON}",
+        note=_OPEN,
     ),
 )
 def titans() -> tuple[Recipe, LayerOptions]:
     """Surprise with momentum, written into a perceptron that forgets."""
-    recipe = Recipe(memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16))
-    gates = {"momentum": GateOptions(high=0.9, init=0.7), **_gates(1 / 16, 1 / 256)}
+    recipe = Recipe(memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16, normalize=True))
+    gates = {"momentum": GateOptions(high=0.9, init=0.7), **_GATES}
     return recipe, LayerOptions(gates=gates)
 
 
 @preset(
     "Titans without momentum",
     row=47,
-    rule="M_t = α_t M_(t−1) − η_t ∇ℓ(M_(t−1); k_t, v_t)",
+    rule="M_t = α_t M_(t−1) − η_t ρ_t ∇ℓ(M_(t−1); k_t, v_t)",
     references=(ATLAS("table 1"), TITANS("eqs. 12–14 at θ = 0")),
     fidelity=Fidelity(
         kind="reconstruction",
         source="ATLAS eqs. 12–13 at θ = 0",
-        note=f"{_OPEN}Steps begin at 1/128 and stay below 1/64, which learns text "
-        f"faster than 1/16; {COMMON}",
+        note=_OPEN,
     ),
 )
 def titans_minus() -> tuple[Recipe, LayerOptions]:
     """Titans with momentary surprise only."""
-    recipe = Recipe(memory=MLP(), retention=Decay(), algorithm=GradientDescent(batch=16))
-    return recipe, LayerOptions(gates=_gates(1 / 64, 1 / 128))
+    recipe = Recipe(
+        memory=MLP(), retention=Decay(), algorithm=GradientDescent(batch=16, normalize=True)
+    )
+    return recipe, LayerOptions(gates=_GATES)

@@ -115,7 +115,13 @@ class _Perceptron(Stack):
     def params(self) -> tuple[Param, ...]:
         names = {None: (), "rms": ("norm_weight",), "layer": ("norm_weight", "norm_bias")}
         return tuple(
-            Param(name=name, owner=self.title, axes=("V",), init=float(name == "norm_weight"))
+            Param(
+                name=name,
+                owner=self.title,
+                axes=("V",),
+                init=float(name == "norm_weight"),
+                beside_key=self.residual and name == "norm_weight",
+            )
             for name in names[self.norm]
         )
 

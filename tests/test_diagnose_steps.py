@@ -1,0 +1,95 @@
+"""What `diagnose` says of shares and of the steepness of an inner batch's steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import recollect as rc
+from recollect import GateOptions, LayerOptions
+
+
+def tokens(length: int = 24, d_model: int = 8) -> Tensor:
+    return torch.randn(2, length, d_model, generator=torch.Generator().manual_seed(0))
+
+
+def build(algorithm: rc.algorithm.Algorithm, **gates: GateOptions) -> rc.MemoryLayer:
+    torch.manual_seed(1)
+    recipe = rc.Recipe(memory=rc.memory.MLP(), algorithm=algorithm)
+    return rc.MemoryLayer(8, 2, recipe, LayerOptions(gates=gates)).double()
+
+
+def eigenvalues(layer: rc.MemoryLayer, x: Tensor, b: int, normalized: bool) -> Tensor:
+    """Of the first batch, by the gradient of every association with autograd: ``[H]``."""
+    found = layer.associations(x.double())
+    start = layer.initial_memory
+    assert start is not None
+    tops = torch.zeros(x.shape[0], 2, dtype=torch.float64)
+    for row in range(x.shape[0]):
+        for head in range(2):
+            W2, W1 = (w[head].detach().clone().requires_grad_() for w in start)
+            slopes, errors, rates = [], [], []
+            for t in range(b):
+                k, v = found.k[row, t, head], found.v[row, t, head]
+                error = k + W1 @ torch.nn.functional.gelu(W2 @ k) - v
+                parts = torch.autograd.grad(0.5 * error.square().sum(), [W2, W1])
+                slope = torch.cat([p.flatten() for p in parts])
+                rate = found.gates["lr"][row, t, head].detach()
+                if normalized:
+                    square = error.detach().square().sum()
+                    rate = rate * square / (slope.square().sum() + 1e-6 * square)
+                slopes.append(slope)
+                errors.append(error.detach().norm())
+                rates.append(rate)
+            J, e, eta = torch.stack(slopes), torch.stack(errors), torch.stack(rates)
+            K = (J @ J.T) / (e[:, None] * e[None, :])
+            tops[row, head] = torch.linalg.eigvals(eta[:, None] * K).real.max()
+    return tops.mean(0)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_the_top_eigenvalue_is_that_of_the_rates_times_the_tangent_kernel(normalized: bool) -> None:
+    layer, x = build(rc.algorithm.GradientDescent(batch=6, normalize=normalized)), tokens()
+    found = rc.diagnose(layer, x.double())
+    assert found.steep is not None
+    assert found.steep.shape == (4, 2)
+    want = eigenvalues(layer, x, 6, normalized)
+    torch.testing.assert_close(found.steep[0].double(), want, rtol=1e-4, atol=1e-6)
+
+
+def test_equal_tokens_reach_twice_the_share() -> None:
+    """b equal associations of share s make 2 s: the limit of 2 is at s = 1."""
+    share = GateOptions(unit="share", source="fixed", init=0.75)
+    layer = build(rc.algorithm.Momentum(batch=4, normalize=True, momentum=0.5), lr=share)
+    layer.conv = None
+    x = tokens(length=1).double().expand(2, 16, 8)
+    found = rc.diagnose(layer, x)
+    assert found.share is not None and found.steep is not None
+    torch.testing.assert_close(found.share, torch.full_like(found.share, 0.75))
+    torch.testing.assert_close(found.steep[0], torch.full((2,), 1.5), rtol=1e-3, atol=1e-3)
+    assert "share" in str(found) and "0.75" in str(found)
+    assert found.to_dict()["steep"] is not None
+    assert not any("lr" in line for line in found.findings)
+
+
+def test_steps_beyond_the_limit_are_found() -> None:
+    large = GateOptions(source="fixed", init=40.0, high=80.0)
+    found = rc.diagnose(build(rc.algorithm.GradientDescent(batch=6), lr=large), tokens().double())
+    assert any("unit='share'" in line for line in found.findings)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        rc.Recipe(algorithm=rc.algorithm.Normalized()),
+        rc.Recipe(memory=rc.memory.MLP(), algorithm=rc.algorithm.Adam(batch=2)),
+        rc.zoo.get("softmax_attention").recipe,
+        rc.zoo.get("memora").recipe,
+    ],
+)
+def test_what_does_not_add_up_linearly_has_no_eigenvalue(recipe: rc.Recipe) -> None:
+    found = rc.diagnose(rc.MemoryLayer(8, 2, recipe), tokens())
+    assert found.steep is None
+    assert found.share is None
+    assert found.to_dict()["steep"] is None

@@ -1,0 +1,209 @@
+"""Rates stated as shares of the stability limit, and where initial norms and features begin."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import recollect as rc
+from recollect import GateOptions, LayerOptions
+
+SHARE = {"lr": GateOptions(unit="share")}
+NORMALISED = rc.algorithm.GradientDescent(batch=4, normalize=True)
+
+
+def layer(recipe: rc.Recipe, d_model: int = 16, **gates: GateOptions) -> rc.MemoryLayer:
+    options = LayerOptions(gates={**SHARE, **gates})
+    return rc.MemoryLayer(d_model, 2, recipe, options)
+
+
+def handed(made: rc.MemoryLayer, x: Tensor) -> dict[str, Tensor]:
+    """The numbers that the memory is handed, and the share, as the projection gives it."""
+    found = made.associations(x)
+    return {**found.gates, **found.params, "share": made.gates["lr"](x)}
+
+
+def tokens(d_model: int = 16, rows: int = 2, length: int = 6) -> Tensor:
+    return torch.randn(rows, length, d_model, generator=torch.Generator().manual_seed(0))
+
+
+DEEP = rc.memory.MLP()
+WINDOW = rc.context.Window(size=3)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "limit"),
+    [
+        (rc.Recipe(memory=DEEP, algorithm=NORMALISED), lambda n: 2 / 4),
+        (
+            rc.Recipe(
+                memory=DEEP,
+                algorithm=rc.algorithm.GradientDescent(batch=4, reduce="mean", normalize=True),
+            ),
+            lambda n: 2.0,
+        ),
+        (
+            rc.Recipe(memory=DEEP, algorithm=rc.algorithm.Momentum(batch=8, normalize=True)),
+            lambda n: 2 * (1 - n["momentum"]) / 8,
+        ),
+        (
+            rc.Recipe(
+                memory=DEEP,
+                algorithm=rc.algorithm.Momentum(batch=8, normalize=True, momentum="static"),
+            ),
+            lambda n: 2 * (1 - n["momentum"]) / 8,
+        ),
+        (
+            rc.Recipe(
+                memory=DEEP,
+                algorithm=rc.algorithm.Momentum(batch=8, normalize=True, momentum=0.75),
+            ),
+            lambda n: 2 * 0.25 / 8,
+        ),
+        (
+            rc.Recipe(
+                memory=DEEP,
+                context=WINDOW,
+                algorithm=rc.algorithm.Muon(batch=4, every="batch", normalize=True),
+            ),
+            lambda n: 2.0,
+        ),
+        (
+            rc.Recipe(
+                memory=DEEP, context=WINDOW, algorithm=rc.algorithm.Muon(batch=4, normalize=True)
+            ),
+            lambda n: 2 / 4,
+        ),
+        (
+            rc.Recipe(memory=DEEP, context=WINDOW, algorithm=NORMALISED),
+            lambda n: 2 / 4 / n["window"].sum(-1),
+        ),
+        (
+            rc.Recipe(
+                memory=DEEP, context=rc.context.Window(size=3, gated=False), algorithm=NORMALISED
+            ),
+            lambda n: 2 / 4 / 3,
+        ),
+    ],
+)
+def test_a_share_is_a_rate_by_batch_window_and_momentum(recipe, limit) -> None:  # type: ignore[no-untyped-def]
+    numbers = handed(layer(recipe), tokens())
+    torch.testing.assert_close(numbers["lr"], numbers["share"] * limit(numbers))
+    assert (numbers["share"] > 0).all() and (numbers["share"] < 1).all()
+
+
+def test_a_share_per_value_channel_has_the_tokens_momentum() -> None:
+    algorithm = rc.algorithm.Momentum(batch=2, per="value", normalize=True)
+    numbers = handed(layer(rc.Recipe(algorithm=algorithm)), tokens())
+    want = numbers["share"] * (1 - numbers["momentum"]).unsqueeze(-1)
+    torch.testing.assert_close(numbers["lr"], want)
+
+
+@pytest.mark.parametrize(("share", "grows"), [(0.45, False), (0.95, False), (1.05, True)])
+def test_the_limit_is_where_a_repeated_association_diverges(share: float, grows: bool) -> None:
+    """A batch of b equal associations moves the error by 1 − 2 s: at s = 1 it only turns round."""
+    made = layer(
+        rc.Recipe(algorithm=NORMALISED),
+        lr=GateOptions(unit="share", source="fixed", init=share, high=2.0),
+    )
+    x = tokens(rows=1, length=1).expand(1, 84, 16)
+    with torch.no_grad():
+        # The convolution's first tokens differ from those that follow.
+        found = made.associations(x)
+        k, v, lr = found.k[:, 4:], found.v[:, 4:], found.gates["lr"][:, 4:]
+
+        def error(n: int) -> Tensor:
+            y, _ = rc.recall(made.recipe, k[:, :n], k[:, :n], v[:, :n], {"lr": lr[:, :n]})
+            return (y - v[:, :n])[:, -1].norm()
+
+        errors = torch.stack([error(n) for n in (4, 8, 40)])
+    kept = errors[1] / errors[0]
+    torch.testing.assert_close(kept, torch.tensor(abs(1 - 2 * share)), atol=1e-3, rtol=1e-2)
+    assert (errors[2] > errors[0]) == grows
+
+
+@pytest.mark.parametrize("d_model", [8, 64, 256])
+def test_a_share_begins_alike_at_every_width(d_model: int) -> None:
+    made = layer(rc.Recipe(memory=DEEP, algorithm=NORMALISED), d_model=d_model)
+    begins = made.gates["lr"].initial()
+    torch.testing.assert_close(begins, torch.full_like(begins, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gates", "says"),
+    [
+        (rc.Recipe(memory=DEEP), SHARE, "GradientDescent takes plain ones: give it normalize=True"),
+        (
+            rc.Recipe(memory=DEEP, algorithm=rc.algorithm.Muon()),
+            SHARE,
+            "algorithm.Muon takes plain ones",
+        ),
+        (
+            rc.Recipe(memory=DEEP, algorithm=rc.algorithm.Momentum(normalize=True)),
+            {"momentum": GateOptions(unit="share")},
+            "options of 'momentum': unit='share' is a share of the stability limit",
+        ),
+        (
+            rc.Recipe(
+                memory=DEEP, algorithm=rc.algorithm.GradientDescent(normalize=True, lr="static")
+            ),
+            SHARE,
+            "holds one rate for all tokens: use lr='token'",
+        ),
+    ],
+)
+def test_a_share_of_nothing_is_refused(
+    recipe: rc.Recipe, gates: dict[str, GateOptions], says: str
+) -> None:
+    with pytest.raises(rc.RecipeError) as found:
+        rc.MemoryLayer(16, 2, recipe, LayerOptions(gates=gates))
+    assert says in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_options_name_the_units_there_are() -> None:
+    with pytest.raises(rc.RecipeError, match="'share'"):
+        GateOptions(unit="percent")
+
+
+@pytest.mark.parametrize(("norm", "length"), [("l2", 1.0), ("rms", 4.0)])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_an_inner_norm_begins_as_long_as_the_key(norm: str, length: float, kind: str) -> None:
+    """The memory reads x + norm(...): at the start both are of one length, whatever the width."""
+    recipe = rc.Recipe(memory=rc.memory.MLP(norm=kind))
+    made = rc.MemoryLayer(32, 2, recipe, LayerOptions(qk_norm=norm))
+    x = tokens(32)
+    with torch.no_grad():
+        found = made.associations(x)
+        params = {**found.params}
+        y = rc.read(recipe, found.k, init=made.initial_memory, params=params)
+    torch.testing.assert_close(found.k.norm(dim=-1), torch.full(found.k.shape[:-1], length))
+    added = (y - found.k).norm(dim=-1)
+    torch.testing.assert_close(added, torch.full_like(added, length), rtol=1e-3, atol=1e-3)
+
+
+def test_an_inner_norm_that_nothing_is_beside_begins_at_one() -> None:
+    apart = rc.memory.MLP(norm="layer", residual=False)
+    for memory, qk_norm in ((apart, "l2"), (rc.memory.MLP(norm="layer"), "none")):
+        made = rc.MemoryLayer(32, 2, rc.Recipe(memory=memory), LayerOptions(qk_norm=qk_norm))
+        assert (made.params["norm_weight"].initial() == 1).all()
+    given = LayerOptions(gates={"norm_weight": GateOptions(init=0.5)})
+    made = rc.MemoryLayer(32, 2, rc.Recipe(memory=rc.memory.MLP(norm="layer")), given)
+    assert (made.params["norm_weight"].initial() == 0.5).all()
+
+
+def test_a_map_that_reads_features_begins_as_if_it_read_their_key() -> None:
+    """1,128 monomials are as long together as the 46 channels they are made of."""
+    torch.manual_seed(0)
+    lifted = rc.Recipe(memory=rc.memory.MLP(expansion=16), features=rc.features.Polynomial())
+    plain = lifted.but(features=rc.features.Identity())
+    stds = []
+    for recipe in (plain, lifted):
+        maps = rc.MemoryLayer(46, 1, recipe).initial_memory
+        assert maps is not None
+        stds.append([float(w.detach().std()) for w in maps])
+    assert stds[1] == pytest.approx(stds[0], rel=0.02)
+    assert stds[0][0] == pytest.approx(1 / math.sqrt(46), rel=0.02)
