@@ -60,7 +60,7 @@ def top_eigenvalue(
     K = K * inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
     rate = numbers["lr"] if "lr" in numbers else torch.ones_like(size)
     if recipe.algorithm.normalizes and recipe.bias.target is not None:
-        normalizer = Normalizer(retention=recipe.retention, target=recipe.bias.target)
+        normalizer = Normalizer.of(recipe.retention, recipe.bias.target)
         rate = rate * normalizer.shares(slopes, points, flat, {}).unflatten(0, (B, H))
     # In units of the error: |g| is its length for L2 alone.
     target = 1.0 if recipe.bias.target is None else recipe.bias.target

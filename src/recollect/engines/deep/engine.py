@@ -158,7 +158,7 @@ def _normalizer(recipe: Recipe) -> Normalizer | None:
     target = recipe.bias.target
     if not recipe.algorithm.normalizes or target is None:
         return None
-    return Normalizer(retention=recipe.retention, target=target)
+    return Normalizer.of(recipe.retention, target)
 
 
 def chain_of(recipe: Recipe) -> Chain | None:

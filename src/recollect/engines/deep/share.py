@@ -27,17 +27,19 @@ class Normalizer:
 
     Attributes:
         retention: answers what a step of A does to W. target: of the bias, `Bias.target`.
+        builds: whether gradients of single associations are built, for want of a short form.
     """
 
     retention: Retention
     target: float
+    builds: bool
 
-    @property
-    def builds(self) -> bool:
-        """Whether gradients of single associations are built, for want of a short form."""
-        return (
-            self.retention.steepest is None
-            and type(self.retention).rank_one_gain is Retention.rank_one_gain
+    @classmethod
+    def of(cls, retention: Retention, target: float) -> Normalizer:
+        """What a recipe's retention and its bias's target make of it."""
+        own = type(retention).rank_one_gain is not Retention.rank_one_gain
+        return cls(
+            retention=retention, target=target, builds=retention.steepest is None and not own
         )
 
     def shares(
