@@ -107,6 +107,25 @@ def test_rows_of_other_terms_are_no_table(tmp_path: Path, corpus: TextCorpus) ->
         write_rows_table(tmp_path)
 
 
+def test_a_row_of_an_older_preset_says_so_and_fields_younger_than_a_row_are_no_change(
+    tmp_path: Path, corpus: TextCorpus
+) -> None:
+    rows(["delta_net"], tmp_path, corpus)
+    path = tmp_path / "delta_net.json"
+    row = json.loads(path.read_text())
+    del row["recipe"]["algorithm"]["normalize"]
+    path.write_text(json.dumps(row))
+    assert rows(["delta_net"], tmp_path, corpus) is None  # it stands
+    assert "†" not in write_rows_table(tmp_path).read_text()
+    row["recipe"]["algorithm"]["lr"] = 0.5
+    path.write_text(json.dumps(row))
+    page = write_rows_table(tmp_path).read_text()
+    assert "| `delta_net` † |" in page
+    assert "other defaults since" in page
+    with pytest.raises(ValueError, match="recipe is another"):
+        rows(["delta_net"], tmp_path, corpus)
+
+
 def test_tokens_set_the_steps() -> None:
     size = DEFAULTS["text"].but(tokens=1_000_000, length=512, batch=4)
     assert size.schedule.steps == 489

@@ -20,10 +20,13 @@ from recollect.experiments.comparison.compare import Named, compare, named
 from recollect.experiments.comparison.jobs import training_environment
 from recollect.experiments.comparison.results import Comparison, ModelRun, Nobody, Sizes, Watcher
 from recollect.experiments.framework.records import plain
+from recollect.layer.options import LayerOptions
+from recollect.recipe.recipe import Recipe
 from recollect.report.files import rescue, write_atomic
 from recollect.report.ownership import owned_folder
 from recollect.report.signals import deferred
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
+from recollect.zoo.preset import names
 
 __all__ = ["add_rows", "write_rows_table"]
 
@@ -175,7 +178,7 @@ def _shared(terms: Mapping[str, Any]) -> dict[str, Any]:
 def _stands(path: Path, terms: Mapping[str, Any]) -> None:
     """Refuse a row that was made under other terms."""
     row = _read(path)
-    found = {**row["terms"], "recipe": row["recipe"], "options": row["options"]}
+    found = {**row["terms"], **_layer(row)}
     for name, value in json.loads(json.dumps(terms)).items():
         if found.get(name) != value:
             what = f": {name} is another" if isinstance(value, dict) else ""
@@ -194,6 +197,27 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(row, dict) or row.get("schema") != SCHEMA:
         raise ValueError(f"{path} is no row of such a table; delete it or take another folder")
     return row
+
+
+def _layer(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's recipe and options, with the defaults of fields that are younger than the row."""
+    return json.loads(
+        json.dumps(
+            {
+                "recipe": Recipe.from_dict(row["recipe"]).to_dict(),
+                "options": LayerOptions.from_dict(row["options"]).to_dict(),
+            }
+        )
+    )
+
+
+def _changed(row: Mapping[str, Any]) -> bool:
+    """Whether the preset of that name is another one today."""
+    if row["model"] not in names():
+        return False
+    _, recipe, options = named(row["model"])
+    today = {"recipe": recipe.to_dict(), "options": options.to_dict()}
+    return _layer(row) != json.loads(json.dumps(today))
 
 
 def write_rows_table(folder: str | PathLike[str]) -> Path:
@@ -255,6 +279,11 @@ def _page(rows: Sequence[dict[str, Any]]) -> str:
         *(_line(row) for row in rows),
         f"| byte bigram | {first['bigram']:.3f} | | | | | | | |",
         "",
+        *(
+            ["† The preset has other defaults since: the row is that of its older ones.", ""]
+            if any(map(_changed, rows))
+            else []
+        ),
         "One seed, models this small and a text this short show that a layer learns and how fast, "
         "not which is best at scale. `NAME.json` holds a row's learning curve, recipe and "
         "environment.",
@@ -275,7 +304,7 @@ def _line(row: Mapping[str, Any]) -> str:
     if key_dim is not None:
         heads += f", K = {key_dim}"
     cells = (
-        f"`{row['model']}`",
+        f"`{row['model']}`{' †' if _changed(row) else ''}",
         value,
         f"{run['parameters']:,}",
         heads,
