@@ -92,6 +92,18 @@ def enough_memory(plan: TrainPlan) -> Iterator[None]:
         ) from error
 
 
+_WORDS = {
+    "hidden_size": "[model] width",
+    "num_hidden_layers": "[model] depth",
+    "num_attention_heads": "[model] heads",
+    "num_key_value_heads": "[model] kv_heads",
+    "head_dim": "[model] key_dim",
+    "value_dim": "[model] value_dim",
+    "intermediate_size": "[model] mlp",
+    "target": "[model] parameters",
+}
+"""How a plan calls the arguments of a configuration."""
+
 _PER_PARAMETER = 16
 """Bytes: a float32 weight, its gradient, and AdamW's two moments."""
 
@@ -112,6 +124,7 @@ def least_memory(plan: TrainPlan, config: RecollectConfig) -> tuple[int, int]:
     return parameter_count(config) * _PER_PARAMETER, batch
 
 
+@worded(_WORDS)
 def check_memory(
     plan: TrainPlan, config: RecollectConfig, *, device: torch.device, processes: int = 1
 ) -> None:
@@ -153,19 +166,6 @@ def _memory(device: torch.device) -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):  # not a POSIX system
         return None
-
-
-_WORDS = {
-    "hidden_size": "[model] width",
-    "num_hidden_layers": "[model] depth",
-    "num_attention_heads": "[model] heads",
-    "num_key_value_heads": "[model] kv_heads",
-    "head_dim": "[model] key_dim",
-    "value_dim": "[model] value_dim",
-    "intermediate_size": "[model] mlp",
-    "target": "[model] parameters",
-}
-"""How a plan calls the arguments of a configuration."""
 
 
 @worded(_WORDS)
