@@ -313,9 +313,9 @@ def test_data_and_table() -> None:
 
 
 def test_sizes_are_checked() -> None:
-    with pytest.raises(ValueError, match="K must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="K must be a whole number >= 1, not 0"):
         cost(R(), K=0)
-    with pytest.raises(ValueError, match="T must be at least 0"):
+    with pytest.raises(ValueError, match="T must be a whole number >= 0, not -1"):
         cost(R(), T=-1)
     with pytest.raises(rc.RecipeError, match="K = V"):
         cost(R(memory=memory.MLP()), K=8, V=16)

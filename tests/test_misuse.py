@@ -497,22 +497,39 @@ def test_states_that_are_none_are_refused() -> None:
         plain(torch.randn(1, 3, 8), layer(torch.randn(1, 3, 8))[1])
 
 
-@pytest.mark.parametrize("given", ["gla", rc.zoo.get("gla"), None])
-@pytest.mark.parametrize(
-    "ask",
-    [
-        rc.cost,
-        lambda x: rc.cost(recipe=x),
-        lambda x: rc.theory.capacity_bound(x, 8, 8),
-        lambda x: rc.theory.feature_rank(x, 8),
-        lambda x: rc.theory.fit_error(x, 4, K=8, V=8),
-        lambda x: rc.theory.stream_error(x, 4, K=8, V=8),
-        lambda x: rc.theory.findings(x, 8, 8),
-        lambda x: rc.theory.measured_inverse_snr(x, others=4, size=8),
-        lambda x: rc.theory.recipe_kernel(x, 8),
-    ],
-)
-def test_a_name_where_a_recipe_is_taken(ask: Callable[[object], object], given: object) -> None:
-    name = given if isinstance(given, str) else "gated_delta_net"
-    with pytest.raises(rc.RecipeError, match=rf"takes an rc\.Recipe.*get\('{name}'\)\.recipe, not"):
-        ask(given)
+ASKED: dict[str, Callable[[Any], object]] = {
+    "cost": rc.cost,
+    "cost by keyword": lambda x: rc.cost(recipe=x),
+    "select": lambda x: rc.select(x).engine.name,
+    "capacity": lambda x: rc.theory.capacity_bound(x, 8, 8),
+    "rank": lambda x: rc.theory.feature_rank(x, 8),
+    "fit": lambda x: rc.theory.fit_error(x, 4, K=8, V=8),
+    "stream": lambda x: rc.theory.stream_error(x, 4, K=8, V=8),
+    "findings": lambda x: rc.theory.findings(x, 8, 8),
+    "noise": lambda x: rc.theory.measured_inverse_snr(x, others=4, size=8),
+    "kernel": lambda x: rc.theory.recipe_kernel(x, 8)(torch.ones(2, 8), torch.ones(2, 8)),
+}
+
+
+@pytest.mark.parametrize("what", sorted(ASKED.keys() - {"noise", "kernel"}))  # these are drawn
+def test_a_name_or_a_preset_stands_for_its_recipe(what: str) -> None:
+    preset = rc.zoo.get("delta_net")
+    expected, *found = (_said(ASKED[what], given) for given in (preset.recipe, "delta_net", preset))
+    assert found == [expected, expected]
+
+
+def _said(ask: Callable[[Any], object], given: object) -> str:
+    """What comes of it, or why nothing does."""
+    torch.manual_seed(0)
+    try:
+        return repr(ask(given))
+    except rc.RecipeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("given", [None, 3, rc.bias.L2(), "deltanet"])
+@pytest.mark.parametrize("what", ASKED)
+def test_what_states_no_recipe_is_refused(what: str, given: object) -> None:
+    match = "did you mean delta_net" if given == "deltanet" else r"takes an rc\.Recipe, or the name"
+    with pytest.raises(rc.RecipeError, match=match):
+        ASKED[what](given)

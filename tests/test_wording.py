@@ -215,7 +215,7 @@ COMPARISONS = [
         "needs an even {0}width / {0}heads, not 3",
     ),
     ({"depth": 10**6}, "{0}depth must be a whole number from 1 to 10,000, not 1000000"),
-    ({"jobs": 0}, "jobs must be at least 1, not 0"),
+    ({"jobs": 0}, "jobs must be a whole number >= 1, not 0"),
 ]
 
 
@@ -236,7 +236,7 @@ def test_a_comparison_says_what_its_sizes_are_called(changes: dict[str, Any], sa
     ("changes", "says"),
     [
         *COMPARISONS,
-        ({"jobs": 0}, "recollect compare: --jobs must be at least 1, not 0"),
+        ({"jobs": 0}, "recollect compare: --jobs must be a whole number >= 1, not 0"),
         ({"width": 0}, "recollect compare: --width must be a whole number >= 1, not 0"),
         ({"steps": 0}, "recollect compare: --steps must be a whole number >= 1, not 0"),
         ({"tokens": 0}, "recollect compare: --tokens must be a whole number >= 1, not 0"),

@@ -41,6 +41,7 @@ from recollect.layer import LayerState, MemoryLayer
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recall.reading import read
 from recollect.recall.recall import recall
+from recollect.recipe.argument import names_stand_for
 from recollect.recipe.files import load_recipe
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
@@ -104,6 +105,16 @@ __all__ = [
 # Loaded on first use: they need optional dependencies, or cost time that a recipe does not.
 _MODULES = ("experiments", "lm", "tasks", "testing", "theory", "zoo")
 _EXPERIMENTS = ("compare", "reproduce")
+
+
+def _of_the_zoo(name: str) -> Recipe:
+    """What a name means where a recipe is taken."""
+    from recollect.zoo.preset import get
+
+    return get(name).recipe
+
+
+names_stand_for(_of_the_zoo)
 
 
 def __getattr__(name: str) -> Any:

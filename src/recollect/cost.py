@@ -38,6 +38,7 @@ from recollect.choices.member import RecipeError
 from recollect.engines.common.kernel_rows_cost import row_bytes
 from recollect.engines.common.sizes import Sizes, numel_of
 from recollect.engines.select import ENGINES, select
+from recollect.fields import held, whole
 from recollect.recipe.argument import takes_recipe
 from recollect.report.units import readable
 
@@ -166,7 +167,7 @@ def cost(
     Raises:
         RecipeError: sizes that the recipe cannot have, a method that cannot run it, or an engine
         that states no cost.
-        ValueError: a size below its least, or an unknown method.
+        ValueError: a size that is no whole number or below its least, or an unknown method.
 
     Examples:
         >>> price = rc.cost(rc.Recipe(), K=16, V=16, H=2, T=128)
@@ -180,10 +181,10 @@ def cost(
     """
     given = {"K": K, "V": V, "H": H, "B": B, "G": G, "dtype_bytes": dtype_bytes}
     for name, size in given.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, not {size}")
-    if T < 0:
-        raise ValueError(f"T must be at least 0, not {T}")
+        held(name, whole(1), size)
+    held("T", whole(), T)
+    if dtype_bytes not in (2, 4, 8):
+        raise ValueError(f"dtype_bytes must be 2, 4 or 8, not {dtype_bytes}")
     selection = select(recipe, method)
     s = Sizes.of(recipe, K=K, V=V, H=H, T=T, B=B, G=G)
     state_size = 8 if dtype_bytes == 8 else 4

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from recollect.wording import word_for
+from recollect.wording import shown, word_for
 
 __all__ = [
     "DOMAIN",
@@ -76,8 +76,11 @@ class Range:
         )
 
     def contains(self, value: float) -> bool:
-        """Whether one finite number lies inside."""
-        if not math.isfinite(value):
+        """Whether one finite number lies inside; an integer beyond every float does not."""
+        try:
+            if not math.isfinite(value):
+                return False
+        except OverflowError:
             return False
         above = self.low is None or value > self.low or (value == self.low and not self.low_open)
         below = (
@@ -98,6 +101,9 @@ class Range:
 
 REAL = Range()
 """The real line."""
+
+LARGEST = 2**63 - 1
+"""The largest whole number that a tensor can hold, and so the largest size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +148,9 @@ def whole(at_least: int = 0, at_most: int | None = None) -> Callable[[Any], int]
     def check(value: Any) -> int:
         good = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
         if not good or (at_most is not None and value > at_most):
-            raise ValueError(f"must be a whole number {bounds}, not {value!r}")
+            raise ValueError(f"must be a whole number {bounds}, not {shown(value)}")
+        if value > LARGEST:
+            raise ValueError(f"must be a whole number of at most 64 bits, not {shown(value)}")
         return value
 
     return check
@@ -154,9 +162,9 @@ def real(span: Range) -> Callable[[Any], float]:
 
     def check(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"must be a number{bounds}, not {value!r}")
-        if not span.contains(float(value)):
-            raise ValueError(f"must be a finite number{bounds}, not {value!r}")
+            raise ValueError(f"must be a number{bounds}, not {shown(value)}")
+        if not span.contains(value):
+            raise ValueError(f"must be a finite number{bounds}, not {shown(value)}")
         return float(value)
 
     return check
@@ -167,7 +175,7 @@ def word(*words: str) -> Callable[[Any], str]:
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in words:
-            raise ValueError(f"must be one of {', '.join(map(repr, words))}, not {value!r}")
+            raise ValueError(f"must be one of {', '.join(map(repr, words))}, not {shown(value)}")
         return value
 
     return check
@@ -205,11 +213,16 @@ def checked(
         check: raises a ValueError that says what must be, or returns what the field keeps.
         optional: whether ``None`` is allowed.
         domain: what a member's field may hold.
+
+    Raises:
+        ValueError: a default that the check refuses.
     """
 
     def convert(value: Any) -> Any:
         return None if optional and value is None else check(value)
 
+    if default is not dataclasses.MISSING and not callable(default):
+        held("the default", convert, default)
     metadata = {RULE: convert, DOMAIN: domain}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
@@ -358,7 +371,7 @@ def flag(default: bool) -> Any:
 
     def check(value: Any) -> bool:
         if not isinstance(value, bool):
-            raise ValueError(f"must be true or false, not {value!r}")
+            raise ValueError(f"must be true or false, not {shown(value)}")
         return value
 
     return checked(default, check, domain=Domain(kind="flag"))
@@ -369,7 +382,7 @@ def text(default: Any = dataclasses.MISSING) -> Any:
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or not value:
-            raise ValueError(f"must be a non-empty name, not {value!r}")
+            raise ValueError(f"must be a non-empty name, not {shown(value)}")
         return value
 
     return checked(default, check, domain=Domain(kind="text"))

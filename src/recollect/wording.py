@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["word_for", "worded"]
+__all__ = ["shown", "word_for", "worded"]
 
 _WORDS: ContextVar[Mapping[str, str]] = ContextVar("words", default={})  # noqa: B039
 
@@ -43,3 +44,24 @@ def word_for(name: str, otherwise: str | None = None) -> str:
         otherwise: where nobody has said; the name itself if omitted.
     """
     return _WORDS.get().get(name, name if otherwise is None else otherwise)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 80, 80, 60
+
+
+def shown(value: object) -> str:
+    """A value as a message writes it: as Python does, cut where it is long.
+
+    Args:
+        value: of any kind; a number of more digits than a message holds is said by their count.
+
+    Examples:
+        >>> from recollect.wording import shown
+        >>> shown("gla"), shown(10**400)
+        ("'gla'", 'a number of about 401 digits')
+    """
+    if isinstance(value, int) and value.bit_length() > 128:
+        # Python refuses to write out integers of more than 4,300 digits.
+        return f"a number of about {int(value.bit_length() * 0.30103) + 1:,} digits"
+    return _SHORT.repr(value)

@@ -48,7 +48,7 @@ def test_tokenizers_load_without_code_of_ours(tmp_path: Path) -> None:
     assert encode(load_tokenizer(str(tmp_path)), "né").tolist() == [*"né".encode(), 256]
     with pytest.raises(ValueError, match=r"\[data\] tokenizer .*nowhere': there is no such folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match=r"\[model\] start .*: no tokenizer can be loaded"):
+    with pytest.raises(ValueError, match=r"\[model\] start .*: this folder holds no tokenizer"):
         load_tokenizer(str(tmp_path / ".."), key="[model] start")
 
 

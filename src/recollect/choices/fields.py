@@ -21,11 +21,14 @@ from recollect.fields import (
     Range,
     domain,
     flag,
+    held,
     integer,
     number,
     option,
+    real,
     text,
 )
+from recollect.wording import shown
 
 __all__ = [
     "DRAWS",
@@ -172,6 +175,10 @@ def quantity(
         kinds: which words are allowed beside a number; ``"log_token"`` asks for ``log_<name>``.
         letter: how an equation writes it; the field's name when omitted.
 
+    Raises:
+        ValueError: bounds that leave no number, or a default or an ``init`` that
+            the bounds or the kinds exclude.
+
     Examples:
         >>> @rc.member
         ... class LogCosh(rc.bias.Bias):
@@ -195,7 +202,19 @@ def quantity(
         kinds=kinds,
         letter=letter,
     )
+    _check_declared(default, spec)
     return dataclasses.field(default=default, metadata={RULE: spec})
+
+
+def _check_declared(default: object, spec: Quantity) -> None:
+    """That a declaration does not contradict itself, before anybody makes a member of it."""
+    span = spec.range
+    if span.low is not None and span.high is not None:
+        ends = span.contains(span.low) and span.contains(span.high)
+        if span.low > span.high or (span.low == span.high and not ends):
+            raise ValueError(f"quantity: no number is {span}; give bounds that leave one")
+    held("quantity(default=...)", lambda value: check_quantity(value, spec), default)
+    held("quantity(init=...)", real(spec.range), spec.init)
 
 
 def slot(default: Any, kind: str, *, optional: bool = False, many: bool = False) -> Any:
@@ -243,10 +262,10 @@ def check_quantity(value: Any, spec: Quantity) -> float | str:
     words = " or ".join(repr(word) for word in spec.kinds)
     if isinstance(value, str):
         if value not in spec.kinds:
-            raise ValueError(f"must be a number {spec.range}, {words}, not {value!r}")
+            raise ValueError(f"must be a number {spec.range}, {words}, not {shown(value)}")
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"must be a number {spec.range}, {words}, not {value!r}")
-    if not spec.range.contains(float(value)):
-        raise ValueError(f"must be a finite number {spec.range}, {words}, not {value!r}")
+        raise ValueError(f"must be a number {spec.range}, {words}, not {shown(value)}")
+    if not spec.range.contains(value):
+        raise ValueError(f"must be a finite number {spec.range}, {words}, not {shown(value)}")
     return float(value)

@@ -17,6 +17,7 @@ Members declare what they need (`Member.gates`, `Member.params`) and why they ma
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
@@ -42,6 +43,7 @@ from recollect.choices.fields import (
     slot,
     text,
 )
+from recollect.wording import shown
 
 if TYPE_CHECKING:
     from recollect.choices.questions import RecipeLike
@@ -393,11 +395,18 @@ def registered(name: object) -> type[Member]:
     """The member class of that name.
 
     Raises:
-        RecipeError: nobody registered it; loading a recipe never imports or runs code.
+        RecipeError: it is no name, or nobody registered it; loading a recipe never imports or runs
+            code.
     """
-    if not isinstance(name, str) or name not in _REGISTRY:
+    if not isinstance(name, str):
         raise RecipeError(
-            f"no member named {name!r} is registered: import the module that defines it "
+            f'a member is named by a word, such as {{"member": "L2"}}, and not by {shown(name)}'
+        )
+    if name not in _REGISTRY:
+        near = difflib.get_close_matches(name, _REGISTRY, n=1, cutoff=0.7)
+        hint = f"did you mean {near[0]!r}? For one of your own, " if near else ""
+        raise RecipeError(
+            f"no member named {shown(name)} is registered: {hint}import the module that defines it "
             "(its class carries @rc.member) before loading this recipe"
         )
     return _REGISTRY[name]
@@ -418,11 +427,15 @@ def decode(data: Any) -> Any:
         return tuple(decode(item) for item in data)
     if not isinstance(data, dict):
         return data
-    cls = registered(data.get("member"))
+    if "member" not in data:
+        has = f"; it has {', '.join(map(shown, list(data)[:4]))}" if data else ", and is empty"
+        raise RecipeError(f'a table of a recipe names its "member"{has}: add "member" = "..."')
+    cls = registered(data["member"])
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(data) - names - {"member"})
+    unknown = sorted(set(data) - names - {"member"}, key=str)
     if unknown:
-        raise RecipeError(f"{cls.__name__} has no field {unknown[0]!r}; it has {sorted(names)}")
+        said = shown(unknown[0])
+        raise RecipeError(f"{cls.__name__} has no field {said}; it has {sorted(names)}")
     try:
         return cls(**{key: decode(value) for key, value in data.items() if key != "member"})
     except TypeError as error:

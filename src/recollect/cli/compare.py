@@ -25,7 +25,7 @@ __all__ = ["compare"]
 
 SIZES = (
     *("width", "depth", "heads", "key-dim", "parameters"),
-    *("steps", "tokens", "batch", "length", "lr", "jobs"),
+    *("steps", "tokens", "batch", "length", "lr", "jobs", "seed"),
 )
 """Options with which a model or its training may be refused."""
 

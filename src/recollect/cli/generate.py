@@ -124,10 +124,15 @@ def _loaded(checkpoint: str) -> tuple[RecollectForCausalLM, Any]:
 
     folder = Path(checkpoint)
     if not folder.is_dir() and (folder.exists() or folder.is_absolute() or checkpoint[:1] == "."):
-        raise ValueError(f"there is no folder {checkpoint}: name that of a saved model")
+        raise ValueError(f"there is no folder {checkpoint!r}: name that of a saved model")
     try:
         model = RecollectForCausalLM.from_pretrained(checkpoint).eval()
     except OSError as error:
+        if not folder.is_dir():
+            raise ValueError(
+                f"there is no folder {checkpoint!r}, and no model of that name can be fetched from "
+                "the hub: name the folder of a saved model, such as runs/train/model"
+            ) from None
         raise ValueError(f"{checkpoint} cannot be loaded: {_first(error)}") from None
     has = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
     if folder.is_dir() and not has:

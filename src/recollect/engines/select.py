@@ -16,6 +16,7 @@ from recollect.choices.member import RecipeError
 from recollect.engines import deep, kernel, least_squares, linear, reference
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.sizes import Counted, Sizes
+from recollect.recipe.argument import takes_recipe
 from recollect.recipe.sized import SizedRecipe
 from recollect.state.state import State
 
@@ -124,6 +125,7 @@ class Selection:
         return "\n".join(lines)
 
 
+@takes_recipe
 def select(recipe: Recipe, method: str = "auto") -> Selection:
     """Choose an engine for a recipe.
 
@@ -133,7 +135,7 @@ def select(recipe: Recipe, method: str = "auto") -> Selection:
 
     Raises:
         ValueError: an unknown method.
-        RecipeError: a method asked for by name that cannot run this recipe.
+        RecipeError: no recipe, or a method asked for by name that cannot run this recipe.
 
     Examples:
         >>> rc.select(rc.zoo.get("titans").recipe).engine.name

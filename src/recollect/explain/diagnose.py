@@ -49,7 +49,7 @@ def diagnose(layer: MemoryLayer, x: Tensor) -> Diagnosis:
         x: tokens ``[B, T, d_model]``, as the layer receives them.
 
     Raises:
-        ValueError: x of another shape, or without a token.
+        ValueError: x of another shape, dtype or device, or without a token.
         RecipeError: something else than a `MemoryLayer`.
 
     Examples:
@@ -63,9 +63,18 @@ def diagnose(layer: MemoryLayer, x: Tensor) -> Diagnosis:
             f"diagnose looks at an rc.MemoryLayer, not {type(layer).__name__}: take one out of the "
             "model, and give it what it receives there"
         )
-    if x.dim() != 3 or x.shape[-1] != layer.d_model or not x.shape[1]:
+    like = next((weight for weight in layer.parameters() if weight.is_floating_point()), None)
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        said = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x must be a floating-point tensor [B, T, {layer.d_model}], not {said}")
+    if like is not None and (x.dtype, x.device) != (like.dtype, like.device):
         raise ValueError(
-            f"x must have shape [B, T, {layer.d_model}] with T ≥ 1, not {list(x.shape)}"
+            f"x is {x.dtype} on {x.device} and the layer {like.dtype} on {like.device}: give "
+            "x.to(that dtype and device)"
+        )
+    if x.dim() != 3 or not x.shape[0] or x.shape[-1] != layer.d_model or not x.shape[1]:
+        raise ValueError(
+            f"x must have shape [B, T, {layer.d_model}] with B and T ≥ 1, not {list(x.shape)}"
         )
     return _Examination(layer, x).examine()
 

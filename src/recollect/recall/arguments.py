@@ -14,8 +14,27 @@ from torch import Tensor
 from recollect.choices.member import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.typing import Gates, Params
+from recollect.wording import shown
 
-__all__ = ["check_borders", "check_mask", "check_recipe", "check_tensors", "named"]
+__all__ = ["check_borders", "check_flags", "check_mask", "check_recipe", "check_tensors", "named"]
+
+
+_DENSE = "give x.to_dense(), or x.to_padded_tensor(0) with an attention_mask"
+
+
+def _layout(x: Tensor) -> str:
+    return "a nested one" if x.is_nested else f"one of layout {x.layout}"
+
+
+def check_flags(**flags: object) -> None:
+    """That flags are true or false: the word "no" would count as true.
+
+    Raises:
+        ValueError: naming the first that is neither.
+    """
+    for name, value in flags.items():
+        if value is not True and value is not False:
+            raise ValueError(f"{name} must be True or False, not {shown(value)}")
 
 
 def check_recipe(recipe: object) -> None:
@@ -50,6 +69,8 @@ def check_tensors(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor) -> None:
     ):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor {want}, not {type(x).__name__}")
+        if x.layout is not torch.strided or x.is_nested:
+            raise ValueError(f"{name} must be a dense tensor, not {_layout(x)}: {_DENSE}")
         if x.dim() != dims:
             raise ValueError(f"{name} must have shape {want}, not {list(x.shape)}")
         if not x.is_floating_point():
@@ -118,6 +139,8 @@ def check_mask(mask: object, B: int, T: int) -> None:
     if not isinstance(mask, Tensor) or tuple(mask.shape) != (B, T):
         given = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask must have shape {[B, T]} [B, T], not {given}")
+    if mask.layout is not torch.strided:
+        raise ValueError(f"attention_mask must be a dense tensor, not {_layout(mask)}: {_DENSE}")
     if mask.device.type != "cpu" or mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
     odd = mask[(mask != 0) & (mask != 1)]

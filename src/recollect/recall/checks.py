@@ -214,6 +214,8 @@ def _check_numbers(
         x, shape = given[name], [*lead, *number.shape]
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise RecipeError(f"{kind} {name!r} must be a floating-point tensor of shape {shape}")
+        if x.layout is not torch.strided:
+            raise RecipeError(f"{kind} {name!r} must be a dense tensor: give its to_dense()")
         if list(x.shape) != shape:
             raise RecipeError(
                 f"{kind} {name!r} of {number.declared.owner} must have shape {shape}, not "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from recollect.engines.common.problem import Problem, resolve, state_dtype
 from recollect.engines.select import Engine
-from recollect.recall.arguments import check_recipe, check_tensors, named
+from recollect.recall.arguments import check_flags, check_recipe, check_tensors, named
 from recollect.recall.bound import bind
 from recollect.recall.call import Call
 from recollect.recall.checks import check_call, check_values, refuse_nan, suspicious, tensors_of
@@ -102,6 +102,7 @@ def recall(
         True
     """
     check_recipe(recipe)
+    check_flags(causal=causal, output_state=output_state)
     gates, params = named(gates, "gates"), named(params, "params")
     refuse_transforms(itertools.chain((q, k, v), gates.values(), params.values()))
     check_tensors(recipe, q, k, v)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Callable, Mapping
 from os import PathLike
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recollect.choices.member import RecipeError
+from recollect.recipe.json_text import read_json
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["load_recipe"]
@@ -29,8 +29,10 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
         >>> rc.load_recipe("mine.toml").bias.brief
         'Huber()'
     """
+    if not isinstance(path, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RecipeError(f"load_recipe takes the path of a file, not {type(path).__name__}")
     path = Path(path)
-    readers: Mapping[str, Callable[[str], Any]] = {".json": json.loads, ".toml": tomllib.loads}
+    readers: Mapping[str, Callable[[str], Any]] = {".json": read_json, ".toml": tomllib.loads}
     suffix = path.suffix.lower()
     if suffix not in readers:
         raise RecipeError(f"{path} is neither .json nor .toml: a recipe is written in one of them")
@@ -38,16 +40,17 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise RecipeError(f"there is no file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path} cannot be read: it is not UTF-8 text") from None
+    except (OSError, ValueError) as error:  # a name that no file can have
+        reason = getattr(error, "strerror", None) or error
         raise RecipeError(f"{path} cannot be read: {reason}") from None
     try:
         data = readers[suffix](text)
     except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{path} is not {suffix[1:].upper()}: {error}") from None
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise RecipeError(f"{path} is not {suffix[1:].upper()}: {reason}") from None
     try:
         return Recipe.from_dict(data)
-    except RecursionError:
-        raise RecipeError(f"{path}: members are nested too deep for a recipe") from None
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from None

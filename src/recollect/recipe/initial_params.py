@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from recollect.choices.member import RecipeError
+from recollect.typing import is_size
+from recollect.wording import shown
+
 if TYPE_CHECKING:
     from recollect.choices.fields import Param
     from recollect.recipe.recipe import Recipe
@@ -53,6 +57,8 @@ def initial_params(
         >>> {name: tuple(x.shape) for name, x in params.items()}
         {'lr': (2,)}
     """
+    if not is_size(H):
+        raise RecipeError(f"H must be a whole number >= 1, not {shown(H)}")
     sizes = {} if recipe.nonparametric else recipe.axes(K, V)
     params: dict[str, Tensor] = {}
     for param in recipe.params():

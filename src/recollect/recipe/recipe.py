@@ -26,8 +26,11 @@ from recollect.choices.member import Member, RecipeError, decode
 from recollect.choices.memory.base import Memory, Stack
 from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Keep, Retention
+from recollect.recipe.json_text import read_json
 from recollect.recipe.rewrites import REWRITES
 from recollect.recipe.rules import joint_rules, name_rules
+from recollect.typing import is_size
+from recollect.wording import shown
 
 if TYPE_CHECKING:
     once_made = property  # which is what a protocol asks for
@@ -80,7 +83,7 @@ class Recipe:
             if not isinstance(value, kind):
                 hint = f"rc.{name}.{value.__name__}()" if isinstance(value, type) else f"rc.{name}"
                 raise RecipeError(
-                    f"Recipe({name}=...) must be a member such as {hint}, not {value!r}"
+                    f"Recipe({name}=...) must be a member such as {hint}, not {shown(value)}"
                 )
         reasons = list(dict.fromkeys(self._reasons()))
         if reasons:
@@ -235,8 +238,11 @@ class Recipe:
             V: value channels.
 
         Raises:
-            RecipeError: the memory needs K = V.
+            RecipeError: a size that is no whole number of at least 1, or the memory needs K = V.
         """
+        for size, number in (("K", K), ("V", V)):
+            if not is_size(number):
+                raise RecipeError(f"{size} must be a whole number >= 1, not {shown(number)}")
         if self.memory.residual and K != V:
             raise RecipeError(
                 f"{self.memory.title}(residual=True) adds the key to the prediction and needs K "
@@ -257,11 +263,12 @@ class Recipe:
             V: value channels.
 
         Raises:
-            RecipeError: the memory needs K = V.
+            RecipeError: a size that is no whole number of at least 1, or the memory needs K = V.
         """
+        sizes = self.axes(K, V)
         if self.nonparametric or self.solves_from_gram:
             return ()
-        F = self.axes(K, V)["F"]
+        F = sizes["F"]
         if self.dual and isinstance(self.memory, Stack):
             return tuple((m.out, m.inp) for m in self.memory.maps(F, V) if not m.first)
         return self.memory.shapes(F, V)
@@ -324,16 +331,21 @@ class Recipe:
         """
         if not isinstance(data, dict):
             raise RecipeError(f"a recipe is a mapping of choices, not {type(data).__name__}")
-        schema = data.get("schema", SCHEMA)
-        if schema != SCHEMA:
+        schema: Any = data.get("schema", SCHEMA)
+        if schema != SCHEMA or type(schema) is not int:  # true is 1, too
             raise RecipeError(
-                f"this recipe has schema {schema!r} and this version of recollect reads schema "
-                f"{SCHEMA}: install the version that wrote it"
+                f"this recipe has schema {shown(schema)} and this version of recollect reads "
+                f"schema {SCHEMA}: install the version that wrote it"
             )
         unknown = sorted(set(data) - {"schema", *CHOICES}, key=str)
         if unknown:
-            raise RecipeError(f"a recipe has no choice {unknown[0]!r}; it has {', '.join(CHOICES)}")
-        return cls(**{name: decode(data[name]) for name in CHOICES if name in data})
+            raise RecipeError(
+                f"a recipe has no choice {shown(unknown[0])}; it has {', '.join(CHOICES)}"
+            )
+        try:
+            return cls(**{name: decode(data[name]) for name in CHOICES if name in data})
+        except RecursionError:
+            raise RecipeError("members are nested too deep for a recipe: use fewer") from None
 
     def to_json(self, indent: int | None = None) -> str:
         """`to_dict` as JSON text."""
@@ -344,10 +356,10 @@ class Recipe:
         """`from_dict` of JSON text.
 
         Raises:
-            RecipeError: the text is not JSON, or not a recipe.
+            RecipeError: the text is not JSON, names a key twice, or is not a recipe.
         """
         try:
-            data = json.loads(text)
+            data = read_json(text)
         except ValueError as error:
             raise RecipeError(f"this recipe is not JSON: {error}") from None
         return cls.from_dict(data)

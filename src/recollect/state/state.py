@@ -16,6 +16,7 @@ from torch import Tensor
 from recollect.recipe.recipe import Recipe
 from recollect.state.kernel_rows import KernelRows
 from recollect.typing import Init, Weights
+from recollect.wording import shown
 
 __all__ = ["Buffer", "State", "join_states", "roll"]
 
@@ -201,23 +202,38 @@ class State:
         """Rebuild what `to_dict` wrote.
 
         Raises:
-            ValueError: a name that no state has, or ``position`` missing.
+            ValueError: no tensors by name, a name that no state has, or a part that is missing.
         """
+        if not isinstance(flat, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"a state is read from tensors by name, not from {shown(flat)}")
         known = ("position", "sizes", "weights.", "slots.", "buffer.", "dual.", "ones", "log_scale")
         for name in flat:
             if not name.startswith(known):
                 raise ValueError(f"{name!r} is no part of a recollect state")
+            if not isinstance(flat[name], Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(f"{name!r} of a state must be a tensor, not {shown(flat[name])}")
         for name in ("position", "sizes"):
             if name not in flat:
                 raise ValueError(f"this is no recollect state: it has no {name!r}")
 
         def numbered(prefix: str) -> Weights:
-            by_index = {int(n[len(prefix) :]): x for n, x in flat.items() if n.startswith(prefix)}
+            by_index: dict[int, Tensor] = {}
+            for name, x in flat.items():
+                if name.startswith(prefix):
+                    index = name[len(prefix) :]
+                    if not index.isdecimal():
+                        raise ValueError(f"{name!r} is no part of a recollect state")
+                    by_index[int(index)] = x
+            if sorted(by_index) != [*range(len(by_index))]:
+                raise ValueError(f"this state lacks a tensor: it has {prefix}{sorted(by_index)}")
             return tuple(by_index[i] for i in sorted(by_index))
 
         slot_names = dict.fromkeys(n.split(".")[1] for n in flat if n.startswith("slots."))
         buffer = None
-        if "buffer.k" in flat:
+        if any(name.startswith("buffer.") for name in flat):
+            for name in ("buffer.k", "buffer.v", "buffer.mask"):
+                if name not in flat:
+                    raise ValueError(f"this is no recollect state: it has no {name!r}")
             head = "buffer.rates."
             buffer = Buffer(
                 k=flat["buffer.k"],
@@ -225,6 +241,8 @@ class State:
                 mask=flat["buffer.mask"],
                 rates={n[len(head) :]: x for n, x in flat.items() if n.startswith(head)},
             )
+        if list(flat["sizes"].shape) != [3]:
+            raise ValueError("'sizes' of a state must be the three numbers H, K, V")
         H, K, V = flat["sizes"].tolist()
         return cls(
             sizes=(H, K, V),

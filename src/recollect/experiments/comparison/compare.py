@@ -15,12 +15,13 @@ from recollect.experiments.comparison.results import (
     Watcher,
 )
 from recollect.experiments.comparison.tasks import RECALLS, TASKS
+from recollect.fields import held, whole
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import match_parameters, parameter_count
 from recollect.recipe.recipe import Recipe
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
-from recollect.wording import word_for, worded
+from recollect.wording import shown, word_for, worded
 from recollect.zoo.preset import Preset, get
 
 __all__ = ["Named", "compare", "named"]
@@ -34,12 +35,16 @@ def named(model: Named) -> tuple[str, Recipe, LayerOptions]:
     if isinstance(model, tuple):
         return (*model, LayerOptions()) if len(model) == 2 else model
     preset = get(model) if isinstance(model, str) else model
+    if not isinstance(preset, Preset):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"compare: a model is a zoo name, a preset or (name, recipe), not {shown(model)}"
+        )
     return preset.name, preset.recipe, preset.options
 
 
 def compare(
-    models: Sequence[Named],
-    tasks: Sequence[str] = TASKS,
+    models: Sequence[Named] | str | Preset,
+    tasks: Sequence[str] | str = TASKS,
     *,
     text: str | None = None,
     corpus: TextCorpus | None = None,
@@ -55,11 +60,11 @@ def compare(
     Args:
         models: zoo names, presets, or ``(name, recipe)`` or ``(name, recipe, options)`` of your
             own.
-        tasks: out of `TASKS`.
+        tasks: out of `TASKS`; one stands for a list of one, as a name does among ``models``.
         text: path of a text of your own; the default is the documentation installed with Python.
         corpus: a text already loaded, instead of ``text``.
         sizes: per task, in place of `DEFAULTS`.
-        seed: of initial weights, examples and their order.
+        seed: of initial weights, examples and their order; 0 to 2³² − 1.
         method: engine, as in `recall`.
         parameters: that every model is brought to; the largest model's when omitted. Runs that give
             the same number can be laid side by side.
@@ -86,6 +91,11 @@ def compare(
         >>> [(run.model, run.finished) for run in found.of("mqar")]
         [('linear_attention', True), ('delta_net', True)]
     """
+    models = [models] if isinstance(models, str | Preset) else models
+    tasks = [tasks] if isinstance(tasks, str) else tasks
+    for what, several in (("models", models), ("tasks", tasks)):
+        if not isinstance(several, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"compare: {what} must be a list, not {shown(several)}")
     chosen = [named(model) for model in models]
     names = [name for name, _, _ in chosen]
     if not chosen:
@@ -95,8 +105,8 @@ def compare(
     for task in tasks:
         if task not in TASKS:
             raise ValueError(f"compare: unknown task {task!r}; there are {', '.join(TASKS)}")
-    if jobs < 1:
-        raise ValueError(f"{word_for('jobs', 'compare: jobs')} must be at least 1, not {jobs}")
+    held(word_for("jobs", "compare: jobs"), whole(1), jobs)
+    held(word_for("seed", "compare: seed"), whole(0, 2**32 - 1), seed)
     every = {task: (sizes or {}).get(task, DEFAULTS[task]) for task in dict.fromkeys(tasks)}
     bigram = None
     facts: dict[str, str] = {}

@@ -163,7 +163,7 @@ class RowStream(IterableDataset[Row]):
                 if len(buffer) >= self.shuffle:
                     yield _drawn(buffer, draw)
             if not made:
-                raise ValueError(_TOO_SHORT.format(context=self.context))
+                raise ValueError(_TOO_SHORT.format(what="the text", context=self.context))
             while buffer:
                 yield _drawn(buffer, draw)
 
@@ -176,14 +176,22 @@ def _drawn(buffer: list[Row], draw: np.random.Generator) -> Row:
 
 
 _TOO_SHORT = (
-    "the text does not fill one row of {context} tokens: shorten context in [data], or give more"
+    "{what} does not fill one row of {context} tokens: shorten context in [data], or give more"
 )
 
 
 def read_rows(
-    documents: Iterable[str], tokenizer: PreTrainedTokenizerFast, *, context: int
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    context: int,
+    what: str = "the text",
 ) -> tuple[list[Row], Tally]:
     """All rows of some documents, and what was read.
+
+    Args:
+        documents, tokenizer, context: as in `pack`.
+        what: names the documents in a message.
 
     Raises:
         ValueError: documents that fill no row.
@@ -191,7 +199,7 @@ def read_rows(
     tally = Tally()
     rows = list(pack(documents, tokenizer, context=context, tally=tally))
     if not rows:
-        raise ValueError(_TOO_SHORT.format(context=context))
+        raise ValueError(_TOO_SHORT.format(what=what, context=context))
     return rows, tally
 
 

@@ -17,6 +17,10 @@ END = "<|end|>"
 """Stands at the end of every document; where generation stops."""
 
 
+_FILES = ("tokenizer.json", "tokenizer_config.json")
+"""One of them is in every folder that holds a tokenizer."""
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte of UTF-8, its number that of the byte, and 256 for the end of a document.
 
@@ -64,8 +68,18 @@ def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTok
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"{key} {name!r}: no tokenizer can be loaded: {first}") from None
+        if not Path(name).is_dir():
+            raise ValueError(
+                f"{key} {name!r}: there is no such folder, and the hub gives no tokenizer of that "
+                'name: give "bytes", "bpe", or the folder of a saved one'
+            ) from None
+        if not any((Path(name) / file).exists() for file in _FILES):
+            raise ValueError(
+                f"{key} {name!r}: this folder holds no tokenizer ({' or '.join(_FILES)}): save one "
+                "there with save_pretrained"
+            ) from None
+        first = " ".join(str(error).split()).partition(". ")[0][:200]
+        raise ValueError(f"{key} {name!r}: its tokenizer cannot be loaded: {first}") from None
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{key} {name!r} has a tokenizer without eos_token, which ends a document: set one "

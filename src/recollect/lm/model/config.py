@@ -14,7 +14,7 @@ from recollect.engines.select import select
 from recollect.layer.blocks import mlp_width
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
-from recollect.wording import word_for
+from recollect.wording import shown, word_for
 from recollect.zoo.preset import Preset, get
 
 __all__ = ["SCHEMA", "Named", "RecollectConfig", "resolved"]
@@ -200,7 +200,7 @@ class RecollectConfig(PretrainedConfig):
         entry = self.recipes[name]
         if not isinstance(entry, Mapping) or set(entry) - {"recipe", "options"}:
             raise RecipeError(
-                f"recipes[{name!r}] must be {{'recipe': ..., 'options': ...}}, not {entry!r}"
+                f"recipes[{name!r}] must be {{'recipe': ..., 'options': ...}}, not {shown(entry)}"
             )
         return (
             Recipe.from_dict(entry.get("recipe", {})),

@@ -63,7 +63,11 @@ class StrictLoading:
         """
         where, report = str(pretrained_model_name_or_path), kwargs.pop("output_loading_info", False)
         unusual = {"state_dict", "variant", "gguf_file", "subfolder", "quantization_config"}
-        kwargs.setdefault("use_safetensors", True)  # never a pickle
+        if not kwargs.setdefault("use_safetensors", True):  # never a pickle
+            raise CheckpointError(
+                f"{where}: use_safetensors=False would read a pickle, which can run code: leave it "
+                "out, and save weights that are one with save_pretrained first"
+            )
         if Path(where).is_file() or (where[:1] in ("/", ".", "~") and not Path(where).exists()):
             raise CheckpointError(f"there is no folder {where}: name that of a saved model")
         plain = Path(where).is_dir() and not unusual & set(kwargs)

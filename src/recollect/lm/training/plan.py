@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -10,46 +9,27 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-from recollect.fields import Range, Validated, checked, flag, integer, number, option, real, whole
+from recollect.fields import Validated, checked, flag, integer, number, option, whole
 from recollect.lm.model.paper_sizes import PAPER_SIZES, paper_size
-from recollect.wording import word_for
+from recollect.lm.training.plan_keys import (
+    hint_of_key,
+    hint_of_table,
+    to_betas,
+    to_mapping,
+    to_name,
+    to_recipe,
+    to_separator,
+    to_string,
+    to_strings,
+)
+from recollect.wording import shown, word_for
 
 __all__ = ["DataPlan", "ModelPlan", "OptimizerPlan", "RunPlan", "TrainPlan", "load_plan"]
 
 T = TypeVar("T", bound="_Table")
 
-
-def _string(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"must be a string, not {value!r}")
-    return value
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    """One stands for a list of one."""
-    items = (value,) if isinstance(value, str) else value
-    if not isinstance(items, list | tuple) or not all(isinstance(x, str) for x in items):
-        raise ValueError(f"must be a list of strings, not {value!r}")
-    return tuple(items)
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"must be a table, not {value!r}")
-    return dict(value)
-
-
-def _recipe(value: Any) -> str | dict[str, Any]:
-    if not isinstance(value, str | Mapping):
-        raise ValueError(f"must be a string or a table, not {value!r}")
-    return value if isinstance(value, str) else dict(value)
-
-
-def _betas(value: Any) -> tuple[float, float]:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError(f"must be two numbers in [0, 1), not {value!r}")
-    beta = real(Range.of(at_least=0, below=1))
-    return beta(value[0]), beta(value[1])
+VOCAB = 32_000
+"""Tokens of a BPE that is trained, where nothing else is said."""
 
 
 class _Table(Validated):
@@ -83,11 +63,11 @@ class ModelPlan(_Table):
         start: folder of a saved model to go on from; its configuration and tokenizer are taken.
     """
 
-    recipe: str | dict[str, Any] = checked("gated_delta_net", _recipe)
-    options: dict[str, Any] | None = checked(None, _mapping, optional=True)
-    recipes: dict[str, Any] = checked(dict, _mapping)
-    layers: tuple[str, ...] = checked((), _strings)
-    size: str | None = checked(None, _string, optional=True)
+    recipe: str | dict[str, Any] = checked("gated_delta_net", to_recipe)
+    options: dict[str, Any] | None = checked(None, to_mapping, optional=True)
+    recipes: dict[str, Any] = checked(dict, to_mapping)
+    layers: tuple[str, ...] = checked((), to_strings)
+    size: str | None = checked(None, to_string, optional=True)
     width: int | None = integer(None, at_least=1, optional=True)
     depth: int | None = integer(None, at_least=1, optional=True)
     heads: int | None = integer(None, at_least=1, optional=True)
@@ -97,12 +77,18 @@ class ModelPlan(_Table):
     mlp: int | None = integer(None, at_least=1, optional=True)
     parameters: int | None = integer(None, at_least=1, optional=True)
     tie: bool = flag(False)
-    method: str = checked("auto", _string)
-    start: str | None = checked(None, _string, optional=True)
+    method: str = checked("auto", to_string)
+    start: str | None = checked(None, to_string, optional=True)
 
     def validate(self) -> None:
         if self.size is not None:
             paper_size(self.size)
+        default = ModelPlan.__dataclass_fields__["recipe"].default
+        if self.recipes and (self.recipe != default or self.options is not None):
+            raise ValueError(
+                "[model] recipes stands in place of recipe and options: leave these out, or give "
+                "each of recipes its own, {recipe = ..., options = ...}"
+            )
         if self.mlp is not None and self.parameters is not None:
             raise ValueError("[model] mlp and parameters exclude each other: one sets the other")
         if self.start is not None:
@@ -138,17 +124,17 @@ class DataPlan(_Table):
         shuffle: rows that are held to be drawn from while streaming.
     """
 
-    train: tuple[str, ...] = checked((), _strings)
-    heldout: tuple[str, ...] = checked((), _strings)
+    train: tuple[str, ...] = checked((), to_strings)
+    heldout: tuple[str, ...] = checked((), to_strings)
     heldout_share: float = number(0.0, at_least=0, below=0.5)
-    dataset: str | None = checked(None, _string, optional=True)
-    name: str | None = checked(None, _string, optional=True)
-    split: str = checked("train", _string)
-    heldout_split: str | None = checked(None, _string, optional=True)
-    column: str = checked("text", _string)
-    separator: str = checked("", _string)
-    tokenizer: str = checked("bytes", _string)
-    vocab: int = integer(32_000, at_least=257)
+    dataset: str | None = checked(None, to_string, optional=True)
+    name: str | None = checked(None, to_string, optional=True)
+    split: str = checked("train", to_name)
+    heldout_split: str | None = checked(None, to_string, optional=True)
+    column: str = checked("text", to_name)
+    separator: str = checked("", to_separator)
+    tokenizer: str = checked("bytes", to_name)
+    vocab: int = integer(VOCAB, at_least=257)
     context: int = integer(512, at_least=2)
     packing: str = option("documents", "stream")
     bad_lines: str = option("stop", "skip")
@@ -158,6 +144,11 @@ class DataPlan(_Table):
     def validate(self) -> None:
         if bool(self.train) == (self.dataset is not None):
             raise ValueError("[data] needs either train, a list of files, or dataset, a hub name")
+        if self.tokenizer != "bpe" and self.vocab != VOCAB:
+            raise ValueError(
+                f"[data] vocab is of a BPE that is trained, and tokenizer = {self.tokenizer!r} "
+                'brings its own: leave vocab out, or set tokenizer = "bpe"'
+            )
         if self.heldout_share and (self.heldout or self.heldout_split):
             raise ValueError("[data] heldout_share excludes heldout and heldout_split")
         if self.heldout_share and self.streams:
@@ -184,7 +175,7 @@ class OptimizerPlan(_Table):
     """``[optimizer]``: AdamW, linear warm-up, cosine.
 
     Attributes:
-        lr: peak learning rate; the size's, or 3e-3 without one.
+        lr: peak learning rate, at most 100; the size's, or 3e-3 without one.
         steps, tokens: how long; one of them, or the size's tokens.
         batch: rows per step and process.
         accumulate: forward passes per step.
@@ -195,7 +186,7 @@ class OptimizerPlan(_Table):
         clip: largest gradient norm; 0 is none.
     """
 
-    lr: float | None = number(None, above=0, optional=True)
+    lr: float | None = number(None, above=0, at_most=100, optional=True)
     steps: int | None = integer(None, at_least=1, optional=True)
     tokens: int | None = integer(None, at_least=1, optional=True)
     batch: int = integer(8, at_least=1)
@@ -203,7 +194,7 @@ class OptimizerPlan(_Table):
     warmup: float = number(0.05, at_least=0, below=1)
     floor: float = number(0.0, at_least=0, below=1)
     weight_decay: float = number(0.1, at_least=0)
-    betas: tuple[float, float] = checked((0.9, 0.95), _betas)
+    betas: tuple[float, float] = checked((0.9, 0.95), to_betas)
     clip: float = number(1.0, at_least=0)
 
     def validate(self) -> None:
@@ -228,7 +219,7 @@ class RunPlan(_Table):
         tensorboard: write its logs to ``out/logs``.
     """
 
-    out: str = checked("runs/train", _string)
+    out: str = checked("runs/train", to_name)
     seed: int = checked(0, whole(0, 2**32 - 1))
     save_every: int = integer(500)
     keep: int = integer(3, at_least=1)
@@ -337,16 +328,17 @@ class TrainPlan:
                 its key refuses.
         """
         try:
-            imports = _strings(data.get("import", ()))
+            imports = to_strings(data.get("import", ()))
         except ValueError as error:
             raise ValueError(f"import {error}") from None
         for name, value in data.items():
             if name == "import":
                 continue
             if name not in _TABLES:
-                raise ValueError(f"there is no table [{name}]{_instead(name, list(_TABLES))}")
+                hint = hint_of_table(name, _known())
+                raise ValueError(f"there is no table [{name[:60]}]{hint}")
             if not isinstance(value, Mapping):
-                raise ValueError(f"{name} must be a table, [{name}], not {value!r}")
+                raise ValueError(f"{name} must be a table, [{name}], not {shown(value)}")
         tables: dict[str, Any] = {n: _made(kind, data.get(n, {})) for n, kind in _TABLES.items()}
         return cls(imports=imports, beside=beside, **tables)
 
@@ -366,15 +358,30 @@ def load_plan(path: str | PathLike[str]) -> TrainPlan:
     """
     path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder: name the TOML file of the run") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not TOML: not UTF-8 text at byte {error.start}") from None
+    except (OSError, ValueError) as error:  # a name that no file can have
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{str(path)!r} cannot be read: {reason}") from None
+    try:
+        data = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path} is not TOML: {reason}") from None
     try:
         return TrainPlan.from_dict(data, beside=str(path.parent))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _known() -> dict[str, list[str]]:
+    """The keys of every table."""
+    return {name: [f.name for f in fields(kind)] for name, kind in _TABLES.items()}  # type: ignore[arg-type]
 
 
 def _made(kind: type[T], values: Mapping[str, Any]) -> T:
@@ -382,10 +389,6 @@ def _made(kind: type[T], values: Mapping[str, Any]) -> T:
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     for name in values:
         if name not in known:
-            raise ValueError(f"[{kind.table()}] has no key {name!r}{_instead(name, known)}")
+            hint = hint_of_key(name, kind.table(), _known())
+            raise ValueError(f"[{kind.table()}] has no key {shown(name)}{hint}")
     return kind(**values)
-
-
-def _instead(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"; did you mean {near[0]!r}? There are {', '.join(known)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,20 +19,24 @@ from recollect.lm.data.rows import Row, Rows, RowStream, Tally, read_rows
 from recollect.lm.data.sources import BadLines, HubDocuments, Source, find_files
 from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from recollect.lm.model.config import Named, RecollectConfig
-from recollect.lm.model.counts import match_parameters
+from recollect.lm.model.counts import match_parameters, parameter_count
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.model.paper_sizes import PAPER_SIZES
 from recollect.lm.training.plan import ModelPlan, TrainPlan
 from recollect.recipe.files import load_recipe
 from recollect.recipe.recipe import Recipe
+from recollect.report.units import readable
 from recollect.wording import worded
 from recollect.zoo.preset import get
 
 __all__ = [
     "Stock",
     "build_model",
+    "check_memory",
     "compile_blocks",
     "enough_memory",
+    "least_memory",
+    "measured_on_trained",
     "model_config",
     "rows_of",
     "tokenizer_of",
@@ -98,6 +103,69 @@ _WORDS = {
     "target": "[model] parameters",
 }
 """How a plan calls the arguments of a configuration."""
+
+_PER_PARAMETER = 16
+"""Bytes: a float32 weight, its gradient, and AdamW's two moments."""
+
+
+def least_memory(plan: TrainPlan, config: RecollectConfig) -> tuple[int, int]:
+    """Bytes that no run of these sizes can do without: for its weights, and for one batch.
+
+    Of a batch only the input of every block is counted, which even ``checkpointing`` keeps, so a
+    run may well take several times as much.
+
+    Args:
+        plan: says how many tokens a batch has.
+        config: of the model.
+    """
+    tokens = plan.optimizer.batch * plan.data.context
+    each = 2 if plan.run.bf16 else 4
+    batch = tokens * config.hidden_size * config.num_hidden_layers * each
+    return parameter_count(config) * _PER_PARAMETER, batch
+
+
+@worded(_WORDS)
+def check_memory(
+    plan: TrainPlan, config: RecollectConfig, *, device: torch.device, processes: int = 1
+) -> None:
+    """Refuse what cannot fit, by the least that it takes.
+
+    Args:
+        plan: of the run.
+        config: of its model.
+        device: that it runs on.
+        processes: that may share the weights among them.
+
+    Raises:
+        ValueError: the device has less memory than that, naming what takes it.
+    """
+    weights, batch = least_memory(plan, config)
+    has = _memory(device)
+    if has is None or weights // processes + batch <= has:
+        return
+    where = f"of the {readable(has, 'B')} that {device.type} has"
+    if weights // processes > has:
+        raise ValueError(
+            f"[model] has {parameter_count(config):,} parameters, whose training takes at least "
+            f"{readable(weights, 'B')} {where}: take a smaller width, depth, mlp or parameters"
+        )
+    raise ValueError(
+        f"[optimizer] batch = {plan.optimizer.batch:,}, of rows of {plan.data.context:,} tokens, "
+        f"takes at least {readable(batch, 'B')} {where}: take fewer rows and set accumulate in "
+        "their place, or a shorter context"
+    )
+
+
+def _memory(device: torch.device) -> int | None:
+    """Bytes that a device has in all, where it says so."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type != "cpu":
+        return None
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not a POSIX system
+        return None
 
 
 @worded(_WORDS)
@@ -180,7 +248,7 @@ def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) 
     read = partial(read_rows, tokenizer=tokenizer, context=data.context)
     heldout, tally = [], None
     if data.heldout or data.heldout_split is not None:
-        heldout, tally = read(_documents(plan, bad, heldout=True))
+        heldout, tally = read(_documents(plan, bad, heldout=True), what="the held-out text")
     if data.streams:
         stream = RowStream(
             _documents(plan, bad),
@@ -203,6 +271,21 @@ def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) 
             )
     order = Rows(rows, length=length, seed=run.seed)
     return Stock(order, _spread(heldout, run.heldout_rows), _ratio(tally or read_all))
+
+
+def measured_on_trained(plan: TrainPlan) -> str | None:
+    """A sentence where files are held out that are trained on, too."""
+    if not plan.data.heldout or not plan.data.train:
+        return None
+    trained = {path.resolve() for path in find_files(plan.data.train, key="train")}
+    both = [p for p in find_files(plan.data.heldout, key="heldout") if p.resolve() in trained]
+    if not both:
+        return None
+    more = f" and {len(both) - 1} more" if len(both) > 1 else ""
+    return (
+        f"{both[0]}{more} is held out and trained on, so what is measured says nothing of new "
+        "text: take it out of [data] train or heldout, or set heldout_share in their place"
+    )
 
 
 def _ratio(tally: Tally | None) -> float:

@@ -14,6 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,11 +32,14 @@ from recollect.lm.training.arguments import quiet, trainer_arguments
 from recollect.lm.training.atomic_checkpoints import AtomicTrainer
 from recollect.lm.training.flops import measured_ceiling, model_flops
 from recollect.lm.training.interrupts import finish_step
-from recollect.lm.training.plan import TrainPlan
+from recollect.lm.training.plan import TrainPlan, load_plan
 from recollect.lm.training.prepare import (
     build_model,
+    check_memory,
     compile_blocks,
     enough_memory,
+    measured_on_trained,
+    model_config,
     rows_of,
     tokenizer_of,
 )
@@ -49,7 +53,7 @@ __all__ = ["Progress", "Trained", "Watch", "train"]
 
 
 def train(
-    plan: TrainPlan,
+    plan: TrainPlan | str | PathLike[str],
     *,
     resume: bool = False,
     watch: Watch | None = None,
@@ -59,7 +63,7 @@ def train(
     """Train a language model as a plan says.
 
     Args:
-        plan: what, on what, and how long.
+        plan: what, on what, and how long; or the TOML file that says so, as in `load_plan`.
         resume: go on from the last checkpoint of ``plan.run.out``, as if the run had never stopped:
             weights, optimizer, schedule, random numbers and the place in the data are restored.
             Without a checkpoint it starts at the beginning, and says so.
@@ -71,9 +75,10 @@ def train(
         The model, saved to ``out/model`` with its tokenizer, and what was measured.
 
     Raises:
-        ValueError: modules, texts, tokenizers or recipes that cannot be used; a folder that holds
-            another run, or that one under way writes to; texts that changed since it was begun; a
-            corrupt line, unless lines are skipped; a batch too large for the memory.
+        ValueError: no plan; sizes that the memory of this device cannot hold; modules, texts,
+            tokenizers or recipes that cannot be used; a folder that holds another run, or that one
+            under way writes to; texts that changed since it was begun; a corrupt line, unless
+            lines are skipped; a batch too large for the memory.
         CheckpointError: a full disk, and the last checkpoint stands; one that was altered.
         Interrupted: an interrupt (or SIGTERM, SIGHUP) while steps are taken, after a checkpoint;
             a `KeyboardInterrupt`, as the second one is, which is raised at once.
@@ -93,6 +98,10 @@ def train(
         >>> trained.steps, trained.folder.as_posix()
         (2, 'runs/example/model')
     """
+    if isinstance(plan, str | PathLike):
+        plan = load_plan(plan)
+    if not isinstance(plan, TrainPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"train takes a TrainPlan or a TOML file, not {type(plan).__name__}")
     import_modules(plan.imports, beside=plan.beside, said="import")
     out = Path(plan.run.out)
     check_writable(out)
@@ -125,10 +134,18 @@ def _trained(
         say(f"there is no checkpoint in {out}, so the run begins at its first step")
     bad = BadLines(skip=plan.data.bad_lines == "skip")
     tokenizer = tokenizer_of(plan, out, bad, checkpoint)
+    if plan.model.start is None:
+        state = PartialState()
+        config = model_config(plan.model, tokenizer)
+        check_memory(
+            plan, config, device=torch.device(state.device or "cpu"), processes=state.num_processes
+        )
     stock = rows_of(plan, tokenizer, bad)
     torch.manual_seed(plan.run.seed)
     model = build_model(plan, tokenizer)
     notes: list[str] = []
+    if (doubtful := measured_on_trained(plan)) is not None:
+        notes.append(doubtful)
     reported = bad.count
     if reported:
         say(f"{reported} lines were left out: {'; '.join(bad.examples)}")

@@ -1,0 +1,136 @@
+"""What keys of a plan may hold, and what is said of keys that there are not."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from recollect.fields import Range, real
+from recollect.wording import shown
+
+__all__ = [
+    "hint_of_key",
+    "hint_of_table",
+    "to_betas",
+    "to_mapping",
+    "to_name",
+    "to_recipe",
+    "to_separator",
+    "to_string",
+    "to_strings",
+]
+
+
+def to_string(value: Any) -> str:
+    """Text of one line."""
+    if not isinstance(value, str):
+        raise ValueError(f"must be a string, not {shown(value)}")
+    if not value.isprintable():
+        raise ValueError(f"must be a string without control characters, not {shown(value)}")
+    return value
+
+
+def to_name(value: Any) -> str:
+    """Text of one line that is not empty."""
+    if not to_string(value).strip():
+        raise ValueError(f"must be a name, not {value!r}")
+    return str(value)
+
+
+def to_separator(value: Any) -> str:
+    """Any text."""
+    if not isinstance(value, str):
+        raise ValueError(f"must be a string, not {shown(value)}")
+    return value
+
+
+def to_strings(value: Any) -> tuple[str, ...]:
+    """One stands for a list of one."""
+    items = (value,) if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(x, str) for x in items):
+        raise ValueError(f"must be a list of strings, not {shown(value)}")
+    return tuple(to_name(item) for item in items)
+
+
+def to_mapping(value: Any) -> dict[str, Any]:
+    """A table."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must be a table, not {shown(value)}")
+    return dict(value)
+
+
+def to_recipe(value: Any) -> str | dict[str, Any]:
+    """A name, a file or a table."""
+    if not isinstance(value, str | Mapping):
+        raise ValueError(f"must be a string or a table, not {shown(value)}")
+    return value if isinstance(value, str) else dict(value)
+
+
+def to_betas(value: Any) -> tuple[float, float]:
+    """AdamW's two."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"must be two numbers in [0, 1), not {shown(value)}")
+    beta = real(Range.of(at_least=0, below=1))
+    return beta(value[0]), beta(value[1])
+
+
+_ALSO_CALLED = {
+    **dict.fromkeys(("learning_rate", "peak_lr", "max_lr"), "lr"),
+    **dict.fromkeys(("max_steps", "num_steps", "iterations"), "steps"),
+    **dict.fromkeys(("batch_size", "micro_batch_size", "per_device_train_batch_size"), "batch"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "accumulate"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "clip_grad"), "clip"),
+    **dict.fromkeys(("warmup_ratio", "warmup_steps"), "warmup"),
+    **dict.fromkeys(("hidden_size", "d_model", "dim"), "width"),
+    **dict.fromkeys(("num_layers", "num_hidden_layers", "n_layers"), "depth"),
+    **dict.fromkeys(("num_heads", "num_attention_heads", "n_heads"), "heads"),
+    **dict.fromkeys(("intermediate_size", "ffn_dim"), "mlp"),
+    **dict.fromkeys(("seq_len", "sequence_length", "max_length", "block_size"), "context"),
+    "vocab_size": "vocab",
+    **dict.fromkeys(("output_dir", "out_dir"), "out"),
+    "save_steps": "save_every",
+    "eval_steps": "eval_every",
+    "logging_steps": "log_every",
+    "gradient_checkpointing": "checkpointing",
+}
+"""What other libraries call our keys."""
+
+
+def hint_of_key(name: str, table: str, known: Mapping[str, list[str]]) -> str:
+    """What to say after a key that a table has not: where it stands, or the nearest that there is.
+
+    Args:
+        name: the key, perhaps as another library calls it.
+        table: in which it was given.
+        known: the keys of every table.
+    """
+    meant = _ALSO_CALLED.get(name, name)
+    return _elsewhere(meant, table, known) or _instead(meant, known[table])
+
+
+def hint_of_table(name: str, known: Mapping[str, list[str]]) -> str:
+    """What to say after a table that there is not.
+
+    Args:
+        name: the table, or a key that stands outside of its own.
+        known: the keys of every table.
+    """
+    return _elsewhere(_ALSO_CALLED.get(name, name), "", known) or _instead(name, list(known))
+
+
+def _elsewhere(meant: str, table: str, known: Mapping[str, list[str]]) -> str:
+    """Where a key stands, if that is another table only."""
+    if meant in known.get(table, ()):
+        return ""
+    places = [other for other, keys in known.items() if meant in keys]
+    return f"; {meant} stands in [{places[0]}]" if places else ""
+
+
+def _instead(name: str, known: list[str]) -> str:
+    if name in known:
+        near = [name]
+    else:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}? There" if near else "there"
+    return f"; {hint} are {', '.join(known)}"

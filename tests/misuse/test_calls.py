@@ -1,0 +1,262 @@
+"""Calls with tensors, states, names and modules that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.misuse.sentences import refuses
+from torch import Tensor
+
+import recollect as rc
+
+R = rc.Recipe()
+LAYER = rc.MemoryLayer(8, 2, R)
+
+
+def _q() -> Tensor:
+    return torch.zeros(1, 3, 1, 4)
+
+
+def _recall(**changed: Any) -> object:
+    """A call that is right but for what is changed."""
+    given: dict[str, Any] = {"q": _q(), "k": _q(), "v": _q(), "gates": {"lr": torch.ones(1, 3, 1)}}
+    given |= changed
+    return rc.recall(R, given.pop("q"), given.pop("k"), given.pop("v"), given.pop("gates"), **given)
+
+
+RECALLS: dict[str, tuple[dict[str, Any], str]] = {
+    **{f"sparse {x}": ({x: _q().to_sparse()}, f"{x} must be a dense tensor") for x in "qkv"},
+    **{f"complex {x}": ({x: _q().to(torch.complex64)}, "floating point") for x in "q"},
+    **{f"whole {x}": ({x: _q().long()}, f"{x} must be floating point") for x in "qkv"},
+    **{f"list {x}": ({x: _q().tolist()}, f"{x} must be a tensor") for x in "qkv"},
+    **{f"None {x}": ({x: None}, f"{x} must be a tensor") for x in "qkv"},
+    **{f"numpy {x}": ({x: _q().numpy()}, f"{x} must be a tensor") for x in "qkv"},
+    **{f"half {x}": ({x: _q().half()}, "one dtype") for x in "kv"},
+    **{f"flat {x}": ({x: _q()[0]}, f"{x} must have shape") for x in "qkv"},
+    **{f"meta {x}": ({x: _q().to("meta")}, "one device") for x in "kv"},
+    **{f"nan {x}": ({x: _q() + torch.nan}, f"{x} has a NaN") for x in "qkv"},
+    **{f"inf {x}": ({x: _q() + torch.inf}, f"{x} has a infinity") for x in "qkv"},
+    "gates in a list": ({"gates": [1]}, "gates must map names to tensors"),
+    "gates in a tensor": ({"gates": _q()}, "gates must map names to tensors"),
+    "no gates": ({"gates": None}, "gate 'lr' is missing"),
+    "a sparse gate": ({"gates": {"lr": torch.ones(1, 3, 1).to_sparse()}}, "dense"),
+    "a gate by another name": ({"gates": {"rate": torch.ones(1, 3, 1)}}, "'lr' is missing"),
+    "one gate more": (
+        {"gates": {"lr": torch.ones(1, 3, 1), "beta": torch.ones(1, 3, 1)}},
+        "'beta' is unknown",
+    ),
+    "a gate below": ({"gates": {"lr": -torch.ones(1, 3, 1)}}, ">= 0"),
+    "a gate of nan": ({"gates": {"lr": torch.full((1, 3, 1), torch.nan)}}, "NaN"),
+    "a gate that is a number": ({"gates": {"lr": 0.5}}, "floating-point tensor"),
+    "a gate that is None": ({"gates": {"lr": None}}, "floating-point tensor"),
+    "params in a list": ({"params": [1]}, "params must map names to tensors"),
+    "a param nobody asked for": ({"params": {"lr": _q()}}, "'lr' is unknown"),
+    "init in words": ({"init": "x"}, "init must be a tensor"),
+    "init in numbers": ({"init": [1.0]}, "init must be a tensor"),
+    "init of another shape": ({"init": torch.zeros(1, 3, 4)}, "must have shape"),
+    "init of nan": ({"init": torch.full((1, 4, 4), torch.nan)}, "NaN"),
+    "a state in words": ({"state": "x"}, "what an earlier call returned"),
+    "a state in tensors": ({"state": _q()}, "what an earlier call returned"),
+    "a sparse mask": ({"attention_mask": torch.ones(1, 3).to_sparse()}, "dense"),
+    "a long mask": ({"attention_mask": torch.ones(1, 4)}, "must have shape [1, 3]"),
+    "a mask of halves": ({"attention_mask": torch.full((1, 3), 0.5)}, "must hold 1"),
+    "a mask in a list": ({"attention_mask": [1, 1, 1]}, "must have shape"),
+    "borders in a list": ({"cu_seqlens": [0, 3]}, "cu_seqlens must be a tensor"),
+    "borders too short": ({"cu_seqlens": torch.tensor([0, 2])}, "cu_seqlens must rise"),
+    "borders that fall": ({"cu_seqlens": torch.tensor([0, 2, 1, 3])}, "cu_seqlens must rise"),
+    "causal in words": ({"causal": "yes"}, "causal must be True or False, not 'yes'"),
+    "causal as a number": ({"causal": 1}, "causal must be True or False, not 1"),
+    "causal None": ({"causal": None}, "causal must be True or False, not None"),
+    "a state in words asked": ({"output_state": "no"}, "output_state must be True or False"),
+    "no method": ({"method": None}, "method=None is unknown"),
+    "another method": ({"method": "fast"}, "method='fast' is unknown"),
+    "a method that cannot": ({"method": "kernel"}, "cannot run this recipe"),
+    **{
+        f"chunks of {x!r}": ({"chunk_size": x}, "chunk_size must be a whole number")
+        for x in (0, -1, 8.0, "8", True)
+    },
+    "chunks beyond sizes": ({"chunk_size": 10**400}, "64 bits"),
+}
+
+
+@pytest.mark.parametrize("what", RECALLS)
+def test_recall(what: str) -> None:
+    changed, says = RECALLS[what]
+    refuses(lambda: _recall(**changed), says, error=ValueError)
+
+
+def _x() -> Tensor:
+    return torch.zeros(1, 3, 8)
+
+
+LAYERS: dict[str, tuple[Callable[[], object], str]] = {
+    **{
+        f"d_model {x!r}": (lambda x=x: rc.MemoryLayer(x, 2, R), "d_model")
+        for x in ("16", 16.0, True, 0, -1)
+    },
+    **{
+        f"heads {x!r}": (lambda x=x: rc.MemoryLayer(16, x, R), "heads")
+        for x in ("2", 2.0, True, 0, -1, 3)
+    },
+    **{
+        f"{name} {x!r}": (lambda name=name, x=x: rc.MemoryLayer(16, 4, R, **{name: x}), name)
+        for name in ("kv_heads", "head_dim", "value_dim")
+        for x in ("2", 1.5, 0, -1)
+    },
+    "kv_heads 3": (lambda: rc.MemoryLayer(16, 4, R, kv_heads=3), "multiple of kv_heads"),
+    "a name": (lambda: rc.MemoryLayer(16, 4, "gla"), "needs an rc.Recipe, not 'gla'"),  # type: ignore[arg-type]
+    "no recipe": (lambda: rc.MemoryLayer(16, 4, None), "needs an rc.Recipe"),  # type: ignore[arg-type]
+    "options in a dict": (lambda: rc.MemoryLayer(16, 4, R, {"conv": 0}), "rc.LayerOptions"),  # type: ignore[arg-type]
+    "another method": (lambda: rc.MemoryLayer(16, 4, R, method="fast"), "'fast' is unknown"),
+    "an override": (lambda: rc.zoo.get("gla").build(8, 2, foo=1), "no override 'foo'"),
+    "a width in words": (lambda: rc.zoo.get("gla").build("8", 2), "d_model"),  # type: ignore[arg-type]
+    "conv -1": (lambda: rc.LayerOptions(conv=-1), "conv"),
+    "conv '4'": (lambda: rc.LayerOptions(conv="4"), "conv"),  # type: ignore[arg-type]
+    "conv huge": (lambda: rc.LayerOptions(conv=10**400), "64 bits"),
+    "an unknown option": (lambda: rc.LayerOptions.from_dict({"convolution": 4}), "'convolution'"),
+    "options in a list": (lambda: rc.LayerOptions.from_dict([]), "mapping"),  # type: ignore[arg-type]
+    "gates that cross": (lambda: rc.GateOptions(low=2, high=1), "low must be below high"),
+    "x of whole numbers": (lambda: LAYER(torch.ones(1, 3, 8).long()), "floating-point"),
+    "x without rows": (lambda: LAYER(torch.zeros(3, 8)), "must have shape [B, T, 8]"),
+    "x of another width": (lambda: LAYER(torch.zeros(1, 3, 9)), "must have shape [B, T, 8]"),
+    "x in a list": (lambda: LAYER([[1]]), "not list"),
+    "x of nan": (lambda: LAYER(_x() + torch.nan), "NaN"),
+    "a mask too long": (lambda: LAYER(_x(), attention_mask=torch.ones(1, 4)), "[1, 3]"),
+    "a state in words": (lambda: LAYER(_x(), "x"), "what this layer returned"),
+}
+
+
+@pytest.mark.parametrize("what", LAYERS)
+def test_layers(what: str) -> None:
+    call, says = LAYERS[what]
+    refuses(call, says, error=ValueError)
+
+
+DIAGNOSED: dict[str, tuple[Callable[[], object], str]] = {
+    "whole numbers": (lambda: rc.diagnose(LAYER, torch.ones(1, 3, 8).long()), "torch.int64"),
+    "a list": (lambda: rc.diagnose(LAYER, [[1.0]]), "not list"),  # type: ignore[arg-type]
+    "another dtype": (lambda: rc.diagnose(LAYER, _x().double()), "the layer torch.float32"),
+    "another device": (lambda: rc.diagnose(LAYER, _x().to("meta")), "on meta"),
+    "no tokens": (lambda: rc.diagnose(LAYER, _x()[:, :0]), "T ≥ 1"),
+    "no rows": (lambda: rc.diagnose(LAYER, _x()[:0]), "B and T ≥ 1"),
+    "another width": (lambda: rc.diagnose(LAYER, torch.zeros(1, 3, 9)), "[1, 3, 9]"),
+    "no layer": (lambda: rc.diagnose("x", _x()), "rc.MemoryLayer, not str"),  # type: ignore[arg-type]
+    "another layer": (lambda: rc.diagnose(torch.nn.Linear(8, 8), _x()), "rc.MemoryLayer"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("what", DIAGNOSED)
+def test_diagnose(what: str) -> None:
+    call, says = DIAGNOSED[what]
+    refuses(call, says, error=ValueError)
+
+
+NAMES: dict[str, tuple[Callable[[], object], str]] = {
+    "get": (lambda: rc.zoo.get("glaa"), "did you mean gla"),
+    "names": (lambda: rc.zoo.names("deltarule"), "has no family 'deltarule'"),
+    "explain": (lambda: rc.explain("glaa"), "did you mean gla"),
+    "explain 3": (lambda: rc.explain(3), "not int"),  # type: ignore[arg-type]
+    "explain by a method": (lambda: rc.explain("gla", method="fast"), "'fast' is unknown"),
+    "cost": (lambda: rc.cost("glaa"), "did you mean gla"),
+    "select": (lambda: rc.select("glaa"), "did you mean gla"),
+    "select None": (lambda: rc.select(None), "takes an rc.Recipe, or the name"),  # type: ignore[arg-type]
+    "select by a method": (lambda: rc.select("gla", "fast"), "'fast' is unknown"),
+    "capacity": (lambda: rc.theory.capacity_bound("titan", 8, 8), "did you mean titans"),
+    "reproduce": (lambda: rc.reproduce("nope"), "there is no experiment 'nope'"),
+    "compare a name": (lambda: rc.compare("glaa"), "named 'glaa'"),
+    "compare nothing": (lambda: rc.compare([]), "at least one model"),
+    "compare None": (lambda: rc.compare(None), "models must be a list, not None"),  # type: ignore[arg-type]
+    "compare a number": (lambda: rc.compare([3]), "a zoo name, a preset or (name, recipe)"),  # type: ignore[list-item]
+    "compare twice": (lambda: rc.compare(["gla", "gla"]), "named twice"),
+    "an unknown task": (lambda: rc.compare("gla", ["texts"]), "unknown task 'texts'"),
+    "one unknown task": (lambda: rc.compare("gla", "texts"), "unknown task 'texts'"),
+    "tasks None": (lambda: rc.compare("gla", None), "tasks must be a list"),  # type: ignore[arg-type]
+    **{
+        f"seed {x!r}": (lambda x=x: rc.compare("gla", "mqar", seed=x), "compare: seed must be")
+        for x in (-1, 2**32, 1.5, "0", None, True)
+    },
+    **{
+        f"jobs {x!r}": (lambda x=x: rc.compare("gla", "mqar", jobs=x), "compare: jobs must be")
+        for x in (0, -1, 1.5, "2", True)
+    },
+    "no parameters": (lambda: rc.compare("gla", "mqar", parameters=-1), "parameters"),
+    "train None": (lambda: rc.lm.train(None), "takes a TrainPlan or a TOML file, not NoneType"),  # type: ignore[arg-type]
+    "train a dict": (lambda: rc.lm.train({}), "takes a TrainPlan or a TOML file, not dict"),  # type: ignore[arg-type]
+    "train no file": (lambda: rc.lm.train("none.toml"), "there is no file none.toml"),
+    "width -1": (lambda: rc.lm.RecollectConfig.from_recipes("gla", hidden_size=-1), "hidden_size"),
+    "width '64'": (
+        lambda: rc.lm.RecollectConfig.from_recipes("gla", hidden_size="64"),
+        "hidden_size",
+    ),
+    "width huge": (
+        lambda: rc.lm.RecollectConfig.from_recipes("gla", hidden_size=10**400),
+        "hidden_size",
+    ),
+    "a model's name": (lambda: rc.lm.RecollectConfig.from_recipes("glaa"), "did you mean gla"),
+    "a layer's name": (
+        lambda: rc.lm.RecollectConfig.from_recipes({"a": "gla"}, layers=["b"]),
+        "names the recipe 'b'",
+    ),
+    "a bare recipe": (lambda: rc.lm.RecollectConfig(recipes={"a": "gla"}), "recipes['a']"),
+    "a deep recipe": (lambda: rc.lm.RecollectConfig(recipes={"a": _deep(3000)}), "recipes['a']"),
+    "a deep recipe inside": (
+        lambda: rc.lm.RecollectConfig(recipes={"a": {"recipe": _deep(3000)}}),
+        "nested too deep",
+    ),
+    "an unknown argument": (lambda: rc.lm.RecollectConfig(hidden=3), "hidden"),
+}
+
+
+def _deep(depth: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {"member": "Keep"}
+    for _ in range(depth):
+        inner = {"member": "Lq", "decay": inner}
+    return {"retention": inner}
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_names_and_what_they_stand_for(what: str) -> None:
+    call, says = NAMES[what]
+    refuses(call, says, error=ValueError)
+
+
+def _state() -> dict[str, Tensor]:
+    _, state = rc.recall(R, _q(), _q(), _q(), {"lr": torch.ones(1, 3, 1)})
+    assert state is not None
+    return state.to_dict()
+
+
+STATES: dict[str, tuple[Callable[[], Any], str]] = {
+    "empty": (dict, "it has no 'position'"),
+    "a list": (list, "tensors by name"),
+    "None": (lambda: None, "tensors by name"),
+    "numbers": (lambda: {"position": 1, "sizes": 2}, "must be a tensor, not 1"),
+    "no sizes": (lambda: {"position": torch.zeros(1)}, "it has no 'sizes'"),
+    "two sizes": (lambda: _state() | {"sizes": torch.tensor([1, 2])}, "H, K, V"),
+    "a strange name": (lambda: _state() | {"weight": _q()}, "'weight' is no part"),
+    "a strange number": (lambda: _state() | {"weights.x": _q()}, "'weights.x' is no part"),
+    "a gap": (lambda: _state() | {"weights.5": _q()}, "lacks a tensor"),
+    "half a buffer": (lambda: _state() | {"buffer.k": _q()}, "it has no 'buffer.v'"),
+    "rates alone": (lambda: _state() | {"buffer.rates.lr": _q()}, "it has no 'buffer.k'"),
+}
+
+
+@pytest.mark.parametrize("what", STATES)
+def test_states(what: str) -> None:
+    make, says = STATES[what]
+    refuses(lambda: rc.State.from_dict(make()), says, error=ValueError)
+
+
+def test_a_pickle_is_refused_however_it_is_asked_for(tmp_path: Any) -> None:
+    planted = tmp_path / "pytorch_model.bin"
+    planted.write_bytes(b"not read")
+    refuses(
+        lambda: rc.lm.RecollectForCausalLM.from_pretrained(tmp_path, use_safetensors=False),
+        "use_safetensors=False",
+        "pickle",
+        error=ValueError,
+    )
+    assert planted.read_bytes() == b"not read"

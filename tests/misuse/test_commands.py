@@ -1,0 +1,192 @@
+"""Commands that cannot run: one sentence on the standard error, exit status 2, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tests.misuse.sentences import LONGEST, digests, is_one_sentence
+
+import recollect as rc
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+from recollect.cli import app as cli
+
+PLAN = """
+[model]
+recipe = "delta_net"
+width = 16
+depth = 1
+heads = 1
+[data]
+train = "text.txt"
+context = 16
+[optimizer]
+steps = 1
+batch = 2
+[run]
+out = "out"
+save_every = 0
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a text, recipes and plans, and what somebody keeps there."""
+    (tmp_path / "text.txt").write_text("a memory is a map from keys to values. " * 20)
+    (tmp_path / "run.toml").write_text(PLAN)
+    (tmp_path / "key.toml").write_text(PLAN + "learning_rate = 1.0\n")
+    (tmp_path / "wide.toml").write_text(PLAN.replace("width = 16", "width = 10_000_000"))
+    (tmp_path / "half.toml").write_text("[model\n")
+    (tmp_path / "mine.json").write_text(rc.Recipe().to_json())
+    (tmp_path / "half.json").write_text('{"bias": ')
+    (tmp_path / "twice.json").write_text('{"bias": {"member": "L2"}, "bias": {"member": "L2"}}')
+    (tmp_path / "typo.json").write_text('{"memory": {"member": "Matriks"}}')
+    (tmp_path / "deep.json").write_text("[" * 50_000 + "]" * 50_000)
+    (tmp_path / "latin.json").write_bytes(b'{"bias": "\xe9"}')
+    (tmp_path / "raises.py").write_text("raise RuntimeError('not today')\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit('gone')\n")
+    (tmp_path / "syntax.py").write_text("def\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "runs" / "compare").mkdir(parents=True)
+    (tmp_path / "runs" / "compare" / "notes.md").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+REFUSED: dict[str, tuple[str, ...]] = {
+    "zoo --family deltarule": ("has no family 'deltarule'",),
+    "explain glaa": ("did you mean gla",),
+    "explain none.json": ("there is no file none.json",),
+    "explain folder.json": ("Is a directory",),
+    "explain half.json": ("half.json is not JSON",),
+    "explain twice.json": ("twice.json is not JSON", "'bias' stands twice"),
+    "explain typo.json": ("did you mean 'Matrix'", "--import MODULE"),
+    "explain deep.json": ("deep.json is not JSON", "too deep"),
+    "explain latin.json": ("latin.json", "not UTF-8"),
+    "explain text.txt": ("neither .json nor .toml",),
+    "explain ./nothing": ("neither .json nor .toml",),
+    "explain run.toml": ("run.toml", "no choice"),
+    "explain gla --method fast": ("'fast' is unknown",),
+    "explain gla --method kernel": ("cannot run this recipe",),
+    "explain gla --import nobody_has_this": ("no module nobody_has_this",),
+    "explain gla --import a-b": ("names no module",),
+    "explain gla --import raises.py": ("raises could not be imported", "not today"),
+    "explain gla --import leaves.py": ("leaves could not be imported", "gone"),
+    "explain gla --import syntax.py": ("syntax could not be imported", "SyntaxError"),
+    "sizes --models glaa": ("did you mean gla",),
+    "compare --models glaa --task mqar": ("did you mean gla",),
+    "compare --models gla,gla --task mqar": ("named twice",),
+    "compare --models , --task mqar": ("at least one model",),
+    "compare --models half.json --task mqar": ("half.json is not JSON",),
+    "compare --models gla --task nope": ("unknown task 'nope'",),
+    "compare --models gla --task mqar --steps 0": ("--steps must be", ">= 1"),
+    "compare --models gla --task mqar --steps -3": ("--steps must be", "-3"),
+    "compare --models gla --task mqar --lr 0": ("--lr must be", "> 0"),
+    "compare --models gla --task mqar --lr nan": ("--lr must be", "nan"),
+    "compare --models gla --task mqar --lr inf": ("--lr must be", "inf"),
+    "compare --models gla --task mqar --width 0": ("--width must be",),
+    "compare --models gla --task mqar --depth 0": ("--depth must be",),
+    "compare --models gla --task mqar --heads 0": ("--heads must be",),
+    "compare --models gla --task mqar --heads 5": ("--width", "--heads"),
+    "compare --models gla --task mqar --length 0": ("--length must be",),
+    "compare --models gla --task mqar --batch 0": ("--batch must be",),
+    "compare --models gla --task mqar --tokens 0": ("--tokens must be",),
+    "compare --models gla --task mqar --steps 1 --tokens 9": ("--steps and --tokens exclude",),
+    "compare --models gla --task mqar --seed -1": ("--seed must be", "-1"),
+    "compare --models gla --task mqar --jobs 0": ("--jobs must be",),
+    "compare --models gla --task mqar --method fast": ("'fast' is unknown",),
+    "compare --models gla --task mqar --parameters 5": ("parameters", "gla"),
+    "compare --models gla --text a --dataset b": ("--text and --dataset exclude",),
+    "compare --models gla --text none.txt": ("there is no file none.txt",),
+    "compare --models gla --text folder": ("folder is a directory",),
+    "compare --models gla --rows r": ("--rows needs --parameters",),
+    "compare --models gla --task mqar --out text.txt": ("--out text.txt cannot be written",),
+    "train none.toml": ("there is no file none.toml",),
+    "train folder": ("folder is a folder", "TOML"),
+    "train half.toml": ("half.toml is not TOML",),
+    "train mine.json": ("mine.json is not TOML",),
+    "train key.toml": ("'learning_rate'", "stands in [optimizer]"),
+    "train wide.toml": ("[model] has", "smaller width"),
+    "train run.toml --steps 0": ("--steps must be",),
+    "train run.toml --steps -1": ("--steps must be",),
+    "train run.toml --out text.txt": ("text.txt", "cannot be written"),
+    "train run.toml --import nobody_has_this": ("no module nobody_has_this",),
+    "generate nope": ("there is no folder 'nope'", "name the folder of a saved model"),
+    "generate ./nope": ("there is no folder './nope'",),
+    "generate text.txt": ("there is no folder 'text.txt'",),
+    "generate folder": ("folder is no checkpoint", "config.json"),
+    "generate model": ("config.json is not JSON",),
+    "generate other": ("'llama'",),
+    "generate folder --tokens 0": ("--tokens must be at least 1",),
+    "generate folder --temperature -1": ("--temperature must be",),
+    "generate folder --temperature nan": ("--temperature must be",),
+    "generate folder --top-p 2": ("--top-p must be",),
+    "generate folder --top-p 0": ("--top-p must be",),
+    "generate folder --top-k 0": ("--top-k must be",),
+    "generate folder --beams 0": ("--beams must be",),
+    "generate folder --device tpu": ("--device tpu",),
+    "reproduce nope": ("there is no experiment 'nope'",),
+    "reproduce": ("name one experiment, or give --all",),
+    "reproduce ttr-fig2 --all": ("name one experiment, or give --all",),
+    "reproduce ttr-fig2 --scale huge": ("--scale must be one of",),
+    "reproduce ttr-fig2 --device tpu": ("--device tpu",),
+    "reproduce ttr-fig2 --scale smoke --out text.txt": ("--out text.txt cannot be written",),
+    "reproduce ttr-fig2 --scale smoke --seeds 0": ("seeds",),
+    "reproduce ttr-fig2 --scale smoke --seeds -1": ("seeds",),
+    "reproduce ttr-fig2 --scale smoke --jobs 0": ("jobs",),
+    "bench --suite nope": ("there is no suite 'nope'",),
+    "bench --rounds 0": ("--rounds must be at least 1",),
+    "bench --length 0": ("--length must be at least 1",),
+    "bench --heads -1": ("--heads must be at least 1",),
+    "bench --size 0": ("--size must be at least 1",),
+    "bench --device tpu": ("--device tpu",),
+    "bench --only nope": ("nope",),
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused_in_one_sentence(line: str, place: Path) -> None:
+    before = digests(place)
+    found = CliRunner().invoke(cli.build(), line.split(" "))
+    assert found.exit_code == 2, (found.output, found.exception)
+    assert found.stdout == ""
+    said = found.stderr.strip()
+    is_one_sentence(said)
+    assert said.startswith(f"recollect {line.split(' ')[0]}: ")
+    for part in REFUSED[line]:
+        assert part in said, said
+    after = digests(place)
+    assert {name: after.get(name) for name in before} == before
+
+
+USAGE = (
+    *("nope", "--nope", "explain", "explain gla dla", "zoo extra", "zoo --family", "train"),
+    *("train run.toml more.toml", "train run.toml --steps x", "train run.toml --steps 1.5"),
+    *("compare", "compare --models", "compare --models gla --steps x", "generate"),
+    *("compare --models gla --lr fast", "compare --models gla --seed 0.5", "bench --rounds many"),
+    *("generate folder --tokens x", "reproduce a b", "reproduce a --seeds x", "sizes gla"),
+)
+
+
+@pytest.mark.parametrize("line", USAGE)
+def test_lines_that_are_no_command(line: str, place: Path) -> None:
+    """The parser's own refusals: what is wrong, how it is used, and nothing done."""
+    before = digests(place)
+    found = CliRunner().invoke(cli.build(), line.split(" "))
+    assert found.exit_code == 2, found.output
+    assert isinstance(found.exception, SystemExit)
+    assert "Error" in found.stderr and "Traceback" not in found.output
+    assert len(found.stderr) < 3 * LONGEST
+    assert digests(place) == before
