@@ -59,7 +59,7 @@ def flops(recipe: rc.Recipe, x: generate.Inputs, **options: object) -> int:
 
     def outer(a: list[int], u: list[int], k: list[int], *_: object, **__: object) -> int:
         # A rank-one update of a matrix; other sums of products are elementwise.
-        return 2 * math.prod(a) if len(u) == 4 and u[-1] == k[-2] == 1 else 0
+        return 2 * math.prod(a) if len(u) >= 3 and u[-1] == k[-2] == 1 else 0
 
     mapping = {
         torch.ops.aten.baddbmm_: in_place,
