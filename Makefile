@@ -11,7 +11,7 @@ WORKERS ?= 2
 # make demo JOBS=4 DEMO_FLAGS='--out runs/mine'
 JOBS ?= 2
 DEMO = compare --models linear_attention,gated_delta_net,longhorn,rls,titans,yaad,softmax_attention \
-	--task text --task mqar --jobs $(JOBS)
+	--task text --task capacity --jobs $(JOBS)
 DEMO_FIGURE = reproduce ttr-fig3 --seeds 1 --jobs $(JOBS)
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
