@@ -10,7 +10,7 @@ WORKERS ?= 2
 # What `make demo` runs, in so many processes. DEMO_FLAGS adds to the comparison:
 # make demo JOBS=4 DEMO_FLAGS='--out runs/mine'
 JOBS ?= 2
-DEMO = compare --models linear_attention,gated_delta_net,longhorn,rls,titans,yaad,softmax_attention \
+DEMO = compare --models linear_attention,gated_delta_net,longhorn,rls,titans,omega_net,softmax_attention \
 	--task text --task capacity --jobs $(JOBS)
 DEMO_FIGURE = reproduce ttr-fig3 --seeds 1 --jobs $(JOBS)
 DEMO_FLAGS ?=

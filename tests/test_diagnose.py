@@ -263,7 +263,7 @@ def test_a_figure(tmp_path: Path) -> None:
 
 def test_what_is_refused() -> None:
     layer = build("delta_net")
-    with pytest.raises(ValueError, match=r"\[B, T, 16\] with T ≥ 1, not \[2, 0, 16\]"):
+    with pytest.raises(ValueError, match=r"\[B, T, 16\] with B and T ≥ 1, not \[2, 0, 16\]"):
         rc.diagnose(layer, tokens(0))
     with pytest.raises(rc.RecipeError, match="not Linear"):
         rc.diagnose(nn.Linear(3, 3), tokens())  # type: ignore[arg-type]

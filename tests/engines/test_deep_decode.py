@@ -126,7 +126,7 @@ def test_nothing_stale_is_taken() -> None:
     bare = dataclasses.replace(kept, cache={})
     here = _tokens(x, 4, 5)
     changed = {**here, "params": {name: 1.5 * value for name, value in x.params.items()}}
-    other = recipe.but(bias=bias.DotProduct())
+    other = recipe.but(bias=bias.Lp(p=3))
     assert x.params
     for tokens, one in ((here, recipe), (changed, recipe), (here, other)):
         expected = rc.recall(one, **tokens, state=bare, method="reference")[0]

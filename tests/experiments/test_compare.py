@@ -270,7 +270,7 @@ def test_an_interrupt_stops_every_process_and_keeps_what_was_measured(text: str)
 def test_refusals(models: list[str], tasks: list[str], says: str, text: str) -> None:
     with pytest.raises(ValueError, match=says):
         run(models, tasks, text)
-    with pytest.raises(ValueError, match="jobs must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="jobs must be a whole number >= 1, not 0"):
         run(["gla"], ["text"], text, jobs=0)
 
 

@@ -38,7 +38,7 @@ class RecallPairs:
 
 RECALLS = {
     "mqar": RecallPairs(vocab=64, trained=(4, 8, 12), beyond=(16, 24)),
-    "capacity": RecallPairs(vocab=128, trained=(4, 8, 12), beyond=(16, 24, 32, 48)),
+    "capacity": RecallPairs(vocab=128, trained=(4, 8, 12), beyond=(16, 24, 32, 40, 48)),
 }
 """Tasks of recall by name. In ``"capacity"`` keys and values have 32 channels (`DEFAULTS`), so that
 more pairs are asked than a matrix memory has dimensions."""
