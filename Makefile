@@ -10,7 +10,7 @@ WORKERS ?= 2
 # What `make demo` runs, in so many processes. DEMO_FLAGS adds to the comparison:
 # make demo JOBS=4 DEMO_FLAGS='--out runs/mine'
 JOBS ?= 2
-DEMO = compare --models linear_attention,gated_delta_net,longhorn,rls,titans,omega_net,softmax_attention \
+DEMO = compare --models linear_attention,gated_delta_net,longhorn,rls,titans,softmax_attention \
 	--task text --task capacity --jobs $(JOBS)
 DEMO_FIGURE = reproduce ttr-fig3 --seeds 1 --jobs $(JOBS)
 DEMO_FLAGS ?=
@@ -33,7 +33,7 @@ SUITABLE_TORCH = import torch; v = torch.__version__.split("."); \
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP)-demo  ## train and compare seven architectures on text and on recall; one figure of a paper
+demo: $(STAMP)-demo  ## train and compare six architectures on text and on recall; one figure of a paper
 	$(BIN)/recollect $(DEMO) $(DEMO_FLAGS)
 	$(BIN)/recollect $(DEMO_FIGURE)
 
