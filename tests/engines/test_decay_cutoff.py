@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import recollect as rc
-from recollect.engines.kernel.decay_cutoff import DecayCutoff
+from recollect.engines.kernel.pieces import DecayCutoff
 
 FOX = rc.zoo.get("fox").recipe
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -36,6 +36,9 @@ class Engine:
         run: outputs and final state of a problem.
         plan: what `run` asks of the recipe and the sizes, derived once for all calls and handed to
             it as `Problem.plan`.
+        token: the same of one token that goes on from a state, straight from what a layer made and
+            need not be looked at again (`recollect.engines.linear.decode.token` has the arguments);
+            ``None``, or a result of ``None``, leaves it to `run`.
         cost: FLOPs of a call of these sizes, and what they rest on; ``None`` where nobody has
             counted them, so that `recollect.cost` refuses to guess.
         read: outputs of queries that only read, given the numbers they ask with; ``None`` (or a
@@ -56,7 +59,8 @@ class Engine:
     shows_nan: bool = False
     compiles: bool = False
     inner_gradients: bool = True
-    plan: Callable[[SizedRecipe], object] | None = None
+    plan: Callable[[SizedRecipe], Any] | None = None
+    token: Callable[..., tuple[Tensor, State] | None] | None = None
 
 
 ENGINES: tuple[Engine, ...] = (
@@ -66,6 +70,7 @@ ENGINES: tuple[Engine, ...] = (
         describes=linear.describes,
         run=linear.run,
         plan=linear.plan,
+        token=linear.token,
         cost=linear.flops,
         shows_nan=True,
         inner_gradients=False,
@@ -85,6 +90,7 @@ ENGINES: tuple[Engine, ...] = (
         describes=kernel.describes,
         run=kernel.run,
         plan=kernel.plan,
+        token=kernel.token,
         cost=kernel.flops,
         read=kernel.read,
         shows_nan=True,

@@ -352,10 +352,13 @@ class GateProjection(nn.Module):
             z = None if bias is None else bias.to(work)
             if weight is not None:
                 h = x if down is None else functional.linear(x, down)
-                moved = functional.linear(h, weight).to(work)
-                if len(self.shape) > 1:
-                    moved = moved.unflatten(-1, self.shape)
-                z = moved if z is None else moved + z
+                flat = len(self.shape) == 1
+                if flat and z is not None and x.dtype == work and not torch.is_grad_enabled():
+                    z = functional.linear(h, weight, z)  # one operation where each one counts
+                else:
+                    moved = functional.linear(h, weight).to(work)
+                    moved = moved if flat else moved.unflatten(-1, self.shape)
+                    z = moved if z is None else moved + z
             assert z is not None
             value = self.squash(z)
         if weight is None and isinstance(self.declared, Gate):

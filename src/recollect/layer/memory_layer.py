@@ -122,6 +122,7 @@ class MemoryLayer(nn.Module):
         # One product for q, k and v, and one convolution: fewer, larger operations.
         self.qkv = nn.Linear(d_model, sum(self.sizes), bias=False)
         self.conv = ShortConvolution(sum(self.sizes), options.conv) if options.conv else None
+        self.tail = (options.conv - 1, sum(self.sizes)) if options.conv else None
         self.norm = (
             nn.RMSNorm(self.value_dim, eps=NORM_EPS) if options.output_norm == "rms" else None
         )
@@ -249,7 +250,7 @@ class MemoryLayer(nn.Module):
         check_state(
             state,
             rows=x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-            tail=None if self.conv is None else (self.conv.width - 1, self.conv.channels),
+            tail=self.tail,
             phase=self.phase is not None,
             shift=self.shift is not None,
         )
@@ -278,22 +279,22 @@ class MemoryLayer(nn.Module):
         """
         options, n = self.options, self.recipe.associations
         seen, last = self._streams(x, state, lengths, borders)
-        u, tail = self._project(x, seen), None
-        if self.conv is not None:
+        u, tail, conv = self._project(x, seen), None, self.conv
+        if conv is not None:
             tail = None if state is None else state.conv
-            u, tail = self.conv(u, tail, lengths=lengths, borders=borders)
+            u, tail = conv(u, tail, lengths=lengths, borders=borders)
         if options.conv_activation == "silu":
             u = functional.silu(u)
         qk, v = u.split_with_sizes([self.sizes[0] + self.sizes[1], self.sizes[2]], dim=-1)
         lead = (self.kv_heads, n) if n > 1 else (self.kv_heads,)
-        v = v.unflatten(-1, (*lead, self.value_dim))
+        v = v.view(*x.shape[:2], *lead, self.value_dim)
         values = self._values(x, seen)
         # Queries, then keys. Where both are projected they are heads of one tensor: what is done
         # to each vector is done at once.
         if options.qk == "ones":
             parts = [v.new_ones(*x.shape[:2], h, self.head_dim) for h in self.sharing]
         elif self.sizes[1]:
-            parts = [qk.unflatten(-1, (sum(self.sharing), self.head_dim))]
+            parts = [qk.view(*x.shape[:2], sum(self.sharing), self.head_dim)]
         else:
             q = qk.unflatten(-1, (self.heads, self.head_dim))
             parts = [q, self.ties.keys(None, values, q)]
@@ -383,11 +384,12 @@ class MemoryLayer(nn.Module):
         if self.skip is not None:
             v = inputs.plain
             y = y + (self.skip.to(v.dtype) * v).repeat_interleave(self.heads // self.kv_heads, 2)
-        if self.norm is not None:
-            y = self.norm(y.to(self.norm.weight.dtype)).to(y.dtype)
+        norm, gate = self.norm, self.output_gate  # a module is found slowly: once each
+        if norm is not None:
+            y = norm(y.to(norm.weight.dtype)).to(y.dtype)
         y = y.flatten(2)
-        if self.output_gate is not None:
-            y = y * functional.silu(self.output_gate(inputs.gated))
+        if gate is not None:
+            y = y * functional.silu(gate(inputs.gated))
         after = None
         if memory is not None:
             after = LayerState(

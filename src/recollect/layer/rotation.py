@@ -153,6 +153,8 @@ def positions(x: Tensor, start: Tensor | None, borders: Tensor | None) -> Tensor
     Args:
         x: tokens ``[B, T, ...]``. start: tokens seen before ``[B]``. borders: of packed documents.
     """
+    if x.shape[1] == 1 and start is not None and borders is None:
+        return start[:, None]
     steps = torch.arange(x.shape[1], device=x.device)
     if borders is None:
         return steps.expand(x.shape[:2]) if start is None else start[:, None] + steps
@@ -170,10 +172,24 @@ def angles(position: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
         size: channels per head, even.
         base: 10000 in the paper.
     """
-    exponent = torch.arange(0, size, 2, device=position.device, dtype=torch.float64) / size
     # In float64 the phase of token 100,000 is still exact.
-    phase = position.unsqueeze(-1) * base**-exponent
+    phase = position.unsqueeze(-1) * _frequencies(size, base, position.device)
     return phase.cos(), phase.sin()
+
+
+_kept: dict[tuple[int, float, torch.device], Tensor] = {}
+
+
+def _frequencies(size: int, base: float, device: torch.device) -> Tensor:
+    """base^(−2i/size) ``[size/2]`` in float64, kept: every layer asks for it at every token."""
+    key = (size, base, device)
+    if not torch.compiler.is_compiling() and key in _kept:
+        return _kept[key]
+    with torch.inference_mode(False):  # it will be used outside of the mode too
+        made = base ** -(torch.arange(0, size, 2, device=device, dtype=torch.float64) / size)
+    if not torch.compiler.is_compiling() and type(made) is Tensor:  # none that stands for one
+        _kept[key] = made
+    return made
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -38,6 +38,8 @@ def leaves_inference(problem: Problem, *more: Tensor, inner_gradients: bool) -> 
     """
     if torch.compiler.is_compiling():
         return False
+    if not (inner_gradients or torch.is_grad_enabled()):
+        return False  # nobody differentiates
     if torch.is_inference_mode_enabled():
         return inner_gradients
     return any(map(Tensor.is_inference, (*tensors(problem), *more)))

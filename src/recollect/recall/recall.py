@@ -164,6 +164,13 @@ def _run(call: Call) -> tuple[Tensor, State]:
     """One dense, right-padded call of an engine."""
     engine, at, state = call.bound.engine, call.bound.sized, call.state
     q, k, v = call.q, call.k, call.v
+    if call.sure and engine.token is not None and state is not None and _one_by_one(call):
+        with full_precision(k.device):
+            decoded = engine.token(at, call.bound.plan, q, k, v, call.gates, state)
+        if decoded is not None:
+            if suspicious(decoded[:1]):
+                refuse_nan(call)
+            return decoded
     if not call.sure:
         check_values(at, call.gates, call.params)
     if not engine.shows_nan:
@@ -201,6 +208,11 @@ def _run(call: Call) -> tuple[Tensor, State]:
     if engine.shows_nan and suspicious((y,) if read else (y, *after.weights)):
         refuse_nan(call)
     return y, after
+
+
+def _one_by_one(call: Call) -> bool:
+    """Whether a call is one token and nobody asks for a gradient: what decoding is."""
+    return call.k.shape[1] == 1 and call.causal and not torch.is_grad_enabled()
 
 
 def _own(state: State, starts: Sequence[Tensor]) -> State:

@@ -52,11 +52,13 @@ class StepLimit:
             values: gates and params by name, the rate among them.
         """
         rate = values["lr"]
-        found = rate.new_full((), 2 * (1 - self.theta) / (self.batch * self.window))
+        number = 2 * (1 - self.theta) / (self.batch * self.window)
+        if not (self.gated or self.momentum):
+            return rate.new_full((), number)
+        found = number * (1 - values["momentum"]) if self.momentum else number
         if self.gated:
             found = found / values["window"].sum(-1).clamp_min(LEAST)
-        if self.momentum:
-            found = found * (1 - values["momentum"])
+        assert isinstance(found, Tensor)
         return found.view(*found.shape, *(1,) * (rate.dim() - 3)) if found.dim() else found
 
     def __str__(self) -> str:

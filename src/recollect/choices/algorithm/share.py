@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def share(along: Tensor, error: Tensor, gain: Tensor) -> Tensor:
     """
     below = gain + EPS * error.square().sum(-1)
     zero = below == 0
-    return torch.where(zero, 0.0, (along * error).sum(-1) / torch.where(zero, 1.0, below))
+    return ((along * error).sum(-1) / below.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
 
 
 def search(along: Tensor, moved: Tensor, weight: Tensor, size: Tensor) -> Tensor:
@@ -53,7 +52,7 @@ def search(along: Tensor, moved: Tensor, weight: Tensor, size: Tensor) -> Tensor
     above = -((along * moved).sum(-1) * weight).sum(-1)
     below = ((moved.square().sum(-1) + EPS * size.unsqueeze(-1)) * weight).sum(-1)
     zero = below == 0
-    return torch.where(zero, 0.0, above.clamp_min(0) / torch.where(zero, 1.0, below))
+    return (above.clamp_min(0) / below.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
 
 
 def search_rules(algorithm: MemberLike, recipe: RecipeLike) -> Iterator[str]:

@@ -28,6 +28,11 @@ class Features(Member):
     decimals: int | None = None
 
     @property
+    def lifts(self) -> bool:
+        """Whether φ(x) may be anything but x itself, so that `phi` has to be asked."""
+        return True
+
+    @property
     def positive(self) -> bool:
         """Whether κ > 0 and its logarithm is stated."""
         return False

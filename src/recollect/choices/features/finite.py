@@ -23,6 +23,10 @@ __all__ = ["EluPlusOne", "Identity", "Polynomial", "Relu", "Silu", "Taylor"]
 class Identity(Features):
     """φ(x) = x."""
 
+    @property
+    def lifts(self) -> bool:
+        return type(self).phi is not Identity.phi
+
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         return x
 

@@ -29,7 +29,7 @@ from recollect.engines.deep.layout import DeepPlan, Layout, Memory
 from recollect.engines.deep.share import scaled_by
 from recollect.engines.deep.step_coefficients import Table, tables
 
-__all__ = ["Stepped", "follow", "step"]
+__all__ = ["Stepped", "by_row", "follow", "step"]
 
 Cache = dict[str, Tensor]
 
@@ -183,12 +183,17 @@ def _cached_factors(
 def _cached(all_factors: Sequence[Factors], row: _Row, depends: Cache) -> Cache:
     B, entries = depends["recipe"].shape[0], dict(depends)
     for i, one in enumerate(all_factors):
-        entries[f"h.{i}"] = one.h.unflatten(0, (B, -1))
-        entries[f"delta.{i}"] = one.delta.unflatten(0, (B, -1))
+        entries[f"h.{i}"] = by_row(one.h, B)
+        entries[f"delta.{i}"] = by_row(one.delta, B)
     for name, x in (("C", row.C), ("D", row.D), ("a", row.a), ("m", row.m), ("s", row.s)):
         if x is not None:
-            entries[name] = x.unflatten(0, (B, -1))
+            entries[name] = by_row(x, B)
     return entries
+
+
+def by_row(x: Tensor, B: int) -> Tensor:
+    """``[B·H, ...]`` to ``[B, H, ...]``."""
+    return x.reshape(B, x.shape[0] // B, *x.shape[1:])  # a third of the time of `unflatten`
 
 
 # -- one token ------------------------------------------------------------------------------------
@@ -264,6 +269,8 @@ def _weights(problem: Problem, method: DeepPlan, phi: Tensor) -> Tensor:
         there = there.repeat_interleave(phi.shape[1], dim=0).to(phi.dtype)
         gamma = (there if gamma is None else gamma * there).flip(-1)
     if gamma is None:
+        if lr is not None:
+            return lr.flatten().unsqueeze(-1)
         gamma = phi.new_ones(phi.shape[0] * phi.shape[1], 1)
     return gamma if lr is None else gamma * lr.flatten().unsqueeze(-1)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from recollect.choices.memory.base import Read, Stack
 from recollect.engines.common.problem import Problem, wants_gradient
 from recollect.engines.deep.chain.engine import Chain, run_chain, slope_of
-from recollect.engines.deep.decode import Stepped, follow, step
+from recollect.engines.deep.decode import Stepped, by_row, follow, step
 from recollect.engines.deep.general import run_inner_batches
 from recollect.engines.deep.layout import DeepPlan, Grid, Layout, Memory, lay_out
 from recollect.engines.deep.recompute import Part
@@ -266,13 +266,14 @@ def _run_chain(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor
 def _stepped(problem: Problem, stepped: Stepped) -> tuple[Tensor, State]:
     """What `run` returns, of one decoded token."""
     B, _, H, _, _ = problem.q.shape
-    end = stepped.memory.like([w.unflatten(0, (B, H)) for w in stepped.memory.tensors()])
+    end = stepped.memory.like([by_row(w, B) for w in stepped.memory.tensors()])
     state_after = problem.after(
         weights=tuple(end.A),
         slots={name: tuple(slot) for name, slot in end.slots.items()},
         cache=stepped.cache,
     )
-    return stepped.y.unflatten(0, (B, 1, H)).to(problem.v.dtype), state_after
+    y = stepped.y.reshape(B, 1, H, *stepped.y.shape[1:])
+    return y.to(problem.v.dtype), state_after
 
 
 @functools.cache

@@ -15,7 +15,7 @@ of the piece so that it stays small. Where a piece decays so far that float32 wo
 value is a mask without a gradient, made from differences in float64, and the channel is zero and
 carries the gradient.
 
-Where decays are all the weights, keys that have decayed to nothing are left out (`decay_cutoff`).
+Where decays are all the weights, keys that have decayed to nothing are left out (`DecayCutoff`).
 
 What is no softmax (a plain sum, a kernel that is no exponential) is two products per piece. Pieces
 are recomputed in the backward pass, so that memory stays O(T).
@@ -32,12 +32,11 @@ from torch.nn import functional
 
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.features.base import Kernel
-from recollect.choices.gradients import once_through
 from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.problem import Problem, state_dtype
-from recollect.engines.kernel.decay_cutoff import DecayCutoff
 from recollect.engines.kernel.pieces import (
     PIECE,
+    DecayCutoff,
     context_weights,
     piece_size,
     piecewise,
@@ -45,6 +44,7 @@ from recollect.engines.kernel.pieces import (
     seen_or_all,
     slices,
 )
+from recollect.engines.kernel.softmax import is_mean, sdpa
 from recollect.state.state import Buffer, State
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def refuses(recipe: Recipe) -> list[str]:
 
 def describes(recipe: Recipe) -> str:
     """How a local constant memory runs."""
-    if not _is_mean(recipe):
+    if not is_mean(recipe):
         return "masked products piece by piece, KV cache"
     kernel = recipe.context.kernel
     if kernel is None or kernel.exponent(1) is None:
@@ -77,11 +77,6 @@ def describes(recipe: Recipe) -> str:
     if names:
         how += f" with the logarithms of {' and '.join(names)} as its bias"
     return f"{how}, KV cache"
-
-
-def _is_mean(recipe: Recipe) -> bool:
-    affine = recipe.bias.affine
-    return affine is not None and affine[0] != 0
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
@@ -110,7 +105,7 @@ def attend(
     n = problem.k.shape[1] + (0 if buffer is None else buffer.k.shape[1])
     if T == 0 or B == 0 or n == 0:
         return v.new_zeros(B, T, H, G, v.shape[-1])
-    exponent = kernel.exponent(K) if _is_mean(recipe) else None
+    exponent = kernel.exponent(K) if is_mean(recipe) else None
     # Attention alone may run in half precision; sums of weights may not.
     alone = all(part.uniform for part in recipe.context.within)
     exact = exponent is None or exponent[1] != 0 or not alone
@@ -119,7 +114,7 @@ def attend(
     stored = values(problem, dtype, joined)
     weights = context_weights(visible, recipe)
     if exponent is None:
-        y = _products(visible, stored, weights, kernel, horizon, mean=_is_mean(recipe))
+        y = _products(visible, stored, weights, kernel, horizon, mean=is_mean(recipe))
     else:
         y = _softmax(problem, visible, stored, weights, exponent, horizon)
     if problem.live is not None and query_rates is None:
@@ -171,9 +166,9 @@ def _softmax(
         y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff, (decay, place))
     elif old is None and not weights and not reading and (horizon is None or horizon >= T):
         # Padding stands on the right, after every real query.
-        y = _sdpa(q, k, v, scale=scale, is_causal=True)
+        y = sdpa(q, k, v, scale=scale, is_causal=True)
     elif T == 1 and horizon is None and not weights and not reading and _all_there(visible):
-        y = _sdpa(q, k, v, scale=scale)
+        y = sdpa(q, k, v, scale=scale)
     elif horizon is not None and not weights and not reading and T > 1:
         y = _banded(q, k, v, visible.valid, visible.first, horizon, scale)
     else:
@@ -203,28 +198,6 @@ def _is_gentle(visible: VisibleAssociations, of_key: Tensor, dtype: torch.dtype)
     return float(torch.stack(moved).max()) * torch.finfo(dtype).eps < GENTLE
 
 
-def _sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-) -> Tensor:
-    given = (q, k, v) if mask is None or not mask.requires_grad else (q, k, v, mask)
-    q, k, v, *bias = once_through("softmax attention by the platform (engine kernel)", *given)
-    return functional.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=bias[0] if bias else mask,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-
-
 def _banded(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor, first: int, c: int, scale: float
 ) -> Tensor:
@@ -250,7 +223,7 @@ def _banded(
     # A query without an association of its own is padding and sees itself: no softmax is empty.
     mask = (band & real.unsqueeze(2)) | own
     queries = functional.pad(q, (0, 0, 0, right)).unflatten(2, (N, C)).transpose(1, 2)
-    y = _sdpa(queries.flatten(0, 1), chunks(k), chunks(v), scale=scale, mask=mask)
+    y = sdpa(queries.flatten(0, 1), chunks(k), chunks(v), scale=scale, mask=mask)
     return y.unflatten(0, (B, N)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
 
@@ -346,7 +319,7 @@ def _pieces(
             bias_of_key = bias_of_key.clamp_min(FAR).to(k.dtype).transpose(1, 2)
             parts = seen_keys.split([place, 1, k.shape[-1] - place - 1], dim=-1)
             seen_keys = torch.cat([parts[0], parts[1] + bias_of_key.unsqueeze(-1), parts[2]], -1)
-        y = _sdpa(q[:, :, queries], seen_keys, v[:, :, keys], scale=scale, mask=mask)
+        y = sdpa(q[:, :, queries], seen_keys, v[:, :, keys], scale=scale, mask=mask)
         return y if empty is None else y.masked_fill(empty, 0.0)
 
     again = any(x.log is not None for x in loud)

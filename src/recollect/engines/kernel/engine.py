@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from recollect.engines.common.problem import Problem
-from recollect.engines.kernel import attention, local_regression
+from recollect.engines.kernel import attention, local_regression, softmax
 from recollect.engines.kernel import deep as kernel_deep
 from recollect.engines.kernel import delta_rule as kernel_delta
 from recollect.engines.kernel import regression as kernel_regression
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
     from recollect.recipe.sized import SizedRecipe
 
-__all__ = ["FORMS", "Form", "describes", "plan", "read", "refuses", "run"]
+__all__ = ["FORMS", "Form", "KernelPlan", "describes", "plan", "read", "refuses", "run", "token"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,18 +108,54 @@ def describes(recipe: Recipe) -> str:
     return form_of(recipe).describes(recipe)
 
 
-def plan(sized: SizedRecipe) -> Form:
-    """The form that runs a recipe."""
-    return form_of(sized.recipe)
+@dataclass(frozen=True)
+class KernelPlan:
+    """What a recipe and its sizes decide before any call.
+
+    Attributes:
+        form: that runs it.
+        scale: of the logits, where softmax attention to all of the past is all there is of it.
+    """
+
+    form: Form
+    scale: float | None
+
+
+def plan(sized: SizedRecipe) -> KernelPlan:
+    """What of a recipe decides how it runs."""
+    return KernelPlan(form_of(sized.recipe), softmax.plain_scale(sized))
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the state after the last token."""
-    form: Form = problem.plan
-    return form.run(problem)
+    plan: KernelPlan = problem.plan
+    return plan.form.run(problem)
+
+
+def token(
+    sized: SizedRecipe,
+    plan: KernelPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    state: State,
+) -> tuple[Tensor, State] | None:
+    """`run` of one token that goes on from a state, where it is plain softmax attention.
+
+    Args:
+        sized: the recipe.
+        plan: what was derived from it.
+        q: the query ``[B, 1, H·G, K]``.
+        k: the key ``[B, 1, H, K]``.
+        v: the value ``[B, 1, H, V]``.
+        gates: none.
+        state: before the token.
+    """
+    return None if plan.scale is None else softmax.token(q, k, v, state, scale=plan.scale)
 
 
 def read(problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor | None:
     """Outputs of queries that only read; ``None`` where the reference has to."""
-    form: Form = problem.plan
-    return None if form.read is None else form.read(problem, query_rates)
+    plan: KernelPlan = problem.plan
+    return None if plan.form.read is None else plan.form.read(problem, query_rates)

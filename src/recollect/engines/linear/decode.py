@@ -9,21 +9,55 @@ plan is made; what is left is, with P = A_{t−1} or D_t A_{t−1}::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from recollect.engines.common.problem import Problem, state_dtype
+from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
+    from recollect.recipe.sized import SizedRecipe
 
-__all__ = ["one_token", "plain"]
+__all__ = ["LinearPlan", "one_token", "plan", "token"]
 
 
-def plain(recipe: Recipe) -> bool:
-    """Whether the recursion above is all there is of a linear recipe."""
+@dataclass(frozen=True)
+class LinearPlan:
+    """What a recipe decides before any call.
+
+    Attributes:
+        plain: whether the recursion above is all there is of it.
+        bare: whether, beyond that, keys are their own features and gates its only numbers.
+        before: whether the error sees a memory that has decayed.
+    """
+
+    plain: bool
+    bare: bool
+    before: bool
+
+
+def plan(sized: SizedRecipe) -> LinearPlan:
+    """What of a recipe decides how it runs."""
+    recipe, gates = sized.recipe, set(sized.gates)
+    decay, simple = recipe.retention.decay, _plain(sized.recipe)
+    return LinearPlan(
+        plain=simple,
+        bare=simple
+        and sized.plain
+        and not recipe.features.lifts
+        and not recipe.algorithm.keyed
+        and not sized.statics
+        and gates == ({"lr"} if decay is None else {"lr", "log_decay"}),
+        before=decay is not None and decay.when == "before",
+    )
+
+
+def _plain(recipe: Recipe) -> bool:
     memory, decay, algorithm = recipe.memory, recipe.retention.decay, recipe.algorithm
     return (
         not memory.diagonal
@@ -35,33 +69,85 @@ def plain(recipe: Recipe) -> bool:
     )
 
 
-def one_token(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The output ``[B, 1, H, G, V]`` of a `plain` recipe without padding, and A after the token."""
-    recipe, rates = problem.recipe, problem.rates
-    assert recipe.bias.affine is not None  # linear.refuses
-    a, b = recipe.bias.affine
-    dtype, position = state_dtype(problem.q, problem.k, problem.v), problem.positions()
+def one_token(problem: Problem) -> tuple[Tensor, State]:
+    """Outputs ``[B, 1, H, G, V]`` of a `plain` recipe without padding, and the state after it."""
+    recipe, rates, position = problem.recipe, problem.rates, problem.positions()
+    dtype = state_dtype(problem.q, problem.k, problem.v)
     (start,) = problem.state.weights
     B, H, V, F = start.shape
     P = B * H
-    A = start.to(dtype).reshape(P, V, F)
-    q = problem.phi(problem.q, "query", position).reshape(P, -1, F)
+    q = problem.phi(problem.q, "query", position).reshape(P, problem.q.shape[3], F)
     k = problem.phi(problem.k.unsqueeze(3), "key", position)
-    lr = rates["lr"]
+    lr, log_decay = rates["lr"], rates.get("log_decay")
     if recipe.algorithm.keyed:
-        lr = recipe.algorithm.rate(lr, k.square().sum(-1).squeeze(3), a)
+        assert recipe.bias.affine is not None  # linear.refuses
+        lr = recipe.algorithm.rate(lr, k.square().sum(-1).squeeze(3), recipe.bias.affine[0])
+    k, v, A = k.reshape(P, 1, F), problem.v.to(dtype).reshape(P, 1, V), start.to(dtype)
+    y, after = _step(recipe, problem.plan, q, k, v, A.reshape(P, V, F), lr, log_decay)
+    return y.view(B, 1, H, y.shape[1], V), problem.after(weights=(after.view(B, H, V, F),))
+
+
+def token(
+    sized: SizedRecipe,
+    plan: LinearPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    state: State,
+) -> tuple[Tensor, State] | None:
+    """`one_token` of a `bare` recipe, of numbers that nobody has to look at; else ``None``.
+
+    What lies between a caller and an engine (constants, names, sizes, records of them) takes as
+    long as one token's products.
+
+    Args:
+        sized: the recipe.
+        plan: what was derived from it.
+        q: the query ``[B, 1, H·G, K]``.
+        k: the key ``[B, 1, H, K]``.
+        v: the value ``[B, 1, H, V]``.
+        gates: by name, ``[B, 1, H, ...]``.
+        state: before the token.
+    """
+    (A,) = state.weights if plan.bare else (None,)
+    if A is None or not (q.dtype == k.dtype == v.dtype == A.dtype):
+        return None
+    B, H, V, F = A.shape
+    P = B * H
+    y, after = _step(
+        sized.recipe,
+        plan,
+        q.reshape(P, q.shape[2] // H, F),
+        k.reshape(P, 1, F),
+        v.reshape(P, 1, V),
+        A.reshape(P, V, F),
+        gates["lr"],
+        gates.get("log_decay"),
+    )
+    return y.view(B, 1, q.shape[2], V), state.moved(weights=(after.view(B, H, V, F),))
+
+
+def _step(
+    recipe: Recipe,
+    plan: LinearPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    A: Tensor,
+    lr: Tensor,
+    log_decay: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The recursion above of P memories: q ``[P, G, F]``, k ``[P, 1, F]``, v ``[P, 1, V]``."""
+    assert recipe.bias.affine is not None  # linear.refuses
+    (a, b), decayed = recipe.bias.affine, A
+    if log_decay is not None:
+        channels = k.shape[2] if log_decay.dim() == 4 else 1
+        decayed = A * log_decay.exp().reshape(k.shape[0], 1, channels)
     # Rows times a transposed matrix take half the time of a matrix times columns.
-    k, v = k.reshape(P, 1, F), problem.v.to(dtype).reshape(P, 1, V)
-    decay, decayed = recipe.retention.decay, A
-    if decay is not None:
-        log_decay = rates["log_decay"]
-        channels = F if log_decay.dim() == 4 else 1
-        decayed = A * log_decay.exp().reshape(P, 1, channels)
     if a == 0:
         error = v if b == 1 else b * v
     else:
-        before = decay is not None and decay.when == "before"
-        error = torch.baddbmm(v, k, (decayed if before else A).mT, beta=b, alpha=-a)
-    after = torch.addcmul(decayed, (error * lr.reshape(P, 1, 1)).mT, k)
-    y = torch.bmm(q, after.mT)
-    return y.view(B, 1, H, -1, V), after.view(B, H, V, F)
+        error = torch.baddbmm(v, k, (decayed if plan.before else A).mT, beta=b, alpha=-a)
+    after = torch.addcmul(decayed, (error * lr.reshape(k.shape[0], 1, 1)).mT, k)
+    return torch.bmm(q, after.mT), after

@@ -7,7 +7,7 @@ row: correct, at V times the cost of the key products, which `describes` says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recollect.engines.common.problem import Problem, scaled
 from recollect.engines.linear.chunked import chunked
-from recollect.engines.linear.decode import one_token, plain
+from recollect.engines.linear.decode import one_token
 from recollect.engines.linear.inputs import LinearProblem, linear_problem
 from recollect.engines.linear.recurrent import recurrent
 from recollect.engines.linear.scan import ScanInputs, scan
@@ -23,9 +23,8 @@ from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
-    from recollect.recipe.sized import SizedRecipe
 
-__all__ = ["LinearPlan", "describes", "per_value_systems", "plan", "refuses", "run", "scans"]
+__all__ = ["describes", "per_value_systems", "refuses", "run", "scans"]
 
 Solved = tuple[Tensor, Tensor, Tensor | None]
 """Outputs ``[B, T, H, G, V]``, A and S (``None`` without momentum) after all tokens."""
@@ -104,23 +103,11 @@ def describes(recipe: Recipe) -> str:
     return "triangular solve"
 
 
-@dataclass(frozen=True)
-class LinearPlan:
-    """What a recipe decides before any call: whether one token needs `one_token` alone."""
-
-    plain: bool
-
-
-def plan(sized: SizedRecipe) -> LinearPlan:
-    """What of a recipe decides how it runs."""
-    return LinearPlan(plain=plain(sized.recipe))
-
-
 def run(problem: Problem) -> tuple[Tensor, State]:
     """Outputs ``[B, T, H, G, V]`` and the final state."""
     if problem.plan.plain and problem.k.shape[1] == 1 and problem.lengths is None:
-        y, A = one_token(problem)
-        return y.to(problem.v.dtype), problem.after(weights=(A,))
+        y, after = one_token(problem)
+        return y.to(problem.v.dtype), after
     solve = _vector if problem.recipe.memory.diagonal else _matrix
     y, A, S = solve(problem, linear_problem(problem))
     slots = {} if S is None else {"momentum": (S,)}

@@ -1,0 +1,97 @@
+"""The platform's softmax attention, and one token of it where that is all a recipe is.
+
+What lies between a caller and an engine (constants, names, sizes, weights of a context that has
+none) takes as long as attention to a few hundred tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recollect.choices.gradients import once_through
+from recollect.state.state import Buffer, State
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+    from recollect.recipe.sized import SizedRecipe
+
+__all__ = ["is_mean", "plain_scale", "sdpa", "token"]
+
+
+def is_mean(recipe: Recipe) -> bool:
+    """Whether values are averaged: the error sees what is predicted."""
+    affine = recipe.bias.affine
+    return affine is not None and affine[0] != 0
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """The platform's attention of ``[B, heads, T, ·]``, differentiated once.
+
+    Args:
+        q, k, v: heads of q may be a multiple of theirs.
+        scale: of the logits.
+        mask: added to them.
+        is_causal: whether later keys are hidden.
+    """
+    bias: Sequence[Tensor] = ()
+    if torch.is_grad_enabled():
+        given = (q, k, v) if mask is None or not mask.requires_grad else (q, k, v, mask)
+        q, k, v, *bias = once_through("softmax attention by the platform (engine kernel)", *given)
+    return functional.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=bias[0] if bias else mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def plain_scale(sized: SizedRecipe) -> float | None:
+    """Scale of the logits where softmax attention to all of the past is all there is of a recipe.
+
+    Then one token needs no more than its key and value beside the others (`token`).
+    """
+    recipe, kernel = sized.recipe, sized.recipe.context.kernel
+    if recipe.memory.degree != 0 or not is_mean(recipe) or kernel is None or sized.K != sized.V:
+        return None
+    if recipe.span is not None or recipe.context.within or recipe.bias.optimum != 1.0:
+        return None
+    exponent = kernel.exponent(sized.K)
+    bare = sized.plain and not (sized.gates or sized.params or sized.constants)
+    return exponent[0] if bare and exponent is not None and exponent[1] == 0 else None
+
+
+def token(
+    q: Tensor, k: Tensor, v: Tensor, state: State, *, scale: float
+) -> tuple[Tensor, State] | None:
+    """One token of plain softmax attention; ``None`` where a row has empty slots.
+
+    Args:
+        q, k, v: ``[B, 1, H·G, K]``, ``[B, 1, H, K]``, ``[B, 1, H, V]``.
+        state: before the token.
+        scale: of the logits.
+    """
+    old = state.buffer
+    if old is None or not (q.dtype == k.dtype == v.dtype == old.k.dtype == old.v.dtype):
+        return None
+    if k.device.type != "cpu" or not bool(old.mask.all()):
+        return None
+    keys, stored = torch.cat([old.k, k], dim=1), torch.cat([old.v, v], dim=1)
+    y = sdpa(q.transpose(1, 2), keys.transpose(1, 2), stored.transpose(1, 2), scale=scale)
+    there = torch.cat([old.mask, old.mask.new_ones(k.shape[0], 1)], dim=1)
+    return y.transpose(1, 2), state.moved(buffer=Buffer(k=keys, v=stored, rates={}, mask=there))
