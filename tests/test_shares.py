@@ -165,8 +165,44 @@ def test_a_share_of_nothing_is_refused(
 
 
 def test_options_name_the_units_there_are() -> None:
-    with pytest.raises(rc.RecipeError, match="'share'"):
+    with pytest.raises(rc.RecipeError, match="'share', 'rms'"):
         GateOptions(unit="percent")
+
+
+@pytest.mark.parametrize("V", [4, 64])
+@pytest.mark.parametrize("init", [None, 2.0, (1.0, 3.0)])
+def test_a_threshold_in_lengths_of_values(V: int, init: float | tuple[float, ...] | None) -> None:
+    """unit="rms": √V, whatever the width; errors of such values lie on the same side of it."""
+    recipe = rc.Recipe(bias=rc.bias.Huber(), memory=rc.memory.MLP())
+    gates = {"threshold": GateOptions(unit="rms", source="fixed", init=init)}
+    layer = rc.MemoryLayer(8, 2, recipe, LayerOptions(gates=gates), value_dim=V, head_dim=V)
+    found = layer.associations(torch.randn(1, 3, 8)).gates["threshold"]
+    expected = torch.tensor(init if isinstance(init, tuple) else (1.0 if init is None else init,))
+    torch.testing.assert_close(found, (V**0.5 * expected).expand(1, 3, 2))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gates", "says"),
+    [
+        (
+            rc.Recipe(retention=rc.retention.Decay()),
+            {"log_decay": GateOptions(unit="rms")},
+            "options of 'log_decay': unit='rms' is for numbers that grow with values",
+        ),
+        (
+            rc.Recipe(bias=rc.bias.Huber()),
+            {"threshold": GateOptions(unit="rms", schedule="integers")},
+            "options of 'threshold': unit='rms' is for numbers that begin at one value",
+        ),
+    ],
+)
+def test_numbers_that_have_no_length(
+    recipe: rc.Recipe, gates: dict[str, GateOptions], says: str
+) -> None:
+    with pytest.raises(rc.RecipeError) as found:
+        rc.MemoryLayer(16, 2, recipe, LayerOptions(gates=gates))
+    assert says in str(found.value)
+    assert "\n" not in str(found.value)
 
 
 @pytest.mark.parametrize(("norm", "length"), [("l2", 1.0), ("rms", 4.0)])

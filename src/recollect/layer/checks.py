@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from recollect.choices.fields import Param
 from recollect.choices.member import RecipeError
-from recollect.layer.options import LayerOptions
+from recollect.layer.options import GateOptions, LayerOptions
 from recollect.layer.state import LayerState
 from recollect.layer.ties import check_ties
 from recollect.recall.arguments import check_borders, check_mask
@@ -96,6 +97,9 @@ def _check_units(recipe: Recipe, options: LayerOptions) -> None:
     for name, own in dict(options.gates).items():
         if own.unit is None:
             continue
+        if own.unit == "rms":
+            _check_lengths(recipe, name, own)
+            continue
         if name != "lr":
             raise RecipeError(
                 f"options of {name!r}: unit='share' is a share of the stability limit of steps, "
@@ -113,6 +117,24 @@ def _check_units(recipe: Recipe, options: LayerOptions) -> None:
                 f"{title} holds one rate for all tokens: use lr='token' (with source='learned' the "
                 "share is still one number per head)"
             )
+
+
+def _check_lengths(recipe: Recipe, name: str, own: GateOptions) -> None:
+    """Whether a number stated in √V may have any length, and begins at one."""
+    declared = next(one for one in (*recipe.gates(), *recipe.params()) if one.name == name)
+    span, owner = declared.range, declared.owner
+    if span.low not in (None, 0.0) or span.high is not None or name.startswith("log_"):
+        raise RecipeError(
+            f"options of {name!r}: unit='rms' is for numbers that grow with values, and {owner} "
+            f"takes {span} only: leave unit out"
+        )
+    drawn = isinstance(declared, Param) and declared.draw is not None
+    if own.schedule is not None or drawn or isinstance(declared.init, tuple):
+        who = "schedule" if own.schedule is not None else owner
+        raise RecipeError(
+            f"options of {name!r}: unit='rms' is for numbers that begin at one value, and {who} "
+            "gives several: leave unit out"
+        )
 
 
 def check_tokens(x: Tensor, mask: Tensor | None, borders: Tensor | None, *, d_model: int) -> None:

@@ -176,6 +176,8 @@ class MemoryLayer(nn.Module):
                 continue
             if declared.name in rules and rule == "rate":
                 options = replace(options, source="learned")
+            if options.unit == "rms" and isinstance(declared.init, int | float):
+                options = options.lengths(self.value_dim, declared.init)
             length = {"l2": 1.0, "rms": math.sqrt(self.head_dim)}.get(self.options.qk_norm)
             beside = isinstance(declared, Param) and declared.beside_key
             if beside and length is not None and options.init is None:

@@ -7,6 +7,7 @@ happens to the output, is said here, as plain data beside the recipe.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,9 @@ class GateOptions(_Options):
         unit: ``None``: the recipe's own. ``"share"``, of the rate ``"lr"`` of normalised steps: a
             share s of the limit beyond which one repeated association diverges, η_t = s_t ·
             2 (1 − θ_t) / (b Σγ), see `recollect.recipe.limit`; between 0 and 1 and beginning at one
-            half unless said otherwise, at every width, inner batch, window and momentum.
+            half unless said otherwise, at every width, inner batch, window and momentum. ``"rms"``,
+            of numbers that are compared with values or errors: √V, the length of a value whose
+            channels have unit root mean square; ``init``, ``low`` and ``high`` are stated in it.
         squash: ``"sigmoid"``: low + (high − low)·sigmoid(z). ``"softplus"``: low + softplus(z).
             ``"logsigmoid"``: high + logsigmoid(z)/temperature, for log decays (GLA divides by 16).
             ``"exp"``: low + exp(z), or high − exp(z) for what has no lower end. ``"identity"``: z.
@@ -133,7 +136,7 @@ class GateOptions(_Options):
     """
 
     source: str | None = option(None, "input", "learned", "fixed", optional=True)
-    unit: str | None = option(None, "share", optional=True)
+    unit: str | None = option(None, "share", "rms", optional=True)
     squash: str | None = option(
         None, "sigmoid", "softplus", "logsigmoid", "exp", "identity", optional=True
     )
@@ -154,6 +157,23 @@ class GateOptions(_Options):
             raise RecipeError(
                 f"GateOptions(schedule={self.schedule!r}) gives the values: drop init and spread"
             )
+
+    def lengths(self, value_dim: int, init: float) -> GateOptions:
+        """The same numbers, stated in √V, in the number's own unit.
+
+        Args:
+            value_dim: V.
+            init: where the number begins, in √V, if these options do not say it.
+        """
+        length = math.sqrt(value_dim)
+        given = init if self.init is None else self.init
+        return dataclasses.replace(
+            self,
+            unit=None,
+            init=tuple(length * x for x in given) if isinstance(given, tuple) else length * given,
+            low=None if self.low is None else length * self.low,
+            high=None if self.high is None else length * self.high,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, every default written out."""

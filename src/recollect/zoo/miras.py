@@ -10,7 +10,7 @@ from recollect.choices.retention.links import Lq, Simplex
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import COMMON, MIRAS, NORMALISED, SHARE, SLOW
+from recollect.zoo.sources import COMMON, MIRAS, NEARLY_ALL, NORMALISED, SLOW
 
 __all__ = ["memora", "memora_per_token", "moneta", "moneta_exact", "yaad"]
 
@@ -26,7 +26,7 @@ _CHUNKS = (
 
 
 _NORMALISED = GradientDescent(batch=16, normalize=True)
-_GATES = {"lr": SHARE, "log_decay": SLOW}
+_GATES = {"lr": NEARLY_ALL, "log_decay": SLOW}
 
 
 @preset(
@@ -46,9 +46,7 @@ def moneta() -> tuple[Recipe, LayerOptions]:
     """Large errors count more (ℓ_3), and large weights hold down the rest (L_4)."""
     retention = Lq(q=4, form="printed", floor=0.1, decay=_CHANNELS, every="batch")
     recipe = Recipe(memory=_MEMORY, bias=Lp(p=3), retention=retention, algorithm=_NORMALISED)
-    # A cubic error is corrected along its largest entries only, so a share of it is less.
-    gates = {**_GATES, "lr": GateOptions(unit="share", init=0.9)}
-    return recipe, LayerOptions(gates=gates)
+    return recipe, LayerOptions(gates=_GATES)
 
 
 @preset(
@@ -82,15 +80,15 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
         kind="reconstruction",
         source="MIRAS eq. 26",
         note=f"{NORMALISED}; δ is compared with the length of the whole error, so it is one number "
-        "per head where the paper speaks of one per channel, and it starts at 9, beyond the errors "
-        "of a layer's start at V = 64; "
+        "per head where the paper speaks of one per channel, and it starts at 2 √V, beyond the "
+        "errors that a layer makes while it learns: outside of it no gradient reaches the values; "
         f"{_CHUNKS}{COMMON}",
     ),
 )
 def yaad() -> tuple[Recipe, LayerOptions]:
     """Least squares for ordinary tokens, only the sign of the error for extreme ones."""
     recipe = Recipe(memory=_MEMORY, bias=Huber(), retention=_CHANNELS, algorithm=_NORMALISED)
-    gates = {**_GATES, "threshold": GateOptions(init=9.0)}
+    gates = {**_GATES, "threshold": GateOptions(unit="rms", init=2.0)}
     return recipe, LayerOptions(gates=gates)
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "COMMON",
     "HALF",
     "MIRAS",
+    "NEARLY_ALL",
     "NORMALISED",
     "SHARE",
     "SLOW",
@@ -94,6 +95,10 @@ SHARE = GateOptions(unit="share")
 Sizes of plain steps cannot be compared: what one corrects goes with the squares of hidden
 activations and weights. See `docs/design/steps.md`.
 """
+
+NEARLY_ALL = GateOptions(unit="share", init=0.9)
+"""The same without momentum or a window: at the start each token is written once and alone, and a
+smaller share of its error stays under the noise of the initial memory."""
 
 NORMALISED = (
     "the gradient of every association is scaled by ρ, so that a rate of 1 corrects it (normalised "

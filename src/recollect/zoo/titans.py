@@ -8,7 +8,17 @@ from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import ATLAS, COMMON, HALF, MIRAS, NORMALISED, SHARE, SLOW, TITANS
+from recollect.zoo.sources import (
+    ATLAS,
+    COMMON,
+    HALF,
+    MIRAS,
+    NEARLY_ALL,
+    NORMALISED,
+    SHARE,
+    SLOW,
+    TITANS,
+)
 
 __all__ = ["titans", "titans_minus"]
 
@@ -16,7 +26,6 @@ _OPEN = (
     "left open: the memory is ATLAS's x + W_1 gelu(W_2 x), and gradients are taken at the start of "
     f"inner batches of 16 tokens; {HALF}; {NORMALISED}; {COMMON}"
 )
-_GATES = {"lr": SHARE, "log_decay": SLOW}
 
 
 @preset(
@@ -33,7 +42,7 @@ _GATES = {"lr": SHARE, "log_decay": SLOW}
 def titans() -> tuple[Recipe, LayerOptions]:
     """Surprise with momentum, written into a perceptron that forgets."""
     recipe = Recipe(memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16, normalize=True))
-    gates = {"momentum": GateOptions(high=0.9, init=0.7), **_GATES}
+    gates = {"momentum": GateOptions(high=0.9, init=0.7), "lr": SHARE, "log_decay": SLOW}
     return recipe, LayerOptions(gates=gates)
 
 
@@ -53,4 +62,4 @@ def titans_minus() -> tuple[Recipe, LayerOptions]:
     recipe = Recipe(
         memory=MLP(), retention=Decay(), algorithm=GradientDescent(batch=16, normalize=True)
     )
-    return recipe, LayerOptions(gates=_GATES)
+    return recipe, LayerOptions(gates={"lr": NEARLY_ALL, "log_decay": SLOW})

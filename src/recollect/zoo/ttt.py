@@ -7,7 +7,7 @@ from recollect.choices.memory.maps import MLP
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import MIRAS, NORMALISED, SHARE, TTT
+from recollect.zoo.sources import MIRAS, NEARLY_ALL, NORMALISED, TTT
 
 __all__ = ["ttt_linear", "ttt_mlp"]
 
@@ -44,9 +44,10 @@ def _ttt(memory: MLP, step: GateOptions) -> tuple[Recipe, LayerOptions]:
 )
 def ttt_linear() -> tuple[Recipe, LayerOptions]:
     """A linear map with a bias, layer-normed, learns what to add to the key."""
-    # One map has no hidden activations that grow: below, its writes stay under the key's noise.
-    nearly_all = GateOptions(unit="share", init=0.9)
-    return _ttt(MLP(depth=1, norm="layer", biases=True), nearly_all)
+    # Under a norm predictions are bounded, so that nothing diverges beyond the limit; and keys of
+    # length √K are what its one map's writes have to stand out from.
+    more = GateOptions(unit="share", init=1.5, high=2.0)
+    return _ttt(MLP(depth=1, norm="layer", biases=True), more)
 
 
 @preset(
@@ -62,4 +63,4 @@ def ttt_linear() -> tuple[Recipe, LayerOptions]:
 )
 def ttt_mlp() -> tuple[Recipe, LayerOptions]:
     """A perceptron of two layers, four times as wide inside."""
-    return _ttt(MLP(activation="gelu_tanh", norm="layer", biases=True), SHARE)
+    return _ttt(MLP(activation="gelu_tanh", norm="layer", biases=True), NEARLY_ALL)
