@@ -20,6 +20,7 @@ from recollect.fields import (
     Domain,
     Range,
     domain,
+    fits_float32,
     flag,
     held,
     integer,
@@ -268,4 +269,4 @@ def check_quantity(value: Any, spec: Quantity) -> float | str:
         raise ValueError(f"must be a number {spec.range}, {words}, not {shown(value)}")
     if not spec.range.contains(value):
         raise ValueError(f"must be a finite number {spec.range}, {words}, not {shown(value)}")
-    return float(value)
+    return fits_float32(value)

@@ -161,6 +161,9 @@ STEP = 8  # MLP widths stay multiples of this
 def parameter_count(config: RecollectConfig) -> int:
     """Trained numbers of a model of this configuration, tied ones once; nothing is allocated.
 
+    Raises:
+        ValueError: sizes whose product is no size.
+
     Examples:
         >>> config = rc.lm.RecollectConfig.from_recipes(
         ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
@@ -170,8 +173,17 @@ def parameter_count(config: RecollectConfig) -> int:
         >>> rc.lm.parameter_count(config) == sum(p.numel() for p in model.parameters())
         True
     """
-    with torch.device("meta"):
-        model = RecollectForCausalLM(config)
+    try:
+        with torch.device("meta"):
+            model = RecollectForCausalLM(config)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        width = word_for("hidden_size")
+        raise ValueError(
+            f"{width} = {config.hidden_size:,} asks for a matrix of more bytes than 64 bits can "
+            f"count: take a smaller {width}"
+        ) from None
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
