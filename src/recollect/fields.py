@@ -173,10 +173,12 @@ def real(span: Range) -> Callable[[Any], float]:
 
 
 def fits_float32(value: float) -> float:
-    """A finite number; a ValueError refuses one that float32 would make infinite."""
+    """A finite number; a ValueError refuses what float32 makes infinite, or a float another one."""
     if abs(value) > LARGEST_FLOAT:
         most = f"{LARGEST_FLOAT:.2g}, float32's largest number"
         raise ValueError(f"must be a number of at most {most}, not {shown(value)}")
+    if float(value) != value:
+        raise ValueError(f"must be a number that a float holds exactly, not {shown(value)}")
     return float(value)
 
 

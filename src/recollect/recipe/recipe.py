@@ -88,7 +88,7 @@ class Recipe:
                 )
         reasons = list(dict.fromkeys(self._reasons()))
         if reasons:
-            raise RecipeError("; also: ".join(reasons))
+            raise RecipeError(_joined(reasons))
         self._warm()
 
     def _warm(self) -> None:
@@ -381,3 +381,13 @@ class Recipe:
         except ValueError as error:
             raise RecipeError(f"this recipe is not JSON: {error}") from None
         return cls.from_dict(data)
+
+
+def _joined(reasons: list[str]) -> str:
+    """The first reason, and others while it is a sentence that somebody reads."""
+    said = reasons[0]
+    for reason in reasons[1:]:
+        if len(said) + len(reason) > 270:
+            return f"{said}; and there are other reasons"
+        said = f"{said}; also: {reason}"
+    return said

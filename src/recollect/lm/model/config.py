@@ -110,10 +110,10 @@ class RecollectConfig(PretrainedConfig):
         eos_token_id: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        if schema != SCHEMA:
+        if schema != SCHEMA or type(schema) is not int:  # true is 1, too
             raise RecipeError(
-                f"this configuration has schema {schema!r} and this version of recollect reads "
-                f"schema {SCHEMA}: install the version that wrote it"
+                f"this configuration has schema {shown(schema)} and this version of recollect "
+                f"reads schema {SCHEMA}: install the version that wrote it"
             )
         _check_unknown(kwargs)
         for name in ("dtype", "torch_dtype"):
@@ -204,8 +204,10 @@ class RecollectConfig(PretrainedConfig):
         """
         entry = self.recipes[name]
         if not isinstance(entry, Mapping) or set(entry) - {"recipe", "options"}:
+            given = [*entry] if isinstance(entry, Mapping) else entry
             raise RecipeError(
-                f"recipes[{name!r}] must be {{'recipe': ..., 'options': ...}}, not {shown(entry)}"
+                f"recipes[{name!r:.80}] must be {{'recipe': ..., 'options': ...}}, not "
+                f"{shown(given):.200}"
             )
         return (
             Recipe.from_dict(entry.get("recipe", {})),
