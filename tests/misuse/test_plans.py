@@ -221,10 +221,10 @@ RUNS: dict[str, tuple[Tables, tuple[str, ...]]] = {
         {"model": {"parameters": 10**13}},
         ("[model] has 10,000,000,", "parameters", "smaller width"),
     ),
-    "2^62 parameters": ({"model": {"parameters": 2**62}}, ("[model]", "smaller width")),
+    "2^62 parameters": ({"model": {"parameters": 2**62}}, ("[model] mlp = ", "take smaller ones")),
     "matrices of 2^62 bytes": (
         {"model": {"width": 10**9, "heads": 10**9}},
-        ("[model] width = 1,000,000,000", "smaller"),
+        ("[model] width = 1,000,000,000", "take smaller ones"),
     ),
     "a batch of 10^9 rows": (
         {"optimizer": {"batch": 10**9}, "data": {"context": 512}},

@@ -179,10 +179,10 @@ def parameter_count(config: RecollectConfig) -> int:
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise
-        width = word_for("hidden_size")
+        sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
+        said = " and ".join(f"{word_for(name)} = {x:,}" for name, x in sizes.items() if x)
         raise ValueError(
-            f"{width} = {config.hidden_size:,} asks for a matrix of more bytes than 64 bits can "
-            f"count: take a smaller {width}"
+            f"{said} ask for a matrix of more bytes than 64 bits can count: take smaller ones"
         ) from None
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
