@@ -24,6 +24,7 @@ __all__ = [
     "Validated",
     "checked",
     "domain",
+    "fits_float32",
     "flag",
     "held",
     "integer",
@@ -104,6 +105,7 @@ REAL = Range()
 
 LARGEST = 2**63 - 1
 """The largest whole number that a tensor can hold, and so the largest size."""
+LARGEST_FLOAT = (2 - 2**-23) * 2.0**127  # of float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +167,19 @@ def real(span: Range) -> Callable[[Any], float]:
             raise ValueError(f"must be a number{bounds}, not {shown(value)}")
         if not span.contains(value):
             raise ValueError(f"must be a finite number{bounds}, not {shown(value)}")
-        return float(value)
+        return fits_float32(value)
 
     return check
+
+
+def fits_float32(value: float) -> float:
+    """A finite number; a ValueError refuses what float32 makes infinite, or a float another one."""
+    if abs(value) > LARGEST_FLOAT:
+        most = f"{LARGEST_FLOAT:.2g}, float32's largest number"
+        raise ValueError(f"must be a number of at most {most}, not {shown(value)}")
+    if float(value) != value:
+        raise ValueError(f"must be a number that a float holds exactly, not {shown(value)}")
+    return float(value)
 
 
 def word(*words: str) -> Callable[[Any], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +120,20 @@ LAYERS: dict[str, tuple[Callable[[], object], str]] = {
     "an unknown option": (lambda: rc.LayerOptions.from_dict({"convolution": 4}), "'convolution'"),
     "options in a list": (lambda: rc.LayerOptions.from_dict([]), "mapping"),  # type: ignore[arg-type]
     "gates that cross": (lambda: rc.GateOptions(low=2, high=1), "low must be below high"),
+    "d_model None": (lambda: rc.MemoryLayer(None, 2, R), "d_model must be a whole number"),  # type: ignore[arg-type]
+    "d_model huge": (lambda: rc.MemoryLayer(10**400, 2, R), "at most 2,147,483,647"),
+    "d_model 10^12": (lambda: rc.MemoryLayer(10**12, 2, R), "at most 2,147,483,647"),
+    "heads None": (lambda: rc.MemoryLayer(16, None, R), "heads must be a whole number"),  # type: ignore[arg-type]
+    **{
+        f"depth {x!r}": (lambda x=x: rc.MemoryLayer(16, 2, R, depth=x), "depth must be (index")
+        for x in (-3, "a", (1,), (0, 0), (2, 1), (-1, 2), (0, 1.5), None, (0, 1, 2))
+    },
+    **{
+        f"x of {x}": (lambda x=x: LAYER(_x().to(x)), "the layer torch.float32: cast")
+        for x in (torch.float64, torch.float16, torch.bfloat16)
+    },
+    "x on meta": (lambda: LAYER(_x().to("meta")), "x is on meta and the layer on cpu"),
+    "a sparse x": (lambda: LAYER(_x().to_sparse()), "x must be a dense tensor"),
     "x of whole numbers": (lambda: LAYER(torch.ones(1, 3, 8).long()), "floating-point"),
     "x without rows": (lambda: LAYER(torch.zeros(3, 8)), "must have shape [B, T, 8]"),
     "x of another width": (lambda: LAYER(torch.zeros(1, 3, 9)), "must have shape [B, T, 8]"),
@@ -156,6 +171,13 @@ def test_diagnose(what: str) -> None:
 
 NAMES: dict[str, tuple[Callable[[], object], str]] = {
     "get": (lambda: rc.zoo.get("glaa"), "did you mean gla"),
+    **{
+        f"get {x!r}": (lambda x=x: rc.zoo.get(x), "by name, as in rc.zoo.get")
+        for x in (["gla"], 3, None, {}, b"gla")
+    },
+    "get nothing": (lambda: rc.zoo.get(""), "rc.zoo.names() lists all"),
+    "get nothing like it": (lambda: rc.zoo.get("x" * 5000), "rc.zoo.names() lists all"),
+    "names of a list": (lambda: rc.zoo.names(["gla"]), "has no family"),  # type: ignore[arg-type]
     "names": (lambda: rc.zoo.names("deltarule"), "has no family 'deltarule'"),
     "explain": (lambda: rc.explain("glaa"), "did you mean gla"),
     "explain 3": (lambda: rc.explain(3), "not int"),  # type: ignore[arg-type]
@@ -206,6 +228,14 @@ NAMES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rc.lm.RecollectConfig(recipes={"a": {"recipe": _deep(3000)}}),
         "nested too deep",
     ),
+    "layers of 3": (
+        lambda: rc.lm.RecollectConfig.from_recipes("gla", layers=3),  # type: ignore[arg-type]
+        "(layers=...) must be a list",
+    ),
+    "layers in a word": (
+        lambda: rc.lm.RecollectConfig.from_recipes("gla", layers="gla"),
+        "(layers=...) must be a list",
+    ),
     "an unknown argument": (lambda: rc.lm.RecollectConfig(hidden=3), "hidden"),
 }
 
@@ -239,6 +269,12 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
     "a strange name": (lambda: _state() | {"weight": _q()}, "'weight' is no part"),
     "a strange number": (lambda: _state() | {"weights.x": _q()}, "'weights.x' is no part"),
     "a gap": (lambda: _state() | {"weights.5": _q()}, "lacks a tensor"),
+    "a writer in numbers": (lambda: _state() | {"written_by": _q()}, "'written_by' of a state"),
+    "a writer in Latin": (
+        lambda: _state() | {"written_by": torch.tensor([233], dtype=torch.uint8)},
+        "'written_by' of a state",
+    ),
+    "half of its rows": (lambda: _state() | {"dual.k": _q()}, "it has no 'dual.mass'"),
     "half a buffer": (lambda: _state() | {"buffer.k": _q()}, "it has no 'buffer.v'"),
     "rates alone": (lambda: _state() | {"buffer.rates.lr": _q()}, "it has no 'buffer.k'"),
 }
@@ -248,6 +284,79 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
 def test_states(what: str) -> None:
     make, says = STATES[what]
     refuses(lambda: rc.State.from_dict(make()), says, error=ValueError)
+
+
+def _shape(**sizes: Any) -> Callable[[], object]:
+    return lambda: R.shapes(**{"K": 4, "V": 4, **sizes})
+
+
+SIZES: dict[str, tuple[Callable[[], object], str]] = {
+    **{
+        f"{size} {str(x)[:8]!r}": (_shape(**{size: x}), f"{size} must be a whole number")
+        for size in "KV"
+        for x in (-1, 0, 1.5, "a", None, True, 10**40, 10**400)
+    },
+    **{
+        f"pairs {str(x)[:8]!r}": (lambda x=x: R.init_shapes(4, 4, pairs=x), "pairs must be a whole")
+        for x in (-1, 1.5, "a", None, True, 10**40)
+    },
+    "row_widths": (lambda: R.row_widths(-1), "V must be a whole number"),
+    "initial_params": (lambda: rc.initial_params(R, H=10**40, K=4, V=4), "H must be a whole"),
+}
+
+
+@pytest.mark.parametrize("what", SIZES)
+def test_sizes(what: str) -> None:
+    call, says = SIZES[what]
+    refuses(call, says, error=ValueError)
+
+
+def _changed(old: str, new: str) -> Callable[[str], str]:
+    return lambda text: text.replace(old, new)
+
+
+WHOLE = "(hidden_size=...) must be a whole number"
+# What config.json holds in place of what was saved, and what the sentence must name.
+CONFIGS: dict[str, tuple[Callable[[str], str], str]] = {
+    "a key twice": (_changed('"head_dim"', '"hidden_size": 8, "head_dim"'), "'hidden_size' stands"),
+    "401 digits": (
+        _changed(": 16,", ": 1" + "0" * 400 + ","),
+        WHOLE,
+    ),
+    "41 digits": (
+        _changed(": 16,", ": 1" + "0" * 40 + ","),
+        WHOLE,
+    ),
+    "5001 digits": (_changed(": 16,", ": 1" + "0" * 5000 + ","), "a number of 5,001 digits"),
+    "NaN": (_changed(": 16,", ": NaN,"), WHOLE),
+    "a word": (_changed(": 16,", ': "16",'), WHOLE),
+    "a fraction": (_changed(": 16,", ": 16.0,"), WHOLE),
+    "lists in lists": (lambda text: "[" * 50_000 + "]" * 50_000, "nested too deep"),
+    "a list": (lambda text: "[]", "must hold a mapping"),
+    "half": (lambda text: text[: len(text) // 2], "is not JSON"),
+    "nothing": (lambda text: "", "is not JSON"),
+}
+
+
+@pytest.mark.parametrize("what", CONFIGS)
+def test_configurations_in_files(what: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = rc.lm.RecollectConfig.from_recipes(
+        "gla", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.save_pretrained(tmp_path)
+    change, says = CONFIGS[what]
+    path = tmp_path / "config.json"
+    changed = change(path.read_text())
+    assert changed != path.read_text()
+    path.write_text(changed)
+    for read in (
+        rc.lm.RecollectConfig.from_pretrained,
+        lambda at: rc.lm.RecollectConfig.from_json_file(at / "config.json"),
+        rc.lm.RecollectForCausalLM.from_pretrained,
+    ):
+        refuses(lambda read=read: read(tmp_path), says, error=ValueError)
+    assert path.read_text() == changed
 
 
 def test_a_pickle_is_refused_however_it_is_asked_for(tmp_path: Any) -> None:

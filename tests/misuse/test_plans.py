@@ -70,6 +70,7 @@ CASES: dict[str, tuple[Tables, tuple[str, ...]]] = {
         for key in keys
         for x in (1, "yes")
     },
+    "2^63 rows": ({"optimizer": {"steps": 2**62}}, ("more rows than 64 bits",)),
     "lr = 1e30": ({"optimizer": {"lr": 1e30}}, ("[optimizer] lr", "(0, 100]")),
     "out = ''": ({"run": {"out": ""}}, ("[run] out must be a name",)),
     "out = ' '": ({"run": {"out": " "}}, ("[run] out must be a name",)),
@@ -215,6 +216,15 @@ RUNS: dict[str, tuple[Tables, tuple[str, ...]]] = {
     "a model of 10^7 channels": (
         {"model": {"width": 10**7}},
         ("[model] has", "parameters", "smaller width"),
+    ),
+    "10^13 parameters": (
+        {"model": {"parameters": 10**13}},
+        ("[model] has 10,000,000,", "parameters", "smaller width"),
+    ),
+    "2^62 parameters": ({"model": {"parameters": 2**62}}, ("[model] mlp = ", "take smaller ones")),
+    "matrices of 2^62 bytes": (
+        {"model": {"width": 10**9, "heads": 10**9}},
+        ("[model] width = 1,000,000,000", "take smaller ones"),
     ),
     "a batch of 10^9 rows": (
         {"optimizer": {"batch": 10**9}, "data": {"context": 512}},

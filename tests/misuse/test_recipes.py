@@ -28,6 +28,27 @@ def _text(depth: int) -> str:
 
 # What a JSON file may hold in place of a recipe, and what the sentence must name.
 TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "a degree that never ends": (
+        '{"features": {"member": "Polynomial", "degree": 9007199254740993}}',
+        ("degree", "from 1 to 100"),
+    ),
+    "maps that never end": (
+        '{"memory": {"member": "MLP", "depth": 9007199254740993}}',
+        ("depth", "from 1 to 1000"),
+    ),
+    "a number that is another as a float": (
+        '{"algorithm": {"member": "GradientDescent", "lr": 9007199254740993}}',
+        ("lr", "float holds exactly"),
+    ),
+    "a number float32 lacks": (
+        '{"algorithm": {"member": "GradientDescent", "lr": 1e40}}',
+        ("lr", "at most 3.4e+38"),
+    ),
+    "41 digits": (
+        '{"algorithm": {"member": "GradientDescent", "lr": 1' + "0" * 40 + "}}",
+        ("lr", "at most 3.4e+38", "41 digits"),
+    ),
+    "a schema of 5001 digits": ('{"schema": 1' + "0" * 5000 + "}", ("not JSON", "5,001 digits")),
     "nothing": ("", ("not JSON",)),
     "half": ('{"bias": {"member": "L2"', ("not JSON",)),
     "a comment": ('{} // "L2"', ("not JSON",)),

@@ -20,6 +20,7 @@ from recollect.fields import (
     Domain,
     Range,
     domain,
+    fits_float32,
     flag,
     held,
     integer,
@@ -249,11 +250,11 @@ def check_slot(value: Any, rule: Domain, member: type) -> Any:
     if rule.optional and value is None:
         return None
     if rule.many and not isinstance(value, tuple | list):
-        raise ValueError(f"must be a tuple of members of {rule.words[0]}, not {value!r}")
+        raise ValueError(f"must be a tuple of members of {rule.words[0]}, not {shown(value)}")
     items: tuple[Any, ...] = tuple(value) if rule.many else (value,)
     for item in items:
         if not isinstance(item, member) or rule.words[0] not in item.choices():
-            raise ValueError(f"must be a member of {rule.words[0]}, not {item!r}")
+            raise ValueError(f"must be a member of {rule.words[0]}, not {shown(item)}")
     return items if rule.many else value
 
 
@@ -268,4 +269,4 @@ def check_quantity(value: Any, spec: Quantity) -> float | str:
         raise ValueError(f"must be a number {spec.range}, {words}, not {shown(value)}")
     if not spec.range.contains(value):
         raise ValueError(f"must be a finite number {spec.range}, {words}, not {shown(value)}")
-    return float(value)
+    return fits_float32(value)

@@ -43,6 +43,7 @@ from recollect.choices.fields import (
     slot,
     text,
 )
+from recollect.fields import LARGEST
 from recollect.wording import shown
 
 if TYPE_CHECKING:
@@ -317,6 +318,8 @@ def _plain(value: Any) -> Any:
         return tuple(_plain(item) for item in value)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"must be finite, not {value!r}")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError(f"must be a whole number of at most 64 bits, not {shown(value)}")
     if value is None or isinstance(value, bool | int | float | str | Member):
         return value
     raise ValueError(

@@ -13,7 +13,7 @@ import rich.console
 import rich.table
 import typer
 
-from recollect.cli.console import INTERRUPTED, check_writable, console_of_page, stated
+from recollect.cli.console import INTERRUPTED, check_writable, console_of_page, said, stated
 from recollect.cli.progress import CompareDisplay
 from recollect.report.ownership import owned_folder
 from recollect.wording import worded
@@ -165,6 +165,8 @@ def _ended(
     for name, model, reason in result.failures:
         console.print(f"{model} could not be trained on {name}: {reason}", soft_wrap=True)
     if result.interrupted:
+        done = sum(run.finished for run in result.runs)
+        said(f"interrupted: {done} of the models are trained to the end, and what there is is kept")
         raise typer.Exit(INTERRUPTED)
     if result.failures:
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -69,6 +70,12 @@ def nobody_reads() -> bool:
             os.dup2(nowhere, number)
             os.close(nowhere)
     return closed
+
+
+def said(sentence: str) -> None:
+    """A sentence on the standard error, if anybody reads it."""
+    with contextlib.suppress(OSError):
+        typer.echo(sentence, err=True)
 
 
 def print_json(data: object) -> None:

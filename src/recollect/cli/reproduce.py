@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from recollect.cli.console import INTERRUPTED, check_device, check_writable, console_of_page
+from recollect.cli.console import INTERRUPTED, check_device, check_writable, console_of_page, said
 from recollect.cli.progress import ReproduceDisplay
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def reproduce(
     if as_json:
         typer.echo(json.dumps([run.to_dict() for run in runs], indent=2, allow_nan=False))
     if not all(run.complete for run in runs):
+        said("interrupted: what was measured is kept, and the same command goes on from it")
         raise typer.Exit(INTERRUPTED)
 
 

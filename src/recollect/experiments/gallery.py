@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from recollect.experiments.registry import EXPERIMENTS
+from recollect.recipe.json_text import read_json
 from recollect.report.files import write_atomic
 
 __all__ = ["save_gallery", "save_gallery_markdown"]
@@ -37,7 +37,7 @@ def _runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     for name in EXPERIMENTS:
         path = folder / name / "results.json"
         if path.exists():
-            found.append((path.parent, json.loads(path.read_text("utf-8"))))
+            found.append((path.parent, read_json(path.read_text("utf-8"))))
     return found
 
 

@@ -24,6 +24,7 @@ from recollect.experiments.framework.processes import Lost, in_processes
 from recollect.experiments.framework.records import Cell, Record, Results
 from recollect.experiments.framework.run import Nobody, Run, Viewer
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
+from recollect.recipe.json_text import read_json
 from recollect.report.environment import describe_environment
 from recollect.report.files import rescue, write_atomic
 from recollect.report.ownership import owned_folder
@@ -160,7 +161,7 @@ def _reproduced(
         interrupted = True  # the report shows what there is
     _kept(measured, folder)
     records = tuple(
-        Record.from_dict(json.loads(path.read_text("utf-8")))
+        Record.from_dict(read_json(path.read_text("utf-8")))
         for _, _, path in wanted
         if path.exists()
     )

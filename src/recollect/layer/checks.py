@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from recollect.choices.fields import Param
@@ -9,12 +12,24 @@ from recollect.choices.member import RecipeError
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.layer.state import LayerState
 from recollect.layer.ties import check_ties
-from recollect.recall.arguments import check_borders, check_mask
+from recollect.recall.arguments import DENSE, check_borders, check_mask, layout
 from recollect.recipe.limit import step_limit
 from recollect.recipe.recipe import Recipe
-from recollect.wording import word_for
+from recollect.wording import shown, word_for
 
-__all__ = ["check_heads", "check_options", "check_sizes", "check_state", "check_tokens"]
+__all__ = [
+    "check_depth",
+    "check_heads",
+    "check_options",
+    "check_sizes",
+    "check_state",
+    "check_tokens",
+]
+
+LARGEST = 2**31 - 1
+"""The largest width, as of a model's configuration; a matrix of two of them has a size."""
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Types whose products are as they stand; quantised weights are multiplied in their own way."""
 
 
 def check_sizes(
@@ -34,8 +49,12 @@ def check_sizes(
     sizes = {"d_model": d_model, "heads": heads, "kv_heads": kv_heads}
     for name, size in {**sizes, "head_dim": head_dim, "value_dim": value_dim}.items():
         # How large the others must be is said with what they must divide.
-        if size is not None and (type(size) is not int or (size < 1 and name.endswith("_dim"))):
-            raise RecipeError(f"{word_for(name)} must be a whole number >= 1, not {size!r}")
+        if size is None and name not in ("d_model", "heads"):
+            continue
+        if type(size) is not int or (size < 1 and name.endswith("_dim")):
+            raise RecipeError(f"{word_for(name)} must be a whole number >= 1, not {shown(size)}")
+        if size > LARGEST:
+            raise RecipeError(f"{word_for(name)} must be at most {LARGEST:,}, not {shown(size)}")
     free = word_for("head_dim")
     check_heads(d_model, heads, divide=head_dim is None, instead=free and f", or give {free}")
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
@@ -137,11 +156,33 @@ def _check_lengths(recipe: Recipe, name: str, own: GateOptions) -> None:
         )
 
 
-def check_tokens(x: Tensor, mask: Tensor | None, borders: Tensor | None, *, d_model: int) -> None:
-    """Whether tokens, and what says where documents are, have the shapes that a layer takes."""
+def check_tokens(
+    x: Tensor, mask: Tensor | None, borders: Tensor | None, *, d_model: int, weight: Tensor
+) -> None:
+    """Whether tokens, and what says where documents are, are such as a layer takes.
+
+    Args:
+        x: tokens.
+        mask: which of them are real.
+        borders: of documents.
+        d_model: width of the layer.
+        weight: one of the layer's, whose type and device x must have.
+
+    Raises:
+        ValueError: other shapes, types, layouts or devices.
+    """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x must be a floating-point tensor [B, T, {d_model}], not {given}")
+    if x.layout is not torch.strided or x.is_nested:
+        raise ValueError(f"x must be a dense tensor [B, T, {d_model}], not {layout(x)}: {DENSE}")
+    if x.dtype != weight.dtype and weight.dtype in PLAIN and not _autocast(x):
+        raise ValueError(
+            f"x is {x.dtype} and the layer {weight.dtype}: cast one of them, by "
+            f"x.to({weight.dtype}) or layer.to({x.dtype}), or run it under torch.autocast"
+        )
+    if x.device != weight.device and weight.device.type != "meta":  # weights may come when needed
+        raise ValueError(f"x is on {x.device} and the layer on {weight.device}: move one of them")
     if x.dim() != 3 or x.shape[-1] != d_model:
         raise ValueError(f"x must have shape [B, T, {d_model}], not {list(x.shape)}")
     if mask is not None and borders is not None:
@@ -152,6 +193,25 @@ def check_tokens(x: Tensor, mask: Tensor | None, borders: Tensor | None, *, d_mo
         check_mask(mask, x.shape[0], x.shape[1])
     if borders is not None:
         check_borders(borders, x)
+
+
+def _autocast(x: Tensor) -> bool:
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def check_depth(depth: Any) -> None:
+    """That a layer's place is its index and the number of layers.
+
+    Raises:
+        RecipeError: something else, or an index beyond the last layer.
+    """
+    pair = isinstance(depth, tuple | list) and len(depth) == 2
+    if not pair or not all(type(n) is int for n in depth) or not 0 <= depth[0] < depth[1]:
+        raise RecipeError(
+            "depth must be (index of this layer, number of layers), such as (0, 12), not "
+            f"{shown(depth)}"
+        )
 
 
 def check_state(

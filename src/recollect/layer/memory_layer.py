@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recollect.choices.fields import Gate, Param
-from recollect.layer.checks import check_options, check_sizes, check_state, check_tokens
+from recollect.layer.checks import (
+    check_depth,
+    check_options,
+    check_sizes,
+    check_state,
+    check_tokens,
+)
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import GateProjection, scaled
 from recollect.layer.initial_memory import InitialMemory, InitialPairs, read_widths
@@ -98,6 +104,7 @@ class MemoryLayer(nn.Module):
         super().__init__()
         options = LayerOptions() if options is None else options
         check_sizes(d_model, heads, kv_heads, head_dim, value_dim, recipe, options)
+        check_depth(depth)
         self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads or heads
         self.head_dim = head_dim or options.key_dim or d_model // heads
         self.value_dim = value_dim or head_dim or d_model // heads
@@ -243,12 +250,13 @@ class MemoryLayer(nn.Module):
             output_state: False returns ``None`` in place of the state.
 
         Raises:
-            ValueError: shapes that do not fit.
+            ValueError: shapes, types or devices that do not fit, or a state of another layer.
             RuntimeError: inside a transform of `torch.func`, or forward-mode derivatives.
         """
         if not torch.compiler.is_compiling():
             refuse_transforms(itertools.chain((x,), self.parameters()))
-        check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model)
+        weight = self.qkv.weight
+        check_tokens(x, attention_mask, cu_seqlens, d_model=self.d_model, weight=weight)
         check_state(
             state,
             rows=x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,

@@ -135,7 +135,7 @@ class LayerState:
     def to_dict(self) -> dict[str, Tensor]:
         """Flat names to plain tensors, ready for safetensors."""
         flat = {f"memory.{name}": x for name, x in self.memory.to_dict().items()}
-        return {**flat, **self._beside}
+        return {**flat, **{name: x.contiguous() for name, x in self._beside.items()}}
 
     @classmethod
     def from_dict(cls, flat: Mapping[str, Tensor]) -> LayerState:

@@ -21,6 +21,7 @@ from torch import Tensor
 from recollect.layer.state import LayerState
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.checkpoint import CheckpointError, read_tensors
+from recollect.recipe.json_text import read_json
 from recollect.report.files import write_atomic
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Prompt", "fingerprint"]
 
 FORMAT = 1
+WRITER = "memory.written_by"
 # What says how a model runs or is saved, not what it computes.
 SILENT = ("method", "use_cache", "dtype", "architectures", "transformers_version", "_name_or_path")
 
@@ -266,7 +268,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 def _metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """What `Prompt.save` wrote beside the tensors."""
     try:
-        written = json.loads(metadata["recollect"])
+        written = read_json(metadata["recollect"])
         kinds = {"format": int, "seen": int, "layers": int, "model": dict, "sha256": str}
         if not all(isinstance(written[name], kind) for name, kind in kinds.items()):
             raise TypeError
@@ -302,10 +304,16 @@ def _check_states(cache: RecollectCache, model: RecollectForCausalLM) -> None:
         short, long = (model.model(ids[:, :n], use_cache=True).past_key_values for n in (1, 3))
     for index, (state, a, b) in enumerate(zip(cache, short, long, strict=True)):
         parts, one, three = state.to_dict(), a.to_dict(), b.to_dict()
+        if state.memory.written_by is None:  # saved before states knew who wrote them
+            three.pop(WRITER, None)
+        elif state.memory.written_by != b.memory.written_by:
+            raise ValueError(f"the memory of layer {index} was written by another recipe")
         if set(parts) != set(three):
             odd = sorted(set(parts) ^ set(three))[0]
             raise ValueError(f"{odd!r} of layer {index} is missing or too many")
         for name, x in parts.items():
+            if name == WRITER:
+                continue
             free = [m != n for m, n in zip(one[name].shape, three[name].shape, strict=True)]
             shape = [
                 n if f else m for m, n, f in zip(three[name].shape, x.shape, free, strict=True)

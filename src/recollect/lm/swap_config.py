@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from recollect.lm.model.checkpoint import AGAIN, CheckpointError
+from recollect.wording import shown
 
 __all__ = ["SWAPPED", "decoder_config", "record", "swapped_type"]
 
@@ -113,8 +114,8 @@ def decoder_config(data: Mapping[str, Any]) -> tuple[type[PretrainedConfig], dic
     where = "config.json of a decoder with replaced layers"
     if data.get("schema") != SCHEMA:
         raise CheckpointError(
-            f"{where} has schema {data.get('schema')!r} and this version of recollect reads schema "
-            f"{SCHEMA}: install the version that wrote it"
+            f"{where} has schema {shown(data.get('schema'))} and this version of recollect "
+            f"reads schema {SCHEMA}: install the version that wrote it"
         )
     kind, inside, swaps = data.get("decoder_type"), data.get("decoder"), data.get("swaps")
     wanted = {"layers", "recipe", "options", "method"}

@@ -16,13 +16,23 @@ from recollect.recipe.recipe import Recipe
 from recollect.typing import Gates, Params
 from recollect.wording import shown
 
-__all__ = ["check_borders", "check_flags", "check_mask", "check_recipe", "check_tensors", "named"]
+__all__ = [
+    "DENSE",
+    "check_borders",
+    "check_flags",
+    "check_mask",
+    "check_recipe",
+    "check_tensors",
+    "layout",
+    "named",
+]
 
 
-_DENSE = "give x.to_dense(), or x.to_padded_tensor(0) with an attention_mask"
+DENSE = "give x.to_dense(), or x.to_padded_tensor(0) with an attention_mask"
 
 
-def _layout(x: Tensor) -> str:
+def layout(x: Tensor) -> str:
+    """What a tensor is that is not dense, for a message."""
     return "a nested one" if x.is_nested else f"one of layout {x.layout}"
 
 
@@ -70,7 +80,7 @@ def check_tensors(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor {want}, not {type(x).__name__}")
         if x.layout is not torch.strided or x.is_nested:
-            raise ValueError(f"{name} must be a dense tensor, not {_layout(x)}: {_DENSE}")
+            raise ValueError(f"{name} must be a dense tensor, not {layout(x)}: {DENSE}")
         if x.dim() != dims:
             raise ValueError(f"{name} must have shape {want}, not {list(x.shape)}")
         if not x.is_floating_point():
@@ -140,7 +150,7 @@ def check_mask(mask: object, B: int, T: int) -> None:
         given = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask must have shape {[B, T]} [B, T], not {given}")
     if mask.layout is not torch.strided:
-        raise ValueError(f"attention_mask must be a dense tensor, not {_layout(mask)}: {_DENSE}")
+        raise ValueError(f"attention_mask must be a dense tensor, not {layout(mask)}: {DENSE}")
     if mask.device.type != "cpu" or mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
     odd = mask[(mask != 0) & (mask != 1)]

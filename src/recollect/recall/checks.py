@@ -17,6 +17,7 @@ from recollect.engines.common.problem import state_dtype
 from recollect.fields import held, whole
 from recollect.recall.arguments import check_borders, check_mask
 from recollect.recall.call import Call
+from recollect.recipe.normal_form import differing
 from recollect.recipe.sized import SizedNumber, SizedRecipe
 from recollect.state.state import State
 from recollect.typing import Init, Params
@@ -120,7 +121,7 @@ def tensors_of(init: Init) -> tuple[Tensor, ...]:
 
 
 def check_state(sized: SizedRecipe, state: State) -> None:
-    """That a state could be this recipe's: parts and shapes, not values.
+    """That a state is this recipe's: who wrote it, parts and shapes, not values.
 
     Args:
         sized: the recipe at the state's sizes.
@@ -130,6 +131,12 @@ def check_state(sized: SizedRecipe, state: State) -> None:
         RecipeError: it belongs to another recipe.
     """
     recipe, buffer = sized.recipe, state.buffer
+    if state.written_by != sized.written and state.written_by is not None:
+        choice, theirs, ours = differing(state.written_by, sized.written)
+        raise RecipeError(
+            f"this state belongs to another recipe: its {choice} is {theirs}, and this one's is "
+            f"{ours}; continue it with the recipe that wrote it, or begin without a state"
+        )
     if state.dual is None and _plainly(sized, state):
         return
     buffered = None if buffer is None else buffer.k.shape[1]

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.member import RecipeError
-from recollect.typing import is_size
-from recollect.wording import shown
+from recollect.recipe.rules import check_size
 
 if TYPE_CHECKING:
     from recollect.choices.fields import Param
@@ -57,8 +55,7 @@ def initial_params(
         >>> {name: tuple(x.shape) for name, x in params.items()}
         {'lr': (2,)}
     """
-    if not is_size(H):
-        raise RecipeError(f"H must be a whole number >= 1, not {shown(H)}")
+    check_size("H", H)
     sizes = {} if recipe.nonparametric else recipe.axes(K, V)
     params: dict[str, Tensor] = {}
     for param in recipe.params():

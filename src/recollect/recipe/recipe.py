@@ -26,10 +26,11 @@ from recollect.choices.member import Member, RecipeError, decode
 from recollect.choices.memory.base import Memory, Stack
 from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Keep, Retention
+from recollect.fields import LARGEST
 from recollect.recipe.json_text import read_json
+from recollect.recipe.normal_form import normal_form
 from recollect.recipe.rewrites import REWRITES
-from recollect.recipe.rules import joint_rules, name_rules
-from recollect.typing import is_size
+from recollect.recipe.rules import check_size, joint_rules, name_rules
 from recollect.wording import shown
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Recipe:
                 )
         reasons = list(dict.fromkeys(self._reasons()))
         if reasons:
-            raise RecipeError("; also: ".join(reasons))
+            raise RecipeError(_joined(reasons))
         self._warm()
 
     def _warm(self) -> None:
@@ -240,9 +241,8 @@ class Recipe:
         Raises:
             RecipeError: a size that is no whole number of at least 1, or the memory needs K = V.
         """
-        for size, number in (("K", K), ("V", V)):
-            if not is_size(number):
-                raise RecipeError(f"{size} must be a whole number >= 1, not {shown(number)}")
+        check_size("K", K)
+        check_size("V", V)
         if self.memory.residual and K != V:
             raise RecipeError(
                 f"{self.memory.title}(residual=True) adds the key to the prediction and needs K "
@@ -274,7 +274,15 @@ class Recipe:
         return self.memory.shapes(F, V)
 
     def row_widths(self, V: int) -> tuple[int, ...]:
-        """Outputs of the maps whose weights are rows by key (`dual`)."""
+        """Outputs of the maps whose weights are rows by key (`dual`).
+
+        Args:
+            V: value channels.
+
+        Raises:
+            RecipeError: a size that is no whole number of at least 1.
+        """
+        check_size("V", V)
         if not self.dual or not isinstance(self.memory, Stack):
             return ()
         return tuple(m.out for m in self.memory.maps(0, V) if m.first)
@@ -290,8 +298,12 @@ class Recipe:
             pairs: rows that a memory over a kernel's features starts with.
 
         Raises:
-            RecipeError: the memory needs K = V.
+            RecipeError: a number that is no whole number of at least 1, or the memory needs K = V.
         """
+        if type(pairs) is not int or not 0 <= pairs <= LARGEST:
+            raise RecipeError(
+                f"pairs must be a whole number >= 0 of at most 64 bits, not {shown(pairs)}"
+            )
         widths = (K, *self.row_widths(V)) if self.dual else ()
         return (*((pairs, width) for width in widths), *self.shapes(K, V))
 
@@ -317,6 +329,12 @@ class Recipe:
                 recipe = rewrite(recipe)
             if recipe == before:
                 return recipe
+
+    @once_made
+    def normal_form(self) -> str:
+        """The canonical recipe in one line: the same for recipes that mean the same."""
+        canonical = self.canonical()
+        return normal_form({name: getattr(canonical, name) for name in CHOICES})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data with every default written out and a ``schema`` number."""
@@ -363,3 +381,13 @@ class Recipe:
         except ValueError as error:
             raise RecipeError(f"this recipe is not JSON: {error}") from None
         return cls.from_dict(data)
+
+
+def _joined(reasons: list[str]) -> str:
+    """The first reason, and others while it is a sentence that somebody reads."""
+    said = reasons[0]
+    for reason in reasons[1:]:
+        if len(said) + len(reason) > 270:
+            return f"{said}; and there are other reasons"
+        said = f"{said}; also: {reason}"
+    return said

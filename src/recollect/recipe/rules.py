@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from recollect.choices.features.finite import Identity
-from recollect.choices.member import Member
+from recollect.choices.member import Member, RecipeError
 from recollect.choices.memory.base import Read, Stack
+from recollect.fields import LARGEST
+from recollect.typing import is_size
+from recollect.wording import shown
 
 if TYPE_CHECKING:
     from recollect.choices.questions import RecipeLike
@@ -25,6 +28,22 @@ _READ_FROM = {
     "decay_scale": "retention",
 }
 """The choice whose member engines mean by a name."""
+
+
+def check_size(name: str, size: object) -> None:
+    """That a number of heads or channels can be that.
+
+    Args:
+        name: of the size.
+        size: given for it.
+
+    Raises:
+        RecipeError: it is no whole number, below 1, or beyond all tensors.
+    """
+    if not is_size(size):
+        raise RecipeError(f"{name} must be a whole number >= 1, not {shown(size)}")
+    if isinstance(size, int) and size > LARGEST:
+        raise RecipeError(f"{name} must be a whole number of at most 64 bits, not {shown(size)}")
 
 
 def joint_rules(recipe: RecipeLike) -> Iterator[str]:

@@ -50,6 +50,7 @@ class SizedRecipe:
         normalised: whether a memory of ones is kept beside the memory, as one more value channel.
         stabilised: whether the normaliser has a floor, and the memory a running scale.
         plain: whether an engine sees a call as it is: one association per token, no normaliser.
+        written: the recipe's normal form as it was given, by which its states are known.
         tag: a number that tells recipes apart, for what a state keeps of the engine that made it;
             ``None`` where a member of one's own cannot be told from others.
     """
@@ -70,6 +71,7 @@ class SizedRecipe:
     normalised: bool
     stabilised: bool
     plain: bool
+    written: str
     tag: int | None
 
     @property
@@ -90,7 +92,7 @@ def sized(recipe: Recipe, *, H: int, K: int, V: int) -> SizedRecipe:
     Raises:
         RecipeError: sizes that the memory or the features cannot have.
     """
-    read = recipe.memory.read
+    read, written = recipe.memory.read, recipe.normal_form
     if read.normalize == "floor" and recipe.retention.decay is None:
         # A running scale decays the memory, so there has to be a decay: of nothing.
         recipe = recipe.but(retention=Decay(rate=1.0))
@@ -132,6 +134,7 @@ def sized(recipe: Recipe, *, H: int, K: int, V: int) -> SizedRecipe:
         normalised=normalised,
         stabilised=stabilised,
         plain=recipe.associations == 1 and not normalised and not stabilised,
+        written=written,
         tag=_tag(recipe),
     )
 

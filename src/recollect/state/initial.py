@@ -39,7 +39,9 @@ def initial_state(
         k, v, rates = initial_associations(sized, init, B=B, dtype=dtype)
         position = torch.full((B,), k.shape[1], device=device)
         buffer = roll(recipe, None, k=k, v=v, rates=rates, lengths=None, position=position)
-        return State(sizes=(H, K, V), weights=(), position=position, buffer=buffer)
+        return State(
+            sizes=(H, K, V), weights=(), position=position, buffer=buffer, written_by=sized.written
+        )
     shapes = sized.weights
     pairs: tuple[Tensor, ...] = ()
     if init is None:
@@ -84,6 +86,7 @@ def initial_state(
         dual = initial_rows(recipe, pairs, B=B, H=H, K=K, V=V, dtype=dtype, device=device)
     return State(
         sizes=(H, K, V),
+        written_by=sized.written,
         weights=weights,
         slots=slots,
         dual=dual,

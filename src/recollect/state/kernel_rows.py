@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
+from recollect.state.flat import numbered
 from recollect.typing import Weights
 
 if TYPE_CHECKING:
@@ -107,19 +108,14 @@ class KernelRows:
         """What `to_dict` wrote; ``None`` when nothing of it is there."""
         if "dual.k" not in flat:
             return None
-
-        def numbered(prefix: str) -> Weights:
-            by_index = {int(n[len(prefix) :]): x for n, x in flat.items() if n.startswith(prefix)}
-            return tuple(by_index[i] for i in sorted(by_index))
-
         head = "dual.slots."
         names = dict.fromkeys(n[len(head) :].split(".")[0] for n in flat if n.startswith(head))
         return cls(
             k=flat["dual.k"],
-            rows=numbered("dual.rows."),
+            rows=numbered(flat, "dual.rows."),
             mass=flat["dual.mass"],
             mask=flat["dual.mask"],
-            slots={name: numbered(f"{head}{name}.") for name in names},
+            slots={name: numbered(flat, f"{head}{name}.") for name in names},
         )
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from recollect.recipe.recipe import Recipe
+from recollect.state.flat import check_names, numbered, read_text, text_tensor
 from recollect.state.kernel_rows import KernelRows
 from recollect.typing import Init, Weights
-from recollect.wording import shown
 
 __all__ = ["Buffer", "State", "join_states", "roll"]
 
@@ -61,6 +61,9 @@ class State:
         cache: what the last engine may spare the next one; each can do without, it is not saved.
         log_scale: running maximum m of a stabilised memory ``[B, H]``; A is stored times exp(−m).
         sizes: (H, K, V).
+        written_by: `Recipe.normal_form` of the recipe that wrote it, which alone continues it;
+            ``None`` in one that was made by hand, or saved before this was written down, fits every
+            recipe of its shapes.
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
@@ -82,6 +85,7 @@ class State:
     ones: Tensor | None = None
     log_scale: Tensor | None = None
     cache: Mapping[str, Tensor] = field(default_factory=dict)
+    written_by: str | None = None
 
     def map(self, f: Callable[[Tensor], Tensor]) -> State:
         """Apply ``f`` to every tensor; the root of most methods below."""
@@ -95,6 +99,7 @@ class State:
             ones=None if self.ones is None else f(self.ones),
             log_scale=None if self.log_scale is None else f(self.log_scale),
             cache={name: f(x) for name, x in self.cache.items()},
+            written_by=self.written_by,
         )
 
     def moved(self, **changed: object) -> State:
@@ -204,7 +209,9 @@ class State:
             flat["ones"] = self.ones
         if self.log_scale is not None:
             flat["log_scale"] = self.log_scale
-        return flat
+        if self.written_by is not None:
+            flat["written_by"] = text_tensor(self.written_by)
+        return {name: x.contiguous() for name, x in flat.items()}
 
     @classmethod
     def from_dict(cls, flat: Mapping[str, Tensor]) -> State:
@@ -213,55 +220,27 @@ class State:
         Raises:
             ValueError: no tensors by name, a name that no state has, or a part that is missing.
         """
-        if not isinstance(flat, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"a state is read from tensors by name, not from {shown(flat)}")
-        known = ("position", "sizes", "weights.", "slots.", "buffer.", "dual.", "ones", "log_scale")
-        for name in flat:
-            if not name.startswith(known):
-                raise ValueError(f"{name!r} is no part of a recollect state")
-            if not isinstance(flat[name], Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ValueError(f"{name!r} of a state must be a tensor, not {shown(flat[name])}")
-        for name in ("position", "sizes"):
-            if name not in flat:
-                raise ValueError(f"this is no recollect state: it has no {name!r}")
-
-        def numbered(prefix: str) -> Weights:
-            by_index: dict[int, Tensor] = {}
-            for name, x in flat.items():
-                if name.startswith(prefix):
-                    index = name[len(prefix) :]
-                    if not index.isdecimal():
-                        raise ValueError(f"{name!r} is no part of a recollect state")
-                    by_index[int(index)] = x
-            if sorted(by_index) != [*range(len(by_index))]:
-                raise ValueError(f"this state lacks a tensor: it has {prefix}{sorted(by_index)}")
-            return tuple(by_index[i] for i in sorted(by_index))
-
+        check_names(flat)
         slot_names = dict.fromkeys(n.split(".")[1] for n in flat if n.startswith("slots."))
-        buffer = None
-        if any(name.startswith("buffer.") for name in flat):
-            for name in ("buffer.k", "buffer.v", "buffer.mask"):
-                if name not in flat:
-                    raise ValueError(f"this is no recollect state: it has no {name!r}")
-            head = "buffer.rates."
+        buffer, head = None, "buffer.rates."
+        if "buffer.k" in flat:
             buffer = Buffer(
                 k=flat["buffer.k"],
                 v=flat["buffer.v"],
                 mask=flat["buffer.mask"],
                 rates={n[len(head) :]: x for n, x in flat.items() if n.startswith(head)},
             )
-        if list(flat["sizes"].shape) != [3]:
-            raise ValueError("'sizes' of a state must be the three numbers H, K, V")
         H, K, V = flat["sizes"].tolist()
         return cls(
             sizes=(H, K, V),
-            weights=numbered("weights."),
-            slots={name: numbered(f"slots.{name}.") for name in slot_names},
+            weights=numbered(flat, "weights."),
+            slots={name: numbered(flat, f"slots.{name}.") for name in slot_names},
             position=flat["position"],
             buffer=buffer,
             dual=KernelRows.from_dict(flat),
             ones=flat.get("ones"),
             log_scale=flat.get("log_scale"),
+            written_by=read_text(flat, "written_by"),
         )
 
 

@@ -28,6 +28,10 @@ __all__ = [
 ]
 
 
+SAID = ("sizes", "written_by")
+"""Parts of a saved state that say what it is, and are no numbers that it remembers."""
+
+
 def require(holds: object, sentence: str) -> None:
     """Raise AssertionError with the sentence unless it holds, also under ``python -O``."""
     if not holds:
@@ -78,7 +82,7 @@ def random_cuts(T: int, index: int) -> list[int]:
 
 def parts(state: State) -> dict[str, Tensor]:
     """A state's tensors by name, booleans and counts as floats."""
-    found = {name: x for name, x in state.to_dict().items() if name != "sizes"}
+    found = {name: x for name, x in state.to_dict().items() if name not in SAID}
     return {n: x if x.is_floating_point() else x.double() for n, x in found.items()}
 
 

@@ -12,6 +12,7 @@ from recollect.layer.feed_forward import FeedForward, layer_of
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
+from recollect.wording import shown
 
 __all__ = ["Fidelity", "Preset", "Reference", "get", "names", "preset"]
 
@@ -168,7 +169,7 @@ def names(family: str | None = None) -> list[str]:
     """
     families = sorted({p.family for p in _PRESETS.values()})
     if family is not None and family not in families:
-        raise RecipeError(f"the zoo has no family {family!r}; it has {', '.join(families)}")
+        raise RecipeError(f"the zoo has no family {shown(family)}; it has {', '.join(families)}")
     chosen = [p for p in _PRESETS.values() if family in (None, p.family)]
     return [p.name for p in sorted(chosen, key=lambda p: p.row)]
 
@@ -179,8 +180,13 @@ def get(name: str) -> Preset:
     Raises:
         RecipeError: there is none; the nearest names are suggested.
     """
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RecipeError(
+            f'the zoo knows architectures by name, as in rc.zoo.get("gla"), and not {shown(name)}'
+        )
     if name in _PRESETS:
         return _PRESETS[name]
-    near = difflib.get_close_matches(str(name), _PRESETS, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names())}"
-    raise RecipeError(f"the zoo has no architecture named {name!r}; {hint}")
+    near = difflib.get_close_matches(name, _PRESETS, n=3, cutoff=0.5)
+    all_of_them = f"rc.zoo.names() lists all {len(_PRESETS)}, such as {', '.join(names()[:3])}"
+    hint = f"did you mean {' or '.join(near)}?" if near else all_of_them
+    raise RecipeError(f"the zoo has no architecture named {shown(name)}; {hint}")

@@ -14,7 +14,8 @@ from torch.nn import functional
 from recollect.choices.features.base import Features
 from recollect.choices.features.monomials import monomials
 from recollect.choices.fields import Param, integer, number
-from recollect.choices.member import member
+from recollect.choices.member import RecipeError, member
+from recollect.wording import shown
 
 __all__ = ["EluPlusOne", "Identity", "Polynomial", "Relu", "Silu", "Taylor"]
 
@@ -78,12 +79,19 @@ class Polynomial(Features):
     a_i = exp(raw_i) is learned per head, starting at 1/i! (ATLAS eq. 5); F = C(K + p, p).
 
     Args:
-        degree: p ≥ 1. Cost and state grow with F: degree 2 at K = 64 is 2145 features.
+        degree: p from 1 to 100. Cost and state grow with F: degree 2 at K = 64 is 2145 features.
     """
 
     shown = ("degree",)
 
     degree: int = integer(2, at_least=1, size=True)
+
+    def validate(self) -> None:
+        if self.degree > 100:  # 1/i! is 0 in float32 from i = 39
+            raise RecipeError(
+                f"{self.title}(degree=...) must be from 1 to 100, not {shown(self.degree)}: higher "
+                "monomials weigh nothing"
+            )
 
     def dim(self, K: int) -> int:
         return math.comb(K + self.degree, self.degree)

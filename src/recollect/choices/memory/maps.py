@@ -16,6 +16,7 @@ from recollect.choices.fields import Param, flag, integer, option, slot
 from recollect.choices.member import RecipeError, member
 from recollect.choices.memory.base import Apply, LinearMap, Memory, Read, Stack
 from recollect.choices.memory.norms import NORM_EPS, layer_norm
+from recollect.wording import shown
 
 __all__ = ["MLP", "GatedMLP", "Matrix", "Vector"]
 
@@ -145,7 +146,7 @@ class MLP(_Perceptron):
     """M(x) = x + norm(W_1 σ(W_2 … x)): a multilayer perceptron (MIRAS 5.3, ATLAS 42).
 
     Args:
-        depth: number of linear maps; 1 has no activation.
+        depth: number of linear maps, up to 1000; 1 has no activation.
         expansion: hidden width as a multiple of V.
         activation: ``"gelu"`` is the erf form, ``"gelu_tanh"`` the other.
         residual: adds the raw key or query; needs K = V.
@@ -161,6 +162,13 @@ class MLP(_Perceptron):
     norm: str | None = option(None, "layer", "rms", optional=True)
     biases: bool = flag(False)  # type: ignore[assignment]
     read: Read = slot(Read(), "read")
+
+    def validate(self) -> None:
+        if self.depth > 1000:
+            raise RecipeError(
+                f"{self.title}(depth=...) must be from 1 to 1000, not {shown(self.depth)}: each "
+                "map takes weights of its own"
+            )
 
     @property
     def chain(self) -> str | None:

@@ -141,6 +141,7 @@ class Problem:
             dual=old.dual if dual is None else dual,
             ones=old.ones,
             log_scale=old.log_scale,
+            written_by=self.sized.written,
             cache={} if cache is None else cache,
         )
 

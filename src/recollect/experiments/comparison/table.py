@@ -21,6 +21,7 @@ from recollect.experiments.comparison.jobs import training_environment
 from recollect.experiments.comparison.results import Comparison, ModelRun, Nobody, Sizes, Watcher
 from recollect.experiments.framework.records import plain
 from recollect.layer.options import LayerOptions
+from recollect.recipe.json_text import read_json
 from recollect.recipe.recipe import Recipe
 from recollect.report.files import rescue, write_atomic
 from recollect.report.ownership import owned_folder
@@ -191,7 +192,7 @@ def _stands(path: Path, terms: Mapping[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        row = json.loads(path.read_text(encoding="utf-8"))
+        row = read_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; delete it to train it anew") from None
     if not isinstance(row, dict) or row.get("schema") != SCHEMA:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import glob
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from recollect.recipe.json_text import read_json
 
 __all__ = ["BadLines", "HubDocuments", "Source", "find_files"]
 
@@ -89,10 +90,11 @@ class Source:
                 if not line.strip():
                     continue
                 try:
-                    row: Any = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
-                    self.bad.note(f"{path}:{number}", f"{reason} ({error})")
+                    row: Any = read_json(line)
+                except ValueError as error:
+                    said = str(error).removeprefix("it is ")
+                    reason = said if said.startswith("not ") else f"not JSON ({said})"
+                    self.bad.note(f"{path}:{number}", reason)
                     continue
                 yield from _texts(row, self.column, f"{path}:{number}", self.bad)
 

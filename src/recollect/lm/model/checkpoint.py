@@ -7,13 +7,14 @@ is left out, filled in at random or cut silently.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+
+from recollect.recipe.json_text import read_json
 
 __all__ = [
     "CheckpointError",
@@ -44,14 +45,14 @@ def check_json(path: Path) -> dict[str, Any]:
         CheckpointError: no such file, no UTF-8, no JSON, or no mapping.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise CheckpointError(f"{path} is not UTF-8 text: {AGAIN}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} is not JSON ({error}): {AGAIN}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} must hold a mapping, not a {type(data).__name__}: {AGAIN}")

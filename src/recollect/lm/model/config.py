@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 from transformers import GenerationConfig, PretrainedConfig
@@ -13,6 +14,7 @@ from recollect.choices.member import RecipeError
 from recollect.engines.select import select
 from recollect.layer.blocks import mlp_width
 from recollect.layer.options import LayerOptions
+from recollect.lm.model.checkpoint import check_json
 from recollect.recipe.recipe import Recipe
 from recollect.wording import shown, word_for
 from recollect.zoo.preset import Preset, get
@@ -108,10 +110,10 @@ class RecollectConfig(PretrainedConfig):
         eos_token_id: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        if schema != SCHEMA:
+        if schema != SCHEMA or type(schema) is not int:  # true is 1, too
             raise RecipeError(
-                f"this configuration has schema {schema!r} and this version of recollect reads "
-                f"schema {SCHEMA}: install the version that wrote it"
+                f"this configuration has schema {shown(schema)} and this version of recollect "
+                f"reads schema {SCHEMA}: install the version that wrote it"
             )
         _check_unknown(kwargs)
         for name in ("dtype", "torch_dtype"):
@@ -185,6 +187,9 @@ class RecollectConfig(PretrainedConfig):
                 raise RecipeError(
                     f"RecollectConfig has no argument {name!r}; it has {', '.join(known)}"
                 )
+        if layers is not None and (isinstance(layers, str) or not isinstance(layers, Sequence)):
+            where = "RecollectConfig.from_recipes(layers=...)"
+            raise RecipeError(f"{where} must be a list of names of recipes, not {shown(layers)}")
         written: dict[str, Any] = {}
         for name, value in _by_name(recipes).items():
             recipe, options = resolved(value)
@@ -199,8 +204,10 @@ class RecollectConfig(PretrainedConfig):
         """
         entry = self.recipes[name]
         if not isinstance(entry, Mapping) or set(entry) - {"recipe", "options"}:
+            given = [*entry] if isinstance(entry, Mapping) else entry
             raise RecipeError(
-                f"recipes[{name!r}] must be {{'recipe': ..., 'options': ...}}, not {shown(entry)}"
+                f"recipes[{name!r:.80}] must be {{'recipe': ..., 'options': ...}}, not "
+                f"{shown(given):.200}"
             )
         return (
             Recipe.from_dict(entry.get("recipe", {})),
@@ -220,6 +227,16 @@ class RecollectConfig(PretrainedConfig):
                 "RecollectConfig.from_recipes('gated_delta_net')"
             )
         return [self.layers[i % len(self.layers)] for i in range(self.num_hidden_layers)]
+
+    @classmethod
+    def _dict_from_json_file(cls, json_file: Any) -> dict[str, Any]:
+        """As in transformers, of a file that is a mapping and names each key once.
+
+        Raises:
+            CheckpointError: another file.
+        """
+        check_json(Path(json_file))
+        return super()._dict_from_json_file(json_file)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What ``config.json`` holds: never without the recipes, the pattern and the schema."""

@@ -161,6 +161,9 @@ STEP = 8  # MLP widths stay multiples of this
 def parameter_count(config: RecollectConfig) -> int:
     """Trained numbers of a model of this configuration, tied ones once; nothing is allocated.
 
+    Raises:
+        ValueError: sizes whose product is no size.
+
     Examples:
         >>> config = rc.lm.RecollectConfig.from_recipes(
         ...     "gated_delta_net", vocab_size=32, hidden_size=16, num_hidden_layers=1,
@@ -170,8 +173,17 @@ def parameter_count(config: RecollectConfig) -> int:
         >>> rc.lm.parameter_count(config) == sum(p.numel() for p in model.parameters())
         True
     """
-    with torch.device("meta"):
-        model = RecollectForCausalLM(config)
+    try:
+        with torch.device("meta"):
+            model = RecollectForCausalLM(config)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
+        said = " and ".join(f"{word_for(name)} = {x:,}" for name, x in sizes.items() if x)
+        raise ValueError(
+            f"{said} ask for a matrix of more bytes than 64 bits can count: take smaller ones"
+        ) from None
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-from recollect.fields import Validated, checked, flag, integer, number, option, whole
+from recollect.fields import LARGEST, Validated, checked, flag, integer, number, option, whole
 from recollect.lm.model.paper_sizes import PAPER_SIZES, paper_size
 from recollect.lm.training.plan_keys import (
     hint_of_key,
@@ -281,6 +281,8 @@ class TrainPlan:
             )
         if self.steps < 1:  # also asks whether a length is given at all
             raise ValueError("[optimizer] tokens must make at least one step")
+        if self.steps * self.optimizer.batch * self.optimizer.accumulate > LARGEST:
+            raise ValueError("[optimizer] asks for more rows than 64 bits count: take fewer steps")
 
     @property
     def steps(self) -> int:

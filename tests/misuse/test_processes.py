@@ -1,0 +1,412 @@
+"""Commands as processes: interrupts, signals, pipes, terminals and folders.
+
+What ends early ends with one sentence and the exit status that shells expect, and what stood
+stands. `tests/test_endings.py` shows in full what a run, a comparison and an experiment keep.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+from tests.misuse.sentences import digests, is_one_sentence
+
+import recollect as rc
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+from typer.testing import CliRunner
+
+from recollect.cli import app as cli
+
+SLOW = pytest.mark.slow
+SIZES = ("--width", "16", "--depth", "1", "--heads", "1")
+PLAN = """
+[model]
+recipe = "delta_net"
+width = 16
+depth = 1
+heads = 1
+[data]
+train = "text.txt"
+context = 16
+[optimizer]
+steps = {steps}
+batch = 2
+[run]
+out = "out"
+save_every = 0
+log_every = 1
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a text and a plan, and what somebody keeps where results go."""
+    draw = random.Random(0)
+    words = ["memory", "writes", "key", "value", "reads", "query", "token", "state", "again", "the"]
+    parts = (" ".join(draw.choices(words, k=40)) for _ in range(60))
+    (tmp_path / "text.txt").write_text("\n\n".join(parts))
+    (tmp_path / "run.toml").write_text(PLAN.format(steps=2000))
+    (tmp_path / "short.toml").write_text(PLAN.format(steps=2))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.md").write_text("mine")
+    return tmp_path
+
+
+@contextmanager
+def begun(
+    place: Path, *arguments: str, code: str | None = None, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A command in a folder, as the installed one begins, in a group of its own."""
+    code = code or "import recollect_command; recollect_command.main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        cwd=place,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def heard(stream: IO[str] | None, what: str) -> None:
+    """Wait until the command says so."""
+    assert stream is not None
+    said = []
+    for line in stream:
+        said.append(line)
+        if re.search(what, line):
+            return
+    raise AssertionError(f"nobody said {what!r}: {said}")
+
+
+def stands(place: Path, before: dict[str, str]) -> None:
+    """Nothing that was there is gone or changed."""
+    after = digests(place)
+    assert {name: after.get(name) for name in before} == before
+
+
+# -- interrupts while the command is imported -----------------------------------------------------
+
+SHADOW = """import time
+print("importing", flush=True)
+try:
+    time.sleep(60)
+except BaseException:
+    raise ImportError("broken off in the middle")
+"""
+
+
+@pytest.mark.parametrize("command", ["zoo", "train", "generate"])
+def test_an_interrupt_while_importing(command: str, place: Path) -> None:
+    (place / "torch").mkdir()
+    (place / "torch" / "__init__.py").write_text(SHADOW)
+    before = digests(place)
+    path = os.pathsep.join([str(place), str(Path(rc.__file__).parents[1])])
+    with begun(place, command, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1") as process:
+        heard(process.stdout, "importing")
+        os.killpg(process.pid, signal.SIGINT)
+        out, said = process.communicate()
+    assert (process.returncode, out, said) == (130, "", "recollect: interrupted\n")
+    assert digests(place) == before
+
+
+def test_the_command_leaves_interrupts_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import recollect_command
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys, "argv", ["recollect", "--version"])
+    with pytest.raises(SystemExit) as left:
+        recollect_command.main()
+    assert left.value.code in (0, None)
+    assert capsys.readouterr().out.strip() == f"recollect {rc.__version__}"
+    assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler
+
+
+# -- signals while it works -----------------------------------------------------------------------
+
+WORK = {
+    "train": (("run.toml",), r"^step \d", "stderr"),
+    "compare": (
+        (
+            *("--models", "linear_attention,delta_net", "--text", "text.txt", *SIZES),
+            *("--steps", "100", "--out", "out"),
+        ),
+        r"text: \w+ [\d.]+ after",
+        "stdout",
+    ),
+    "reproduce": (("ttr-fig2", "--scale", "small", "--out", "out"), r"\[1/\d+\]", "stdout"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        ("compare", signal.SIGINT),
+        pytest.param("compare", signal.SIGTERM, marks=SLOW),
+        pytest.param("compare", signal.SIGHUP, marks=SLOW),
+        pytest.param("reproduce", signal.SIGINT, marks=SLOW),
+        pytest.param("reproduce", signal.SIGTERM, marks=SLOW),
+        pytest.param("reproduce", signal.SIGHUP, marks=SLOW),
+        pytest.param("train", signal.SIGINT, marks=SLOW),
+        pytest.param("train", signal.SIGTERM, marks=SLOW),
+        pytest.param("train", signal.SIGHUP, marks=SLOW),
+    ],
+)
+def test_work_that_is_told_to_end(command: str, number: signal.Signals, place: Path) -> None:
+    arguments, says, where = WORK[command]
+    before = digests(place)
+    with begun(place, command, *arguments) as process:
+        heard(getattr(process, where), says)
+        os.killpg(process.pid, number)
+        out, said = process.communicate()
+    assert process.returncode == 128 + number, (out, said)
+    assert "Traceback" not in out + said
+    (last,) = [line for line in (out + said).splitlines() if "interrupted" in line.lower()][-1:]
+    is_one_sentence(last)
+    stands(place, before)
+    assert not list(place.rglob("*.lock"))
+    for path in place.rglob("*.json"):  # nothing is half written
+        json.loads(path.read_text())
+
+
+@SLOW
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_it_at_once(number: signal.Signals, place: Path) -> None:
+    before = digests(place)
+    with begun(place, "train", "run.toml") as process:
+        heard(process.stderr, r"^step \d")
+        os.killpg(process.pid, number)
+        os.killpg(process.pid, number)
+        out, said = process.communicate()
+    assert process.returncode == 128 + number
+    assert "Traceback" not in out + said
+    stands(place, before)
+
+
+# -- pipes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "short.toml"),
+        pytest.param(("sizes",), marks=SLOW),
+        pytest.param(("explain", "gla", "--json"), marks=SLOW),
+        pytest.param(("reproduce", "ttr-fig2", "--scale", "smoke", "--out", "out"), marks=SLOW),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_nobody_reads(arguments: tuple[str, ...], place: Path) -> None:
+    """Both outputs are closed before it begins: the work is done, and nothing is said."""
+    before = digests(place)
+    with begun(place, *arguments) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        process.stderr.close()
+        assert process.wait() == 0
+    stands(place, before)
+    if arguments[0] == "train":
+        assert (place / "out" / "model" / "model.safetensors").exists()
+
+
+@SLOW
+def test_nobody_reads_a_refusal(place: Path) -> None:
+    with begun(place, "explain", "glaa") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        process.stderr.close()
+        assert process.wait() == 2
+
+
+# -- terminals ------------------------------------------------------------------------------------
+
+# One process goes through all commands, because each would import torch for seconds.
+SEVERAL = """
+import os, sys
+from recollect.cli.app import build
+for columns in {columns}:
+    os.environ["COLUMNS"] = str(columns)
+    for line in {lines}:
+        print(f"\\n<{{columns}}|{{line}}>", flush=True)
+        try:
+            build()(line.split())
+            status = 0
+        except SystemExit as leave:
+            status = leave.code
+        print(f"\\n<status {{status}}>", flush=True)
+"""
+LINES = {
+    "zoo": 0,
+    "zoo --family titans": 0,
+    "explain titans": 0,
+    "explain gla --json": 0,
+    "sizes": 0,
+    "train --help": 0,
+    "explain glaa": 2,
+    "train none.toml": 2,
+    "compare --models glaa --task mqar": 2,
+}
+
+
+def on_a_terminal(place: Path, code: str, **environment: str) -> tuple[str, int]:
+    """What a program writes to a terminal, and its exit status."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=place,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", **environment},
+        start_new_session=True,
+    ) as process:
+        os.close(theirs)
+        said = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # all of its ends are closed
+                break
+            if not part:
+                break
+            said += part
+        status = process.wait()
+    os.close(ours)
+    return said.decode(errors="replace").replace("\r\n", "\n"), status
+
+
+@pytest.mark.parametrize(
+    ("columns", "term"),
+    [
+        ((1, 40, 80), "xterm"),
+        pytest.param((2, 3, 10, 20, 60, 120, 500, 100_000), "xterm", marks=SLOW),
+        pytest.param((80,), "dumb", marks=SLOW),
+        pytest.param((80,), "", marks=SLOW),
+        pytest.param((80,), "nobody-knows-it", marks=SLOW),
+    ],
+)
+def test_terminals_of_any_width(columns: tuple[int, ...], term: str, place: Path) -> None:
+    code = SEVERAL.format(columns=columns, lines=list(LINES))
+    said, status = on_a_terminal(place, code, TERM=term)
+    assert status == 0, said
+    assert "Traceback" not in said
+    parts = re.findall(r"<(\d+)\|(.*?)>\n(.*?)\n<status (\w+)>", said, flags=re.DOTALL)
+    assert [(int(c), line) for c, line, _, _ in parts] == [(c, x) for c in columns for x in LINES]
+    for wide, line, shown, left in parts:
+        assert left in (str(LINES[line]), "None"), (line, shown)
+        assert shown.strip(), line
+        if LINES[line]:
+            is_one_sentence(shown.strip())
+        elif int(wide) >= 40:  # no rule of a table reaches beyond the edge
+            text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+            rules = [len(row) for row in text.splitlines() if "─" in row]
+            assert max(rules, default=0) <= int(wide), line
+
+
+@pytest.mark.parametrize("columns", ["0", "-5", "x", "", "99999999999999999999"])
+def test_columns_that_are_no_width(
+    columns: str, monkeypatch: pytest.MonkeyPatch, place: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("LINES", columns)
+    for line, status in (("zoo --family titans", 0), ("explain titans", 0), ("explain glaa", 2)):
+        found = CliRunner().invoke(cli.build(), line.split())
+        assert found.exit_code == status, (found.output, found.exception)
+
+
+# -- folders and files ----------------------------------------------------------------------------
+
+FOLDERS: dict[str, tuple[str, str]] = {
+    "a file in the way": ("text.txt", "cannot be written"),
+    "below a file": ("text.txt/out", "cannot be written"),
+    "the system's": ("/proc/out", "cannot be written"),
+    "a name too long": ("x" * 300, "cannot be written"),
+}
+WRITES = {
+    "train": ("train", "short.toml"),
+    "compare": ("compare", "--models", "delta_net", "--text", "text.txt", *SIZES, "--steps", "1"),
+    "reproduce": ("reproduce", "ttr-fig2", "--scale", "smoke"),
+}
+
+
+@pytest.mark.parametrize("command", WRITES)
+@pytest.mark.parametrize("what", FOLDERS)
+def test_folders_that_cannot_be_written(
+    command: str, what: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    before = digests(place)
+    folder, says = FOLDERS[what]
+    found = CliRunner().invoke(cli.build(), [*WRITES[command], "--out", folder])
+    assert found.exit_code == 2, (found.output, found.exception)
+    said = found.stderr.strip()
+    is_one_sentence(said)
+    assert says in said and said.startswith(f"recollect {command}: ")
+    assert digests(place) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+@pytest.mark.parametrize("command", WRITES)
+def test_a_folder_of_somebody_else(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    (place / "theirs").mkdir(mode=0o500)
+    found = CliRunner().invoke(cli.build(), [*WRITES[command], "--out", "theirs"])
+    assert found.exit_code == 2
+    is_one_sentence(found.stderr.strip())
+    assert "Permission denied" in found.stderr and not list((place / "theirs").iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+@pytest.mark.parametrize("line", ["zoo", "explain gla --json"])
+def test_an_output_that_is_full(line: str, place: Path) -> None:
+    """The sentence goes to the standard error; nothing is said to be fine."""
+    code = "import recollect_command; recollect_command.main()"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *line.split()],
+            cwd=place,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+    assert done.returncode == 2, done.stderr
+    is_one_sentence(done.stderr.strip())
+    assert "No space left on device" in done.stderr
+
+
+def test_a_folder_that_is_gone_while_one_is_in_it(place: Path) -> None:
+    """The working folder itself was deleted."""
+    code = (
+        "import os, sys\nos.mkdir('gone')\nos.chdir('gone')\nos.rmdir('../gone')\n"
+        "import recollect_command\nrecollect_command.main()"
+    )
+    with begun(place, "train", "run.toml", code=code) as process:
+        out, said = process.communicate()
+    assert (process.returncode, out) == (2, "")
+    assert said == "recollect: the working folder is gone: change to one that is there\n"
