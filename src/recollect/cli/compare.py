@@ -171,7 +171,7 @@ def _ended(
 
 def _show(console: rich.console.Console, result: Comparison) -> None:
     """The tables of the report, on the terminal."""
-    from recollect.experiments.comparison.report import table
+    from recollect.experiments.comparison.report import measured_on, table
 
     for task in result.sizes:
         if not result.of(task):
@@ -193,6 +193,8 @@ def _show(console: rich.console.Console, result: Comparison) -> None:
         TerminalTable(columns=columns, rows=rows, title=page.title, styles=styles).print(
             console, elsewhere="the report"
         )
+        if measured_on(result, task):
+            console.print(measured_on(result, task), highlight=False, style="dim")
 
 
 _LAST = ("parameters", "tokens/s", "finished", "tokens")
