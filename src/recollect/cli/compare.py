@@ -195,6 +195,7 @@ def _show(console: rich.console.Console, result: Comparison) -> None:
         )
         if measured_on(result, task):
             console.print(measured_on(result, task), highlight=False, style="dim")
+        console.print()
 
 
 _LAST = ("parameters", "tokens/s", "finished", "tokens")

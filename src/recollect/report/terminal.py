@@ -143,7 +143,7 @@ class TerminalTable:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for i in here:
             column = self.columns[i]
             table.add_column(
