@@ -65,7 +65,7 @@ def measured_on(comparison: Comparison, task: str) -> str:
     what = "bytes of held-out text" if task == "text" else "examples of each number of pairs"
     spread = ", evenly spread" if task == "text" else ""
     said = f"Values are measured once, after training, on {whole:,} {what}; points of the learning "
-    said += f"curves on {glance:,} of them{spread}, so that a curve ends elsewhere{ends}."
+    said += f"curves on {glance:,} of them{spread}, so that a curve may end elsewhere{ends}."
     if not all(run.finished for run in comparison.of(task)):
         said += " A model that was interrupted has its curve's last point in the table."
     return said

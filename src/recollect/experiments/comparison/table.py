@@ -270,7 +270,7 @@ def _page(rows: Sequence[dict[str, Any]]) -> str:
         "",
         f"Text: {first['source']}, sha256 `{terms['sha256']}`. Held-out: up to {whole:,} bytes of "
         f"paragraphs that the training part does not have; the learning curves in `NAME.json` are "
-        f"measured on {glance:,} of them, evenly spread, and so end elsewhere.",
+        f"measured on {glance:,} of them, evenly spread, and may end elsewhere.",
         "",
         f"Device: {'; '.join(devices)}. CPU minutes are of the whole run with its measurements, "
         "summed over its threads; minutes are the clock's, of training alone, on a machine that "
