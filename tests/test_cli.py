@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +19,16 @@ from recollect.cli import describe
 from recollect.experiments import EXPERIMENTS, PLANNED
 
 pytest.importorskip("typer")
+import typer
 from rich.cells import cell_len
 from typer.testing import CliRunner, Result
+
+
+@pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing bounds a page, whatever the terminal is that tests run in."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
 
 RECIPE = rc.Recipe(bias=rc.bias.Huber(threshold=0.5), retention=rc.retention.Decay(per="value"))
 
@@ -54,13 +66,101 @@ def test_zoo_of_one_family() -> None:
     assert "has no family 'delta'" in refusal("zoo", "--family", "delta")
 
 
-def test_zoo_on_a_narrow_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(describe, "TABLE_COLUMNS", 100)
-    found = call("zoo")
-    # A combining overline is a character and takes no column.
-    assert max(map(cell_len, found.stdout.split("\n"))) <= 100
-    for name in rc.zoo.names():
-        assert name in found.stdout
+@pytest.mark.parametrize(
+    "asked",
+    [("zoo",), ("reproduce", "--list"), pytest.param(("sizes",), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_a_table_fits_every_terminal(
+    asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asked[0] == "sizes":
+        pytest.importorskip("transformers")
+    monkeypatch.setattr(describe, "_row", functools.cache(describe._row))
+    whole = json.loads(call(*asked, "--json").stdout)
+    for width in (20, 40, 60, 80, 120) if asked[0] != "sizes" else (40, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        found = call(*asked)
+        assert found.exit_code == 0
+        lines = found.stdout.splitlines()
+        if asked[0] != "reproduce":
+            lines.pop()  # the sentence below the table, which terminals break
+        # A combining overline is a character and takes no column.
+        assert max(map(cell_len, lines)) <= width
+        for row in whole:
+            assert row["name"] in found.stdout.replace("\n", "").replace(" ", "")
+            for parts in row.get("parameters", {}).values():
+                assert f"{parts['total']:,}" in found.stdout
+        if asked == ("zoo",):
+            assert "left out" in found.stdout or "algorithm:" in found.stdout
+
+
+def test_no_column_is_left_out_where_no_terminal_is() -> None:
+    found = call("zoo").stdout
+    assert "left out" not in found and "…" not in found
+    assert "optimality" in found and "GradientDescent(batch=" in found.replace("\n", "")
+
+
+def test_help_shows_every_text_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``[run]`` and ``[optimizer]`` were taken for markup."""
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("TERMINAL_WIDTH", "400")
+    for command in cli.COMMANDS:
+        shown = " ".join(call(command.__name__, "--help").stdout.replace("│", " ").split())
+        assert " ".join((command.__doc__ or "").split()) in shown
+        for one in inspect.signature(command, eval_str=True).parameters.values():
+            for told in one.annotation.__metadata__:
+                assert " ".join((told.help or "").split()) in shown, command.__name__
+    assert "in place of [run] out" in call("train", "--help").stdout
+    assert "in place of [optimizer]" in call("train", "--help").stdout
+
+
+def test_help_without_rich_has_no_backslashes() -> None:
+    code = "from recollect.cli import main; main()"
+    found = subprocess.run(
+        [sys.executable, "-c", code, "train", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "TYPER_USE_RICH": "0"},
+    )
+    assert "in place of [run] out" in found.stdout
+    assert "\\" not in found.stdout
+
+
+def test_names_and_reasons_with_brackets_are_shown_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor raise what rich says of markup that nobody wrote."""
+    from recollect.cli import compare as command
+    from recollect.cli.console import console_of_page
+    from recollect.cli.progress import CompareDisplay
+    from recollect.experiments.comparison.results import DEFAULTS, Comparison, ModelRun
+    from recollect.report import describe_environment
+
+    name, reason = "mine[bold]", "see [/work/x] and [red]"
+    run = ModelRun(
+        task="text", model=name, parameters=1, state_bytes=1, grows=False, value=1.5, tokens=1
+    )
+    made = Comparison(
+        runs=(run,),
+        sizes={"text": DEFAULTS["text"]},
+        seed=0,
+        environment=describe_environment(),
+        text={"source": "x", "sha256": "y"},
+        failures=(("text", "theirs", reason),),
+    )
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", said)
+    console = console_of_page()
+    command._show(console, made)
+    with pytest.raises(typer.Exit):
+        command._ended(console, tmp_path / "none", made)
+    display = CompareDisplay(console, models=1, tasks=1)
+    display.begin("text", name, 1, 1)
+    console.print(display._view())
+    assert said.getvalue().count(name) == 4  # table, line, live table, bar
+    assert reason in said.getvalue()
 
 
 def test_zoo_as_json() -> None:
@@ -181,6 +281,7 @@ import json, sys
 sys.modules["transformers"] = None
 from typer.testing import CliRunner
 from recollect.cli import app as cli
+from recollect.cli import describe
 for line in sys.stdin:
     found = CliRunner().invoke(cli.build(), json.loads(line))
     print(json.dumps([found.exit_code, found.stdout, found.stderr]))

@@ -26,6 +26,7 @@ import torch
 
 import recollect as rc
 from recollect.choices import member
+from recollect.zoo.preset import _PRESETS
 
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
@@ -46,7 +47,11 @@ PAGES = [
 SLOW_PAGES = ("docs/reproduce.md", "docs/training.md")
 SLOW_COMMANDS = ("recollect compare",)
 
-TOML_NAMES = {"docs/training.md": "CONFIG.toml", "docs/explain.md": "mine.toml"}
+TOML_NAMES = {
+    "docs/training.md": "CONFIG.toml",
+    "docs/explain.md": "mine.toml",
+    "docs/run-file.md": "run.toml",
+}
 SMOKE = {
     "--models NAME --parameters 3000000 --tokens 1000000": (
         "--models gla --parameters 3000000 --tokens 2048"
@@ -112,15 +117,17 @@ def _given(page: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In an empty folder, without a hub, and with the members of nobody else's page."""
+    """In an empty folder, without a hub, and with what nobody else's page has registered."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    before = dict(member._REGISTRY)
+    before, presets = dict(member._REGISTRY), dict(_PRESETS)
     for name in [name for name, cls in before.items() if not _ours(cls)]:
         del member._REGISTRY[name]
     yield
     member._REGISTRY.clear()
     member._REGISTRY.update(before)
+    _PRESETS.clear()
+    _PRESETS.update(presets)
 
 
 def _ours(cls: type[Any]) -> bool:

@@ -166,7 +166,7 @@ def cost(
 
     Raises:
         RecipeError: sizes that the recipe cannot have, a method that cannot run it, or an engine
-        that states no cost.
+            that states no cost.
         ValueError: a size that is no whole number or below its least, or an unknown method.
 
     Examples:

@@ -20,6 +20,7 @@ import recollect as rc
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
+from recollect.cli.compare import _show
 from recollect.cli.progress import CompareDisplay
 from recollect.experiments import Schedule, Sizes, compare, save_comparison
 from recollect.experiments.comparison.jobs import Job, run_jobs
@@ -87,6 +88,43 @@ def test_models_meet_on_equal_terms_and_everything_is_reported(text: str, tmp_pa
     rows = list(csv.DictReader(paths["csv"].read_text().splitlines()))
     assert [float(row["value"]) for row in rows] == [r.value for r in result.runs]
     assert paths["text-curves"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_value_that_is_not_where_its_curve_ends_says_why(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recollect.experiments.comparison import tasks
+    from recollect.tasks import load_text
+
+    same = run(["gla"], ["text", "mqar"], text)
+    few, many = same.measured["text"]
+    held_out = load_text(text).heldout.numel() - 1
+    assert few == many == held_out, "less text than either needs"
+    (read,) = same.of("text")
+    assert read.value == pytest.approx(read.curve[-1][1], rel=1e-6)
+    page = save_comparison(same, tmp_path / "same")["report"].read_text()
+    assert "so that a curve may end elsewhere" in page.split("Recall: accuracy")[1]
+    assert "so that a curve may end elsewhere" not in page.split("Recall: accuracy")[0]
+    assert same.measured["mqar"] == (64, 256)
+
+    monkeypatch.setitem(tasks.MEASURED, "text", (64, 100_000))
+    other = run(["gla"], ["text"], text)
+    assert other.measured["text"] == (64, held_out)
+    assert other.to_dict()["measured"] == {"text": [64, held_out]}
+    (found,) = other.runs
+    assert found.value is not None and found.value == read.value
+    assert abs(found.value - found.curve[-1][1]) > 1e-4
+    page = save_comparison(other, tmp_path / "other")["report"].read_text()
+    said = (
+        f"on {held_out:,} bytes of held-out text; points of the learning curves on 64 of them, "
+        f"evenly spread, so that a curve may end elsewhere (gla ends at {found.curve[-1][1]:.3f} "
+        f"there and at {found.value:.3f} here)."
+    )
+    assert said in page, "beside the table"
+    assert f"Each point is measured on 64 of the {held_out:,} bytes of the table." in page
+    console = Console(file=io.StringIO(), width=400)
+    _show(console, other)
+    assert isinstance(console.file, io.StringIO) and said in console.file.getvalue()
 
 
 def test_capacity_asks_more_pairs_than_a_memory_has_dimensions(tmp_path: Path) -> None:

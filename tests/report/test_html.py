@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -74,6 +75,48 @@ def test_every_text_is_escaped() -> None:
     # title twice, command, summary, fact twice, table four times, figure's title and caption,
     # note's title and text, code
     assert shown.count(EVIL) == 15
+
+
+def test_backticks_are_shown_as_code() -> None:
+    said = "as `rc.recall(q, <k>)` does"
+    page = a_page(said)
+    assert page.count("as <code>rc.recall(q, &lt;k&gt;)</code> does") == 11
+    assert "<title>as rc.recall(q, &lt;k&gt;) does</title>" in page
+    for tag in ("pre", "td", "th", "figcaption", "h1", "h2", "dd"):
+        assert f"<{tag}" in page
+    assert f"<pre>{said.replace('<', '&lt;').replace('>', '&gt;')}</pre>" in page
+    assert 'alt="as `rc' in page
+    for plain in ("3` alone", "`a\nb`", "``"):
+        assert "<code>" not in a_page(plain)
+
+
+def test_backticks_in_the_gallery_are_shown_as_code(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from recollect.experiments.gallery import save_gallery
+
+    record = {"seed": 0, "device": "cpu", "commit": "c"}
+    claim = {"claim": "`exp` <wins>", "verdict": "holds", "because": "of `d = 4`"}
+    data = {"experiment": "am-snr", "source": "`AM` 2", "scale": "small", "seconds": 1.0}
+    (tmp_path / "am-snr").mkdir()
+    (tmp_path / "am-snr" / "results.json").write_text(
+        json.dumps({**data, "complete": True, "records": [record], "claims": [claim]})
+    )
+    path = save_gallery(tmp_path)
+    assert path is not None
+    page = path.read_text("utf-8")
+    assert "<code>exp</code> &lt;wins&gt;" in page
+    assert "<code>d = 4</code>" in page and "<code>AM</code> 2" in page
+
+
+def test_a_table_scrolls_by_itself_and_breaks_only_sentences() -> None:
+    style = a_page().split("<style>")[1].split("</style>")[0]
+    assert re.search(r"\.wide \{[^}]*overflow-x: auto", style)
+    assert re.search(r"th, td \{[^}]*white-space: nowrap", style)
+    assert re.search(r"\.sentence \{[^}]*white-space: normal", style)
+    sentence = "Every estimate is within five standard errors of the closed form."
+    table = Table(columns=["a", "b"], rows=[["gated_delta_net", sentence]]).render()
+    assert table.startswith('<div class="wide"><table>')
+    assert f'<td>gated_delta_net</td><td class="sentence">{sentence}</td>' in table
 
 
 def test_numbers_stand_to_the_right_under_their_heading() -> None:

@@ -9,9 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recollect.report.environment import Environment
 from recollect.report.files import write_atomic
+from recollect.report.terminal import Column, TerminalTable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["BenchResult", "Case", "Ceiling", "Timing", "summarise"]
 
@@ -19,6 +24,16 @@ SCHEMA = 1
 """Version of the JSON that :meth:`BenchResult.to_json` writes."""
 
 _DASH = "–"
+_RANKS = {
+    **dict.fromkeys(("case", "median", "ratio"), 0),
+    "GFLOP/s": 1,
+    "of ceiling": 2,
+    "GFLOP": 3,
+    "MB": 4,
+    "peak MB": 5,
+    "quartiles": 6,
+}
+"""When a column is left out where there is no room."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,33 +189,29 @@ class BenchResult:
         text.insert(1, "─" * max(map(len, text)))
         return "\n".join([*text, self.footer()])
 
-    def print(self) -> None:
+    def print(self, console: Console | None = None) -> None:
         """Print the result, with rich if it is installed, else as plain text.
 
         Columns without any value are left out, and so are, where the terminal is narrow, the
         quartiles, then memory, then counts: the table never breaks a number.
+
+        Args:
+            console: rich's, where to; the standard output when omitted.
         """
         try:
-            from rich.box import SIMPLE_HEAD
             from rich.console import Console
-            from rich.table import Table
         except ImportError:
             print(self.table())
             return
-        console = Console()
-        columns, rows = self.columns(), self.rows()
-        widths = [max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True)]
-        shown = [i for i in range(len(columns)) if any(row[i] != _DASH for row in rows)]
-        for name in ("quartiles", "peak MB", "MB", "GFLOP"):
-            if sum(widths[i] for i in shown) > console.width and columns.index(name) in shown:
-                shown.remove(columns.index(name))
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-        for i in shown:
-            table.add_column(columns[i], justify="left" if i == 0 else "right", no_wrap=i > 0)
-        for row in rows:
-            table.add_row(*(row[i] for i in shown))
-        console.print(table)
-        console.print(self.footer(), style="dim", markup=False, highlight=False)
+        console = console or Console(markup=False, emoji=False)
+        names, rows = self.columns(), self.rows()
+        here = [i for i in range(len(names)) if any(row[i] != _DASH for row in rows)]
+        table = TerminalTable(
+            columns=[Column(name=names[i], right=i > 0, rank=_RANKS[names[i]]) for i in here],
+            rows=[[row[i] for i in here] for row in rows],
+        )
+        table.print(console, elsewhere="--json")
+        console.print(self.footer(), style="dim", highlight=False)
 
     def to_json(self) -> str:
         """All numbers, with where they were measured."""

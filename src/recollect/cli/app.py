@@ -1,17 +1,20 @@
 """The command line as one application: its commands, what they share, and how it leaves.
 
 A command is a function in `COMMANDS`; what it needs beyond torch it imports itself. Every command
-takes ``--import``. Refusals leave with exit code 2 and one sentence.
+takes ``--import``. Refusals leave with exit code 2 and one sentence. A reader who leaves, as in
+``recollect zoo | head``, changes nothing: the work goes on, nothing is said of it, and the exit
+status is what it would have been.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import recollect as rc
 from recollect.choices.member import RecipeError
@@ -66,7 +69,17 @@ def main() -> None:
     """Entry point of the ``recollect`` command."""
     if not COMMANDS:
         sys.exit(_MISSING)
-    build()()
+    try:
+        build()()
+    except SystemExit as leave:
+        # Help, or what is wrong with an option, that nobody reads: typer and rich leave with 1.
+        closed = leave.__context__
+        if leave.code != 1 or not isinstance(closed, BrokenPipeError):
+            raise
+        from recollect.cli.console import nobody_reads
+
+        nobody_reads()
+        sys.exit(getattr(closed.__context__, "exit_code", 0))
 
 
 def build() -> typer.Typer:
@@ -133,13 +146,34 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
                 raise typer.Exit(2) from None
 
     # typer reads what a command takes from its signature.
-    given = inspect.signature(command, eval_str=True)
+    given = _as_written(inspect.signature(command, eval_str=True))
     own = inspect.Parameter(
         "imports", inspect.Parameter.KEYWORD_ONLY, default=[], annotation=_imports()
     )
     run.__signature__ = given.replace(parameters=[*given.parameters.values(), own])  # type: ignore[attr-defined]
-    run.__annotations__ = {**command.__annotations__, "imports": _imports()}
+    taken = {name: x.annotation for name, x in given.parameters.items()}
+    run.__annotations__ = {**command.__annotations__, **taken, "imports": _imports()}
     return run
+
+
+def _as_written(signature: inspect.Signature) -> inspect.Signature:
+    """The signature with help texts that are shown as they are written.
+
+    Rich takes ``[run]`` for markup and drops it.
+    """
+    from rich.markup import escape
+    from typer.core import HAS_RICH
+
+    parameters = list(signature.parameters.values())
+    if HAS_RICH:  # and is not told to be silent
+        for index, one in enumerate(parameters):
+            kind, *told = get_args(one.annotation)
+            told = [copy.copy(x) for x in told]
+            for x in told:
+                if getattr(x, "help", None):
+                    x.help = escape(x.help)
+            parameters[index] = one.replace(annotation=Annotated[(kind, *told)])
+    return signature.replace(parameters=parameters)
 
 
 def _status() -> int:

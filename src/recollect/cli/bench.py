@@ -61,7 +61,7 @@ def bench(
     if as_json:
         typer.echo(json.dumps(data, indent=2, allow_nan=False))
         return
-    result.print()
+    result.print(console_of_page())
     for what, ratio in extra.items():
         typer.echo(f"{what}: {ratio:.2f}")
     if save is not None:
@@ -93,7 +93,7 @@ def _bench_train(rounds: int, length: int, save: Path | None, as_json: bool) -> 
     if as_json:
         typer.echo(json.dumps(data, indent=2, allow_nan=False))
         return
-    result.print()
+    result.print(console_of_page())
     typer.echo(f"tokens per second of {RUN} by the {BARE}'s: {ratio:.2f}")
     if save is not None:
         typer.echo(f"saved: {save}")

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import rich.box
 import rich.console
-import rich.table
 import typer
 
 from recollect.cli.console import INTERRUPTED, check_writable, console_of_page, said, stated
 from recollect.cli.progress import CompareDisplay
 from recollect.report.ownership import owned_folder
+from recollect.report.terminal import Column, TerminalTable
 from recollect.wording import worded
 
 if TYPE_CHECKING:
@@ -174,23 +173,46 @@ def _ended(
 
 def _show(console: rich.console.Console, result: Comparison) -> None:
     """The tables of the report, on the terminal."""
-    from recollect.experiments.comparison.report import table
+    from recollect.experiments.comparison.report import measured_on, table
 
     for task in result.sizes:
         if not result.of(task):
             continue
         page = table(result, task)
-        grid = rich.table.Table(
-            title=page.title, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False
-        )
-        # A terminal has room for less than a page: the rest is in the report.
-        shown = [i for i, name in enumerate(page.columns) if name not in ("tokens", "finished")]
-        for i in shown:
-            name = page.columns[i].removesuffix(" per sequence")
-            grid.add_column(name, justify="right" if i else "left", no_wrap=not i)
-        for row in page.rows:
-            cells = ["–" if cell is None else str(cell) for cell in row]
-            grid.add_row(*(cells[i] for i in shown))
+        columns = [
+            Column(
+                name=name.removesuffix(" per sequence"),
+                right=bool(i),
+                rank=_rank(name, len(page.columns) - 1 - i),
+            )
+            for i, name in enumerate(page.columns)
+        ]
+        rows = [["–" if cell is None else str(cell) for cell in row] for row in page.rows]
+        styles: dict[int, str] = {}
         if task == "text" and result.bigram is not None:
-            grid.add_row("byte bigram", f"{result.bigram:.3f}", style="dim")
-        console.print(grid)
+            styles[len(rows)] = "dim"
+            rows.append(["byte bigram", f"{result.bigram:.3f}", *[""] * (len(columns) - 2)])
+        TerminalTable(columns=columns, rows=rows, title=page.title, styles=styles).print(
+            console, elsewhere="the report"
+        )
+        if measured_on(result, task):
+            console.print(measured_on(result, task), highlight=False, style="dim")
+        console.print()
+
+
+_LAST = ("parameters", "tokens/s", "finished", "tokens")
+"""What a terminal without room does without, in this order."""
+
+
+def _rank(name: str, after: int) -> int:
+    """When a column of a comparison is left out: what was measured stays longest.
+
+    Args:
+        name: its heading.
+        after: how many columns follow it; the most pairs stand last, and tell models apart best.
+    """
+    if name in ("model", "bits per byte", "accuracy"):
+        return 0
+    if name in _LAST:
+        return 100 + _LAST.index(name)
+    return 2 + after if name.endswith(" pairs") else 1

@@ -9,7 +9,7 @@ import select
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 TABLE_COLUMNS = 200
-"""Columns of a table that no terminal bounds."""
-
-ROOMY = 150
-"""Columns from which a table shows the choices too."""
+"""Columns of a table of long texts that no terminal bounds."""
 
 WIDE = 120
 """Columns of a page that no terminal bounds."""
@@ -39,15 +36,31 @@ def console_of_page(width: int = WIDE, *, stderr: bool = False) -> Console:
     """The terminal, or a page so wide where there is none.
 
     Args:
-        width: of that page, in columns.
+        width: of that page, in columns; what ``COLUMNS`` says comes first.
         stderr: whether it is the standard error.
     """
     console = Page(stderr=stderr)
-    return console if console.is_terminal else Page(stderr=stderr, width=width)
+    if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
+        return console
+    page = Page(stderr=stderr, width=width)
+    page.bounded = False
+    return page
 
 
 class Page(Console):
-    """A console that falls silent when nobody reads it any more, because the work goes on."""
+    """A console that shows texts as they are, and falls silent when nobody reads it any more.
+
+    Brackets are no markup and colons no emoji, because names, reasons and paths are other people's.
+    Silent, because the work goes on.
+
+    Attributes:
+        bounded: whether a terminal bounds its width, so that what is wider is left out.
+    """
+
+    bounded = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -7,15 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import rich.box
-import rich.console
-import rich.table
-import rich.text
 import typer
 
 import recollect as rc
-from recollect.cli.console import ROOMY, TABLE_COLUMNS, console_of_page, print_json
+from recollect.cli.console import TABLE_COLUMNS, console_of_page, print_json
 from recollect.recipe.files import load_recipe
+from recollect.report.terminal import Column, TerminalTable
 
 
 def zoo(
@@ -27,23 +24,37 @@ def zoo(
     if as_json:
         print_json(rows)
         return
-    console = console_of_page(TABLE_COLUMNS)
-    choices = ("memory", "bias", "retention", "algorithm") if console.width >= ROOMY else ()
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("#", justify="right")
-    for head in ("name", *choices, "write", "state", "has", "engine"):
-        table.add_column(head, no_wrap=head in ("name", "state", "engine"))
-    for row in rows:
-        table.add_row(
-            *map(rich.text.Text, (str(row["row"]), row["name"])),
-            *(rich.text.Text(row[choice].removesuffix("()")) for choice in choices),
-            rich.text.Text("\n".join(row["write"]).replace(";   ", "\n")),
-            rich.text.Text(row["state"]),
-            ", ".join(_SHORT[name] for name, holds in row["properties"].items() if holds) or "–",
-            row["engine"],
-        )
-    console.print(table)
+    table = TerminalTable(columns=_ZOO_COLUMNS, rows=[_cells(row) for row in rows])
+    table.print(console_of_page(TABLE_COLUMNS), elsewhere="--json")
     typer.echo("state at K = V = 64, per row and head; `recollect explain NAME` says more")
+
+
+_SHOWN_CHOICES = ("memory", "bias", "retention", "algorithm")
+_ZOO_COLUMNS = (
+    Column(name="#", right=True, rank=4),
+    Column(name="name"),
+    Column(name="memory", least=12, rank=7),
+    Column(name="bias", least=12, rank=6),
+    Column(name="retention", least=12, rank=5),
+    Column(name="algorithm", least=12, rank=8),
+    Column(name="write", least=24, rank=2),
+    Column(name="state", rank=1),
+    Column(name="has", least=14, rank=9),
+    Column(name="engine", rank=3),
+)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """One architecture in words, in the order of `_ZOO_COLUMNS`."""
+    return [
+        str(row["row"]),
+        row["name"],
+        *(row[choice].removesuffix("()") for choice in _SHOWN_CHOICES),
+        "\n".join(row["write"]).replace(";   ", "\n"),
+        row["state"],
+        ", ".join(_SHORT[name] for name, holds in row["properties"].items() if holds) or "–",
+        row["engine"],
+    ]
 
 
 _SHORT = {
@@ -133,15 +144,20 @@ def sizes(
         ]
         typer.echo(json.dumps(data, indent=2))
         return
-    console = console_of_page()
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("papers' name", "layers", "width", "heads", "lr", "tokens", *names):
-        table.add_column(name, justify="left" if name == "papers' name" else "right")
-    for size, counts in rows:
-        table.add_row(
-            *(size.name, str(size.depth), str(size.width), str(size.heads), f"{size.lr:g}"),
-            f"{size.tokens / 1e9:g}B",
-            *(f"{sum(parts.values()):,}" for parts in counts.values()),
-        )
-    console.print(table)
+    columns = [Column(name="papers' name")]
+    facts = (("layers", 4), ("width", 3), ("heads", 5), ("lr", 2), ("tokens", 1))
+    columns += [Column(name=name, right=True, rank=rank) for name, rank in facts]
+    columns += [Column(name=name, right=True) for name in names]
+    table = TerminalTable(
+        columns=columns,
+        rows=[
+            [
+                *(size.name, str(size.depth), str(size.width), str(size.heads), f"{size.lr:g}"),
+                f"{size.tokens / 1e9:g}B",
+                *(f"{sum(parts.values()):,}" for parts in counts.values()),
+            ]
+            for size, counts in rows
+        ],
+    )
+    table.print(console_of_page(), elsewhere="--json")
     typer.echo("parameters with 32,000 tokens of vocabulary, an MLP of 8/3 and an untied output")

@@ -18,7 +18,8 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+
+from recollect.report.terminal import Column, TerminalTable
 
 if TYPE_CHECKING:
     from recollect.experiments.comparison.results import ModelRun
@@ -32,10 +33,10 @@ __all__ = ["BenchDisplay", "CompareDisplay", "Display", "ReproduceDisplay", "Tra
 
 def _columns(*facts: str) -> tuple[ProgressColumn, ...]:
     return (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        *map(TextColumn, facts),
+        *(TextColumn(fact, markup=False) for fact in facts),
         TimeRemainingColumn(),
     )
 
@@ -206,11 +207,21 @@ class CompareDisplay(Display):
             self.bars.remove_task(self.running.pop((task, model))[0])
 
     def _view(self) -> Group:
-        table = Table(box=None, pad_edge=False)
-        for name in ("task", "model", "parameters", "tokens", "loss", "measured", "tokens/s"):
-            table.add_column(name, justify="left" if name in ("task", "model") else "right")
-        for row in self.done:
-            table.add_row(*row)
-        for _, row in self.running.values():
-            table.add_row(*row, style="bold")
-        return Group(table, self.bars)
+        rows = [*self.done, *(row for _, row in self.running.values())]
+        table = TerminalTable(
+            columns=_COMPARE_COLUMNS,
+            rows=rows,
+            styles=dict.fromkeys(range(len(self.done), len(rows)), "bold"),
+        )
+        return Group(table.fitted(self.console.width), self.bars)
+
+
+_COMPARE_COLUMNS = (
+    Column(name="task", rank=3),
+    Column(name="model"),
+    Column(name="parameters", right=True, rank=5),
+    Column(name="tokens", right=True, rank=2),
+    Column(name="loss", right=True, rank=1),
+    Column(name="measured", right=True),
+    Column(name="tokens/s", right=True, rank=4),
+)

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import rich.box
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from recollect.cli.console import INTERRUPTED, check_device, check_writable, console_of_page, said
 from recollect.cli.progress import ReproduceDisplay
+from recollect.report.terminal import Column, TerminalTable
 
 if TYPE_CHECKING:
     from recollect.experiments.framework.experiment import Experiment, Planned
@@ -107,29 +106,33 @@ def _known_scale(scale: str) -> None:
 
 def _show(console: Console, run: Run) -> None:
     """Each claim beside what was measured."""
-    table = Table(
+    table = TerminalTable(
         title=f"{run.experiment.name} ({run.experiment.source}), {run.results.scale} scale",
-        title_justify="left",
-        box=rich.box.SIMPLE_HEAD,
-        pad_edge=False,
+        columns=(
+            Column(name="the paper says", least=24),
+            Column(name="verdict"),
+            Column(name="measured", least=24),
+        ),
+        rows=[(claim.text, verdict.status, verdict.because) for claim, verdict in run.verdicts],
     )
-    for name in ("the paper says", "verdict", "measured"):
-        table.add_column(name)
-    for claim, verdict in run.verdicts:
-        table.add_row(claim.text, verdict.status, verdict.because)
-    console.print(table)
+    table.print(console)
 
 
 def _list(console: Console, experiments: Sequence[Experiment], planned: Sequence[Planned]) -> None:
     """Every experiment, and those that cannot be run yet."""
-    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("name", "what", "source", "claims"):
-        table.add_column(name, no_wrap=name == "name")
-    for row in experiments:
-        claims = "\n".join(claim.name for claim in row.claims)
-        table.add_row(row.name, row.title, row.source, claims)
-    for later in planned:
-        table.add_row(
-            later.name, later.title, later.source, f"planned, needs {later.needs}", style="dim"
-        )
-    console.print(table)
+    rows = [
+        (row.name, row.title, row.source, "\n".join(claim.name for claim in row.claims))
+        for row in experiments
+    ]
+    rows += [(x.name, x.title, x.source, f"planned, needs {x.needs}") for x in planned]
+    table = TerminalTable(
+        columns=(
+            Column(name="name"),
+            Column(name="what", least=24),
+            Column(name="source", least=14, rank=1),
+            Column(name="claims", least=20, rank=2),
+        ),
+        rows=rows,
+        styles=dict.fromkeys(range(len(experiments), len(rows)), "dim"),
+    )
+    table.print(console)

@@ -11,6 +11,7 @@ from typing import Any
 from recollect.experiments.registry import EXPERIMENTS
 from recollect.recipe.json_text import read_json
 from recollect.report.files import write_atomic
+from recollect.report.html import prose
 
 __all__ = ["save_gallery", "save_gallery_markdown"]
 
@@ -69,14 +70,14 @@ def _article(home: Path, data: dict[str, Any]) -> str:
         source = f"data:image/svg+xml;base64,{inline}"
         picture = f'<img alt="{html.escape(experiment.title)}" src="{source}">'
     claims = "".join(
-        f"<li>{html.escape(c['claim'])} <strong>{html.escape(c['verdict'])}</strong>. "
-        f"{html.escape(c['because'])}</li>\n"
+        f"<li>{prose(c['claim'])} <strong>{html.escape(c['verdict'])}</strong>. "
+        f"{prose(c['because'])}</li>\n"
         for c in data["claims"]
     )
     return (
         f'<article id="{name}"><h2><a href="{name}/report.html">{name}</a>: '
-        f"{html.escape(experiment.title)}</h2>\n"
-        f'<p class="faint">{html.escape(data["source"])}; {html.escape(_where(data))}</p>\n'
+        f"{prose(experiment.title)}</h2>\n"
+        f'<p class="faint">{prose(data["source"])}; {html.escape(_where(data))}</p>\n'
         f"{picture}<ul>\n{claims}</ul></article>\n"
     )
 

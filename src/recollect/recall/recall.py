@@ -87,7 +87,7 @@ def recall(
 
     Raises:
         RecipeError: gates or params missing, unknown or of the wrong shape; a method that cannot
-        run.
+            run.
         ValueError: tensors whose shapes, devices or dtypes do not fit, or with NaN.
         RuntimeError: inside a transform of `torch.func`, or forward-mode derivatives.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -26,6 +27,7 @@ p { margin: .6rem 0; white-space: pre-line; }
 pre { margin: 1rem 0; padding: .7rem .9rem; overflow-x: auto; background: var(--band);
   border-radius: 6px; font: .85rem/1.5 ui-monospace, Menlo, Consolas, monospace;
   white-space: pre-wrap; overflow-wrap: anywhere; }
+code { font: .92em ui-monospace, Menlo, Consolas, monospace; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 1rem 0;
   font-size: .9rem; }
 dt { color: var(--faint); }
@@ -37,6 +39,7 @@ th, td { padding: .35rem .6rem; text-align: left; border-bottom: 1px solid var(-
   white-space: nowrap; }
 th { color: var(--faint); font-weight: 600; border-bottom-width: 2px; }
 .number { text-align: right; }
+.sentence { white-space: normal; min-width: 18rem; }
 figure { margin: 1.2rem 0; }
 figure img { display: block; width: 100%; max-width: 52rem; height: auto; background: #fff;
   border-radius: 6px; }
@@ -46,6 +49,11 @@ figcaption, .caption { color: var(--faint); font-size: .9rem; margin: .4rem 0; }
   figure, table, pre { break-inside: avoid; } h2 { break-after: avoid; }
   .wide { overflow: visible; } th, td { white-space: normal; } }
 """
+
+_CODE = re.compile(r"`([^`\n]+)`")
+
+SENTENCE = 40
+"""Characters from which a cell of a table is taken for a sentence."""
 
 Cell = str | int | float | None
 
@@ -88,11 +96,13 @@ class Table:
         ]
         mark = [' class="number"' if flag else "" for flag in numeric]
         head = "".join(
-            f'<th scope="col"{m}>{_text(c)}</th>' for c, m in zip(self.columns, mark, strict=True)
+            f'<th scope="col"{m}>{prose(c)}</th>' for c, m in zip(self.columns, mark, strict=True)
         )
         body = "\n".join(
             "<tr>"
-            + "".join(f"<td{m}>{_text(_cell(c))}</td>" for c, m in zip(row, mark, strict=True))
+            + "".join(
+                f"<td{m or _long(c)}>{prose(_cell(c))}</td>" for c, m in zip(row, mark, strict=True)
+            )
             + "</tr>"
             for row in self.rows
         )
@@ -122,7 +132,7 @@ class Figure:
     def render(self) -> str:
         """As HTML; the drawing is an image, so that nothing inside it can act on the page."""
         data = base64.b64encode(self.files.svg.encode("utf-8")).decode("ascii")
-        caption = f"<figcaption>{_text(self.caption)}</figcaption>" if self.caption else ""
+        caption = f"<figcaption>{prose(self.caption)}</figcaption>" if self.caption else ""
         return (
             f"{_heading(self.title)}<figure>"
             f'<img alt="{_text(self.alt)}" src="data:image/svg+xml;base64,{data}">'
@@ -146,8 +156,9 @@ class Note:
 
     def render(self) -> str:
         """As HTML."""
-        body = _text(self.text)
-        return _heading(self.title) + (f"<pre>{body}</pre>\n" if self.code else f"<p>{body}</p>\n")
+        if self.code:
+            return f"{_heading(self.title)}<pre>{_text(self.text)}</pre>\n"
+        return f"{_heading(self.title)}<p>{prose(self.text)}</p>\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,19 +181,20 @@ class Report:
     sections: Sequence[Table | Figure | Note] = ()
 
     def render(self) -> str:
-        """The whole page. Every text in it is escaped."""
-        summary = f"<p>{_text(self.summary)}</p>\n" if self.summary else ""
+        """The whole page. Every text in it is escaped, and `code` in it is shown as code."""
+        title = _text(self.title.replace("`", ""))
+        summary = f"<p>{prose(self.summary)}</p>\n" if self.summary else ""
         command = f"<pre>{_text(self.command)}</pre>\n" if self.command else ""
         facts = "".join(
-            f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>\n" for name, value in self.facts.items()
+            f"<dt>{_text(name)}</dt><dd>{prose(value)}</dd>\n" for name, value in self.facts.items()
         )
         block = f"<dl>\n{facts}</dl>\n" if facts else ""
         sections = "".join(section.render() for section in self.sections)
         return (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{_text(self.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-            f"<h1>{_text(self.title)}</h1>\n{summary}{command}{block}{sections}</body>\n</html>\n"
+            f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+            f"<h1>{prose(self.title)}</h1>\n{summary}{command}{block}{sections}</body>\n</html>\n"
         )
 
     def save(self, path: str | PathLike[str]) -> Path:
@@ -192,6 +204,11 @@ class Report:
 
 def _is_number(cell: Cell) -> bool:
     return isinstance(cell, int | float) and not isinstance(cell, bool)
+
+
+def _long(cell: Cell) -> str:
+    """A sentence may be broken; numbers and names may not, and a table that is too wide scrolls."""
+    return ' class="sentence"' if isinstance(cell, str) and len(cell) > SENTENCE else ""
 
 
 def _cell(cell: Cell) -> str:
@@ -206,9 +223,14 @@ def _text(value: object) -> str:
     return html.escape(str(value), quote=True)
 
 
+def prose(value: object) -> str:
+    """A text as HTML: escaped, and what stands between backticks as code."""
+    return _CODE.sub(r"<code>\1</code>", _text(value))
+
+
 def _heading(title: str) -> str:
-    return f"<h2>{_text(title)}</h2>\n" if title else ""
+    return f"<h2>{prose(title)}</h2>\n" if title else ""
 
 
 def _caption(caption: str) -> str:
-    return f'<p class="caption">{_text(caption)}</p>\n' if caption else ""
+    return f'<p class="caption">{prose(caption)}</p>\n' if caption else ""

@@ -53,7 +53,7 @@ class State:
     Attributes:
         weights: A, one tensor per map, ``[B, H, *shape]``; empty for nonparametric memories.
         slots: the algorithm's own state by name (momentum, moments, statistics), zeros at the
-        start.
+            start.
         position: tokens seen of the current document, ``[B]``.
         buffer: associations of the window and of the open inner batch, or all of them (a KV cache).
         dual: of maps that read infinitely many features, their rows by key.

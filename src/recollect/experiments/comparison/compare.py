@@ -14,7 +14,7 @@ from recollect.experiments.comparison.results import (
     Sizes,
     Watcher,
 )
-from recollect.experiments.comparison.tasks import RECALLS, TASKS
+from recollect.experiments.comparison.tasks import RECALLS, TASKS, measured
 from recollect.fields import held, whole
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.config import RecollectConfig
@@ -110,6 +110,7 @@ def compare(
     every = {task: (sizes or {}).get(task, DEFAULTS[task]) for task in dict.fromkeys(tasks)}
     bigram = None
     facts: dict[str, str] = {}
+    amounts: dict[str, tuple[int, int]] = {}
     runs: dict[tuple[str, str], ModelRun] = {}
     failures: list[tuple[str, str, str]] = []
     wanted: list[Job] = []
@@ -121,6 +122,7 @@ def compare(
             bigram = bigram_bits_per_byte(corpus)
             facts = {"source": corpus.source, "sha256": corpus.sha256}
         for task, size in every.items():
+            amounts[task] = measured(task, size, corpus)
             recall = RECALLS.get(task)
             if recall is not None:
                 vocab = recall.vocab
@@ -153,6 +155,7 @@ def compare(
         interrupted=interrupted,
         processes=min(jobs, max(1, len(asked))),
         failures=tuple(sorted(failures, key=lambda failure: asked.index(failure[:2]))),
+        measured=amounts,
     )
 
 

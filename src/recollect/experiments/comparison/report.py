@@ -17,7 +17,7 @@ from recollect.report.html import Figure, Note, Report, Table
 from recollect.report.ownership import owned_folder
 from recollect.report.signals import deferred
 
-__all__ = ["save_comparison", "table"]
+__all__ = ["measured_on", "save_comparison", "table"]
 
 _TITLES = {
     "text": "Text: held-out bits per byte (lower is better)",
@@ -52,6 +52,25 @@ def table(comparison: Comparison, task: str) -> Table:
     )
 
 
+def measured_on(comparison: Comparison, task: str) -> str:
+    """Why a value of the table is not where its curve ends; nothing where they are the same."""
+    glance, whole = comparison.measured.get(task, (0, 0))
+    if glance == whole:
+        return ""
+    first = next((run for run in comparison.of(task) if run.finished and run.curve), None)
+    ends = ""
+    if first is not None and first.value is not None:
+        at = first.curve[-1][1]
+        ends = f" ({first.model} ends at {at:.3f} there and at {first.value:.3f} here)"
+    what = "bytes of held-out text" if task == "text" else "examples of each number of pairs"
+    spread = ", evenly spread" if task == "text" else ""
+    said = f"Values are measured once, after training, on {whole:,} {what}; points of the learning "
+    said += f"curves on {glance:,} of them{spread}, so that a curve may end elsewhere{ends}."
+    if not all(run.finished for run in comparison.of(task)):
+        said += " A model that was interrupted has its curve's last point in the table."
+    return said
+
+
 def _caption(comparison: Comparison, task: str) -> str:
     size = comparison.sizes[task]
     shape = (
@@ -62,6 +81,8 @@ def _caption(comparison: Comparison, task: str) -> str:
         "State "
         f"is what decoding keeps per sequence after {size.length} tokens."
     )
+    if measured_on(comparison, task):
+        shape += f" {measured_on(comparison, task)}"
     if comparison.processes > 1:
         shape += f" Speeds are those of one of {comparison.processes} processes side by side."
     if task == "text" and comparison.bigram is not None:
@@ -106,8 +127,18 @@ def _curves(comparison: Comparison, task: str) -> Figure | None:
     return Figure(
         files=files,
         alt=f"{_MEASURES[task]} against training tokens for {', '.join(s.name for s in series)}",
-        caption=f"{_MEASURES[task].capitalize()} against training tokens.",
+        caption=f"{_MEASURES[task].capitalize()} against training tokens."
+        f"{_of_points(comparison, task)}",
     )
+
+
+def _of_points(comparison: Comparison, task: str) -> str:
+    """On what a curve is measured, where that is not what the table is."""
+    glance, whole = comparison.measured.get(task, (0, 0))
+    if glance == whole:
+        return ""
+    what = "bytes" if task == "text" else "examples of each number of pairs"
+    return f" Each point is measured on {glance:,} of the {whole:,} {what} of the table."
 
 
 def _recall_by_state(comparison: Comparison, task: str) -> Figure | None:

@@ -118,9 +118,10 @@ class ModelRun:
         parameters: trained numbers.
         state_bytes: what decoding must keep per sequence after ``length`` tokens.
         grows: whether that grows with the sequence.
-        value: bits per held-out byte (text), or accuracy over all pair counts (recall).
+        value: bits per held-out byte (text), or accuracy over all pair counts (recall); of a run
+            that was interrupted the curve's last.
         by_pairs: accuracy by number of pairs (recall).
-        curve: (training tokens, value).
+        curve: (training tokens, value), measured on less than ``value`` is (`Comparison.measured`).
         seconds: of training alone; cpu_seconds: processor time of training and measuring, over all
             threads.
         finished: False when the run was interrupted; the numbers are those so far.
@@ -153,6 +154,8 @@ class Comparison:
         interrupted: whether somebody stopped it.
         processes: that trained side by side; speeds are those of one beside the others.
         failures: (task, model, reason) of models that could not be trained.
+        measured: by task, on how much a point of a curve and a value of the table are measured:
+            bytes of held-out text, or examples of each number of pairs.
     """
 
     runs: tuple[ModelRun, ...]
@@ -165,6 +168,7 @@ class Comparison:
     interrupted: bool = False
     processes: int = 1
     failures: tuple[tuple[str, str, str], ...] = ()
+    measured: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def of(self, task: str) -> list[ModelRun]:
         """The runs of one task."""

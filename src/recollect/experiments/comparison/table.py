@@ -19,6 +19,7 @@ from typing import Any
 from recollect.experiments.comparison.compare import Named, compare, named
 from recollect.experiments.comparison.jobs import training_environment
 from recollect.experiments.comparison.results import Comparison, ModelRun, Nobody, Sizes, Watcher
+from recollect.experiments.comparison.tasks import MEASURED
 from recollect.experiments.framework.records import plain
 from recollect.layer.options import LayerOptions
 from recollect.recipe.json_text import read_json
@@ -246,6 +247,7 @@ def _page(rows: Sequence[dict[str, Any]]) -> str:
     first = rows[0]
     terms, schedule = first["terms"], first["terms"]["schedule"]
     tokens = schedule["steps"] * schedule["batch"] * terms["length"]
+    glance, whole = MEASURED["text"]
     devices = dict.fromkeys(
         "{device}, torch {torch}, Python {python}".format_map(row["environment"]) for row in rows
     )
@@ -267,8 +269,9 @@ def _page(rows: Sequence[dict[str, Any]]) -> str:
         if first["command"]
         else "",
         "",
-        f"Text: {first['source']}, sha256 `{terms['sha256']}`. Held-out: 131,072 bytes of "
-        "paragraphs that the training part does not have.",
+        f"Text: {first['source']}, sha256 `{terms['sha256']}`. Held-out: up to {whole:,} bytes of "
+        f"paragraphs that the training part does not have; the learning curves in `NAME.json` are "
+        f"measured on {glance:,} of them, evenly spread, and may end elsewhere.",
         "",
         f"Device: {'; '.join(devices)}. CPU minutes are of the whole run with its measurements, "
         "summed over its threads; minutes are the clock's, of training alone, on a machine that "

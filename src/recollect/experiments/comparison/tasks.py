@@ -13,7 +13,7 @@ from recollect.experiments.comparison.results import Sizes
 from recollect.tasks.mqar import IGNORE, MqarConfig, mqar
 from recollect.tasks.text import TextCorpus, batches, heldout_windows
 
-__all__ = ["RECALLS", "TASKS", "CompareTask", "RecallPairs", "compare_task"]
+__all__ = ["MEASURED", "RECALLS", "TASKS", "CompareTask", "RecallPairs", "compare_task", "measured"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,10 @@ more pairs are asked than a matrix memory has dimensions."""
 
 TASKS = ("text", *RECALLS)
 
+MEASURED = {"text": (16_384, 131_072), **dict.fromkeys(RECALLS, (64, 256))}
+"""On how much a model is measured on the way, which is often, and at the end, once: bytes of
+held-out text at most, evenly spread over it, or examples of each number of pairs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompareTask:
@@ -68,9 +72,29 @@ def compare_task(task: str, size: Sizes, seed: int, corpus: TextCorpus | None) -
         corpus: of the task text.
     """
     if task in RECALLS:
-        return _recall_task(RECALLS[task], size, seed)
+        return _recall_task(task, size, seed)
     assert corpus is not None
     return _text_task(corpus, size, seed)
+
+
+def measured(task: str, size: Sizes, corpus: TextCorpus | None) -> tuple[int, int]:
+    """On how much a model of a task is measured on the way and at the end, as in `MEASURED`.
+
+    Args:
+        task: out of `TASKS`.
+        size: of its examples.
+        corpus: of the task text, which may have less to hold out.
+    """
+    if corpus is None or task != "text":
+        return MEASURED[task]
+    glance, whole = (
+        sum(
+            int((labels != IGNORE).sum())
+            for _, labels in heldout_windows(corpus, length=size.length, batch=64, limit=limit)
+        )
+        for limit in MEASURED["text"]
+    )
+    return glance, whole
 
 
 def _joined(batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -96,10 +120,11 @@ def _text_task(corpus: TextCorpus, size: Sizes, seed: int) -> CompareTask:
             total, count = total + float(loss.sum()), count + int(asked.sum())
         return total / count / math.log(2)
 
+    glance, whole = MEASURED["text"]
     return CompareTask(
         examples=examples,
-        evaluate=lambda model: bits(model, 16_384),
-        final=lambda model: (bits(model, 131_072), {}),
+        evaluate=lambda model: bits(model, glance),
+        final=lambda model: (bits(model, whole), {}),
     )
 
 
@@ -113,7 +138,8 @@ def _asked(model: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Te
     return asked, loss
 
 
-def _recall_task(recall: RecallPairs, size: Sizes, seed: int) -> CompareTask:
+def _recall_task(task: str, size: Sizes, seed: int) -> CompareTask:
+    recall, (glance, whole) = RECALLS[task], MEASURED[task]
     generator = torch.Generator().manual_seed(seed)
     configs = [
         MqarConfig(vocab=recall.vocab, pairs=pairs, length=size.length) for pairs in recall.trained
@@ -126,7 +152,7 @@ def _recall_task(recall: RecallPairs, size: Sizes, seed: int) -> CompareTask:
         MqarConfig(vocab=recall.vocab, pairs=pairs, length=max(size.length, 4 * pairs))
         for pairs in recall.beyond
     ]
-    held = {config.pairs: mqar(config, 256, test) for config in (*configs, *beyond)}
+    held = {config.pairs: mqar(config, whole, test) for config in (*configs, *beyond)}
 
     def accuracy(model: nn.Module, limit: int) -> dict[int, float]:
         found: dict[int, float] = {}
@@ -138,11 +164,11 @@ def _recall_task(recall: RecallPairs, size: Sizes, seed: int) -> CompareTask:
         return found
 
     def final(model: nn.Module) -> tuple[float, dict[int, float]]:
-        by_pairs = accuracy(model, 256)
+        by_pairs = accuracy(model, whole)
         return sum(by_pairs.values()) / len(by_pairs), by_pairs
 
     def evaluate(model: nn.Module) -> float:
-        by_pairs = accuracy(model, 64)
+        by_pairs = accuracy(model, glance)
         return sum(by_pairs.values()) / len(by_pairs)
 
     return CompareTask(examples=examples, evaluate=evaluate, final=final)

@@ -1,0 +1,181 @@
+"""The documentation names what there is: pages in its order, references, tables of defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import recollect as rc
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("**/*.md"))
+DIRECTIVE = re.compile(r"^::: (\S+)(?:\n    options:\n((?:      .*\n?)*))?", re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+)` \| (.*?) \| .* \|$", re.MULTILINE)
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def named(path: str) -> Any:
+    """What a reference directive names: a module, or something in one."""
+    parts = path.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[cut:]:
+            found = getattr(found, name)
+        return found
+    raise AssertionError(f"there is no {path}")
+
+
+def referenced(text: str) -> Iterator[Any]:
+    """Everything that the directives of a page show."""
+    for path, options in DIRECTIVE.findall(text):
+        found = named(path)
+        yield found
+        members = re.search(r"members: \[(.*?)\]", options)
+        for name in members[1].split(", ") if members else ():
+            yield getattr(found, name)
+
+
+def table(text: str, heading: str) -> dict[str, str]:
+    """Keys and defaults of the first table below a heading."""
+    _, _, below = text.partition(f"\n{heading}\n")
+    assert below, heading
+    rows = re.search(r"(?:^\|.*\n)+", below, re.MULTILINE)
+    assert rows is not None
+    return dict(ROW.findall(rows[0]))
+
+
+def owed() -> Iterator[tuple[str, Any]]:
+    """What must have a reference, by name."""
+    for name in rc.__all__:
+        if not inspect.ismodule(getattr(rc, name)):
+            yield name, getattr(rc, name)
+    for module, names in {
+        rc.lm: ("RecollectConfig", "RecollectForCausalLM", "RecollectCache", "TrainPlan"),
+        rc.experiments: ("Comparison", "ModelRun", "Sizes", "Schedule", "save_comparison"),
+        rc.zoo: ("get", "names", "preset", "Preset"),
+        rc.memory: ("Memory", "Stack", "LinearMap"),
+    }.items():
+        yield from ((name, getattr(module, name)) for name in names)
+
+
+def test_every_reference_names_something_and_everything_public_has_one() -> None:
+    pytest.importorskip("transformers")
+    shown = [found for path in PAGES for found in referenced(path.read_text(encoding="utf-8"))]
+    here = {id(found) for found in shown}
+    assert [name for name, value in owed() if id(value) not in here] == []
+
+
+def test_every_page_stands_in_the_order_that_a_reader_needs() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    order = re.findall(r"([\w/-]+\.md)$", nav.partition("\n\n")[0], re.MULTILINE)
+    assert sorted(order) == sorted(str(path.relative_to(DOCS)) for path in PAGES)
+    assert order[:3] == ["index.md", "install.md", "quickstart.md"]
+    assert order.index("recipe.md") < order.index("layer.md") < order.index("language-models.md")
+    assert order.index("language-models.md") < order.index("reproduce.md")
+    assert all(name.startswith("design/") for name in order[order.index("design/README.md") :])
+
+
+def test_the_first_page_leads_to_every_other() -> None:
+    links = set(re.findall(r"\]\(([\w/-]+\.md)\)", page("index.md")))
+    others = {path.name for path in DOCS.glob("*.md")} - {"index.md"}
+    assert others <= links
+
+
+def toml(value: Any) -> str:
+    """A default as a run's file would say it, in the table's type."""
+    if value is None:
+        return "–"
+    return f"`{json.dumps(value)}`"
+
+
+def test_the_keys_of_a_run_stand_with_their_defaults() -> None:
+    pytest.importorskip("transformers")
+    from recollect.lm.training.plan import _TABLES
+
+    text = page("run-file.md")
+    assert re.findall(r"^## \[(\w+)\]$", text, re.MULTILINE) == list(_TABLES)
+    for name, kind in _TABLES.items():
+        defaults = {
+            field.name: toml(
+                field.default
+                if field.default_factory is dataclasses.MISSING
+                else field.default_factory()
+            )
+            for field in dataclasses.fields(kind)  # type: ignore[arg-type]
+        }
+        assert table(text, f"## [{name}]") == defaults, name
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind"),
+    [
+        ("## What is not regression: LayerOptions", rc.LayerOptions),
+        ("## Where a number comes from: GateOptions", rc.GateOptions),
+    ],
+)
+def test_options_of_layers_stand_with_their_defaults(heading: str, kind: type) -> None:
+    defaults = {
+        field.name: f"`{field.default!r}`".replace("'", '"') for field in dataclasses.fields(kind)
+    }
+    assert table(page("layer.md"), heading) == defaults
+
+
+def test_the_fields_of_a_configuration_stand_with_their_defaults() -> None:
+    pytest.importorskip("transformers")
+    signature = inspect.signature(rc.lm.RecollectConfig)
+    defaults = {
+        name: f"`{one.default!r}`".replace("'", '"')
+        for name, one in signature.parameters.items()
+        if one.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+    assert table(page("language-models.md"), "## Configuration") == defaults
+
+
+def test_the_zoo_stands_by_its_families() -> None:
+    families: dict[str, list[str]] = {}
+    for name in rc.zoo.names():
+        families.setdefault(rc.zoo.get(name).family, []).append(name)
+    rows = re.findall(r"^\| `(\w+)` \| (`.*`) \|$", page("zoo.md"), re.MULTILINE)
+    assert {family: re.findall(r"`(\w+)`", names) for family, names in rows} == families
+
+
+def test_every_command_stands_on_its_page() -> None:
+    pytest.importorskip("typer")
+    from recollect.cli.app import COMMANDS
+
+    found = re.findall(r"^\| `recollect (\w+)", page("commands.md"), re.MULTILINE)
+    assert sorted(found) == sorted(command.__name__ for command in COMMANDS)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    build = pytest.importorskip("mkdocs.commands.build")
+    from mkdocs.config import load_config
+
+    for name in ("mkdocstrings", "material"):
+        pytest.importorskip(name)
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
+    config.plugins.on_startup(command="build", dirty=False)
+    build.build(config)
+    for path in PAGES:
+        made = path.relative_to(DOCS).with_suffix("")
+        folder = made.parent if made.name in ("index", "README") else made
+        assert (tmp_path / folder / "index.html").stat().st_size > 1000
+    pages = [path.read_text(encoding="utf-8") for path in tmp_path.glob("*/index.html")]
+    shown = {i.rpartition(".")[2] for i in re.findall(r'id="(recollect[\w.]+)"', "".join(pages))}
+    assert {name for name, _ in owed()} - shown == set()
