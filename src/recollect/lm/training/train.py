@@ -30,6 +30,7 @@ from recollect.lm.model.checkpoint import check_folder
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.training.arguments import quiet, trainer_arguments
 from recollect.lm.training.atomic_checkpoints import AtomicTrainer
+from recollect.lm.training.divergence import Guard
 from recollect.lm.training.flops import measured_ceiling, model_flops
 from recollect.lm.training.interrupts import finish_step
 from recollect.lm.training.plan import TrainPlan, load_plan
@@ -79,6 +80,8 @@ def train(
             tokenizers or recipes that cannot be used; a folder that holds another run, or that one
             under way writes to; texts that changed since it was begun; a corrupt line, unless
             lines are skipped; a batch too large for the memory.
+        Diverged: a loss or a gradient that is not finite, naming the step, the learning rate, the
+            layer and the checkpoint that stands; a `ValueError`.
         CheckpointError: a full disk, and the last checkpoint stands; one that was altered.
         Interrupted: an interrupt (or SIGTERM, SIGHUP) while steps are taken, after a checkpoint;
             a `KeyboardInterrupt`, as the second one is, which is raised at once.
@@ -218,14 +221,29 @@ class RecollectTrainer(AtomicTrainer):
         super().__init__(*args, **kwargs)
         self._recent: deque[Tensor] = deque(maxlen=LAST)  # one sum per optimizer step
         self._step = -1
+        self.guard = Guard(self)
+        self.add_callback(self.guard)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the Trainer's; what it gives of a step's batches adds up to the step's loss."""
-        loss = super().training_step(*args, **kwargs)
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """As the Trainer's; what it gives of a step's batches adds up to the step's loss.
+
+        Args:
+            model: as the Trainer wrapped it.
+            inputs: a batch.
+            num_items_in_batch: tokens that the step predicts.
+
+        Raises:
+            Diverged: a layer refused numbers that are not finite.
+        """
+        with self.guard.reading(inputs, num_items_in_batch):
+            loss = super().training_step(model, inputs, num_items_in_batch)
         if self.state.global_step != self._step:
             self._step = self.state.global_step
             self._recent.append(torch.zeros_like(loss))
-        self._recent[-1] = self._recent[-1] + loss  # no number is read: devices need not wait
+        self._recent[-1] = self._recent[-1] + loss
+        self.guard.loss = self._recent[-1]
         return loss
 
     def recent_loss(self) -> float | None:
@@ -249,7 +267,11 @@ class RecollectTrainer(AtomicTrainer):
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Nats per token and bits per byte over all held-out tokens, each counted once."""
+        """Nats per token and bits per byte over all held-out tokens, each counted once.
+
+        Raises:
+            Diverged: a loss that is not finite.
+        """
         rows: Sequence[Row] = self.eval_dataset  # type: ignore[assignment]
         model = self.model
         assert model is not None
@@ -259,8 +281,10 @@ class RecollectTrainer(AtomicTrainer):
         size = self.args.per_device_eval_batch_size
         for start in range(0, len(rows), size):
             batch = self._prepare_inputs(self.data_collator(cast(Any, rows[start : start + size])))
-            with self.compute_loss_context_manager(), self.accelerator.autocast():
+            context = self.compute_loss_context_manager(), self.accelerator.autocast()
+            with self.guard.reading(batch, measured=True), context[0], context[1]:
                 loss = model(**batch, use_cache=False).loss
+                self.guard.check_loss(loss)
             count = int((batch["labels"][:, 1:] != IGNORE).sum())
             total, tokens = total + float(loss) * count, tokens + count
         model.train(training)
