@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from recollect.experiments.comparison.training import History
     from recollect.experiments.framework.experiment import Experiment
     from recollect.experiments.framework.records import Record
+    from recollect.lm.training.train import Header
     from recollect.lm.training.train import Progress as TrainProgress
 
 __all__ = ["BenchDisplay", "CompareDisplay", "Display", "ReproduceDisplay", "TrainDisplay"]
@@ -106,6 +107,17 @@ class TrainDisplay(Display):
         self.steps, self.every = steps, max(1, steps // 20)
         self.printed = -1
         self.task = self.bars.add_task("training", total=steps, facts="")
+
+    def head(self, header: Header, page: Console) -> None:
+        """What the run is about to do, on a page that may be another than the bar's."""
+        self.live.transient = True  # nothing is left of a bar that has not moved
+        self.live.stop()  # it would take what is printed beside it for its own
+        self.live.transient = False
+        with suppress(OSError):  # nobody listens, and the work goes on
+            for name, words in header.lines():
+                page.print(f"{name:<12}{words}", markup=False, highlight=False, soft_wrap=True)
+        if self.console.is_terminal:
+            self.live.start(refresh=True)
 
     def show(self, progress: TrainProgress) -> None:
         """One step's news."""

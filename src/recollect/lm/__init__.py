@@ -43,13 +43,14 @@ from recollect.lm.swap import replace_attention
 from recollect.lm.swap_loading import register
 from recollect.lm.training.divergence import Diverged
 from recollect.lm.training.plan import TrainPlan, load_plan
-from recollect.lm.training.train import Progress, Trained, train
+from recollect.lm.training.train import Header, Progress, Trained, train
 from recollect.lm.training.weight_decay import parameter_groups
 
 __all__ = [
     "PAPER_SIZES",
     "CheckpointError",
     "Diverged",
+    "Header",
     "PaperSize",
     "Progress",
     "Prompt",

@@ -44,13 +44,23 @@ from recollect.lm.training.prepare import (
     rows_of,
     tokenizer_of,
 )
-from recollect.lm.training.progress import LAST, Keeper, Progress, Trained, Watch
+from recollect.lm.training.progress import (
+    LAST,
+    Header,
+    Keeper,
+    Progress,
+    Trained,
+    Watch,
+    header_of,
+)
 from recollect.lm.training.resume import begin, check_writable, same_model
 from recollect.lm.training.weight_decay import decayed_names
 from recollect.recipe.modules import import_modules
+from recollect.report.devices import find_device
 from recollect.report.ownership import owned_folder
+from recollect.wording import word_for
 
-__all__ = ["Progress", "Trained", "Watch", "train"]
+__all__ = ["Header", "Progress", "Trained", "Watch", "train"]
 
 
 def train(
@@ -59,6 +69,7 @@ def train(
     resume: bool = False,
     watch: Watch | None = None,
     say: Callable[[str], None] | None = None,
+    begins: Callable[[Header], None] | None = None,
     trainer_class: type[RecollectTrainer] | None = None,
 ) -> Trained:
     """Train a language model as a plan says.
@@ -70,16 +81,17 @@ def train(
             Without a checkpoint it starts at the beginning, and says so.
         watch: told about every step.
         say: told what happens, in sentences.
+        begins: told what the run is about to do, before its first step.
         trainer_class: the Trainer, for what only a subclass can change.
 
     Returns:
         The model, saved to ``out/model`` with its tokenizer, and what was measured.
 
     Raises:
-        ValueError: no plan; sizes that the memory of this device cannot hold; modules, texts,
-            tokenizers or recipes that cannot be used; a folder that holds another run, or that one
-            under way writes to; texts that changed since it was begun; a corrupt line, unless
-            lines are skipped; a batch too large for the memory.
+        ValueError: no plan; a device that is not here; sizes that its memory cannot hold; modules,
+            texts, tokenizers or recipes that cannot be used; a folder that holds another run, or
+            that one under way writes to; texts that changed since it was begun; a corrupt line,
+            unless lines are skipped; a batch too large for the memory.
         Diverged: a loss or a gradient that is not finite, naming the step, the learning rate, the
             layer and the checkpoint that stands; a `ValueError`.
         CheckpointError: a full disk, and the last checkpoint stands; one that was altered.
@@ -107,6 +119,7 @@ def train(
         raise ValueError(f"train takes a TrainPlan or a TOML file, not {type(plan).__name__}")
     import_modules(plan.imports, beside=plan.beside, said="import")
     out = Path(plan.run.out)
+    device = _device(plan)
     check_writable(out)
     # Of many processes the first owns the folder for all.
     first = PartialState().is_main_process
@@ -117,8 +130,27 @@ def train(
             resume=resume,
             watch=watch,
             say=say or (lambda sentence: None),
+            begins=begins or (lambda header: None),
+            device=device,
             kind=trainer_class or RecollectTrainer,
         )
+
+
+def _device(plan: TrainPlan) -> torch.device | None:
+    """Where a plan runs; ``None`` of several processes, each of which takes its own.
+
+    Raises:
+        ValueError: it is not here, or several processes would share it.
+    """
+    said, processes = word_for("[run] device"), PartialState().num_processes
+    if processes == 1:
+        return find_device(plan.run.device, said=said)
+    if plan.run.device is not None:
+        raise ValueError(
+            f"{said} {plan.run.device!r} is one device, and each of these {processes} processes "
+            "takes its own: leave it out"
+        )
+    return None
 
 
 def _trained(
@@ -128,6 +160,8 @@ def _trained(
     resume: bool,
     watch: Watch | None,
     say: Callable[[str], None],
+    begins: Callable[[Header], None],
+    device: torch.device | None,
     kind: type[RecollectTrainer],
 ) -> Trained:
     """`train`, in a folder that is this run's own."""
@@ -141,7 +175,10 @@ def _trained(
         state = PartialState()
         config = model_config(plan.model, tokenizer)
         check_memory(
-            plan, config, device=torch.device(state.device or "cpu"), processes=state.num_processes
+            plan,
+            config,
+            device=device or torch.device(state.device or "cpu"),
+            processes=state.num_processes,
         )
     stock = rows_of(plan, tokenizer, bad)
     torch.manual_seed(plan.run.seed)
@@ -163,7 +200,7 @@ def _trained(
         warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch)\..*")
         trainer = kind(
             model=model,
-            args=trainer_arguments(plan, out),
+            args=trainer_arguments(plan, out, device),
             train_dataset=stock.train,
             eval_dataset=cast(Any, stock.heldout or None),
             data_collator=partial(collate, reset=plan.data.packing == "documents"),
@@ -172,10 +209,10 @@ def _trained(
         trainer.begun_with = begun.record
         trainer.bytes_per_token = stock.bytes_per_token
         trainer.remove_callback(PrinterCallback)
-        device = trainer.args.device
-        ceiling = measured_ceiling(device, torch.bfloat16 if plan.run.bf16 else torch.float32)
+        here, processes = trainer.args.device, trainer.args.world_size
+        ceiling = measured_ceiling(here, torch.bfloat16 if plan.run.bf16 else torch.float32)
         flops = model_flops(cast(RecollectConfig, model.config), context=plan.data.context)
-        keeper = Keeper(plan, trainer.args.world_size, flops, ceiling * trainer.args.world_size)
+        keeper = Keeper(plan, processes, flops, ceiling * processes)
         keeper.watch = watch
         trainer.speed = keeper.speed
         trainer.add_callback(keeper)
@@ -187,6 +224,8 @@ def _trained(
                 f"going on from {checkpoint}: its {begun.files} files are as they were written, "
                 "plan and texts those that the run was begun with"
             )
+        first = 1 if checkpoint is None else 1 + int(checkpoint.name.rpartition("-")[2])
+        begins(header_of(plan, model, device=here, processes=processes, first=first))
         began = time.perf_counter()
         with enough_memory(plan), finish_step(trainer):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
