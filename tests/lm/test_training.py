@@ -205,6 +205,25 @@ def test_what_a_run_leaves(text: Path, tmp_path: Path, whole: Path) -> None:
     assert TrainPlan.from_dict(json.loads((run / "plan.json").read_text())).steps == STEPS
 
 
+def test_prompts_of_a_batch_were_padded_on_the_right(whole: Path) -> None:
+    """Each row of a batch is the prompt alone, with nothing said of padding; states come back."""
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(whole),
+        AutoTokenizer.from_pretrained(whole),
+    )
+    assert model.config.use_cache is True
+    assert tokenizer.padding_side == "left"
+    prompts = ["the memory reads", "a", "state again"]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True)
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    together = model.generate(**batch, **how)[:, batch["input_ids"].shape[1] :]
+    for row, prompt in zip(together, prompts, strict=True):
+        alone = tokenizer(prompt, return_tensors="pt")
+        assert torch.equal(model.generate(**alone, **how)[0, -8:], row)
+    ids = batch["input_ids"]
+    assert model(ids, attention_mask=batch["attention_mask"]).past_key_values is not None
+
+
 def test_a_folder_with_a_run_is_not_trained_over(text: Path, whole: Path) -> None:
     run = plan(text, whole.parent)
     with pytest.raises(ValueError, match=r"already holds checkpoint-6.*--resume"):

@@ -53,7 +53,7 @@ from recollect.lm.training.progress import (
     Watch,
     header_of,
 )
-from recollect.lm.training.resume import begin, check_writable, same_model
+from recollect.lm.training.resume import LongerSchedule, begin, check_writable, same_model
 from recollect.lm.training.weight_decay import decayed_names
 from recollect.recipe.modules import import_modules
 from recollect.report.devices import find_device
@@ -78,7 +78,8 @@ def train(
         plan: what, on what, and how long; or the TOML file that says so, as in `load_plan`.
         resume: go on from the last checkpoint of ``plan.run.out``, as if the run had never stopped:
             weights, optimizer, schedule, random numbers and the place in the data are restored.
-            Without a checkpoint it starts at the beginning, and says so.
+            Without a checkpoint it starts at the beginning, and says so. A plan with more steps
+            extends the run: from there on its learning rate is that of the longer schedule.
         watch: told about every step.
         say: told what happens, in sentences.
         begins: told what the run is about to do, before its first step.
@@ -207,6 +208,7 @@ def _trained(
             processing_class=tokenizer,
         )
         trainer.begun_with = begun.record
+        model.config.use_cache = True  # which the Trainer has switched off
         trainer.bytes_per_token = stock.bytes_per_token
         trainer.remove_callback(PrinterCallback)
         here, processes = trainer.args.device, trainer.args.world_size
@@ -224,6 +226,8 @@ def _trained(
                 f"going on from {checkpoint}: its {begun.files} files are as they were written, "
                 "plan and texts those that the run was begun with"
             )
+        if begun.extends is not None:
+            trainer.add_callback(LongerSchedule(begun.extends, say))
         first = 1 if checkpoint is None else 1 + int(checkpoint.name.rpartition("-")[2])
         begins(header_of(plan, model, device=here, processes=processes, first=first))
         began = time.perf_counter()
