@@ -201,11 +201,11 @@ class CompareDisplay(Display):
         """A model is done."""
         value = "–" if run.value is None else f"{run.value:.3f}"
         speed = f"{run.tokens_per_second:,.0f}"
-        row = run.task, run.model, f"{run.parameters:,}", f"{run.tokens:,}", "", value, speed
+        row = run.task, run.label, f"{run.parameters:,}", f"{run.tokens:,}", "", value, speed
         self.done.append(row)
-        self._drop(run.task, run.model)
+        self._drop(run.task, run.label)
         self.line(
-            f"    {run.task}: {run.model} {value} after {run.tokens:,} tokens, {speed} tokens/s"
+            f"    {run.task}: {run.label} {value} after {run.tokens:,} tokens, {speed} tokens/s"
         )
 
     def fail(self, task: str, model: str, reason: str) -> None:

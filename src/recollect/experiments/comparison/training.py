@@ -22,6 +22,7 @@ from recollect.experiments.framework.fitting import (
 from recollect.fields import Validated, integer, number
 from recollect.lm.training.divergence import REFUSALS, Diverged, find_origin
 from recollect.lm.training.weight_decay import parameter_groups
+from recollect.report.devices import find_device
 
 __all__ = ["History", "Schedule", "train"]
 
@@ -98,6 +99,7 @@ def train(
     seed: int,
     history: History,
     watch: Watch | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Train a model in place, filling ``history`` as it goes.
 
@@ -109,11 +111,12 @@ def train(
         seed: of the order of examples.
         history: filled while training runs, so that an interrupt loses nothing.
         watch: called after every step with the step, the latest logged loss and the history.
+        device: where; by default as `find_device` says.
 
     Raises:
         Diverged: a loss or a gradient that is not finite.
     """
-    model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    model.to(device or find_device(None, said="device"))
     inputs, labels = examples
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
     some = order[: schedule.steps * schedule.batch].split(schedule.batch)
