@@ -150,6 +150,16 @@ def test_an_interrupt_keeps_what_was_measured(text: str, tmp_path: Path) -> None
     assert "stopped early" in page
 
 
+def test_an_interrupt_while_a_model_is_told_lost_it(text: str) -> None:
+    class Late(Stopper):
+        def end(self, run: ModelRun) -> None:
+            raise KeyboardInterrupt
+
+    result = run(["retnet", "gla"], ["text"], text, watcher=Late("nobody", 0))
+    assert result.interrupted
+    assert [(r.model, r.finished) for r in result.runs] == [("retnet", True)]
+
+
 def test_a_model_that_cannot_be_built_does_not_lose_the_others(text: str) -> None:
     broken = ("broken", rc.Recipe(memory=rc.memory.MLP(residual=False, depth=1, biases=True)))
 

@@ -69,10 +69,14 @@ def run_jobs(
         else _in_turn(jobs, corpus, watcher)
     )
     for job, outcome in outcomes:
-        if isinstance(outcome, str):
-            watcher.fail(job.task, job.label, outcome)
-        elif outcome.tokens:
-            watcher.end(outcome)
+        try:
+            if isinstance(outcome, str):
+                watcher.fail(job.task, job.label, outcome)
+            elif outcome.tokens:
+                watcher.end(outcome)
+        except KeyboardInterrupt:  # while it was told: nothing that ended is lost
+            yield job, outcome
+            raise
         yield job, outcome
 
 
