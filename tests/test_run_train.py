@@ -44,6 +44,12 @@ def test_a_run_from_a_file_and_on(tmp_path: Path) -> None:
     assert "2 steps, 64 tokens" in first.output
     assert "bits per byte" in first.output
     assert "of the matmul ceiling" in first.output
+    head = dict(line.split(maxsplit=1) for line in first.stdout.splitlines()[:6])
+    assert list(head) == ["model", "parameters", "step", "run", "device", "out"]
+    for part in ("embedding ", "memory layers ", "MLPs ", "head "):
+        assert part in head["parameters"]
+    assert head["run"] == "2 steps, 64 tokens"
+    assert str(tmp_path / "out" / "model") in head["out"]
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
     again = RUN.invoke(build(), ["train", str(config)])
@@ -53,9 +59,21 @@ def test_a_run_from_a_file_and_on(tmp_path: Path) -> None:
 
     on = RUN.invoke(build(), ["train", str(config), "--resume", "--json"])
     assert on.exit_code == 0, on.output
+    assert "from step 3 on" in on.stderr
     data = json.loads(on.stdout)
     assert data["steps"] == 0
     assert data["model"].endswith("model")
+
+
+def test_a_device_is_named_on_the_command_line(tmp_path: Path) -> None:
+    text, config = tmp_path / "t.txt", tmp_path / "run.toml"
+    text.write_text("the memory reads at the query. " * 20)
+    config.write_text(PLAN.format(text=text, out=tmp_path / "out"))
+    found = RUN.invoke(build(), ["train", str(config), "--device", "cuda:99"])
+    assert found.exit_code == 2
+    assert found.stderr.startswith("recollect train: --device 'cuda:99' is not here: torch sees ")
+    assert not (tmp_path / "out").exists()
+    assert RUN.invoke(build(), ["train", str(config), "--device", "cpu"]).exit_code == 0
 
 
 def test_a_misspelled_key_leaves_with_one_sentence(tmp_path: Path) -> None:

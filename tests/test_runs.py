@@ -54,6 +54,22 @@ def test_compare_trains_reports_and_prints_json(text: Path, tmp_path: Path) -> N
     assert json.loads((out / "results.json").read_text()) == data
 
 
+def test_compare_takes_several_seeds_and_a_device(text: Path, tmp_path: Path) -> None:
+    given = ("compare", "--models", "retnet", "--text", str(text), "--out", str(tmp_path), *TINY)
+    result = invoke(*given, "--seeds", "2", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    values = [run["value"] for run in data["runs"]]
+    (told,) = data["summary"]
+    assert told["seeds"] == [0, 1]
+    assert (told["min"], told["max"]) == (min(values), max(values))
+    assert f"({min(values):.3f}–{max(values):.3f})" in (tmp_path / "report.html").read_text()
+    shown = invoke(*given, "--seeds", "2")
+    assert f"({min(values):.3f}–{max(values):.3f})" in shown.stdout
+    for line in ("[1/2] text: retnet, seed 0", "[2/2] text: retnet, seed 1"):
+        assert line in shown.stdout
+
+
 def test_compare_streams_a_dataset(text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from rich.console import Console
 from torch import Tensor
@@ -187,6 +188,16 @@ def test_an_interrupt_keeps_what_was_measured(text: str, tmp_path: Path) -> None
     assert "stopped early" in page
 
 
+def test_an_interrupt_while_a_model_is_told_lost_it(text: str) -> None:
+    class Late(Stopper):
+        def end(self, run: ModelRun) -> None:
+            raise KeyboardInterrupt
+
+    result = run(["retnet", "gla"], ["text"], text, watcher=Late("nobody", 0))
+    assert result.interrupted
+    assert [(r.model, r.finished) for r in result.runs] == [("retnet", True)]
+
+
 def test_a_model_that_cannot_be_built_does_not_lose_the_others(text: str) -> None:
     broken = ("broken", rc.Recipe(memory=rc.memory.MLP(residual=False, depth=1, biases=True)))
 
@@ -329,3 +340,105 @@ def test_sizes_refuse_nonsense() -> None:
     with pytest.raises(ValueError, match="Schedule: steps must be a whole number >= 1, not 0"):
         DEFAULTS["text"].but(steps=0)
     assert DEFAULTS["text"].but().schedule == DEFAULTS["text"].schedule
+
+
+def test_several_seeds_are_told_by_mean_and_spread(text: str, tmp_path: Path) -> None:
+    """Each seed is the comparison of that seed alone; mean and deviation by hand."""
+    models = ["gla", "retnet"]
+    three = run(models, ["text"], text, seed=3, seeds=3)
+    alone = [run(models, ["text"], text, seed=seed) for seed in (3, 4, 5)]
+    assert [(r.model, r.seed) for r in three.runs] == [
+        (model, seed) for seed in (3, 4, 5) for model in models
+    ]
+    for model in models:
+        values = [r.value for one in alone for r in one.of("text") if r.model == model]
+        assert [r.value for r in three.of("text") if r.model == model] == values
+        assert None not in values
+        numbers = np.array(values, dtype=float)
+        (told,) = [one for one in three.summaries("text") if one.model == model]
+        assert told.value == pytest.approx(numbers.mean())
+        assert told.sd == pytest.approx(numbers.std(ddof=1))
+        assert told.told() == f"{numbers.mean():.3f} ± {numbers.std(ddof=1):.3f}"
+        assert told.told() in str(three) and told.told() in repr(three)
+    paths = three.save(tmp_path)
+    page, data = paths["report"].read_text(), json.loads(paths["json"].read_text())
+    assert "seeds 3 to 5 (the mean ± the standard deviation of 3)" in page
+    assert "3 of 3 seeds" in page and " ± " in page
+    assert data["seeds"] == 3
+    assert [one["seeds"] for one in data["summary"]] == [[3, 4, 5], [3, 4, 5]]
+    first = data["summary"][0]
+    assert first["min"] <= first["value"] <= first["max"] and first["sd"] > 0
+    rows = list(csv.DictReader(paths["csv"].read_text().splitlines()))
+    assert [int(row["seed"]) for row in rows] == [3, 3, 4, 4, 5, 5]
+
+
+def test_two_seeds_are_told_by_both_values() -> None:
+    two = run(["gla"], ["mqar"], "", seeds=2, jobs=2)
+    low, high = sorted(r.value or 0.0 for r in two.runs)
+    (told,) = two.summaries("mqar")
+    assert told.told() == f"{(low + high) / 2:.3f} ({low:.3f}–{high:.3f})"
+    assert told.sd is None
+    (mean, least, greatest) = told.by_pairs[4]
+    each = [r.by_pairs[4] for r in two.runs]
+    assert (mean, least, greatest) == (sum(each) / 2, min(each), max(each))
+
+
+def test_one_seed_is_reported_as_before(text: str, tmp_path: Path) -> None:
+    """No field is new, and no cell."""
+    one = run(["gla"], ["text"], text)
+    data = one.to_dict()
+    assert list(data) == [
+        *("runs", "sizes", "seed", "environment", "bigram", "text", "chance", "interrupted"),
+        *("processes", "failures", "schema"),
+    ]
+    (row,) = cast(list[dict[str, Any]], data["runs"])
+    assert list(row) == [
+        *("task", "model", "parameters", "state_bytes", "grows", "value", "by_pairs", "curve"),
+        *("tokens", "tokens_per_second", "seconds", "cpu_seconds", "finished"),
+    ]
+    paths = one.save(tmp_path)
+    assert paths["csv"].read_text().startswith("task,model,value,parameters,")
+    assert "seed 0. The feed-forward" in paths["report"].read_text()
+
+
+def test_a_comparison_prints_its_tables(text: str) -> None:
+    result = run(["gla", "retnet"], ["text", "mqar"], text)
+    lines = str(result).splitlines()
+    assert lines[0] == "Text: held-out bits per byte (lower is better)"
+    assert lines[1].split()[:2] == ["model", "bits"]
+    for line, one in zip(lines[2:4], result.of("text"), strict=True):
+        assert line.split()[:2] == [one.model, f"{one.value:.3f}"]
+    assert lines[4].split() == ["byte", "bigram", f"{result.bigram:.3f}"]
+    assert len({len(line) for line in lines[1:4]}) == 1, "columns are aligned"
+    values = {one.model: f"{one.value:.3f}" for one in result.of("text")}
+    assert repr(result).startswith(
+        f"Comparison(text: gla {values['gla']}, retnet {values['retnet']}; mqar: gla "
+    )
+    assert len(repr(result)) < 200
+
+
+def test_an_interrupt_among_several_seeds_keeps_those_that_ended() -> None:
+    result = run(["gla"], ["mqar"], "", seeds=3, watcher=Stopper("gla, seed 1", after=1))
+    assert result.interrupted
+    assert [(r.seed, r.finished) for r in result.runs] == [(0, True), (1, False)]
+    (told,) = result.summaries("mqar")
+    assert told.value == result.runs[0].value
+    assert "1 of 3 seeds" in str(result)
+
+
+def test_a_model_that_diverges_says_so_and_the_others_stand(text: str) -> None:
+    sizes = {"text": SMALL["text"].but(steps=60, lr=1e4)}
+    result = compare(["gla", "retnet"], ["text"], text=text, sizes=sizes)
+    assert {model for _, model, _ in result.failures} == {"gla", "retnet"}
+    for _, model, reason in result.failures:
+        assert reason.startswith("training diverged at step "), reason
+        assert f"layer 0 ({model})" in reason and reason.endswith("take a lower lr")
+
+
+def test_a_device_that_is_not_here_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^compare: device 'cuda:99' is not here: torch sees cpu"):
+        run(["gla"], ["text"], text, device="cuda:99")
+    with pytest.raises(ValueError, match=r"compare: seeds must be a whole number from 1 to"):
+        run(["gla"], ["text"], text, seeds=0)
+    found = run(["gla"], ["text"], text, device="cpu")
+    assert found.environment.device_type == "cpu"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.lm.runs import make_ill
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -18,6 +19,7 @@ from recollect.experiments import Schedule
 from recollect.experiments.comparison.training import History, train
 from recollect.experiments.framework.fitting import training_steps
 from recollect.lm import RecollectConfig, RecollectForCausalLM
+from recollect.lm.training.divergence import Diverged
 from recollect.lm.training.weight_decay import decayed_names
 from recollect.tasks import IGNORE, MqarConfig, mqar
 
@@ -104,8 +106,7 @@ def test_weights_are_those_of_the_trainer(tmp_path: Path) -> None:
     assert seen == list(range(1, 13))
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_a_step_without_a_finite_gradient_is_left_out_or_taken(skips: bool) -> None:
+def test_a_step_without_a_finite_gradient_is_not_taken() -> None:
     weight = nn.Parameter(torch.ones(1, 2))
     model = nn.Module()
     model.weight = weight
@@ -119,8 +120,27 @@ def test_a_step_without_a_finite_gradient_is_left_out_or_taken(skips: bool) -> N
         lambda step: 0.1 / (step + 1),
         clip=1.0,
         predict=predict,
-        skip_infinite=skips,
     )
     taken = list(steps)
-    assert [step.finite for step in taken] == [True, False, skips]
-    assert bool(weight.isfinite().all()) == skips
+    assert [step.finite for step in taken] == [True, False, True]
+    assert bool(weight.isfinite().all())
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_model_that_diverges_names_the_step_the_rate_and_the_layer(backward: bool) -> None:
+    """On the third step; the oracle is where the fault was put."""
+    examples = mqar(MqarConfig(vocab=32, pairs=3, length=16), 24, torch.Generator().manual_seed(0))
+    schedule = Schedule(steps=6, batch=4, lr=0.02, warmup=0.5)
+    model, history = language_model(), History()
+    make_ill(model.get_submodule("model.blocks.0.mlp.down"), 2, backward=backward)
+    with pytest.raises(Diverged) as caught:
+        train(model, examples, schedule, evaluate=lambda _: 0.0, seed=7, history=history)
+    error = caught.value
+    assert (error.step, error.checkpoint) == (3, None)
+    assert error.lr == pytest.approx(0.02 * 2 / 3)  # the third of a warm-up of three, from 0
+    assert error.origin is not None
+    assert "layer 0 (gated_delta_net), in model.blocks.0.mlp.down" in error.origin
+    assert ("gradient" in error.origin) == backward
+    assert str(error).startswith("training diverged at step 3 (learning rate 0.0133): the ")
+    assert all(bool(weight.isfinite().all()) for weight in model.parameters())
+    assert history.tokens == 2 * 4 * 16 and not history.finished

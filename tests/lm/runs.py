@@ -1,7 +1,8 @@
-"""Small runs of a language model: their text, their plan, and whether two ended alike."""
+"""Small runs of a language model: text, plan, a part that fails, and whether two ended alike."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from recollect.lm.training.plan import TrainPlan
 
@@ -45,3 +46,27 @@ def assert_same(first: Path, second: Path) -> None:
     assert one.keys() == two.keys()
     for name in one:
         torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0, msg=name)
+
+
+class _Infinite(torch.autograd.Function):
+    """The identity, whose gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * torch.inf
+
+
+def make_ill(part: nn.Module, after: int, *, backward: bool) -> None:
+    """From some call in training on, a part's output is not finite, or only the gradient of it."""
+    calls = itertools.count(1)
+
+    def harm(module: nn.Module, inputs: object, y: Tensor) -> Tensor:
+        if not module.training or next(calls) <= after:
+            return y
+        return _Infinite.apply(y) if backward else y * torch.inf
+
+    part.register_forward_hook(harm)

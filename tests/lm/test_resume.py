@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -14,11 +15,13 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from tests.lm.runs import plan, write_text
+from tests.lm.runs import assert_same, plan, write_text
+from tests.misuse.sentences import digests
 
 from recollect.lm import CheckpointError
 from recollect.lm.data.tokenizers import byte_tokenizer
-from recollect.lm.training import train
+from recollect.lm.training import Progress, train
+from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.resume import fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
@@ -258,3 +261,87 @@ def test_a_large_file_is_known_by_its_size_and_both_ends(tmp_path: Path) -> None
     assert len({plain, first, last}) == 3
     assert middle == plain  # as its docstring says
     assert fingerprint(path)["bytes"] == size
+
+
+def rates(folder: Path) -> dict[int, float]:
+    """The learning rate that every logged step was taken at."""
+    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return {entry["step"]: entry["learning_rate"] for entry in log if "learning_rate" in entry}
+
+
+def test_more_steps_extend_a_run_along_the_longer_schedule(text: Path, tmp_path: Path) -> None:
+    """A warm-up of one step and a cosine, written out, of four steps and then of eight."""
+    train(plan(text, tmp_path, optimizer={"steps": 4}))
+    said: list[str] = []
+    longer = plan(text, tmp_path, optimizer={"steps": 8})
+    assert train(longer, resume=True, say=said.append).steps == 4
+    taken = rates(tmp_path / "checkpoint-8")
+    for step in range(1, 9):
+        last = 3 if step <= 4 else 7
+        share = 0.5 * (1 + math.cos(math.pi * (step - 2) / last)) if step > 1 else 0.0
+        assert taken[step] == pytest.approx(0.01 * share, abs=1e-9), step
+    assert said[1] == (
+        "extended from 4 to 8 steps: the learning rate goes on as in a run of 8, at "
+        f"{taken[5]:.3g} in place of 0"
+    )
+    assert json.loads((tmp_path / "plan.json").read_text())["optimizer"]["steps"] == 8
+
+
+def test_a_run_that_is_extended_and_stopped_ends_where_one_that_is_not_does(
+    text: Path, tmp_path: Path
+) -> None:
+    for out in ("one", "two"):
+        train(plan(text, tmp_path / out, optimizer={"steps": 2}))
+    one, two = (plan(text, tmp_path / out, optimizer={"steps": 6}) for out in ("one", "two"))
+    train(one, resume=True)
+
+    def stop(progress: Progress) -> None:
+        if progress.step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(two, resume=True, watch=stop)
+    train(two, resume=True)
+    files = [tmp_path / out / "model" / "model.safetensors" for out in ("one", "two")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("key", ["steps", "tokens"])
+def test_at_a_rate_that_stays_an_extended_run_is_the_longer_one(
+    key: str, text: Path, tmp_path: Path
+) -> None:
+    """Rows, moments and random numbers go on: without a schedule there is no other difference."""
+    one = 1 if key == "steps" else 64
+    flat = {"warmup": 0, "floor": 1 - 1e-9, "steps": None}
+
+    def run(out: str, steps: int) -> TrainPlan:
+        return plan(text, tmp_path / out, optimizer={**flat, key: steps * one})
+
+    whole = train(run("whole", 6)).folder
+    train(run("parts", 3))
+    assert_same(train(run("parts", 6), resume=True).folder, whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"steps": 1}, r"steps = 2, not 1: resume it as it was or with more steps, or give"),
+        ({"steps": 4, "lr": 0.02}, r"lr = 0.01, not 0.02: resume it as it was, or give"),
+        ({"steps": 4, "warmup": 0.5}, r"warmup = 0.05, not 0.5"),
+    ],
+)
+def test_only_more_steps_are_another_plan_of_the_same_run(
+    change: dict[str, Any], says: str, text: Path, two_steps: Path
+) -> None:
+    before = digests(two_steps)
+    with pytest.raises(ValueError, match=says):
+        train(plan(text, two_steps, optimizer=change), resume=True)
+    assert digests(two_steps) == before
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_extended(text: Path, tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"run": {"save_every": 0}}
+    train(plan(text, tmp_path, optimizer={"steps": 1}, **tables))
+    longer = plan(text, tmp_path, optimizer={"steps": 2}, **tables)
+    with pytest.raises(ValueError, match=r"holds a finished run and no checkpoint that more steps"):
+        train(longer, resume=True)

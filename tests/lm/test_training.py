@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,15 +25,17 @@ pytest.importorskip("datasets")
 from tests.lm.runs import STEPS, assert_same, plan, weights, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recollect.lm import CheckpointError
+from recollect.lm import CheckpointError, RecollectConfig, count_parameters
 from recollect.lm.data.sources import BadLines
 from recollect.lm.data.tokenizers import byte_tokenizer, train_bpe
-from recollect.lm.training import Progress, train
+from recollect.lm.training import Header, Progress, train
+from recollect.lm.training.arguments import trainer_arguments
 from recollect.lm.training.atomic_checkpoints import last_checkpoint
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.prepare import rows_of
 from recollect.lm.training.progress import Keeper
 from recollect.lm.training.train import RecollectTrainer
+from recollect.report.devices import find_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
 
@@ -201,6 +203,25 @@ def test_what_a_run_leaves(text: Path, tmp_path: Path, whole: Path) -> None:
     assert ids.tolist() == [list(b"memory")]
     assert model(input_ids=ids).logits.shape[-1] == 264
     assert TrainPlan.from_dict(json.loads((run / "plan.json").read_text())).steps == STEPS
+
+
+def test_prompts_of_a_batch_were_padded_on_the_right(whole: Path) -> None:
+    """Each row of a batch is the prompt alone, with nothing said of padding; states come back."""
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(whole),
+        AutoTokenizer.from_pretrained(whole),
+    )
+    assert model.config.use_cache is True
+    assert tokenizer.padding_side == "left"
+    prompts = ["the memory reads", "a", "state again"]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True)
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    together = model.generate(**batch, **how)[:, batch["input_ids"].shape[1] :]
+    for row, prompt in zip(together, prompts, strict=True):
+        alone = tokenizer(prompt, return_tensors="pt")
+        assert torch.equal(model.generate(**alone, **how)[0, -8:], row)
+    ids = batch["input_ids"]
+    assert model(ids, attention_mask=batch["attention_mask"]).past_key_values is not None
 
 
 def test_a_folder_with_a_run_is_not_trained_over(text: Path, whole: Path) -> None:
@@ -433,3 +454,66 @@ def test_the_loss_of_a_run_is_that_of_its_last_steps(
             assert result.loss == pytest.approx(sum(last) / 10, rel=1e-4)
             assert result.loss != pytest.approx(lines[1], rel=1e-3)
     assert len(set(found.values())) == 1  # whatever the interval
+
+
+def test_a_run_begins_by_saying_what_it_is(text: Path, tmp_path: Path) -> None:
+    """Parameters by part against the closed form; tokens by hand."""
+    heads: list[Header] = []
+    run = plan(
+        text,
+        tmp_path,
+        model={"recipes": {"gla": "gla", "retnet": "retnet"}, "depth": 3},
+        optimizer={"accumulate": 3},
+    )
+    model = train(run, begins=heads.append).model
+    (head,) = heads
+    counted = count_parameters(cast(RecollectConfig, model.config))
+    per_layer = sum(n for part, n in counted.items() if part not in ("embedding", "norms", "mlp"))
+    assert head.parameters["memory layers"] == per_layer
+    assert head.parameters["embedding"] == head.parameters["head"] == counted["embedding"] // 2
+    assert head.parameters["MLPs"] == counted["mlp"]
+    assert head.parameters["norms"] == counted["norms"]
+    assert sum(head.parameters.values()) == sum(p.numel() for p in model.parameters())
+    assert head.recipes == {"gla": 2, "retnet": 1}
+    assert (head.tokens_per_step, head.tokens, head.first) == (2 * 3 * 32, 6 * 2 * 3 * 32, 1)
+    assert (head.device, head.dtype, head.out) == ("cpu", "float32", tmp_path)
+    train(run, resume=True, begins=heads.append)
+    assert heads[1].first == 7  # the run is over
+
+
+def test_a_tied_head_has_no_parameters_of_its_own(text: Path, tmp_path: Path) -> None:
+    heads: list[Header] = []
+    run = plan(text, tmp_path, model={"tie": True}, optimizer={"steps": 1}, run={"bf16": True})
+    model = train(run, begins=heads.append).model
+    assert "head" not in heads[0].parameters
+    assert sum(heads[0].parameters.values()) == sum(p.numel() for p in model.parameters())
+    assert heads[0].dtype == "float32, matrix products in bfloat16"
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "gpu", "cuda:-1", "meta", ""])
+def test_a_device_that_is_not_here_is_one_sentence(name: str, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match=r"^\[run\] device '.*' is not here: torch sees cpu"):
+        train(plan(text, out, run={"device": name}))
+    assert not out.exists()
+
+
+def test_the_cpu_is_used_where_it_is_asked_for(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where torch has an accelerator, which would be the default."""
+    gpu = torch.device("cuda:0")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_accelerator", lambda **_: gpu)
+        assert find_device(None, said="") == gpu
+        assert find_device("cpu", said="").type == "cpu"
+    arguments = trainer_arguments(plan(text, tmp_path), tmp_path, torch.device("cpu"))
+    assert arguments.device.type == "cpu" and arguments.use_cpu
+    assert train(plan(text, tmp_path / "run", run={"device": "cpu"})).steps == STEPS
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_one_of_several_gpus_is_used(text: Path, tmp_path: Path) -> None:
+    trained = train(plan(text, tmp_path, run={"device": "cuda:1"}))
+    assert trained.model.device == torch.device("cuda:1")
+    assert torch.cuda.max_memory_allocated(0) == 0

@@ -41,6 +41,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "run.toml").write_text(PLAN)
     (tmp_path / "key.toml").write_text(PLAN + "learning_rate = 1.0\n")
     (tmp_path / "wide.toml").write_text(PLAN.replace("width = 16", "width = 10_000_000"))
+    (tmp_path / "gpu.toml").write_text(PLAN + 'device = "gpu"\n')
     (tmp_path / "half.toml").write_text("[model\n")
     (tmp_path / "mine.json").write_text(rc.Recipe().to_json())
     (tmp_path / "half.json").write_text('{"bias": ')
@@ -105,6 +106,11 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "compare --models gla --task mqar --tokens 0": ("--tokens must be",),
     "compare --models gla --task mqar --steps 1 --tokens 9": ("--steps and --tokens exclude",),
     "compare --models gla --task mqar --seed -1": ("--seed must be", "-1"),
+    "compare --models gla --task mqar --seeds 0": ("--seeds must be",),
+    "compare --models gla --task mqar --seeds -2": ("--seeds must be", "-2"),
+    "compare --models gla --task mqar --device tpu": ("--device 'tpu' is not here", "cpu"),
+    "compare --models gla --task mqar --device cuda:99": ("--device 'cuda:99' is not here",),
+    "compare --models gla --rows r --parameters 9000 --seeds 2": ("--seeds and --rows exclude",),
     "compare --models gla --task mqar --jobs 0": ("--jobs must be",),
     "compare --models gla --task mqar --method fast": ("'fast' is unknown",),
     "compare --models gla --task mqar --parameters 5": ("parameters", "gla"),
@@ -122,6 +128,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "train run.toml --steps 0": ("--steps must be",),
     "train run.toml --steps -1": ("--steps must be",),
     "train run.toml --out text.txt": ("text.txt", "cannot be written"),
+    "train run.toml --device tpu": ("--device 'tpu' is not here", "cpu"),
+    "train run.toml --device cuda:99": ("--device 'cuda:99' is not here", "cpu"),
+    "train gpu.toml": ("[run] device 'gpu' is not here", "cpu"),
     "train run.toml --import nobody_has_this": ("no module nobody_has_this",),
     "generate nope": ("there is no folder 'nope'", "name the folder of a saved model"),
     "generate ./nope": ("there is no folder './nope'",),

@@ -42,7 +42,7 @@ NUMBERS = ("lr", "warmup", "floor", "weight_decay", "clip")
 WORDS = {
     "model": ("method", "size", "start"),
     "data": ("dataset", "name", "split", "heldout_split", "column", "tokenizer"),
-    "run": ("out",),
+    "run": ("out", "device"),
 }
 FLAGS = {"model": ("tie",), "data": ("stream",), "run": ("bf16", "checkpointing", "compile")}
 

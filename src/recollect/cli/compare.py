@@ -18,13 +18,13 @@ from recollect.report.terminal import Column, TerminalTable
 from recollect.wording import worded
 
 if TYPE_CHECKING:
-    from recollect.experiments.comparison.results import Comparison
+    from recollect.experiments.comparison.comparison import Comparison
 
 __all__ = ["compare"]
 
 SIZES = (
     *("width", "depth", "heads", "key-dim", "parameters"),
-    *("steps", "tokens", "batch", "length", "lr", "jobs", "seed"),
+    *("steps", "tokens", "batch", "length", "lr", "jobs", "seed", "seeds", "device"),
 )
 """Options with which a model or its training may be refused."""
 
@@ -50,7 +50,13 @@ def compare(
         int | None, typer.Option(help="Training tokens per model, in place of --steps.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, examples and their order.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(help="How many, from --seed on: their mean and spread is reported.")
+    ] = 1,
     jobs: Annotated[int, typer.Option(help="Processes, one thread each if several.")] = 1,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, mps; a GPU if there is one by default.")
+    ] = None,
     method: Annotated[str, typer.Option(help="Engine, or auto.")] = "auto",
     key_dim: Annotated[
         int | None, typer.Option(help="Channels of every memory's keys; width / heads if omitted.")
@@ -96,10 +102,12 @@ def compare(
         raise ValueError(
             "--rows needs --parameters, so that rows can be laid side by side, and --task text"
         )
+    if rows is not None and seeds != 1:
+        raise ValueError("--seeds and --rows exclude each other: a row is of one seed")
     place = out if rows is None else rows
     check_writable(place)
     console = console_of_page(stderr=as_json)
-    display = CompareDisplay(console, models=len(chosen), tasks=len(set(task)))
+    display = CompareDisplay(console, models=len(chosen) * max(1, seeds), tasks=len(set(task)))
     command = shlex.join(["recollect", *sys.argv[1:]])
     with owned_folder(place), display:
         if rows is not None:
@@ -114,6 +122,7 @@ def compare(
                 seed=seed,
                 method=method,
                 jobs=jobs,
+                device=device,
                 watcher=display,
                 command=command,
             )
@@ -128,9 +137,11 @@ def compare(
             corpus=corpus,
             sizes=sizes,
             seed=seed,
+            seeds=seeds,
             method=method,
             parameters=parameters,
             jobs=jobs,
+            device=device,
             watcher=display,
         )
         try:

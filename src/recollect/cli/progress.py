@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from recollect.experiments.comparison.training import History
     from recollect.experiments.framework.experiment import Experiment
     from recollect.experiments.framework.records import Record
+    from recollect.lm.training.train import Header
     from recollect.lm.training.train import Progress as TrainProgress
 
 __all__ = ["BenchDisplay", "CompareDisplay", "Display", "ReproduceDisplay", "TrainDisplay"]
@@ -107,6 +108,17 @@ class TrainDisplay(Display):
         self.steps, self.every = steps, max(1, steps // 20)
         self.printed = -1
         self.task = self.bars.add_task("training", total=steps, facts="")
+
+    def head(self, header: Header, page: Console) -> None:
+        """What the run is about to do, on a page that may be another than the bar's."""
+        self.live.transient = True  # nothing is left of a bar that has not moved
+        self.live.stop()  # it would take what is printed beside it for its own
+        self.live.transient = False
+        with suppress(OSError):  # nobody listens, and the work goes on
+            for name, words in header.lines():
+                page.print(f"{name:<12}{words}", markup=False, highlight=False, soft_wrap=True)
+        if self.console.is_terminal:
+            self.live.start(refresh=True)
 
     def show(self, progress: TrainProgress) -> None:
         """One step's news."""
@@ -190,11 +202,11 @@ class CompareDisplay(Display):
         """A model is done."""
         value = "–" if run.value is None else f"{run.value:.3f}"
         speed = f"{run.tokens_per_second:,.0f}"
-        row = run.task, run.model, f"{run.parameters:,}", f"{run.tokens:,}", "", value, speed
+        row = run.task, run.label, f"{run.parameters:,}", f"{run.tokens:,}", "", value, speed
         self.done.append(row)
-        self._drop(run.task, run.model)
+        self._drop(run.task, run.label)
         self.line(
-            f"    {run.task}: {run.model} {value} after {run.tokens:,} tokens, {speed} tokens/s"
+            f"    {run.task}: {run.label} {value} after {run.tokens:,} tokens, {speed} tokens/s"
         )
 
     def fail(self, task: str, model: str, reason: str) -> None:

@@ -25,6 +25,9 @@ def train(
     ] = False,
     out: Annotated[str | None, typer.Option(help="Folder, in place of [run] out.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps, in place of [optimizer].")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, mps, in place of [run] device.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train a language model as a file says; a run that was stopped goes on with --resume."""
@@ -38,15 +41,26 @@ def train(
     if steps is not None:
         with worded({"[optimizer] steps": "--steps"}):
             plan = replace(plan, optimizer=replace(plan.optimizer, steps=steps, tokens=None))
+    words = {} if device is None else {"[run] device": "--device"}
+    if device is not None:
+        with worded(words):
+            plan = replace(plan, run=replace(plan.run, device=device))
     console = console_of_page(stderr=True)
+    page = console_of_page(stderr=as_json)
 
     def say(sentence: str) -> None:
         with contextlib.suppress(OSError):  # nobody listens, and the run goes on
             console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
     try:
-        with TrainDisplay(console, plan.steps) as display:
-            result = run(plan, resume=resume, watch=display.show, say=say)
+        with TrainDisplay(console, plan.steps) as display, worded(words):
+            result = run(
+                plan,
+                resume=resume,
+                watch=display.show,
+                say=say,
+                begins=lambda header: display.head(header, page),
+            )
     except Interrupted as error:
         say(str(error))
         raise typer.Exit(INTERRUPTED) from None

@@ -29,8 +29,9 @@ from recollect.experiments.reproduce import reproduce
 
 if TYPE_CHECKING:
     from recollect.experiments.comparison.compare import compare
+    from recollect.experiments.comparison.comparison import Comparison
     from recollect.experiments.comparison.report import save_comparison
-    from recollect.experiments.comparison.results import Comparison, ModelRun, Sizes, Watcher
+    from recollect.experiments.comparison.results import ModelRun, Sizes, Watcher
     from recollect.experiments.comparison.table import add_rows, write_rows_table
     from recollect.experiments.comparison.training import Schedule
 
@@ -62,7 +63,7 @@ __all__ = [
 _TRAINING = {
     "compare": "comparison.compare",
     "save_comparison": "comparison.report",
-    "Comparison": "comparison.results",
+    "Comparison": "comparison.comparison",
     "ModelRun": "comparison.results",
     "Sizes": "comparison.results",
     "Watcher": "comparison.results",

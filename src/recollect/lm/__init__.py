@@ -41,13 +41,16 @@ from recollect.lm.model.paper_sizes import PAPER_SIZES, PaperSize, paper_config
 from recollect.lm.prompt import Prompt
 from recollect.lm.swap import replace_attention
 from recollect.lm.swap_loading import register
+from recollect.lm.training.divergence import Diverged
 from recollect.lm.training.plan import TrainPlan, load_plan
-from recollect.lm.training.train import Progress, Trained, train
+from recollect.lm.training.train import Header, Progress, Trained, train
 from recollect.lm.training.weight_decay import parameter_groups
 
 __all__ = [
     "PAPER_SIZES",
     "CheckpointError",
+    "Diverged",
+    "Header",
     "PaperSize",
     "Progress",
     "Prompt",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from recollect.experiments.comparison.comparison import Comparison
 from recollect.experiments.comparison.jobs import Job, run_jobs, training_environment
 from recollect.experiments.comparison.results import (
     DEFAULTS,
-    Comparison,
     ModelRun,
     Nobody,
     Sizes,
@@ -20,6 +20,7 @@ from recollect.layer.options import LayerOptions
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import match_parameters, parameter_count
 from recollect.recipe.recipe import Recipe
+from recollect.report.devices import find_device
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 from recollect.wording import shown, word_for, worded
 from recollect.zoo.preset import Preset, get
@@ -50,9 +51,11 @@ def compare(
     corpus: TextCorpus | None = None,
     sizes: Mapping[str, Sizes] | None = None,
     seed: int = 0,
+    seeds: int = 1,
     method: str = "auto",
     parameters: int | None = None,
     jobs: int = 1,
+    device: str | None = None,
     watcher: Watcher | None = None,
 ) -> Comparison:
     """Train each model on each task at equal parameters and tokens.
@@ -65,6 +68,8 @@ def compare(
         corpus: a text already loaded, instead of ``text``.
         sizes: per task, in place of `DEFAULTS`.
         seed: of initial weights, examples and their order; 0 to 2³² − 1.
+        seeds: how many; every model is trained anew with ``seed``, ``seed`` + 1, ... and reported
+            by mean and spread over them. Models share the examples of a seed.
         method: engine, as in `recall`.
         parameters: that every model is brought to; the largest model's when omitted. Runs that give
             the same number can be laid side by side.
@@ -72,6 +77,7 @@ def compare(
             faster so: two processes get more done than one with two threads. They begin by
             importing the main module again, so a script calls this under ``if __name__ ==
             "__main__":``, and members of one's own stand in a module that registers them.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``; a GPU if there is one, by default.
         watcher: told about progress.
 
     Returns:
@@ -79,7 +85,8 @@ def compare(
         lost.
 
     Raises:
-        ValueError: no models, a name twice, an unknown task, or no process to train them in.
+        ValueError: no models, a name twice, an unknown task, no process to train them in, no seed,
+            or a device that is not here.
         RecipeError: an unknown zoo name.
 
     Examples:
@@ -90,6 +97,10 @@ def compare(
         >>> found = rc.compare(["linear_attention", "delta_net"], ["mqar"], sizes={"mqar": sizes})
         >>> [(run.model, run.finished) for run in found.of("mqar")]
         [('linear_attention', True), ('delta_net', True)]
+        >>> print(str(found).splitlines()[0])
+        Recall: accuracy on multi-query associative recall (higher is better)
+        >>> sorted(path.name for path in found.save("runs/two").values())[-1]
+        'results.json'
     """
     models = [models] if isinstance(models, str | Preset) else models
     tasks = [tasks] if isinstance(tasks, str) else tasks
@@ -107,6 +118,8 @@ def compare(
             raise ValueError(f"compare: unknown task {task!r}; there are {', '.join(TASKS)}")
     held(word_for("jobs", "compare: jobs"), whole(1), jobs)
     held(word_for("seed", "compare: seed"), whole(0, 2**32 - 1), seed)
+    held(word_for("seeds", "compare: seeds"), whole(1, 2**32 - seed), seeds)
+    where = find_device(device, said=word_for("device", "compare: device"))
     every = {task: (sizes or {}).get(task, DEFAULTS[task]) for task in dict.fromkeys(tasks)}
     bigram = None
     facts: dict[str, str] = {}
@@ -114,7 +127,7 @@ def compare(
     runs: dict[tuple[str, str], ModelRun] = {}
     failures: list[tuple[str, str, str]] = []
     wanted: list[Job] = []
-    environment = training_environment(len(every) * len(chosen), jobs)
+    environment = training_environment(len(every) * len(chosen) * seeds, jobs, where)
     interrupted = False
     try:
         if "text" in every:
@@ -132,22 +145,32 @@ def compare(
             told = recall is not None
             configs = _equal_configs(chosen, vocab, size, method, parameters, conv=told)
             wanted += [
-                Job(task=task, model=name, config=config, size=size, seed=seed)
+                Job(
+                    task=task,
+                    model=name,
+                    config=config,
+                    size=size,
+                    seed=number,
+                    several=seeds > 1,
+                    device=str(where),
+                )
+                for number in range(seed, seed + seeds)
                 for name, config in zip(names, configs, strict=True)
             ]
         for job, outcome in run_jobs(wanted, corpus, jobs, watcher or Nobody()):
             if isinstance(outcome, ModelRun):
                 if outcome.tokens:
-                    runs[job.task, job.model] = outcome
+                    runs[job.task, job.label] = outcome
             else:  # the others are worth having; the reason stands in the report
-                failures.append((job.task, job.model, outcome))
+                failures.append((job.task, job.label, outcome))
     except KeyboardInterrupt:
         interrupted = True
-    asked = [(job.task, job.model) for job in wanted]
+    asked = [(job.task, job.label) for job in wanted]
     return Comparison(
         runs=tuple(runs[key] for key in asked if key in runs),
         sizes=every,
         seed=seed,
+        seeds=seeds,
         environment=environment,
         bigram=bigram,
         text=facts,

@@ -15,6 +15,7 @@ from recollect.experiments.comparison.training import History, train
 from recollect.experiments.framework.processes import GLANCE, Lost, in_processes, stopped, tell
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
+from recollect.report.devices import find_device
 from recollect.report.environment import Environment, describe_environment
 from recollect.tasks.text import TextCorpus
 
@@ -23,13 +24,26 @@ __all__ = ["Job", "Outcome", "run_jobs", "training_environment"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One model to train on one task."""
+    """One model to train on one task.
+
+    Attributes:
+        task, model, config, size, seed: what is trained, on what.
+        several: whether the comparison has several seeds.
+        device: as `find_device` takes it.
+    """
 
     task: str
     model: str
     config: RecollectConfig
     size: Sizes
     seed: int
+    several: bool = False
+    device: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The model, and the seed where there are several."""
+        return f"{self.model}, seed {self.seed}" if self.several else self.model
 
 
 Outcome = ModelRun | str
@@ -55,16 +69,20 @@ def run_jobs(
         else _in_turn(jobs, corpus, watcher)
     )
     for job, outcome in outcomes:
-        if isinstance(outcome, str):
-            watcher.fail(job.task, job.model, outcome)
-        elif outcome.tokens:
-            watcher.end(outcome)
+        try:
+            if isinstance(outcome, str):
+                watcher.fail(job.task, job.label, outcome)
+            elif outcome.tokens:
+                watcher.end(outcome)
+        except KeyboardInterrupt:  # while it was told: nothing that ended is lost
+            yield job, outcome
+            raise
         yield job, outcome
 
 
-def training_environment(jobs: int, processes: int) -> Environment:
+def training_environment(jobs: int, processes: int, device: torch.device) -> Environment:
     """What so many jobs are trained in: every process has one thread where there are several."""
-    environment = describe_environment()
+    environment = describe_environment(device)
     return replace(environment, threads=_threads(jobs, processes) or environment.threads)
 
 
@@ -89,12 +107,13 @@ class _Tasks:
 
     def __init__(self, corpus: TextCorpus | None) -> None:
         self.corpus = corpus
-        self.ready: dict[str, CompareTask] = {}
+        self.ready: dict[tuple[str, int], CompareTask] = {}
 
     def of(self, job: Job) -> CompareTask:
-        if job.task not in self.ready:
-            self.ready[job.task] = compare_task(job.task, job.size, job.seed, self.corpus)
-        return self.ready[job.task]
+        which = job.task, job.seed
+        if which not in self.ready:
+            self.ready[which] = compare_task(job.task, job.size, job.seed, self.corpus)
+        return self.ready[which]
 
 
 def _tried(job: Job, tasks: _Tasks, watcher: Watcher) -> Outcome:
@@ -114,7 +133,7 @@ def _trained(job: Job, task: CompareTask, watcher: Watcher) -> ModelRun:
     history = History()
     by_pairs: dict[int, float] = {}
     try:
-        watcher.begin(job.task, job.model, parameters, job.size.schedule.steps)
+        watcher.begin(job.task, job.label, parameters, job.size.schedule.steps)
         train(
             model,
             task.examples,
@@ -122,7 +141,8 @@ def _trained(job: Job, task: CompareTask, watcher: Watcher) -> ModelRun:
             evaluate=task.evaluate,
             seed=job.seed,
             history=history,
-            watch=lambda step, loss, seen: watcher.step(job.task, job.model, step, loss, seen),
+            watch=lambda step, loss, seen: watcher.step(job.task, job.label, step, loss, seen),
+            device=find_device(job.device, said="device"),
         )
         model.eval()
         with torch.no_grad():
@@ -144,6 +164,7 @@ def _trained(job: Job, task: CompareTask, watcher: Watcher) -> ModelRun:
         seconds=history.seconds,
         cpu_seconds=time.process_time() - began,
         finished=history.finished,
+        seed=job.seed if job.several else None,
     )
 
 

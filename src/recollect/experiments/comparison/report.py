@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import statistics
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from recollect.experiments.comparison.results import Comparison, ModelRun
+from recollect.experiments.comparison.results import ModelRun, Outcomes, Summary
 from recollect.experiments.comparison.tasks import RECALLS
 from recollect.report.figures import Series, line_figure
 from recollect.report.files import rescue, write_atomic
@@ -32,27 +33,30 @@ def _size(run: ModelRun) -> str:
     return f"{kib:,.1f} KiB{', grows' if run.grows else ''}"
 
 
-def table(comparison: Comparison, task: str) -> Table:
-    """One row per model of a task."""
-    runs = comparison.of(task)
-    pairs = sorted({count for run in runs for count in run.by_pairs})
+def table(comparison: Outcomes, task: str) -> Table:
+    """One row per model of a task, with the mean and the spread of several seeds."""
+    models = comparison.summaries(task)
+    pairs = sorted({count for one in models for count in one.by_pairs})
     value = "bits per byte" if task == "text" else "accuracy"
     columns = ["model", value, *(f"{count} pairs" for count in pairs)]
     columns += ["parameters", "tokens", "state per sequence", "tokens/s", "finished"]
     rows: list[list[str | int | float | None]] = []
-    for run in runs:
-        row: list[str | int | float | None] = [run.model]
-        row.append(None if run.value is None else f"{run.value:.3f}")
-        row += [f"{run.by_pairs[c]:.3f}" if c in run.by_pairs else None for c in pairs]
-        row += [f"{run.parameters:,}", f"{run.tokens:,}", _size(run)]
-        row += [f"{run.tokens_per_second:,.0f}", "yes" if run.finished else "interrupted"]
+    for one in models:
+        run, found = one.runs[0], one.by_pairs
+        row: list[str | int | float | None] = [one.model, one.told()]
+        row += [f"{found[c][0]:.3f}" if c in found else None for c in pairs]
+        row += [f"{run.parameters:,}", f"{max(r.tokens for r in one.runs):,}", _size(run)]
+        ended = "yes" if run.finished else "interrupted"
+        if comparison.seeds > 1:
+            ended = f"{len(one.finished)} of {comparison.seeds} seeds"
+        row += [f"{one.mean('tokens_per_second'):,.0f}", ended]
         rows.append(row)
     return Table(
         columns=columns, rows=rows, title=_TITLES[task], caption=_caption(comparison, task)
     )
 
 
-def measured_on(comparison: Comparison, task: str) -> str:
+def measured_on(comparison: Outcomes, task: str) -> str:
     """Why a value of the table is not where its curve ends; nothing where they are the same."""
     glance, whole = comparison.measured.get(task, (0, 0))
     if glance == whole:
@@ -71,13 +75,13 @@ def measured_on(comparison: Comparison, task: str) -> str:
     return said
 
 
-def _caption(comparison: Comparison, task: str) -> str:
+def _caption(comparison: Outcomes, task: str) -> str:
     size = comparison.sizes[task]
     shape = (
         f"{size.depth} layer{'s' if size.depth > 1 else ''} of width {size.width}, "
         f"{size.schedule.steps} steps of "
         f"{size.schedule.batch} × {size.length} tokens, peak learning rate {size.schedule.lr:g}, "
-        f"seed {comparison.seed}. The feed-forward width is set so that parameters are equal. "
+        f"{_seeds(comparison)}. The feed-forward width is set so that parameters are equal. "
         "State "
         f"is what decoding keeps per sequence after {size.length} tokens."
     )
@@ -103,14 +107,34 @@ def _caption(comparison: Comparison, task: str) -> str:
     return shape
 
 
-def _curves(comparison: Comparison, task: str) -> Figure | None:
-    runs = [run for run in comparison.of(task) if run.curve]
-    if not runs:
+def _seeds(comparison: Outcomes) -> str:
+    first, last = comparison.seed, comparison.seed + comparison.seeds - 1
+    if first == last:
+        return f"seed {first}"
+    if last == first + 1:
+        return f"seeds {first} and {last} (the mean, and both values)"
+    return f"seeds {first} to {last} (the mean ± the standard deviation of {comparison.seeds})"
+
+
+def _curve(one: Summary) -> Series:
+    """The mean over the seeds, with a band from the least to the greatest."""
+    curves = [run.curve for run in one.finished or one.runs if run.curve]
+    points = list(zip(*curves, strict=False))
+    several = len(curves) > 1
+    return Series(
+        name=one.model,
+        x=[point[0][0] for point in points],
+        y=[statistics.fmean(value for _, value in point) for point in points],
+        low=[min(value for _, value in point) for point in points] if several else None,
+        high=[max(value for _, value in point) for point in points] if several else None,
+    )
+
+
+def _curves(comparison: Outcomes, task: str) -> Figure | None:
+    models = [one for one in comparison.summaries(task) if any(run.curve for run in one.runs)]
+    if not models:
         return None
-    series = [
-        Series(name=run.model, x=[t for t, _ in run.curve], y=[v for _, v in run.curve])
-        for run in runs
-    ]
+    series = [_curve(one) for one in models]
     levels = {}
     if task == "text" and comparison.bigram is not None:
         levels = {"byte bigram": comparison.bigram}
@@ -132,7 +156,7 @@ def _curves(comparison: Comparison, task: str) -> Figure | None:
     )
 
 
-def _of_points(comparison: Comparison, task: str) -> str:
+def _of_points(comparison: Outcomes, task: str) -> str:
     """On what a curve is measured, where that is not what the table is."""
     glance, whole = comparison.measured.get(task, (0, 0))
     if glance == whole:
@@ -141,15 +165,18 @@ def _of_points(comparison: Comparison, task: str) -> str:
     return f" Each point is measured on {glance:,} of the {whole:,} {what} of the table."
 
 
-def _recall_by_state(comparison: Comparison, task: str) -> Figure | None:
+def _recall_by_state(comparison: Outcomes, task: str) -> Figure | None:
     """What a model of a task keeps and how much of it it recalls, at the most pairs that it has."""
-    runs = [run for run in comparison.of(task) if run.by_pairs]
-    if not runs:
+    models = [one for one in comparison.summaries(task) if one.by_pairs]
+    if not models:
         return None
-    most = max(runs[0].by_pairs)
+    most = max(models[0].by_pairs)
     size = comparison.sizes[task]
     files = line_figure(
-        [Series(name=run.model, x=[run.state_bytes], y=[run.by_pairs[most]]) for run in runs],
+        [
+            Series(name=one.model, x=[one.runs[0].state_bytes], y=[one.by_pairs[most][0]])
+            for one in models
+        ],
         x=f"bytes of state per sequence after {size.length} tokens",
         y=f"accuracy at {most} pairs",
         title="What is kept, and what is recalled of it",
@@ -163,18 +190,22 @@ def _recall_by_state(comparison: Comparison, task: str) -> Figure | None:
     )
 
 
-def _recall_by_pairs(comparison: Comparison, task: str) -> Figure | None:
-    runs = [run for run in comparison.of(task) if run.by_pairs]
-    if not runs:
+def _recall_by_pairs(comparison: Outcomes, task: str) -> Figure | None:
+    models = [one for one in comparison.summaries(task) if one.by_pairs]
+    if not models:
         return None
+    several = comparison.seeds > 1
+    lines = [(one.model, sorted(one.by_pairs.items())) for one in models]
     files = line_figure(
         [
             Series(
-                name=run.model,
-                x=sorted(run.by_pairs),
-                y=[run.by_pairs[c] for c in sorted(run.by_pairs)],
+                name=name,
+                x=[count for count, _ in found],
+                y=[mean for _, (mean, _, _) in found],
+                low=[least for _, (_, least, _) in found] if several else None,
+                high=[greatest for _, (_, _, greatest) in found] if several else None,
             )
-            for run in runs
+            for name, found in lines
         ],
         x="key–value pairs to remember",
         y="recall accuracy",
@@ -190,7 +221,7 @@ def _recall_by_pairs(comparison: Comparison, task: str) -> Figure | None:
 
 
 def save_comparison(
-    comparison: Comparison, out: str | PathLike[str], *, command: str = ""
+    comparison: Outcomes, out: str | PathLike[str], *, command: str = ""
 ) -> dict[str, Path]:
     """Write ``report.html``, ``results.json``, ``results.csv`` and the figures into a folder.
 
@@ -215,7 +246,7 @@ def save_comparison(
             raise ValueError(rescue(files, wanted=folder, error=error)) from error
 
 
-def _written(comparison: Comparison, folder: Path, command: str) -> dict[str, Path]:
+def _written(comparison: Outcomes, folder: Path, command: str) -> dict[str, Path]:
     sections: list[Table | Figure | Note] = []
     paths: dict[str, Path] = {}
     if comparison.interrupted:
@@ -247,11 +278,11 @@ def _written(comparison: Comparison, folder: Path, command: str) -> dict[str, Pa
     return paths
 
 
-def _json(comparison: Comparison) -> str:
+def _json(comparison: Outcomes) -> str:
     return json.dumps(comparison.to_dict(), indent=2, allow_nan=False) + "\n"
 
 
-def _figures(comparison: Comparison, task: str) -> list[tuple[str, Figure]]:
+def _figures(comparison: Outcomes, task: str) -> list[tuple[str, Figure]]:
     found = [(f"{task}-curves", _curves(comparison, task))]
     if task in RECALLS:
         found.append((f"{task}-pairs", _recall_by_pairs(comparison, task)))
@@ -260,16 +291,16 @@ def _figures(comparison: Comparison, task: str) -> list[tuple[str, Figure]]:
     return [(name, figure) for name, figure in found if figure is not None]
 
 
-def _summary(comparison: Comparison) -> str:
+def _summary(comparison: Outcomes) -> str:
     parts: list[str] = []
     for task, best in (("text", min), *((name, max) for name in RECALLS)):
-        runs = [run for run in comparison.of(task) if run.value is not None and run.finished]
-        if runs:
-            top = best(runs, key=lambda run: run.value or 0.0)
-            parts.append(f"Best on {task}: {top.model} with {top.value:.3f} {_MEASURES[task]}.")
-    below = [r for r in comparison.of("text") if r.value is not None]
+        ended = [one for one in comparison.summaries(task) if one.values and one.finished]
+        if ended:
+            top = best(ended, key=lambda one: one.value or 0.0)
+            parts.append(f"Best on {task}: {top.model} with {top.told()} {_MEASURES[task]}.")
+    below = [one for one in comparison.summaries("text") if one.value is not None]
     if comparison.bigram is not None and below:
-        count = sum((run.value or 0.0) < comparison.bigram for run in below)
+        count = sum((one.value or 0.0) < comparison.bigram for one in below)
         parts.append(
             f"{count} of {len(below)} are below the byte bigram's {comparison.bigram:.3f}."
         )
@@ -282,6 +313,8 @@ def _csv(runs: Sequence[ModelRun]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     plain = ["task", "model", "value", "parameters", "state_bytes", "grows", "tokens"]
     plain += ["tokens_per_second", "seconds", "finished"]
+    if any(run.seed is not None for run in runs):
+        plain.insert(2, "seed")
     writer.writerow([*plain, *(f"accuracy_{count}_pairs" for count in pairs)])
     for run in runs:
         writer.writerow(

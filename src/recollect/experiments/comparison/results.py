@@ -1,10 +1,11 @@
-"""Inputs and results of `compare`: sizes, runs, a comparison, and progress."""
+"""Inputs and results of `compare`: sizes, runs, what they say of each model, and progress."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from recollect.experiments.comparison.training import History, Schedule
 from recollect.experiments.framework.records import plain
@@ -12,7 +13,7 @@ from recollect.fields import Validated, held, integer, whole
 from recollect.report.environment import Environment
 from recollect.wording import word_for
 
-__all__ = ["DEFAULTS", "Comparison", "ModelRun", "Nobody", "Sizes", "Watcher"]
+__all__ = ["DEFAULTS", "ModelRun", "Nobody", "Outcomes", "Sizes", "Summary", "Watcher"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,7 @@ class ModelRun:
         seconds: of training alone; cpu_seconds: processor time of training and measuring, over all
             threads.
         finished: False when the run was interrupted; the numbers are those so far.
+        seed: of this run, where the comparison has several; otherwise ``None``.
     """
 
     task: str
@@ -140,14 +142,106 @@ class ModelRun:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     finished: bool = True
+    seed: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The model, and the seed where there are several."""
+        return self.model if self.seed is None else f"{self.model}, seed {self.seed}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        data = plain(asdict(self))
+        if self.seed is None:
+            del data["seed"]
+        return data
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """A comparison, whole or interrupted.
+class Summary:
+    """What the runs of one model on one task say together, one run per seed.
 
     Attributes:
-        runs: by task, in the order of the models.
+        task, model: whose runs they are.
+        runs: one at least.
+    """
+
+    task: str
+    model: str
+    runs: tuple[ModelRun, ...]
+
+    @property
+    def finished(self) -> tuple[ModelRun, ...]:
+        """The runs that came to their end."""
+        return tuple(run for run in self.runs if run.finished)
+
+    @property
+    def values(self) -> list[float]:
+        """Of the runs that came to their end; of all, where none did."""
+        return [run.value for run in self.finished or self.runs if run.value is not None]
+
+    @property
+    def value(self) -> float | None:
+        """Their mean, ``None`` without any."""
+        return statistics.fmean(self.values) if self.values else None
+
+    @property
+    def sd(self) -> float | None:
+        """Their standard deviation (n − 1), ``None`` of fewer than three."""
+        return statistics.stdev(self.values) if len(self.values) > 2 else None
+
+    def mean(self, name: str) -> float:
+        """Of an attribute of the runs, over all of them.
+
+        Args:
+            name: of a number of `ModelRun`.
+        """
+        return statistics.fmean(getattr(run, name) for run in self.runs)
+
+    @property
+    def by_pairs(self) -> dict[int, tuple[float, float, float]]:
+        """Mean, least and greatest accuracy by number of pairs."""
+        every: dict[int, list[float]] = {}
+        for run in self.finished or self.runs:
+            for count, accuracy in run.by_pairs.items():
+                every.setdefault(count, []).append(accuracy)
+        return {
+            count: (statistics.fmean(each), min(each), max(each)) for count, each in every.items()
+        }
+
+    def told(self) -> str | None:
+        """The mean with its spread: ± the standard deviation, or both ends of two."""
+        if self.value is None:
+            return None
+        if self.sd is not None:
+            return f"{self.value:.3f} ± {self.sd:.3f}"
+        if len(self.values) == 2:
+            return f"{self.value:.3f} ({min(self.values):.3f}–{max(self.values):.3f})"
+        return f"{self.value:.3f}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "task": self.task,
+            "model": self.model,
+            "seeds": [run.seed for run in self.finished],
+            "value": self.value,
+            "sd": self.sd,
+            "min": min(self.values, default=None),
+            "max": max(self.values, default=None),
+            "by_pairs": {str(count): mean for count, (mean, _, _) in self.by_pairs.items()},
+        }
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Outcomes:
+    """What a comparison measured, whole or interrupted.
+
+    Attributes:
+        runs: by task and seed, in the order of the models.
+        sizes: of each task.
+        seed: the first.
+        environment: that they were trained in.
         bigram: bits per byte of a smoothed byte bigram on the same held-out text.
         text: source and digest of the text.
         chance: accuracy of guessing among the values (mqar).
@@ -156,6 +250,7 @@ class Comparison:
         failures: (task, model, reason) of models that could not be trained.
         measured: by task, on how much a point of a curve and a value of the table are measured:
             bytes of held-out text, or examples of each number of pairs.
+        seeds: how many, from ``seed`` on; each model is trained once with each.
     """
 
     runs: tuple[ModelRun, ...]
@@ -169,15 +264,36 @@ class Comparison:
     processes: int = 1
     failures: tuple[tuple[str, str, str], ...] = ()
     measured: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    seeds: int = 1
 
     def of(self, task: str) -> list[ModelRun]:
         """The runs of one task."""
         return [run for run in self.runs if run.task == task]
 
+    def summaries(self, task: str) -> list[Summary]:
+        """What the runs of each model on one task say together.
+
+        Args:
+            task: name of the task.
+        """
+        by_model: dict[str, list[ModelRun]] = {}
+        for run in self.of(task):
+            by_model.setdefault(run.model, []).append(run)
+        return [
+            Summary(task=task, model=model, runs=tuple(runs)) for model, runs in by_model.items()
+        ]
+
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready."""
+        """JSON-ready; with several seeds, with the ``summary`` of each model on each task."""
+        data = plain(asdict(self))
+        if self.seeds == 1:
+            del data["seeds"]
+        else:
+            every = [one for task in self.sizes for one in self.summaries(task)]
+            data["summary"] = [one.to_dict() for one in every]
         return {
-            **plain(asdict(self)),
+            **data,
+            "runs": [run.to_dict() for run in self.runs],
             "environment": self.environment.to_dict(),
             "schema": 1,
         }

@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from recollect.experiments.comparison.compare import Named, compare, named
+from recollect.experiments.comparison.comparison import Comparison
 from recollect.experiments.comparison.jobs import training_environment
-from recollect.experiments.comparison.results import Comparison, ModelRun, Nobody, Sizes, Watcher
+from recollect.experiments.comparison.results import ModelRun, Nobody, Sizes, Watcher
 from recollect.experiments.comparison.tasks import MEASURED
-from recollect.experiments.framework.records import plain
 from recollect.layer.options import LayerOptions
 from recollect.recipe.json_text import read_json
 from recollect.recipe.recipe import Recipe
+from recollect.report.devices import find_device
 from recollect.report.files import rescue, write_atomic
 from recollect.report.ownership import owned_folder
 from recollect.report.signals import deferred
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
+from recollect.wording import word_for
 from recollect.zoo.preset import names
 
 __all__ = ["add_rows", "write_rows_table"]
@@ -48,13 +50,14 @@ def add_rows(
     seed: int = 0,
     method: str = "auto",
     jobs: int = 1,
+    device: str | None = None,
     watcher: Watcher | None = None,
     command: str = "",
 ) -> Comparison | None:
     """Train the models whose rows a folder lacks, on text; the table is rewritten after each.
 
     Args:
-        models, text, corpus, seed, method, parameters, jobs, watcher: as in `compare`.
+        models, text, corpus, seed, method, parameters, jobs, device, watcher: as in `compare`.
         folder: holds ``NAME.json`` for each model and ``README.md``, the table.
         sizes: of every model and run.
         command: that makes the table, to be printed above it.
@@ -77,6 +80,7 @@ def add_rows(
             seed=seed,
             method=method,
             jobs=jobs,
+            device=device,
             watcher=watcher or Nobody(),
             command=command,
         )
@@ -92,10 +96,12 @@ def _added(
     seed: int,
     method: str,
     jobs: int,
+    device: str | None,
     watcher: Watcher,
     command: str,
 ) -> Comparison | None:
     """`add_rows`, in a folder that is this run's own."""
+    where = find_device(device, said=word_for("device", "add_rows: device"))
     terms = _terms(sizes, parameters, corpus.sha256, seed, method)
     for path in sorted(place.glob("*.json")):
         _stands(path, _shared(terms))  # before anything is trained: other terms make no table
@@ -117,13 +123,13 @@ def _added(
         "terms": terms,
         "bigram": bigram_bits_per_byte(corpus),
         "source": corpus.source,
-        "environment": training_environment(len(todo), jobs).to_dict(),
+        "environment": training_environment(len(todo), jobs, where).to_dict(),
     }
 
     unwritten: dict[str, str] = {}
 
     def keep(run: ModelRun) -> None:
-        row = {**common, "model": run.model, **layers[run.model], "run": plain(asdict(run))}
+        row = {**common, "model": run.model, **layers[run.model], "run": run.to_dict()}
         unwritten[f"{run.model}.json"] = json.dumps(row, indent=2, allow_nan=False) + "\n"
         with suppress(OSError), deferred():  # the others go on, and it is tried again
             write()
@@ -143,6 +149,7 @@ def _added(
         method=method,
         parameters=parameters,
         jobs=jobs,
+        device=device,
         watcher=_Keeper(watcher, keep),
     )
     try:

@@ -7,15 +7,22 @@ in the same order. What is measured on the way is kept in a history, so an inter
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from recollect.experiments.framework.fitting import rate_at, training_steps
+from recollect.experiments.framework.fitting import (
+    TrainingStep,
+    asked_loss,
+    rate_at,
+    training_steps,
+)
 from recollect.fields import Validated, integer, number
+from recollect.lm.training.divergence import REFUSALS, Diverged, find_origin
 from recollect.lm.training.weight_decay import parameter_groups
+from recollect.report.devices import find_device
 
 __all__ = ["History", "Schedule", "train"]
 
@@ -92,6 +99,7 @@ def train(
     seed: int,
     history: History,
     watch: Watch | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Train a model in place, filling ``history`` as it goes.
 
@@ -103,24 +111,32 @@ def train(
         seed: of the order of examples.
         history: filled while training runs, so that an interrupt loses nothing.
         watch: called after every step with the step, the latest logged loss and the history.
+        device: where; by default as `find_device` says.
+
+    Raises:
+        Diverged: a loss or a gradient that is not finite.
     """
-    model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    model.to(device or find_device(None, said="device"))
     inputs, labels = examples
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
     some = order[: schedule.steps * schedule.batch].split(schedule.batch)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        at = some[number - 1]
+        return inputs[at], labels[at]
+
     steps = training_steps(
         model,
-        ((inputs[at], labels[at]) for at in some),
+        map(batch, range(1, len(some) + 1)),
         # Fused, as the numbers in results/ were made: rounding differs otherwise.
         torch.optim.AdamW(parameter_groups(model, weight_decay=schedule.weight_decay), fused=True),
         schedule.rate,
         clip=schedule.clip,
         predict=lambda x: model(input_ids=x).logits,
-        skip_infinite=False,  # a model that diverged says so
     )
     recent: list[float] = []
     began = time.perf_counter()
-    for step in steps:
+    for step in _finite(steps, model, batch, schedule):
         history.seconds += time.perf_counter() - began
         history.tokens += schedule.batch * inputs[0].numel()
         recent.append(step.loss)
@@ -135,3 +151,43 @@ def train(
             watch(step.number, history.losses[-1][1] if history.losses else None, history)
         began = time.perf_counter()
     history.finished = True
+
+
+def _finite(
+    steps: Iterator[TrainingStep],
+    model: nn.Module,
+    batch: Callable[[int], tuple[Tensor, Tensor]],
+    schedule: Schedule,
+) -> Iterator[TrainingStep]:
+    """The steps, up to one whose loss or gradient is not finite.
+
+    Raises:
+        Diverged: there is such a step.
+    """
+
+    def diverged(number: int, *, sure: bool) -> Diverged | None:
+        inputs, labels = (x.to(next(model.parameters()).device) for x in batch(number))
+        origin = find_origin(model, lambda: [asked_loss(model(input_ids=inputs).logits, labels)])
+        if origin is None and not sure:
+            return None
+        return Diverged(
+            step=number,
+            lr=schedule.rate(number - 1),
+            origin=origin,
+            advice="take a lower lr",
+        )
+
+    number = 0
+    while True:
+        number += 1
+        try:
+            step = next(steps, None)
+        except REFUSALS as error:
+            if (found := diverged(number, sure=False)) is None:
+                raise
+            raise found from error
+        if step is None:
+            return
+        if not step.finite and (found := diverged(number, sure=True)) is not None:
+            raise found
+        yield step

@@ -23,6 +23,7 @@ __all__ = [
     "Fit",
     "TrainingStep",
     "accuracy",
+    "asked_loss",
     "fit",
     "rate_at",
     "training_steps",
@@ -117,9 +118,10 @@ def training_steps(
     *,
     clip: float,
     predict: Callable[[Tensor], Tensor] | None = None,
-    skip_infinite: bool = True,
 ) -> Iterator[TrainingStep]:
     """Train a model, and give every step as it is taken.
+
+    A step without a finite loss and gradient leaves the weights as they are.
 
     Args:
         model: trained in place, on the device where it is.
@@ -129,7 +131,6 @@ def training_steps(
         rate: the learning rate of a step, counted from 0.
         clip: largest gradient norm.
         predict: logits ``[B, T, classes]`` of inputs; the model itself if omitted.
-        skip_infinite: whether a step without a finite loss and gradient leaves the weights alone.
     """
     device = next(model.parameters()).device
     for step, (inputs, labels) in enumerate(batches):
@@ -137,19 +138,24 @@ def training_steps(
             group["lr"] = rate(step)
         model.train()
         logits, labels = (predict or model)(inputs.to(device)), labels.to(device)
-        loss = functional.cross_entropy(
-            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE
-        )
+        loss = asked_loss(logits, labels)
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
         value = float(loss.detach())
         finite = math.isfinite(value) and math.isfinite(float(norm))
-        if finite or not skip_infinite:
+        if finite:
             optimizer.step()
         yield TrainingStep(
             number=step + 1, loss=value, logits=logits.detach(), labels=labels, finite=finite
         )
+
+
+def asked_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of logits ``[B, T, classes]`` in nats, over the labels that ask."""
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE
+    )
 
 
 @dataclass(kw_only=True)

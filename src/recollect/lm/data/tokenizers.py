@@ -24,7 +24,8 @@ _FILES = ("tokenizer.json", "tokenizer_config.json")
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte of UTF-8, its number that of the byte, and 256 for the end of a document.
 
-    It saves and loads as any tokenizer of Hugging Face does, without code of ours.
+    It saves and loads as any tokenizer of Hugging Face does, without code of ours, and pads on the
+    left, as `generate` needs it of a batch.
     """
     alphabet = _byte_letters()
     model = models.BPE(vocab={letter: byte for byte, letter in enumerate(alphabet)}, merges=[])
@@ -55,7 +56,9 @@ def train_bpe(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder or of the hub; no code in it is run.
+    """The tokenizer of a folder or of the hub, padding on the left; no code in it is run.
+
+    One without a token to pad with takes the end of a document.
 
     Args:
         name: of the folder, or on the hub. key: of the plan, which messages name.
@@ -85,6 +88,9 @@ def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTok
             f"{key} {name!r} has a tokenizer without eos_token, which ends a document: set one "
             "and save it"
         )
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
@@ -118,6 +124,7 @@ def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=END,
+        padding_side="left",
         clean_up_tokenization_spaces=False,
     )
 

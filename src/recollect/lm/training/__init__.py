@@ -5,6 +5,6 @@ accumulation, many devices, logs, and going on from a checkpoint. Ours are only 
 weights that decay, checkpoints that are whole, and a measurement weighted by tokens.
 """
 
-from recollect.lm.training.train import Progress, Trained, Watch, train
+from recollect.lm.training.train import Header, Progress, Trained, Watch, train
 
-__all__ = ["Progress", "Trained", "Watch", "train"]
+__all__ = ["Header", "Progress", "Trained", "Watch", "train"]

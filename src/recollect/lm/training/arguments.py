@@ -16,15 +16,20 @@ from recollect.lm.training.plan import TrainPlan
 __all__ = ["quiet", "trainer_arguments"]
 
 
-def trainer_arguments(plan: TrainPlan, out: Path) -> Arguments:
+def trainer_arguments(plan: TrainPlan, out: Path, device: torch.device | None = None) -> Arguments:
     """The Trainer's arguments.
+
+    Args:
+        plan: of the run.
+        out: its folder.
+        device: of the one process that there is; of several, each takes its own.
 
     Raises:
         ValueError: tensorboard is asked for and not installed.
     """
     optimizer, run = plan.optimizer, plan.run
     floor = {"min_lr_rate": optimizer.floor} if optimizer.floor else {}
-    return Arguments(
+    arguments = Arguments(
         output_dir=str(out),
         max_steps=plan.steps,
         per_device_train_batch_size=optimizer.batch,
@@ -47,7 +52,7 @@ def trainer_arguments(plan: TrainPlan, out: Path) -> Arguments:
         eval_strategy="steps" if run.eval_every else "no",
         eval_steps=run.eval_every or None,
         bf16=run.bf16,
-        use_cpu=not torch.accelerator.is_available(),  # or it refuses bf16
+        use_cpu=_is_cpu(device),  # or it refuses bf16
         report_to=_reports(plan, out),
         disable_tqdm=True,
         seed=run.seed,
@@ -57,6 +62,27 @@ def trainer_arguments(plan: TrainPlan, out: Path) -> Arguments:
         # A batch may be one packed row, which nobody can divide: each process makes its own.
         accelerator_config={"dispatch_batches": False, "split_batches": False},
     )
+    if device is not None:
+        _place(arguments, device)
+    return arguments
+
+
+def _is_cpu(device: torch.device | None) -> bool:
+    return not torch.accelerator.is_available() if device is None else device.type == "cpu"
+
+
+def _place(arguments: Arguments, device: torch.device) -> None:
+    """Let the Trainer use one device and no other, which its arguments cannot say.
+
+    They name the first of its kind and divide batches among all of them, and a packed row is none
+    that can be divided.
+    """
+    assert arguments.distributed_state is not None
+    arguments.distributed_state.device = device
+    arguments.__dict__["_setup_devices"] = device  # what `device` gives
+    arguments._n_gpu = int(device.type != "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _reports(plan: TrainPlan, out: Path) -> list[str]:

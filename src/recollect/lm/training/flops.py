@@ -68,5 +68,5 @@ def measured_ceiling(device: torch.device | str, dtype: torch.dtype) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

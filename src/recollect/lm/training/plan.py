@@ -213,6 +213,7 @@ class RunPlan(_Table):
         keep: checkpoints that stay; older ones are deleted.
         log_every, eval_every: steps between log lines and measurements; 0 measures at the end only.
         heldout_rows: rows measured on, at most.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``; by default a GPU, if any.
         bf16: matrix products in bfloat16, weights in float32.
         checkpointing: activations are computed again in the backward pass instead of kept.
         compile: `torch.compile` for the MLPs; engines choose by what they see and run as they are.
@@ -226,6 +227,7 @@ class RunPlan(_Table):
     log_every: int = integer(10, at_least=1)
     eval_every: int = integer(0)
     heldout_rows: int = integer(256, at_least=1)
+    device: str | None = checked(None, to_string, optional=True)
     bf16: bool = flag(False)
     checkpointing: bool = flag(False)
     compile: bool = flag(False)

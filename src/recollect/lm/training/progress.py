@@ -1,22 +1,129 @@
-"""Where a run stands, what it ends with, and the callback that measures both."""
+"""What a run is, where it stands, what it ends with, and the callback that measures it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from transformers import TrainerCallback
 
+from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.training.plan import TrainPlan
 
-__all__ = ["LAST", "Keeper", "Progress", "Trained", "Watch"]
+__all__ = ["LAST", "Header", "Keeper", "Progress", "Trained", "Watch", "header_of"]
 
 LAST = 10
 """Steps whose mean is the loss of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a run is about to do.
+
+    Attributes:
+        recipes: how many layers each has. width: of the backbone.
+        parameters: trained numbers by part: embedding, memory layers, MLPs, norms, and the head
+            unless it reads the embedding.
+        context: tokens of a row. rows: of an optimizer step, over all processes.
+        first, steps: the step that comes first, from 1, and the last one.
+        device: of this process. dtype: of weights, and of matrix products.
+        out: folder of the run. save_every, keep: of its checkpoints.
+    """
+
+    recipes: Mapping[str, int]
+    width: int
+    parameters: Mapping[str, int]
+    context: int
+    rows: int
+    first: int
+    steps: int
+    device: str
+    dtype: str
+    out: Path
+    save_every: int
+    keep: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step, over all processes."""
+        return self.rows * self.context
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.steps * self.tokens_per_step
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The same in words: (what, how), one a line."""
+        layers = ", ".join(f"{count} × {name}" for name, count in self.recipes.items())
+        parts = ", ".join(f"{name} {count:,}" for name, count in self.parameters.items())
+        left = "" if self.first == 1 else f", from step {self.first:,} on"
+        checkpoints = "a checkpoint when interrupted"
+        if self.save_every:
+            checkpoints = (
+                f"a checkpoint every {self.save_every:,} steps (the last {self.keep} stay)"
+            )
+        return [
+            ("model", f"layers: {layers}; width {self.width:,}"),
+            ("parameters", f"{sum(self.parameters.values()):,}: {parts}"),
+            ("step", f"{self.rows:,} × {self.context:,} = {self.tokens_per_step:,} tokens"),
+            ("run", f"{self.steps:,} steps, {self.tokens:,} tokens{left}"),
+            ("device", f"{self.device}, {self.dtype}"),
+            ("out", f"{self.out}: {checkpoints}, and at the end {self.out / 'model'}"),
+        ]
+
+
+_PARTS = (
+    ("embed_tokens.", "embedding"),
+    (".layer.", "memory layers"),
+    (".mlp.", "MLPs"),
+    ("lm_head.", "head"),
+    ("", "norms"),
+)
+
+
+def header_of(
+    plan: TrainPlan,
+    model: RecollectForCausalLM,
+    *,
+    device: torch.device,
+    processes: int,
+    first: int,
+) -> Header:
+    """What a run of a plan is about to do with a model.
+
+    Args:
+        plan: of the run.
+        model: that is trained.
+        device: of this process.
+        processes: that share the rows of a step.
+        first: step that comes first, from 1.
+    """
+    config = cast(RecollectConfig, model.config)
+    parts = dict.fromkeys((part for _, part in _PARTS), 0)
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            parts[next(part for mark, part in _PARTS if mark in name)] += weight.numel()
+    return Header(
+        recipes=Counter(config.pattern),
+        width=config.hidden_size,
+        parameters={part: count for part, count in parts.items() if count},
+        context=plan.data.context,
+        rows=plan.optimizer.batch * plan.optimizer.accumulate * processes,
+        first=first,
+        steps=plan.steps,
+        device=str(device),
+        dtype="float32, matrix products in bfloat16" if plan.run.bf16 else "float32",
+        out=Path(plan.run.out),
+        save_every=plan.run.save_every,
+        keep=plan.run.keep,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

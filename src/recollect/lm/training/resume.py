@@ -1,14 +1,20 @@
-"""Resuming a training run: from nothing, or from a checkpoint of the same plan and texts."""
+"""Resuming a training run: from nothing, or from a checkpoint of the same plan and texts.
+
+A plan may have more steps than the run was begun with; everything else that makes another result is
+refused.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transformers import TrainerCallback
 
 from recollect.lm.data.sources import find_files
 from recollect.lm.model.checkpoint import CheckpointError, check_json
@@ -22,10 +28,11 @@ from recollect.lm.training.atomic_checkpoints import (
 from recollect.lm.training.plan import TrainPlan
 from recollect.report.files import write_atomic
 
-__all__ = ["Begun", "begin", "check_writable", "fingerprint", "same_model"]
+__all__ = ["Begun", "LongerSchedule", "begin", "check_writable", "fingerprint", "same_model"]
 
-# Without another result.
-_MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard", "out")
+# Without another result, or with one that differs as devices do.
+_MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard", "out", "device")
+_LENGTH = ("[optimizer] steps", "[optimizer] tokens")
 _WHOLE, _END = 64 * 2**20, 2**20
 
 
@@ -53,10 +60,12 @@ class Begun:
         checkpoint: to go on from, ``None`` at the beginning.
         files: of it, that are as they were written.
         record: plan and texts, which every checkpoint keeps.
+        extends: the steps that the checkpoint's run was to take, if the plan has more.
     """
 
     checkpoint: Path | None
     files: int
+    extends: int | None
     record: dict[str, Any]
 
 
@@ -81,20 +90,63 @@ def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Begun:
         )
     mine = json.loads(json.dumps(plan.to_dict()))
     if checkpoint is None and (out / "model").exists() and not _same(out, mine):
+        if resume and _same(out, mine, but=_LENGTH):
+            raise ValueError(
+                f"{out} holds a finished run and no checkpoint that more steps could go on from: "
+                f"give another folder as out in [run], with {str(out / 'model')!r} as [model] start"
+            )
         raise ValueError(
             f"{out} already holds the model of another run: give another folder as out in [run], "
             f"or delete {out / 'model'} to train this one in its place"
         )
     files = 0 if checkpoint is None else check_resumable(checkpoint)
     before: dict[str, Any] = {} if checkpoint is None else check_json(checkpoint / RECORD)
+    extends = None
     if checkpoint is not None:
-        _same_plan(out, before["plan"], mine)
+        extends = _extended(before["plan"], plan)
+        _same_plan(out, before["plan"], mine, longer=extends is not None)
     texts = _texts(plan)
     if checkpoint is not None:
         _same_texts(out, before["texts"], texts)
     write_atomic(out / "plan.json", json.dumps(mine, indent=2) + "\n")
     write_atomic(out / "texts.json", json.dumps(texts, indent=2) + "\n")
-    return Begun(checkpoint=checkpoint, files=files, record={"plan": mine, "texts": texts})
+    record = {"plan": mine, "texts": texts}
+    return Begun(checkpoint=checkpoint, files=files, record=record, extends=extends)
+
+
+class LongerSchedule(TrainerCallback):
+    """Lets a run that is extended go on at the learning rate of its longer schedule.
+
+    A checkpoint holds the rate of the step after it, by the schedule that it was written under:
+    0 at the end of a run.
+
+    Args:
+        steps: that the run was to take.
+        say: told the two rates.
+    """
+
+    def __init__(self, steps: int, say: Callable[[str], None]) -> None:
+        self.steps, self.say = steps, say
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        was = optimizer.param_groups[0]["lr"]
+        places = zip(lr_scheduler.base_lrs, lr_scheduler.lr_lambdas, strict=True)
+        rates = [peak * share(lr_scheduler.last_epoch) for peak, share in places]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        lr_scheduler._last_lr = rates
+        self.say(
+            f"extended from {self.steps:,} to {state.max_steps:,} steps: the learning rate goes on "
+            f"as in a run of {state.max_steps:,}, at {rates[0]:.3g} in place of {was:.3g}"
+        )
 
 
 def same_model(checkpoint: Path, config: RecollectConfig) -> None:
@@ -146,20 +198,32 @@ def _differences(before: dict[str, Any], mine: dict[str, Any]) -> Iterator[tuple
                 yield f"[{table}] {name}", old, value
 
 
-def _same(out: Path, mine: dict[str, Any]) -> bool:
+def _same(out: Path, mine: dict[str, Any], *, but: tuple[str, ...] = ()) -> bool:
     """Whether a run that left no checkpoint was of this plan, as far as it says."""
     try:
         before = check_json(out / "plan.json")
     except CheckpointError:
         return False
-    return not any(_differences(before, mine))
+    return all(key in but for key, _, _ in _differences(before, mine))
 
 
-def _same_plan(out: Path, before: dict[str, Any], mine: dict[str, Any]) -> None:
+def _extended(before: dict[str, Any], plan: TrainPlan) -> int | None:
+    """The steps of the plan of a checkpoint, if this one has more."""
+    try:
+        steps = TrainPlan.from_dict(before).steps
+    except ValueError:  # of another version
+        return None
+    return steps if plan.steps > steps else None
+
+
+def _same_plan(out: Path, before: dict[str, Any], mine: dict[str, Any], *, longer: bool) -> None:
     for key, old, value in _differences(before, mine):
+        if longer and key in _LENGTH:
+            continue
+        more = " or with more steps" if key in _LENGTH else ""
         raise ValueError(
-            f"{out} was begun with {key} = {old!r}, not {value!r}: resume it as it was, or give "
-            "another folder as out in [run]"
+            f"{out} was begun with {key} = {old!r}, not {value!r}: resume it as it was{more}, or "
+            "give another folder as out in [run]"
         )
 
 

@@ -30,6 +30,7 @@ from recollect.lm.model.checkpoint import check_folder
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.training.arguments import quiet, trainer_arguments
 from recollect.lm.training.atomic_checkpoints import AtomicTrainer
+from recollect.lm.training.divergence import Guard
 from recollect.lm.training.flops import measured_ceiling, model_flops
 from recollect.lm.training.interrupts import finish_step
 from recollect.lm.training.plan import TrainPlan, load_plan
@@ -43,13 +44,23 @@ from recollect.lm.training.prepare import (
     rows_of,
     tokenizer_of,
 )
-from recollect.lm.training.progress import LAST, Keeper, Progress, Trained, Watch
-from recollect.lm.training.resume import begin, check_writable, same_model
+from recollect.lm.training.progress import (
+    LAST,
+    Header,
+    Keeper,
+    Progress,
+    Trained,
+    Watch,
+    header_of,
+)
+from recollect.lm.training.resume import LongerSchedule, begin, check_writable, same_model
 from recollect.lm.training.weight_decay import decayed_names
 from recollect.recipe.modules import import_modules
+from recollect.report.devices import find_device
 from recollect.report.ownership import owned_folder
+from recollect.wording import word_for
 
-__all__ = ["Progress", "Trained", "Watch", "train"]
+__all__ = ["Header", "Progress", "Trained", "Watch", "train"]
 
 
 def train(
@@ -58,6 +69,7 @@ def train(
     resume: bool = False,
     watch: Watch | None = None,
     say: Callable[[str], None] | None = None,
+    begins: Callable[[Header], None] | None = None,
     trainer_class: type[RecollectTrainer] | None = None,
 ) -> Trained:
     """Train a language model as a plan says.
@@ -66,19 +78,23 @@ def train(
         plan: what, on what, and how long; or the TOML file that says so, as in `load_plan`.
         resume: go on from the last checkpoint of ``plan.run.out``, as if the run had never stopped:
             weights, optimizer, schedule, random numbers and the place in the data are restored.
-            Without a checkpoint it starts at the beginning, and says so.
+            Without a checkpoint it starts at the beginning, and says so. A plan with more steps
+            extends the run: from there on its learning rate is that of the longer schedule.
         watch: told about every step.
         say: told what happens, in sentences.
+        begins: told what the run is about to do, before its first step.
         trainer_class: the Trainer, for what only a subclass can change.
 
     Returns:
         The model, saved to ``out/model`` with its tokenizer, and what was measured.
 
     Raises:
-        ValueError: no plan; sizes that the memory of this device cannot hold; modules, texts,
-            tokenizers or recipes that cannot be used; a folder that holds another run, or that one
-            under way writes to; texts that changed since it was begun; a corrupt line, unless
-            lines are skipped; a batch too large for the memory.
+        ValueError: no plan; a device that is not here; sizes that its memory cannot hold; modules,
+            texts, tokenizers or recipes that cannot be used; a folder that holds another run, or
+            that one under way writes to; texts that changed since it was begun; a corrupt line,
+            unless lines are skipped; a batch too large for the memory.
+        Diverged: a loss or a gradient that is not finite, naming the step, the learning rate, the
+            layer and the checkpoint that stands; a `ValueError`.
         CheckpointError: a full disk, and the last checkpoint stands; one that was altered.
         Interrupted: an interrupt (or SIGTERM, SIGHUP) while steps are taken, after a checkpoint;
             a `KeyboardInterrupt`, as the second one is, which is raised at once.
@@ -104,6 +120,7 @@ def train(
         raise ValueError(f"train takes a TrainPlan or a TOML file, not {type(plan).__name__}")
     import_modules(plan.imports, beside=plan.beside, said="import")
     out = Path(plan.run.out)
+    device = _device(plan)
     check_writable(out)
     # Of many processes the first owns the folder for all.
     first = PartialState().is_main_process
@@ -114,8 +131,27 @@ def train(
             resume=resume,
             watch=watch,
             say=say or (lambda sentence: None),
+            begins=begins or (lambda header: None),
+            device=device,
             kind=trainer_class or RecollectTrainer,
         )
+
+
+def _device(plan: TrainPlan) -> torch.device | None:
+    """Where a plan runs; ``None`` of several processes, each of which takes its own.
+
+    Raises:
+        ValueError: it is not here, or several processes would share it.
+    """
+    said, processes = word_for("[run] device"), PartialState().num_processes
+    if processes == 1:
+        return find_device(plan.run.device, said=said)
+    if plan.run.device is not None:
+        raise ValueError(
+            f"{said} {plan.run.device!r} is one device, and each of these {processes} processes "
+            "takes its own: leave it out"
+        )
+    return None
 
 
 def _trained(
@@ -125,6 +161,8 @@ def _trained(
     resume: bool,
     watch: Watch | None,
     say: Callable[[str], None],
+    begins: Callable[[Header], None],
+    device: torch.device | None,
     kind: type[RecollectTrainer],
 ) -> Trained:
     """`train`, in a folder that is this run's own."""
@@ -138,7 +176,10 @@ def _trained(
         state = PartialState()
         config = model_config(plan.model, tokenizer)
         check_memory(
-            plan, config, device=torch.device(state.device or "cpu"), processes=state.num_processes
+            plan,
+            config,
+            device=device or torch.device(state.device or "cpu"),
+            processes=state.num_processes,
         )
     stock = rows_of(plan, tokenizer, bad)
     torch.manual_seed(plan.run.seed)
@@ -160,19 +201,20 @@ def _trained(
         warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch)\..*")
         trainer = kind(
             model=model,
-            args=trainer_arguments(plan, out),
+            args=trainer_arguments(plan, out, device),
             train_dataset=stock.train,
             eval_dataset=cast(Any, stock.heldout or None),
             data_collator=partial(collate, reset=plan.data.packing == "documents"),
             processing_class=tokenizer,
         )
         trainer.begun_with = begun.record
+        model.config.use_cache = True  # which the Trainer has switched off
         trainer.bytes_per_token = stock.bytes_per_token
         trainer.remove_callback(PrinterCallback)
-        device = trainer.args.device
-        ceiling = measured_ceiling(device, torch.bfloat16 if plan.run.bf16 else torch.float32)
+        here, processes = trainer.args.device, trainer.args.world_size
+        ceiling = measured_ceiling(here, torch.bfloat16 if plan.run.bf16 else torch.float32)
         flops = model_flops(cast(RecollectConfig, model.config), context=plan.data.context)
-        keeper = Keeper(plan, trainer.args.world_size, flops, ceiling * trainer.args.world_size)
+        keeper = Keeper(plan, processes, flops, ceiling * processes)
         keeper.watch = watch
         trainer.speed = keeper.speed
         trainer.add_callback(keeper)
@@ -184,6 +226,10 @@ def _trained(
                 f"going on from {checkpoint}: its {begun.files} files are as they were written, "
                 "plan and texts those that the run was begun with"
             )
+        if begun.extends is not None:
+            trainer.add_callback(LongerSchedule(begun.extends, say))
+        first = 1 if checkpoint is None else 1 + int(checkpoint.name.rpartition("-")[2])
+        begins(header_of(plan, model, device=here, processes=processes, first=first))
         began = time.perf_counter()
         with enough_memory(plan), finish_step(trainer):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -218,14 +264,29 @@ class RecollectTrainer(AtomicTrainer):
         super().__init__(*args, **kwargs)
         self._recent: deque[Tensor] = deque(maxlen=LAST)  # one sum per optimizer step
         self._step = -1
+        self.guard = Guard(self)
+        self.add_callback(self.guard)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the Trainer's; what it gives of a step's batches adds up to the step's loss."""
-        loss = super().training_step(*args, **kwargs)
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """As the Trainer's; what it gives of a step's batches adds up to the step's loss.
+
+        Args:
+            model: as the Trainer wrapped it.
+            inputs: a batch.
+            num_items_in_batch: tokens that the step predicts.
+
+        Raises:
+            Diverged: a layer refused numbers that are not finite.
+        """
+        with self.guard.reading(inputs, num_items_in_batch):
+            loss = super().training_step(model, inputs, num_items_in_batch)
         if self.state.global_step != self._step:
             self._step = self.state.global_step
             self._recent.append(torch.zeros_like(loss))
-        self._recent[-1] = self._recent[-1] + loss  # no number is read: devices need not wait
+        self._recent[-1] = self._recent[-1] + loss
+        self.guard.loss = self._recent[-1]
         return loss
 
     def recent_loss(self) -> float | None:
@@ -249,7 +310,11 @@ class RecollectTrainer(AtomicTrainer):
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Nats per token and bits per byte over all held-out tokens, each counted once."""
+        """Nats per token and bits per byte over all held-out tokens, each counted once.
+
+        Raises:
+            Diverged: a loss that is not finite.
+        """
         rows: Sequence[Row] = self.eval_dataset  # type: ignore[assignment]
         model = self.model
         assert model is not None
@@ -259,8 +324,10 @@ class RecollectTrainer(AtomicTrainer):
         size = self.args.per_device_eval_batch_size
         for start in range(0, len(rows), size):
             batch = self._prepare_inputs(self.data_collator(cast(Any, rows[start : start + size])))
-            with self.compute_loss_context_manager(), self.accelerator.autocast():
+            context = self.compute_loss_context_manager(), self.accelerator.autocast()
+            with self.guard.reading(batch, measured=True), context[0], context[1]:
                 loss = model(**batch, use_cache=False).loss
+                self.guard.check_loss(loss)
             count = int((batch["labels"][:, 1:] != IGNORE).sum())
             total, tokens = total + float(loss) * count, tokens + count
         model.train(training)

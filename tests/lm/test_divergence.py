@@ -1,0 +1,175 @@
+"""Runs that diverge: one sentence names the step, the rate, the layer and what stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+pytest.importorskip("typer")
+
+from tests.lm.runs import make_ill, plan, write_text
+from tests.misuse.sentences import digests, is_one_sentence
+from typer.testing import CliRunner
+
+from recollect.cli import build
+from recollect.lm import Diverged, RecollectConfig, RecollectForCausalLM, TrainPlan
+from recollect.lm.training import train
+from recollect.lm.training.divergence import find_origin
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:datasets.*")
+
+Harm = Callable[[RecollectForCausalLM], None]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "mine.jsonl")
+
+
+@pytest.fixture
+def harm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Harm], None]:
+    """Every model of a run is harmed once it is built."""
+
+    def planted(how: Harm) -> None:
+        built = RecollectForCausalLM.__init__
+
+        def init(self: RecollectForCausalLM, config: RecollectConfig) -> None:
+            built(self, config)
+            if self.device.type != "meta":  # where it is only counted
+                how(self)
+
+        monkeypatch.setattr(RecollectForCausalLM, "__init__", init)
+
+    return planted
+
+
+def ill_mlp(after: int, *, backward: bool) -> Harm:
+    def harmed(model: RecollectForCausalLM) -> None:
+        make_ill(model.get_submodule("model.blocks.1.mlp.down"), after, backward=backward)
+
+    return harmed
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_that_diverged_reported_nan_or_spoke_of_q(
+    accumulate: int, backward: bool, text: Path, tmp_path: Path, harm: Callable[[Harm], None]
+) -> None:
+    """In the second layer, at step 4 (of accumulated batches, the second); where is the oracle."""
+    harm(ill_mlp(4 * accumulate - 1, backward=backward))
+    run = plan(
+        text,
+        tmp_path,
+        model={"depth": 2},
+        optimizer={"accumulate": accumulate, "warmup": 0.5, "lr": 0.01},
+    )
+    with pytest.raises(Diverged) as caught:
+        train(run)
+    error = caught.value
+    assert error.step == 4
+    assert error.lr == pytest.approx(0.01)  # the peak, after a warm-up of three steps
+    assert error.checkpoint == tmp_path / "checkpoint-2"
+    what = "gradient" if backward else "output"
+    where = "layer 1 (gated_delta_net), in model.blocks.1.mlp.down,"
+    said = str(error).replace(str(tmp_path), "runs/mine")
+    is_one_sentence(said)
+    wanted = f"training diverged at step 4 (learning rate 0.01): the {what} of {where} is not "
+    wanted += "finite; runs/mine/checkpoint-2 stands: lower lr or clip in [optimizer]"
+    assert said[: len(wanted)] == wanted
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not (tmp_path / "model").exists()
+
+
+def test_what_stands_can_be_gone_on_from(
+    text: Path, tmp_path: Path, harm: Callable[[Harm], None]
+) -> None:
+    """As the sentence says: the checkpoint as [model] start of another run."""
+    harm(ill_mlp(3, backward=False))
+    with pytest.raises(Diverged) as caught:
+        train(plan(text, tmp_path / "one", model={"depth": 2}))
+    checkpoint = caught.value.checkpoint
+    assert checkpoint is not None and checkpoint == tmp_path / "one" / "checkpoint-2"
+    before = digests(checkpoint)
+    tables = plan(text, tmp_path / "two", optimizer={"steps": 1}).to_dict()
+    tables["model"] = {"start": str(checkpoint)}
+    assert train(TrainPlan.from_dict(tables)).steps == 1
+    assert digests(checkpoint) == before
+
+
+def test_without_a_checkpoint_there_is_none_yet(
+    text: Path, tmp_path: Path, harm: Callable[[Harm], None]
+) -> None:
+    """In the first step, and before any layer, which would name its own argument."""
+
+    def harmed(model: RecollectForCausalLM) -> None:
+        make_ill(model.model.embed_tokens, 0, backward=False)
+
+    harm(harmed)
+    with pytest.raises(Diverged) as caught:
+        train(plan(text, tmp_path))
+    said = str(caught.value)
+    assert "the output of the embedding (model.embed_tokens) is not finite; no checkpoint" in said
+    assert "q has" not in said
+    assert caught.value.checkpoint is None
+
+
+def test_another_refusal_is_told_as_it_is(
+    text: Path, tmp_path: Path, harm: Callable[[Harm], None]
+) -> None:
+    class Refuses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("not on a Sunday")
+
+    def harmed(model: RecollectForCausalLM) -> None:
+        model.model.blocks[0].mlp = Refuses()
+
+    harm(harmed)
+    with pytest.raises(ValueError, match=r"^not on a Sunday$"):
+        train(plan(text, tmp_path))
+
+
+def test_a_measurement_that_is_not_finite_ends_the_run(
+    text: Path, tmp_path: Path, harm: Callable[[Harm], None]
+) -> None:
+    def harmed(model: RecollectForCausalLM) -> None:
+        model.lm_head.register_forward_hook(
+            lambda module, inputs, y: y if module.training else y * torch.nan
+        )
+
+    harm(harmed)
+    run = plan(text, tmp_path, data={"heldout_share": 0.25}, run={"eval_every": 3})
+    with pytest.raises(Diverged, match=r"the head \(lm_head\)") as caught:
+        train(run)
+    assert caught.value.step == 3
+
+
+def test_the_command_leaves_as_after_any_refusal(text: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f"[model]\nwidth = 16\ndepth = 1\nheads = 2\n[data]\ntrain = {str(text)!r}\ncontext = 32\n"
+        "[optimizer]\nsteps = 30\nbatch = 2\nlr = 100\nclip = 0\nwarmup = 0\n"
+        f"[run]\nout = {str(tmp_path / 'run')!r}\nsave_every = 1\n"
+    )
+    found = CliRunner().invoke(build(), ["train", str(config)])
+    assert found.exit_code == 2
+    last = found.stderr.strip().splitlines()[-1]
+    assert last.startswith("recollect train: training diverged at step ")
+    assert "layer 0 (gated_delta_net)" in last and "stands: set clip = 1" in last
+
+
+def test_a_finite_model_has_no_origin() -> None:
+    torch.manual_seed(0)
+    last = nn.Linear(3, 1)
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), last)
+    x = torch.randn(4, 3)
+    assert find_origin(model, lambda: [model(x).sum()]) is None
+    with torch.no_grad():
+        last.weight[0, 0] = torch.nan
+    found = find_origin(model, lambda: [model(x).sum()])
+    assert found == "the output of 2 is not finite"
