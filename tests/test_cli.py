@@ -135,7 +135,8 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
     from recollect.cli import compare as command
     from recollect.cli.console import console_of_page
     from recollect.cli.progress import CompareDisplay
-    from recollect.experiments.comparison.results import DEFAULTS, Comparison, ModelRun
+    from recollect.experiments.comparison.comparison import Comparison
+    from recollect.experiments.comparison.results import DEFAULTS, ModelRun
     from recollect.report import describe_environment
 
     name, reason = "mine[bold]", "see [/work/x] and [red]"

@@ -389,7 +389,7 @@ def test_one_seed_is_reported_as_before(text: str, tmp_path: Path) -> None:
     data = one.to_dict()
     assert list(data) == [
         *("runs", "sizes", "seed", "environment", "bigram", "text", "chance", "interrupted"),
-        *("processes", "failures", "schema"),
+        *("processes", "failures", "measured", "schema"),
     ]
     (row,) = cast(list[dict[str, Any]], data["runs"])
     assert list(row) == [

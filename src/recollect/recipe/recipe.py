@@ -383,11 +383,16 @@ class Recipe:
         return cls.from_dict(data)
 
 
+SENTENCE = 300
+"""Characters of several reasons in one sentence."""
+
+
 def _joined(reasons: list[str]) -> str:
     """The first reason, and others while it is a sentence that somebody reads."""
-    said = reasons[0]
+    said, left = reasons[0], False
     for reason in reasons[1:]:
-        if len(said) + len(reason) > 270:
-            return f"{said}; and there are other reasons"
-        said = f"{said}; also: {reason}"
-    return said
+        if len(said) + len(reason) <= SENTENCE:
+            said = f"{said}; also: {reason}"
+        else:
+            left = True
+    return f"{said}; and there are other reasons" if left else said
