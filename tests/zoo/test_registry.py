@@ -76,6 +76,22 @@ def test_a_repeated_token_does_not_make_a_deep_memory_diverge(name: str) -> None
         assert weight.abs().max() < 1e5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1.0, 10.0, 100.0])
+@pytest.mark.parametrize("name", [n for n in rc.zoo.names() if 44 <= rc.zoo.get(n).row <= 60])
+def test_a_long_run_of_one_token_and_long_values_stay_finite(name: str, length: float) -> None:
+    torch.manual_seed(0)
+    layer = rc.zoo.get(name).build(32, 2)
+    x = torch.randn(1, 1, 32).expand(1, 4096, 32)
+    with torch.no_grad():
+        layer.qkv.weight[-layer.sizes[2] :] *= length
+        y, state = layer(x)
+    assert state is not None
+    assert y.isfinite().all()
+    for weight in state.memory.weights:
+        assert weight.isfinite().all()
+
+
 def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(rc.RecipeError, match="gated_delta_net"):
         rc.zoo.get("gated_deltanet")
