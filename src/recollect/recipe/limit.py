@@ -59,7 +59,7 @@ class StepLimit:
         if self.gated:
             found = found / values["window"].sum(-1).clamp_min(LEAST)
         assert isinstance(found, Tensor)
-        return found.view(*found.shape, *(1,) * (rate.dim() - 3)) if found.dim() else found
+        return found.view(*found.shape, *(1,) * (rate.dim() - 3)) if rate.dim() > 3 else found
 
     def __str__(self) -> str:
         over = [str(n) for n in (self.batch, self.window) if n > 1]

@@ -364,6 +364,7 @@ def _ended(
     if old is not None and buffered:
         mask[:, past - buffered : past] &= old.mask[:, old.mask.shape[1] - buffered :]
     empty = ~mask
+    shaped: dict[int, Tensor] = {}
 
     def pick(new: Tensor, older: Tensor | None) -> Tensor:
         parts = [new if slots - past == T else new[:, T - (slots - past) :]]
@@ -372,7 +373,9 @@ def _ended(
         if buffered < past:
             parts.insert(0, new.new_zeros(B, past - buffered, *new.shape[2:]))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return joined.masked_fill(empty.view(B, slots, *(1,) * (new.dim() - 2)), 0.0)
+        if new.dim() not in shaped:
+            shaped[new.dim()] = empty.view(B, slots, *(1,) * (new.dim() - 2))
+        return joined.masked_fill(shaped[new.dim()], 0.0)
 
     return Buffer(
         k=pick(k, None if old is None else old.k),

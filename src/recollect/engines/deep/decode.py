@@ -34,7 +34,7 @@ __all__ = ["Stepped", "by_row", "follow", "step"]
 Cache = dict[str, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # not frozen: made for every decoded token
 class Stepped:
     """Outputs ``[P, G, V]``, the memory after the token, and the cache for the next."""
 
@@ -43,7 +43,7 @@ class Stepped:
     cache: Cache
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # not frozen: made for every decoded token
 class _Row:
     """Coefficients after one token: C and D over the batch's associations, the rest of A° and S°.
 

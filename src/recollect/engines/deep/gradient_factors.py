@@ -35,7 +35,7 @@ __all__ = [
 Values = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # not frozen: made for every decoded token
 class Points:
     """Associations where gradients are taken: ``[B, H, R, ·]``; the bias's numbers by name."""
 
@@ -45,7 +45,7 @@ class Points:
     gates: Values
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: made for every decoded token
 class Factors:
     """One map's inputs h ``[P, R, in]`` and output gradients δ ``[P, R, out]``."""
 
@@ -169,7 +169,7 @@ def plus_product(z: Tensor, x: Tensor, y: Tensor, *, own: bool) -> Tensor:
     return z.baddbmm_(x, y) if own else torch.baddbmm(z, x, y)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # not frozen: made for every decoded token
 class Read:
     """What one map's queries need: its weights, its factors and its rows of the coefficients.
 
