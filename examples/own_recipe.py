@@ -14,9 +14,11 @@ from pathlib import Path
 import recollect as rc
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--text", help="a UTF-8 text file; this example's own source when left out")
+parser.add_argument("--text", help="a UTF-8 text file")
 parser.add_argument("--smoke", action="store_true", help="a few steps of a tiny model")
 arguments = parser.parse_args()
+if arguments.text is None and not arguments.smoke:
+    parser.error("give --text FILE, or --smoke for a few steps on this example's own source")
 
 path = Path(__file__).with_name("own_recipe.toml")
 print(rc.explain(rc.Recipe.from_dict(tomllib.loads(path.read_text())["model"]["recipe"])))

@@ -2,7 +2,7 @@
 
     python examples/train_on_your_text.py --text mine.txt
 
-About 20 minutes on two cores. With --smoke, seconds, on a text that every machine has.
+About 20 minutes on two cores. With --smoke, seconds, on this example's own source.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import torch
 import recollect as rc
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--text", help="a UTF-8 text file; this example's own source when left out")
+parser.add_argument("--text", help="a UTF-8 text file")
 parser.add_argument("--out", default="runs/my-text", help="folder of the run")
 parser.add_argument("--smoke", action="store_true", help="a few steps of a tiny model")
 arguments = parser.parse_args()
+if arguments.text is None and not arguments.smoke:
+    parser.error("give --text FILE, or --smoke for a few steps on this example's own source")
 
 with tempfile.TemporaryDirectory() as scratch:
     size = {"width": 16, "depth": 1, "heads": 2} if arguments.smoke else {"parameters": 3_000_000}

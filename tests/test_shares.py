@@ -187,7 +187,12 @@ def test_a_threshold_in_lengths_of_values(V: int, init: float | tuple[float, ...
         (
             rc.Recipe(retention=rc.retention.Decay()),
             {"log_decay": GateOptions(unit="rms")},
-            "options of 'log_decay': unit='rms' is for numbers that grow with values",
+            "options of 'log_decay': unit='rms' is for numbers that a bias compares with values",
+        ),
+        (
+            rc.Recipe(),
+            {"lr": GateOptions(unit="rms", init=0.1)},
+            "options of 'lr': unit='rms' is for numbers that a bias compares with values",
         ),
         (
             rc.Recipe(bias=rc.bias.Huber()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -151,6 +153,64 @@ def test_what_a_layers_token_leaves_to_the_general_way() -> None:
     _, state = rc.recall(SOFTMAX, q[:, :3], k[:, :3], v[:, :3], attention_mask=mask)
     assert state is not None
     with torch.no_grad():
-        assert softmax.token(q[:, 3:], k[:, 3:], v[:, 3:], state, scale=1.0) is None
+        assert softmax.token(q[:, 3:], k[:, 3:], v[:, 3:], state, scale=1.0, written="") is None
         half = (one[:, 3:].bfloat16() for one in (q, k, v))
-        assert softmax.token(*half, state, scale=1.0) is None
+        assert softmax.token(*half, state, scale=1.0, written="") is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gated_delta_net", "delta_net", "softmax_attention"])
+def test_a_layers_padding_and_empty_documents_are_no_tokens(name: str) -> None:
+    layer = rc.zoo.get(name).build(16, 2)
+    _, state = layer(torch.randn(2, 5, 16))
+    assert state is not None
+    x, mask = torch.randn(2, 1, 16), torch.tensor([[1], [0]])
+    _, after = layer(x, state, attention_mask=mask)
+    with torch.enable_grad():
+        _, expected = layer(x, state, attention_mask=mask)
+    assert after is not None and expected is not None
+    assert after.position.tolist() == [6, 5]
+    for one, other in zip(after.memory.tensors(), expected.memory.tensors(), strict=True):
+        torch.testing.assert_close(one, other)
+    _, packed = layer(x[:1], state, cu_seqlens=torch.tensor([0, 1, 1]))
+    assert packed is not None
+    assert packed.position.tolist() == [6, 5]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gated_delta_net", "mamba2", "softmax_attention"])
+def test_a_token_of_half_precision_keeps_its_gates_and_its_state(name: str) -> None:
+    """Under autocast gates stay in float32; a state that was halved goes on in float32."""
+    layer = rc.zoo.get(name).build(16, 2)
+    x = torch.randn(2, 6, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        gates = layer.associations(x).gates
+        with torch.enable_grad():
+            expected = layer.associations(x).gates
+    for gate, found in gates.items():
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected[gate])
+    half = layer.to(torch.bfloat16)
+    _, state = half(x[:, :5].bfloat16())
+    _, after = half(x[:, 5:].bfloat16(), state.to(dtype=torch.bfloat16))
+    assert after.memory.dtype in (None, torch.float32)
+
+
+@torch.no_grad()
+def test_a_state_without_a_mark_is_marked_by_its_first_token() -> None:
+    for name in ("gated_delta_net", "softmax_attention"):
+        layer = rc.zoo.get(name).build(16, 2)
+        _, state = layer(torch.randn(1, 5, 16))
+        bare = replace(state, memory=replace(state.memory, written_by=None))
+        _, after = layer(torch.randn(1, 1, 16), bare)
+        assert after.memory.written_by == layer.recipe.normal_form
+
+
+@torch.no_grad()
+def test_a_decoded_token_of_attention_is_one_graph() -> None:
+    layer = rc.zoo.get("softmax_attention").build(16, 2)
+    x = torch.randn(1, 6, 16)
+    y, _ = layer(x)
+    _, state = layer(x[:, :5])
+    found, _ = torch.compile(layer, backend="eager", fullgraph=True)(x[:, 5:], state)
+    torch.testing.assert_close(found, y[:, 5:], atol=1e-5, rtol=1e-5)

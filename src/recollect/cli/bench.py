@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,6 +39,7 @@ def bench(
         if number < 1:
             raise ValueError(f"--{name} must be at least 1, not {number}")
     check_device(device)
+    _check_place(save)
     if suite == "train":
         _bench_train(rounds, length, save, as_json)
         return
@@ -54,17 +57,15 @@ def bench(
         )
     extra = ratios(chosen, shape, result)
     data = document(suite, shape, result, extra)
-    if save is not None:
-        from recollect.report.files import write_atomic
-
-        write_atomic(save, json.dumps(data, indent=2, allow_nan=False) + "\n")
     if as_json:
         typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        _save(save, data)
         return
     result.print(console_of_page())
     for what, ratio in extra.items():
         typer.echo(f"{what}: {ratio:.2f}")
     if save is not None:
+        _save(save, data)
         typer.echo(f"saved: {save}")
 
 
@@ -86,14 +87,36 @@ def _bench_train(rounds: int, length: int, save: Path | None, as_json: bool) -> 
         **json.loads(result.to_json()),
         "ratios": {"tokens per second: recollect train / bare loop": ratio},
     }
-    if save is not None:
-        from recollect.report.files import write_atomic
-
-        write_atomic(save, json.dumps(data, indent=2, allow_nan=False) + "\n")
     if as_json:
         typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        _save(save, data)
         return
     result.print(console_of_page())
     typer.echo(f"tokens per second of {RUN} by the {BARE}'s: {ratio:.2f}")
     if save is not None:
+        _save(save, data)
         typer.echo(f"saved: {save}")
+
+
+def _check_place(save: Path | None) -> None:
+    """That a result could be written there, before minutes are spent on it."""
+    if save is None:
+        return
+    folder = save.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if save.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"--save {save} cannot be written: give a file in a folder of yours")
+
+
+def _save(save: Path | None, data: Mapping[str, Any]) -> None:
+    """Write a result that was shown already."""
+    from recollect.report.files import rescue, write_atomic
+
+    if save is None:
+        return
+    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
+    try:
+        write_atomic(save, text)
+    except OSError as error:
+        raise ValueError(rescue({save.name: text}, wanted=save, error=error)) from error

@@ -154,6 +154,8 @@ def compare(
         typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
         _show(console, result)
+    if "earlier" in paths and not as_json:
+        console.print(f"the results that stood there: {paths['earlier']}", soft_wrap=True)
     _ended(console, paths["report"], result)
 
 

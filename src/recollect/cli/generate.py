@@ -160,6 +160,8 @@ def _read(model: RecollectForCausalLM, tokenizer: Any, prompt: str, saved: Path 
 
     from recollect.lm.prompt import Prompt
 
+    if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
+        raise ValueError("--prompt is no UTF-8 text: give it in the terminal's encoding")
     ids = tokenizer(prompt, add_special_tokens=saved is None)["input_ids"]
     if saved is None and not ids:
         # A text of its own begins where another ended.

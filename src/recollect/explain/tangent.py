@@ -75,7 +75,11 @@ def top_eigenvalue(
     if recipe.algorithm.reduce == "mean":
         rate = rate / R
     root = rate.clamp_min(0).sqrt()
-    return torch.linalg.eigvalsh(root.unsqueeze(-1) * K * root.unsqueeze(-2))[..., -1]
+    scaled = root.unsqueeze(-1) * K * root.unsqueeze(-2)
+    # Of a memory that has diverged there is none: the solver would refuse the whole batch.
+    finite = scaled.isfinite().flatten(-2).all(-1)
+    top = torch.linalg.eigvalsh(torch.where(finite[..., None, None], scaled, 0.0))[..., -1]
+    return torch.where(finite, top, torch.inf)
 
 
 def _gram(one: Factors, R: int) -> Tensor:

@@ -13,6 +13,7 @@ from recollect.layer.options import GateOptions, LayerOptions
 from recollect.layer.state import LayerState
 from recollect.layer.ties import check_ties
 from recollect.recall.arguments import DENSE, check_borders, check_mask, layout
+from recollect.recall.modes import under_autocast
 from recollect.recipe.limit import step_limit
 from recollect.recipe.recipe import Recipe
 from recollect.wording import shown, word_for
@@ -142,10 +143,10 @@ def _check_lengths(recipe: Recipe, name: str, own: GateOptions) -> None:
     """Whether a number stated in √V may have any length, and begins at one."""
     declared = next(one for one in (*recipe.gates(), *recipe.params()) if one.name == name)
     span, owner = declared.range, declared.owner
-    if span.low not in (None, 0.0) or span.high is not None or name.startswith("log_"):
+    if name not in recipe.bias.numbers or span.low not in (None, 0.0) or span.high is not None:
         raise RecipeError(
-            f"options of {name!r}: unit='rms' is for numbers that grow with values, and {owner} "
-            f"takes {span} only: leave unit out"
+            f"options of {name!r}: unit='rms' is for numbers that a bias compares with values or "
+            f"errors, of any length, and {owner} takes {span}: leave unit out"
         )
     drawn = isinstance(declared, Param) and declared.draw is not None
     if own.schedule is not None or drawn or isinstance(declared.init, tuple):
@@ -176,7 +177,7 @@ def check_tokens(
         raise ValueError(f"x must be a floating-point tensor [B, T, {d_model}], not {given}")
     if x.layout is not torch.strided or x.is_nested:
         raise ValueError(f"x must be a dense tensor [B, T, {d_model}], not {layout(x)}: {DENSE}")
-    if x.dtype != weight.dtype and weight.dtype in PLAIN and not _autocast(x):
+    if x.dtype != weight.dtype and weight.dtype in PLAIN and not under_autocast(x.device):
         raise ValueError(
             f"x is {x.dtype} and the layer {weight.dtype}: cast one of them, by "
             f"x.to({weight.dtype}) or layer.to({x.dtype}), or run it under torch.autocast"
@@ -193,11 +194,6 @@ def check_tokens(
         check_mask(mask, x.shape[0], x.shape[1])
     if borders is not None:
         check_borders(borders, x)
-
-
-def _autocast(x: Tensor) -> bool:
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def check_depth(depth: Any) -> None:

@@ -32,6 +32,7 @@ from torch.nn import functional
 from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
 from recollect.layer.options import GateOptions
+from recollect.recall.modes import under_autocast
 from recollect.recipe.initial_params import start
 
 if TYPE_CHECKING:
@@ -353,7 +354,8 @@ class GateProjection(nn.Module):
             if weight is not None:
                 h = x if down is None else functional.linear(x, down)
                 flat = len(self.shape) == 1
-                if flat and z is not None and x.dtype == work and not torch.is_grad_enabled():
+                plain = flat and z is not None and x.dtype == h.dtype == weight.dtype == work
+                if plain and not (torch.is_grad_enabled() or under_autocast(x.device)):
                     z = functional.linear(h, weight, z)  # one operation where each one counts
                 else:
                     moved = functional.linear(h, weight).to(work)

@@ -27,6 +27,7 @@ __all__ = [
     "ordinary_mode",
     "ordinary_problem",
     "refuse_transforms",
+    "under_autocast",
 ]
 
 
@@ -74,10 +75,13 @@ def ordinary_problem(problem: Problem) -> Problem:
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Without autocast, where it is on."""
+    return torch.autocast(device.type, enabled=False) if under_autocast(device) else nullcontext()
+
+
+def under_autocast(device: torch.device) -> bool:
+    """Whether autocast rounds products there."""
     kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def refuse_transforms(given: Iterable[object]) -> None:

@@ -211,8 +211,9 @@ def _run(call: Call) -> tuple[Tensor, State]:
 
 
 def _one_by_one(call: Call) -> bool:
-    """Whether a call is one token and nobody asks for a gradient: what decoding is."""
-    return call.k.shape[1] == 1 and call.causal and not torch.is_grad_enabled()
+    """Whether a call is one real token of each row, and nobody asks for a gradient: decoding."""
+    whole = call.lengths is None and call.k.shape[1] == 1 and call.causal
+    return whole and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 def _own(state: State, starts: Sequence[Tensor]) -> State:

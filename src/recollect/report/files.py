@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,6 +43,25 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
             os.unlink(name)
         raise
     return path
+
+
+def set_aside(path: Path, data: str) -> Path | None:
+    """Copy the file that stands where another is about to be written to the next free name.
+
+    Args:
+        path: where to. data: what will be written there.
+
+    Returns:
+        Where the copy is, ``results-1.json`` for ``results.json``; ``None`` if there
+        was none, or the same.
+    """
+    if not path.is_file() or path.read_bytes() == data.encode("utf-8"):
+        return None
+    number = 1
+    while (kept := path.with_stem(f"{path.stem}-{number}")).exists():
+        number += 1
+    shutil.copy2(path, kept)  # a copy: if nothing more can be written, the earlier one still stands
+    return kept
 
 
 def rescue(files: Mapping[str, str], *, wanted: Path, error: OSError) -> str:

@@ -27,6 +27,13 @@ _CHUNKS = (
 
 _NORMALISED = GradientDescent(batch=16, normalize=True)
 _GATES = {"lr": NEARLY_ALL, "log_decay": SLOW}
+# An inner norm bounds what the memory says. It begins as long as a layer's values are, so that their
+# errors can be corrected at all; being bounded, steps beyond the limit do not diverge.
+_NORMED = {
+    "lr": GateOptions(unit="share", init=1.5, high=2.0),
+    "log_decay": SLOW,
+    "norm_weight": GateOptions(init=0.7),
+}
 
 
 @preset(
@@ -46,7 +53,7 @@ def moneta() -> tuple[Recipe, LayerOptions]:
     """Large errors count more (ℓ_3), and large weights hold down the rest (L_4)."""
     retention = Lq(q=4, form="printed", floor=0.1, decay=_CHANNELS, every="batch")
     recipe = Recipe(memory=_MEMORY, bias=Lp(p=3), retention=retention, algorithm=_NORMALISED)
-    return recipe, LayerOptions(gates=_GATES)
+    return recipe, LayerOptions(gates=_NORMED)
 
 
 @preset(
@@ -88,7 +95,7 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
 def yaad() -> tuple[Recipe, LayerOptions]:
     """Least squares for ordinary tokens, only the sign of the error for extreme ones."""
     recipe = Recipe(memory=_MEMORY, bias=Huber(), retention=_CHANNELS, algorithm=_NORMALISED)
-    gates = {**_GATES, "threshold": GateOptions(unit="rms", init=2.0)}
+    gates = {**_NORMED, "threshold": GateOptions(unit="rms", init=2.0)}
     return recipe, LayerOptions(gates=gates)
 
 

@@ -152,7 +152,9 @@ def token(
         gates: none.
         state: before the token.
     """
-    return None if plan.scale is None else softmax.token(q, k, v, state, scale=plan.scale)
+    if plan.scale is None:
+        return None
+    return softmax.token(q, k, v, state, scale=plan.scale, written=sized.written)
 
 
 def read(problem: Problem, query_rates: Mapping[str, Tensor]) -> Tensor | None:

@@ -77,7 +77,7 @@ def plain_scale(sized: SizedRecipe) -> float | None:
 
 
 def token(
-    q: Tensor, k: Tensor, v: Tensor, state: State, *, scale: float
+    q: Tensor, k: Tensor, v: Tensor, state: State, *, scale: float, written: str
 ) -> tuple[Tensor, State] | None:
     """One token of plain softmax attention; ``None`` where a row has empty slots.
 
@@ -85,6 +85,7 @@ def token(
         q, k, v: ``[B, 1, H·G, K]``, ``[B, 1, H, K]``, ``[B, 1, H, V]``.
         state: before the token.
         scale: of the logits.
+        written: what a state of this recipe is known by.
     """
     old = state.buffer
     if old is None or not (q.dtype == k.dtype == v.dtype == old.k.dtype == old.v.dtype):
@@ -94,4 +95,5 @@ def token(
     keys, stored = torch.cat([old.k, k], dim=1), torch.cat([old.v, v], dim=1)
     y = sdpa(q.transpose(1, 2), keys.transpose(1, 2), stored.transpose(1, 2), scale=scale)
     there = torch.cat([old.mask, old.mask.new_ones(k.shape[0], 1)], dim=1)
-    return y.transpose(1, 2), state.moved(buffer=Buffer(k=keys, v=stored, rates={}, mask=there))
+    buffer = Buffer(k=keys, v=stored, rates={}, mask=there)
+    return y.transpose(1, 2), state.moved(buffer=buffer, written_by=written)

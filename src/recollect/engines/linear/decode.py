@@ -111,7 +111,7 @@ def token(
         state: before the token.
     """
     (A,) = state.weights if plan.bare else (None,)
-    if A is None or not (q.dtype == k.dtype == v.dtype == A.dtype):
+    if A is None or not (q.dtype == k.dtype == v.dtype == A.dtype == state_dtype(q)):
         return None
     B, H, V, F = A.shape
     P = B * H
@@ -125,7 +125,9 @@ def token(
         gates["lr"],
         gates.get("log_decay"),
     )
-    return y.view(B, 1, q.shape[2], V), state.moved(weights=(after.view(B, H, V, F),))
+    return y.view(B, 1, q.shape[2], V), state.moved(
+        weights=(after.view(B, H, V, F),), written_by=sized.written
+    )
 
 
 def _step(

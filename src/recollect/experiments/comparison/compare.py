@@ -43,6 +43,10 @@ def named(model: Named) -> tuple[str, Recipe, LayerOptions]:
     return preset.name, preset.recipe, preset.options
 
 
+SEEDS = 1000
+"""The most seeds of one comparison: every model is trained with each."""
+
+
 def compare(
     models: Sequence[Named] | str | Preset,
     tasks: Sequence[str] | str = TASKS,
@@ -118,7 +122,7 @@ def compare(
             raise ValueError(f"compare: unknown task {task!r}; there are {', '.join(TASKS)}")
     held(word_for("jobs", "compare: jobs"), whole(1), jobs)
     held(word_for("seed", "compare: seed"), whole(0, 2**32 - 1), seed)
-    held(word_for("seeds", "compare: seeds"), whole(1, 2**32 - seed), seeds)
+    held(word_for("seeds", "compare: seeds"), whole(1, min(SEEDS, 2**32 - seed)), seeds)
     where = find_device(device, said=word_for("device", "compare: device"))
     every = {task: (sizes or {}).get(task, DEFAULTS[task]) for task in dict.fromkeys(tasks)}
     bigram = None

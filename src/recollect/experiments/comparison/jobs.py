@@ -11,7 +11,7 @@ import torch
 
 from recollect.experiments.comparison.results import ModelRun, Sizes, Watcher
 from recollect.experiments.comparison.tasks import CompareTask, compare_task
-from recollect.experiments.comparison.training import History, train
+from recollect.experiments.comparison.training import History, measured, train
 from recollect.experiments.framework.processes import GLANCE, Lost, in_processes, stopped, tell
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
@@ -146,7 +146,7 @@ def _trained(job: Job, task: CompareTask, watcher: Watcher) -> ModelRun:
         )
         model.eval()
         with torch.no_grad():
-            value, by_pairs = task.final(model)
+            value, by_pairs = measured(model, task.final, job.size.schedule.steps)
     except KeyboardInterrupt:
         history.finished = False
         value = history.curve[-1][1] if history.curve else None

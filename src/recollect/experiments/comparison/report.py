@@ -13,7 +13,7 @@ from pathlib import Path
 from recollect.experiments.comparison.results import ModelRun, Outcomes, Summary
 from recollect.experiments.comparison.tasks import RECALLS
 from recollect.report.figures import Series, line_figure
-from recollect.report.files import rescue, write_atomic
+from recollect.report.files import rescue, set_aside, write_atomic
 from recollect.report.html import Figure, Note, Report, Table
 from recollect.report.ownership import owned_folder
 from recollect.report.signals import deferred
@@ -231,7 +231,8 @@ def save_comparison(
         command: the command line to print on the page.
 
     Returns:
-        Paths by what they are. Every file is written whole or not at all.
+        Paths by what they are. Every file is written whole or not at all; an earlier comparison's
+        ``results.json`` is kept under another name, ``"earlier"``.
 
     Raises:
         ValueError: a run that is under way owns the folder; or it cannot be written, and the
@@ -272,6 +273,9 @@ def _written(comparison: Outcomes, folder: Path, command: str) -> dict[str, Path
         facts=comparison.environment.facts(),
         sections=sections,
     )
+    earlier = set_aside(folder / "results.json", _json(comparison))
+    if earlier is not None:
+        paths["earlier"] = earlier
     paths["json"] = write_atomic(folder / "results.json", _json(comparison))
     paths["csv"] = write_atomic(folder / "results.csv", _csv(comparison.runs))
     paths["report"] = report.save(folder / "report.html")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,13 @@ from recollect.experiments.framework.fitting import (
     training_steps,
 )
 from recollect.fields import Validated, integer, number
-from recollect.lm.training.divergence import REFUSALS, Diverged, find_origin
+from recollect.lm.training.divergence import OWN_STEPS, REFUSALS, Diverged, find_origin
 from recollect.lm.training.weight_decay import parameter_groups
 from recollect.report.devices import find_device
 
-__all__ = ["History", "Schedule", "train"]
+__all__ = ["History", "Schedule", "measured", "train"]
+
+T = TypeVar("T")
 
 LOGGED = 10
 """Steps of which a logged loss is the mean."""
@@ -146,11 +149,37 @@ def train(
         if step.number in schedule.checkpoints:
             model.eval()
             with torch.no_grad():
-                history.curve.append((history.tokens, evaluate(model)))
+                history.curve.append((history.tokens, measured(model, evaluate, step.number)))
         if watch is not None:
             watch(step.number, history.losses[-1][1] if history.losses else None, history)
         began = time.perf_counter()
     history.finished = True
+
+
+def measured(model: nn.Module, evaluate: Callable[[nn.Module], T], step: int) -> T:
+    """What ``evaluate`` finds, without a gradient.
+
+    Args:
+        model: in evaluation mode.
+        evaluate: measures it.
+        step: how many it has taken.
+
+    Raises:
+        Diverged: a layer gives what is not finite; examples may be longer than those of training.
+    """
+    try:
+        return evaluate(model)
+    except REFUSALS as error:
+
+        def again() -> list[Tensor]:
+            evaluate(model)
+            return []
+
+        if (origin := find_origin(model, again)) is None:
+            raise
+        raise Diverged(
+            step=step, lr=None, origin=f"when it is measured, {origin}", advice=OWN_STEPS
+        ) from error
 
 
 def _finite(

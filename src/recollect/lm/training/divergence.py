@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 from recollect.layer.gates import GateProjection
 from recollect.lm.training.atomic_checkpoints import last_checkpoint
 
-__all__ = ["REFUSALS", "Diverged", "Guard", "find_origin"]
+__all__ = ["OWN_STEPS", "REFUSALS", "Diverged", "Guard", "find_origin"]
 
 REFUSALS = (
     ValueError,
@@ -28,12 +28,18 @@ REFUSALS = (
 """What layers and solvers raise of numbers that are not finite."""
 
 
+OWN_STEPS = (
+    "these are steps of the memory itself: measure them (normalize=True of its algorithm), or take "
+    "a smaller inner batch or rate"
+)
+
+
 class Diverged(ValueError):
     """Training met a loss or a gradient that is not finite; the weights are those before the step.
 
     Args:
         step: from 1.
-        lr: learning rate of that step.
+        lr: learning rate of that step; ``None`` where the model was only measured.
         origin: where in the model the first such number arose, in words; ``None`` where nobody
             looked.
         advice: what stands and what to do, to end the message.
@@ -47,15 +53,14 @@ class Diverged(ValueError):
         self,
         *,
         step: int,
-        lr: float,
+        lr: float | None,
         origin: str | None,
         advice: str,
         checkpoint: Path | None = None,
     ) -> None:
         cause = origin or "a loss or a gradient is not finite"
-        super().__init__(
-            f"training diverged at step {step:,} (learning rate {lr:.3g}): {cause}; {advice}"
-        )
+        rate = "" if lr is None else f" (learning rate {lr:.3g})"
+        super().__init__(f"training diverged at step {step:,}{rate}: {cause}; {advice}")
         self.step, self.lr, self.origin, self.checkpoint = step, lr, origin, checkpoint
 
 
@@ -147,6 +152,8 @@ class Guard(TrainerCallback):
             checkpoint = last_checkpoint(Path(str(args.output_dir)))
         change = "lower lr or clip" if args.max_grad_norm else "set clip = 1 or a lower lr"
         advice = f"{change} in [optimizer], or raise warmup, and begin anew"
+        if self._step == 1 and origin is not None and origin.startswith("the output of"):
+            advice = f"no weight was trained yet, so {OWN_STEPS}"
         if checkpoint is None:
             advice = f"no checkpoint was written yet: {advice}"
         else:
