@@ -27,8 +27,8 @@ _CHUNKS = (
 
 _NORMALISED = GradientDescent(batch=16, normalize=True)
 _GATES = {"lr": NEARLY_ALL, "log_decay": SLOW}
-# An inner norm bounds what the memory says. It begins as long as a layer's values are, so that their
-# errors can be corrected at all; being bounded, steps beyond the limit do not diverge.
+# An inner norm bounds what the memory says. It begins as long as a layer's values are, so that
+# their errors can be corrected at all; so bounded, steps beyond the limit do not diverge.
 _NORMED = {
     "lr": GateOptions(unit="share", init=1.5, high=2.0),
     "log_decay": SLOW,
