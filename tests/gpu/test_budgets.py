@@ -1,0 +1,151 @@
+"""Presets on a device that pretends to be a GPU: the CPU's numbers, within budgets.
+
+`budgets.json` holds, for every preset, the launches, syncs and host-to-device copies of a forward,
+a backward, a prompt and the tokens decoded after it (`tests.gpu.measure`). No number may grow;
+``python -m tests.gpu.measure --write`` lowers those that have shrunk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import recollect as rc
+
+HERE = Path(__file__).parent
+BUDGETS: dict[str, Any] = json.loads((HERE / "budgets.json").read_text())
+KINDS = ("launches", "syncs", "copies")
+
+# Numbers of the same algorithm in another order of operations.
+NEAR = {"y": 1e-5, "decoded": 1e-5, "gradient": 1e-3}
+
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+pytestmark = pytest.mark.skipif(
+    VERSION < (2, 10), reason="torch before 2.10 has no backend that is written in Python"
+)
+
+SLOW = ("f_divergence", "moneta_exact", "memora_per_token", "atlas_per_token", "atlas_plus_plus")
+"""Presets that solve anew at every token: seconds each."""
+
+
+def _groups() -> list[Any]:
+    """Presets by family: each group pays once for a process."""
+    families: dict[str, list[str]] = {}
+    for name in rc.zoo.names():
+        if name not in SLOW:
+            families.setdefault(rc.zoo.get(name).family, []).append(name)
+    # Families of a few presets join others.
+    groups: list[tuple[str, list[str]]] = []
+    for family, names in families.items():
+        if groups and len(groups[-1][1]) < 6:
+            groups[-1] = (f"{groups[-1][0]}+{family}", groups[-1][1] + names)
+        else:
+            groups.append((family, names))
+    fast = [pytest.param(names, id=family) for family, names in groups]
+    return [*fast, pytest.param([*SLOW], id="token by token", marks=pytest.mark.slow)]
+
+
+def measured(*arguments: str) -> list[dict[str, Any]]:
+    """What `tests.gpu.measure` prints, from a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.measure", *arguments],
+        cwd=HERE.parents[1],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def _grown(found: dict[str, Any]) -> list[str]:
+    """A line for every number of a preset that is above its budget."""
+    name, lines = found["name"], []
+    budget = BUDGETS["presets"].get(name, {})
+    for part, stretch in found["stretches"].items():
+        for kind, most in zip(KINDS, budget.get(part, (0, 0, 0)), strict=True):
+            sites = stretch[kind]
+            now = sites if kind == "launches" else sum(sites.values())
+            if kind == "launches" and BUDGETS["torch"] != ".".join(map(str, VERSION)):
+                continue  # another version cuts its operations otherwise
+            if now > most:
+                where = "" if kind == "launches" else f": {sites}"
+                lines.append(f"{name} {part}: {now} {kind}, budget {most}{where}")
+    return lines
+
+
+@pytest.mark.parametrize("names", _groups())
+def test_presets_on_a_device(names: list[str]) -> None:
+    found = measured(*names)
+    assert [one["name"] for one in found] == names
+    far = [
+        f"{one['name']}: {what} {one[what]:.1e} from the CPU's"
+        for one in found
+        for what, near in NEAR.items()
+        if not one.get(what, 0.0) <= near
+    ]
+    mixed = [
+        f"{one['name']} {part}: a CPU tensor beside the device's: {stretch['mixed']}"
+        for one in found
+        for part, stretch in one["stretches"].items()
+        if stretch["mixed"]
+    ]
+    grown = [line for one in found for line in _grown(one)]
+    assert not far + mixed + grown, "\n".join(far + mixed + grown)
+
+
+def test_every_preset_has_a_budget() -> None:
+    assert list(BUDGETS["presets"]) == rc.zoo.names()
+
+
+COUNTED = """
+import os, torch
+from tests.gpu import pretend
+
+def sends(): return torch.tensor([1.0], device=pretend.DEVICE)
+def moves(): return host.to(pretend.DEVICE)
+def asks(): return bool((x > 0).all())
+def lists(): return x.tolist()
+def picks(): return x[x > 0]
+def mixes(): return x + host
+def computes(): return (x @ x.mT).view(-1)[:2] + torch.zeros(2, device=pretend.DEVICE)
+
+host = torch.ones(3, 3)
+x = pretend.put(host)
+for call in (sends, moves, asks, lists, picks, mixes, computes):
+    with pretend.counted() as made:
+        try:
+            call()
+        except RuntimeError:  # of the CPU's tensor beside the device's
+            pass
+    kinds = (made.syncs, made.copies, made.mixed)
+    print(call.__name__, made.launches, *(sum(kind.values()) for kind in kinds))
+os._exit(0)
+"""
+
+
+def test_the_device_counts_what_a_gpu_would_do() -> None:
+    done = subprocess.run(
+        [sys.executable, "-u", "-W", "ignore", "-c", COUNTED],
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = {name: tuple(map(int, n)) for name, *n in map(str.split, done.stdout.splitlines())}
+    assert set(found) == {"sends", "moves", "asks", "lists", "picks", "mixes", "computes"}, (
+        done.stderr[-2000:]
+    )
+    # (syncs, copies, mixed)
+    assert found["sends"][1:] == found["moves"][1:] == (0, 1, 0)
+    assert found["asks"][1:] == found["lists"][1:] == found["picks"][1:] == (1, 0, 0)
+    assert found["mixes"][3] == 1
+    assert found["computes"] == (3, 0, 0, 0), "a product, a fill and a sum; views are free"
