@@ -1,9 +1,9 @@
 """What presets ask of a device, and how far their numbers there are from those on a CPU.
 
 ``python -m tests.gpu.measure NAME...`` prints one JSON object per preset, and
-``python -m tests.gpu.measure --write`` measures all and lowers `budgets.json` where they ask for
-less (``--raise`` also raises it, for a change that is worth it). It is a program of its own because
-the pretended device stays with its process (`tests.gpu.pretend`).
+``python -m tests.gpu.measure --write [NAME...]`` lowers `budgets.json` where they, or all, ask for
+less (with ``--raise`` it takes what is measured, for a change that is worth it). It is a program of
+its own because the pretended device stays with its process (`tests.gpu.pretend`).
 
 A preset runs on the CPU and on the device: forward and backward of one sequence, then a prompt and
 tokens after it one by one. Counts are sums over each stretch, the decoded tokens taken together;
@@ -141,11 +141,14 @@ def version() -> str:
     return ".".join(torch.__version__.split(".")[:2])
 
 
-def write(*, higher: bool) -> None:
-    """Measure all presets; lower their budgets, and raise them where that is allowed."""
+def write(names: list[str], *, higher: bool) -> None:
+    """Measure presets; lower their budgets, and raise them where that is allowed."""
     old = json.loads(BUDGETS.read_text())["presets"] if BUDGETS.exists() else {}
     presets: dict[str, dict[str, list[int]]] = {}
     for name in rc.zoo.names():
+        if name not in names and name in old:
+            presets[name] = old[name]
+            continue
         print(name, file=sys.stderr, flush=True)
         before: dict[str, list[int]] = old.get(name, {})
         presets[name] = {}
@@ -168,9 +171,10 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # torch: the Python backend is experimental
     if args.write:
-        write(higher=args.higher)
-    for name in args.names:
-        print(json.dumps(measure(name, tokens=args.tokens)), flush=True)
+        write(args.names or rc.zoo.names(), higher=args.higher)
+    else:
+        for name in args.names:
+            print(json.dumps(measure(name, tokens=args.tokens)), flush=True)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,27 @@ def test_every_preset_has_a_budget() -> None:
     assert list(BUDGETS["presets"]) == rc.zoo.names()
 
 
+@pytest.mark.parametrize(("name", "most"), [("gated_delta_net", 400)])
+def test_launches_of_a_long_sequence(name: str, most: int) -> None:
+    """Forward and backward of 4096 tokens: what a device would spend its time on launching."""
+    (found,) = measured("--tokens", "4096", name)
+    stretches = found["stretches"]
+    assert stretches["forward"]["launches"] + stretches["backward"]["launches"] <= most
+    assert found["y"] <= NEAR["y"]
+    assert found["gradient"] <= NEAR["gradient"]
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [(name, 25) for name in ("linear_attention", "gla", "mamba2", "delta_net", "gated_delta_net")],
+)
+def test_launches_of_a_decoded_token(name: str, most: int) -> None:
+    tokens = 4  # of `tests.gpu.measure`
+    launches, syncs, copies = BUDGETS["presets"][name]["decode"]
+    assert launches <= tokens * most
+    assert (syncs, copies) == (0, 0)
+
+
 COUNTED = """
 import os, torch
 from tests.gpu import pretend

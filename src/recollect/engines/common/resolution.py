@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import looks
 from recollect.engines.common.problem import Problem, state_dtype
 
 __all__ = [
     "RESET",
     "Unresolved",
     "digits",
-    "looks",
     "loss",
     "lost_within",
     "refuse",
@@ -45,14 +45,6 @@ class Unresolved:
     row: int
     head: int
     worst: float
-
-
-def looks(x: Tensor) -> bool:
-    """Whether numbers may be looked at, token by token.
-
-    A GPU would have to wait at each; a compiled graph would break.
-    """
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def loss(G: Tensor, P: Tensor, raised: Tensor) -> Tensor:
