@@ -7,13 +7,15 @@ where nobody has to wait for it (`looks`). Constants are made once and stay wher
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake  # pyright: ignore[reportUnknownVariableType]
+from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["constant", "lasts", "looks"]
+__all__ = ["constant", "lasts", "looks", "room", "stamp"]
 
 KEPT = 512
 """Constants that are kept at a time; more sizes than that in one process are made anew."""
@@ -28,6 +30,27 @@ def looks(x: Tensor) -> bool:
     A GPU would have to wait at each; a compiled graph would break.
     """
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+DEVICE_ROOM = 2**32
+"""Bytes that intermediates of a group may take on a device that does not say what memory it has."""
+
+
+def room(x: Tensor, host: int) -> int:
+    """Bytes that intermediates of one group of tokens may take where ``x`` is.
+
+    On a CPU what its caches and its allocator make cheap; on a device a sixteenth of its memory,
+    because there launches cost more than memory does.
+
+    Args:
+        x: of the call.
+        host: what was measured on a CPU.
+    """
+    if x.device.type == "cpu":
+        return host
+    if x.device.type == "cuda":
+        return torch.cuda.get_device_properties(x.device).total_memory // 16
+    return DEVICE_ROOM
 
 
 def lasts(x: Tensor) -> bool:
@@ -62,3 +85,28 @@ def constant(
             _made.clear()
         _made[key] = made
     return made
+
+
+_serials, _next = WeakTensorKeyDictionary(), itertools.count()
+
+
+def stamp(tensors: Iterable[Tensor]) -> str | None:
+    """A name for what tensors hold now; another once one is written to or another takes its place.
+
+    It stands for comparing their numbers, where the host would have to wait for the answer.
+    Writing past autograd's counter (``x.data``, a replayed CUDA graph) goes unnoticed.
+
+    Args:
+        tensors: parameters, in an order that stays.
+
+    Returns:
+        ``None`` where torch does not count writes: in tensors made in inference mode.
+    """
+    parts: list[str] = []
+    for x in tensors:
+        if x.is_inference():
+            return None
+        if x not in _serials:
+            _serials[x] = next(_next)
+        parts.append(f"{_serials[x]}.{x._version}")  # pyright: ignore[reportPrivateUsage]
+    return " ".join(parts)
