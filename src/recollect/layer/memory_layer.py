@@ -387,6 +387,7 @@ class MemoryLayer(nn.Module):
                 places=None if batch is None else batch.index,
                 # A decoded token's numbers come from where the prompt's did, which were checked.
                 sure=state is not None and x.shape[1] == 1,
+                sources=self._sources(),
             )
         )
         if inputs.phase is not None and self.recipe.memory.diagonal:
@@ -406,6 +407,12 @@ class MemoryLayer(nn.Module):
                 memory=memory, conv=inputs.conv, phase=inputs.turned, shift=inputs.shift
             )
         return self.out(y), after
+
+    def _sources(self) -> Sequence[Tensor]:
+        """What the recipe's params are made of."""
+        if not self._bound.sized.params:
+            return ()
+        return [*self.params.parameters(), *self.ties.parameters()]
 
     def _streams(
         self, x: Tensor, state: LayerState | None, lengths: Tensor | None, borders: Tensor | None

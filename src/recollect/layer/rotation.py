@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recollect.choices.devices import constant
 from recollect.choices.features.finite import Identity
 from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
@@ -173,23 +174,13 @@ def angles(position: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
         base: 10000 in the paper.
     """
     # In float64 the phase of token 100,000 is still exact.
-    phase = position.unsqueeze(-1) * _frequencies(size, base, position.device)
+    phase = position.unsqueeze(-1) * constant(_frequencies, size, base, device=position.device)
     return phase.cos(), phase.sin()
 
 
-_kept: dict[tuple[int, float, torch.device], Tensor] = {}
-
-
-def _frequencies(size: int, base: float, device: torch.device) -> Tensor:
-    """base^(−2i/size) ``[size/2]`` in float64, kept: every layer asks for it at every token."""
-    key = (size, base, device)
-    if not torch.compiler.is_compiling() and key in _kept:
-        return _kept[key]
-    with torch.inference_mode(False):  # it will be used outside of the mode too
-        made = base ** -(torch.arange(0, size, 2, device=device, dtype=torch.float64) / size)
-    if not torch.compiler.is_compiling() and type(made) is Tensor:  # none that stands for one
-        _kept[key] = made
-    return made
+def _frequencies(size: int, base: float) -> Tensor:
+    """base^(−2i/size) ``[size/2]``."""
+    return base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

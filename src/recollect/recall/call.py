@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,6 +27,7 @@ class Call:
         places: of a packed call: where each token stands in the caller's row, ``[B, T]``.
         sure: whether whoever calls made the gates and params, and of the same projections as in an
             earlier call: their names, shapes and ranges are then not looked at again.
+        sources: tensors that params were made of, or ``None``: they are themselves what was given.
         documents: whether the rows of a packed call are documents of the caller's only row.
     """
 
@@ -46,4 +47,5 @@ class Call:
     lengths: Tensor | None = None
     places: Tensor | None = None
     sure: bool = False
+    sources: Sequence[Tensor] | None = None
     documents: bool = False

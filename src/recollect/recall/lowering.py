@@ -61,7 +61,9 @@ class Lowered:
         """The state of the original problem."""
         n = self.original.sized.associations
         if n > 1:
+            seen = after.seen
             after = dataclasses.replace(after, position=after.position // n)
+            after = after.stating(None if seen is None else seen // n)
         if self.original.sized.normalised:
             (joined,) = after.weights
             after = dataclasses.replace(
@@ -116,6 +118,8 @@ def _one_association(problem: Problem) -> Problem:
         else:
             rates[name] = flat(x) if name in travels else every(x)
     idle = torch.zeros_like(problem.q).unsqueeze(2).expand(-1, -1, n - 1, *problem.q.shape[2:])
+    seen = problem.state.seen
+    state = dataclasses.replace(problem.state, position=problem.state.position * n)
     return dataclasses.replace(
         problem,
         q=torch.cat([idle, problem.q.unsqueeze(2)], dim=2).flatten(1, 2),
@@ -123,7 +127,7 @@ def _one_association(problem: Problem) -> Problem:
         v=flat(problem.v),
         rates=rates,
         lengths=None if problem.lengths is None else problem.lengths * n,
-        state=dataclasses.replace(problem.state, position=problem.state.position * n),
+        state=state.stating(None if seen is None else seen * n),
         steps_per_token=n,
     )
 

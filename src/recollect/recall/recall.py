@@ -194,6 +194,7 @@ def _run(call: Call) -> tuple[Tensor, State]:
         packed=call.documents,
         state=state,
         chunk_size=call.chunk_size,
+        sources=tuple(call.params.values()) if call.sources is None else call.sources,
         continues=call.output_state or not call.causal,
     )
     if leaves_inference(problem, inner_gradients=engine.inner_gradients):

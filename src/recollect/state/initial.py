@@ -7,8 +7,9 @@ from torch import Tensor
 
 from recollect.choices.member import RecipeError
 from recollect.recipe.sized import SizedRecipe
+from recollect.state.buffer import roll
 from recollect.state.kernel_rows import initial_rows
-from recollect.state.state import State, roll
+from recollect.state.state import State
 from recollect.typing import Init
 
 __all__ = ["initial_associations", "initial_state"]
@@ -39,9 +40,10 @@ def initial_state(
         k, v, rates = initial_associations(sized, init, B=B, dtype=dtype)
         position = torch.full((B,), k.shape[1], device=device)
         buffer = roll(recipe, None, k=k, v=v, rates=rates, lengths=None, position=position)
-        return State(
+        state = State(
             sizes=(H, K, V), weights=(), position=position, buffer=buffer, written_by=sized.written
         )
+        return state.stating(k.shape[1])
     shapes = sized.weights
     pairs: tuple[Tensor, ...] = ()
     if init is None:
@@ -84,13 +86,15 @@ def initial_state(
     dual = None
     if recipe.dual:
         dual = initial_rows(recipe, pairs, B=B, H=H, K=K, V=V, dtype=dtype, device=device)
+    position = torch.zeros(B, dtype=torch.long, device=device)
     return State(
         sizes=(H, K, V),
         written_by=sized.written,
         weights=weights,
         slots=slots,
         dual=dual,
-        position=torch.zeros(B, dtype=torch.long, device=device),
+        position=position,
+        known=(position, 0),
         ones=torch.zeros(ones, dtype=dtype, device=device) if sized.normalised else None,
         log_scale=torch.zeros(B, H, dtype=dtype, device=device) if sized.stabilised else None,
     )

@@ -64,10 +64,12 @@ class KernelRows:
         m = given[0].shape[-2] if given else 0
         staying = self.mask & ~rows[:, None]
         size = max(int(staying.sum(1).max()) if B else 0, m if bool(rows.any()) else 0)
-        fresh = [
-            a.to(u.dtype).expand(B, H, m, a.shape[-1]).transpose(1, 2)
-            for a, u in zip(given, (self.k, *self.rows), strict=True)
-        ] or [u[:, :0] for u in (self.k, *self.rows)]
+        fresh = [u[:, :0] for u in (self.k, *self.rows)]
+        if given:
+            fresh = [
+                a.to(u.dtype).expand(B, H, m, a.shape[-1]).transpose(1, 2)
+                for a, u in zip(given, fresh, strict=True)
+            ]
 
         def fit(x: Tensor) -> Tensor:  # aligned right in ``size`` slots
             missing = size - x.shape[1]

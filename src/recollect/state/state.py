@@ -13,37 +13,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from recollect.recipe.recipe import Recipe
+from recollect.state.buffer import Buffer
 from recollect.state.flat import check_names, numbered, read_text, text_tensor
 from recollect.state.kernel_rows import KernelRows
 from recollect.typing import Init, Weights
 
-__all__ = ["Buffer", "State", "join_states", "roll"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Buffer:
-    """Raw associations with their gates, newest last and aligned right.
-
-    Attributes:
-        k: ``[B, n, H, K]``. v: ``[B, n, H, V]``.
-        rates: every resolved number by name, ``[B, n, H, ...]``.
-        mask: ``[B, n]``, False where a slot holds nothing (its numbers are then 0).
-    """
-
-    k: Tensor
-    v: Tensor
-    rates: Mapping[str, Tensor]
-    mask: Tensor
-
-    def map(self, f: Callable[[Tensor], Tensor]) -> Buffer:
-        """Apply ``f`` to every tensor."""
-        return Buffer(
-            k=f(self.k),
-            v=f(self.v),
-            rates={name: f(x) for name, x in self.rates.items()},
-            mask=f(self.mask),
-        )
+__all__ = ["Buffer", "State", "join_states"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +39,7 @@ class State:
         written_by: `Recipe.normal_form` of the recipe that wrote it, which alone continues it;
             ``None`` in one that was made by hand, or saved before this was written down, fits every
             recipe of its shapes.
+        known: the position that a number was stated for, and the number (`seen`).
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
@@ -86,13 +62,36 @@ class State:
     log_scale: Tensor | None = None
     cache: Mapping[str, Tensor] = field(default_factory=dict)
     written_by: str | None = None
+    known: tuple[Tensor, int] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def seen(self) -> int | None:
+        """Tokens that every row has seen, where the host knows it without asking the device.
+
+        Rows that have come differently far (padding, packing, a reset) have no such number, and
+        where there is one, `dual` has no empty slots.
+        """
+        known = self.known
+        return known[1] if known is not None and known[0] is self.position else None
+
+    def stating(self, seen: int | None) -> State:
+        """The same, and that every row has seen so many tokens; ``None``: nobody knows.
+
+        Args:
+            seen: what each entry of ``position`` is.
+        """
+        known = None if seen is None else (self.position, seen)
+        return replace(self, known=known)
 
     def map(self, f: Callable[[Tensor], Tensor]) -> State:
         """Apply ``f`` to every tensor; the root of most methods below."""
+        weights, seen = tuple(f(w) for w in self.weights), self.seen
+        position = f(self.position)
         return State(
             sizes=self.sizes,
-            weights=tuple(f(w) for w in self.weights),
-            position=f(self.position),
+            weights=weights,
+            position=position,
+            known=None if seen is None else (position, seen),
             slots={name: tuple(f(w) for w in slot) for name, slot in sorted(self.slots.items())},
             buffer=None if self.buffer is None else self.buffer.map(f),
             dual=None if self.dual is None else self.dual.map(f),
@@ -107,8 +106,9 @@ class State:
 
         As `dataclasses.replace`, and a twentieth of its time: every decoded token makes one.
         """
-        after = object.__new__(State)
-        after.__dict__.update(self.__dict__, position=self.position + 1, cache={}, **changed)
+        after, position, seen = object.__new__(State), self.position + 1, self.seen
+        known = None if seen is None else (position, seen + 1)
+        after.__dict__.update(self.__dict__, position=position, known=known, cache={}, **changed)
         return after
 
     def tensors(self) -> list[Tensor]:
@@ -191,7 +191,7 @@ class State:
         weights = tuple(
             torch.where(r, a, w) for r, a, w in zip(shaped, starts, self.weights, strict=True)
         )
-        return dataclasses.replace(fresh, weights=weights, dual=dual, cache={})
+        return dataclasses.replace(fresh, weights=weights, dual=dual, cache={}, known=None)
 
     def to_dict(self) -> dict[str, Tensor]:
         """Flat names to plain tensors, ready for safetensors."""
@@ -230,8 +230,8 @@ class State:
                 mask=flat["buffer.mask"],
                 rates={n[len(head) :]: x for n, x in flat.items() if n.startswith(head)},
             )
-        H, K, V = flat["sizes"].tolist()
-        return cls(
+        (H, K, V), places = flat["sizes"].tolist(), set(flat["position"].flatten().tolist())
+        state = cls(
             sizes=(H, K, V),
             weights=numbered(flat, "weights."),
             slots={name: numbered(flat, f"slots.{name}.") for name in slot_names},
@@ -242,6 +242,8 @@ class State:
             log_scale=flat.get("log_scale"),
             written_by=read_text(flat, "written_by"),
         )
+        full = state.dual is None or bool(state.dual.mask.all())
+        return state.stating(places.pop() if len(places) == 1 and full else None)
 
 
 def join_states(states: list[State]) -> State:
@@ -252,7 +254,10 @@ def join_states(states: list[State]) -> State:
     padded = [replace(_widen(state, width, rows), cache={}) for state in states]
     columns = zip(*(state.tensors() for state in padded), strict=True)
     joined = iter([torch.cat(column) for column in columns])
-    return padded[0].map(lambda _: next(joined))
+    sizes = {s.dual.k.shape[1] for s in states if s.dual is not None}
+    seen = {state.seen if len(sizes) < 2 else None for state in states}
+    together = padded[0].map(lambda _: next(joined))
+    return together.stating(seen.pop() if len(seen) == 1 else None)
 
 
 def _widen(state: State, width: int, rows: int) -> State:
@@ -264,122 +269,3 @@ def _widen(state: State, width: int, rows: int) -> State:
         buffer = state.buffer.map(lambda x: pad(x, width))
     dual = None if state.dual is None else state.dual.map(lambda x: pad(x, rows))
     return replace(state, buffer=buffer, dual=dual)
-
-
-# -- the buffer after new tokens ------------------------------------------------------------------
-
-
-def _grown(old: Buffer | None, *, k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) -> Buffer:
-    """Everything, in rows without padding: what was held, then the new."""
-    mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
-    if old is None:
-        # The caller's tensors stay the caller's, to be changed or freed.
-        own = {name: _copied(x) for name, x in rates.items()}
-        return Buffer(k=_copied(k), v=_copied(v), rates=own, mask=mask)
-    return Buffer(
-        k=torch.cat([old.k.to(k.dtype), k], dim=1),
-        v=torch.cat([old.v.to(v.dtype), v], dim=1),
-        rates={name: torch.cat([old.rates[name].to(x), x], 1) for name, x in rates.items()},
-        mask=torch.cat([old.mask, mask], dim=1),
-    )
-
-
-def _copied(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def roll(
-    recipe: Recipe,
-    old: Buffer | None,
-    *,
-    k: Tensor,
-    v: Tensor,
-    rates: Mapping[str, Tensor],
-    lengths: Tensor | None,
-    position: Tensor,
-) -> Buffer | None:
-    """The buffer after new tokens: per row, those of the window and of the open inner batch.
-
-    ``position`` is that after the new tokens. Cost O(n) in the number of slots, not in T.
-    """
-    span = recipe.span
-    if span == 0:
-        return None
-    B, T = k.shape[:2]
-    if span is None and lengths is None:
-        return _grown(old, k=k, v=v, rates=rates)
-    buffered = 0 if old is None else old.k.shape[1]
-    slots = buffered + T if span is None else span
-    history = recipe.history
-    wanted = position if history is None else position % recipe.algorithm.batch + history
-    wanted = torch.minimum(position, wanted)
-    if lengths is None:
-        return _ended(old, slots, wanted, k=k, v=v, rates=rates)
-    # Joined tokens form one run per row: old ones aligned right, new ones aligned left.
-    end = buffered + lengths  # [B]
-    index = end[:, None] - slots + torch.arange(slots, device=k.device)  # [B, n]
-    mask = (index >= end[:, None] - wanted[:, None]) & (index >= 0)
-    if old is not None:
-        inside = index.clamp(0, buffered - 1) if buffered else index
-        mask &= (
-            torch.where(index < buffered, old.mask.gather(1, inside), True) if buffered else True
-        )
-    index = index.clamp(0, max(buffered + T - 1, 0))
-
-    def pick(new: Tensor, past: Tensor | None) -> Tensor:
-        # Slice before joining so that a long call does not copy all of its tokens.
-        joined = new if past is None else torch.cat([past.to(new.dtype), new], dim=1)
-        shaped = index.view(B, slots, *(1,) * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
-        shown = mask.view(B, slots, *(1,) * (new.dim() - 2))
-        if joined.shape[1] == 0:
-            return new.new_zeros(B, slots, *new.shape[2:])
-        return torch.where(
-            shown, joined.gather(1, shaped), torch.zeros((), dtype=new.dtype).to(new)
-        )
-
-    return Buffer(
-        k=pick(k, None if old is None else old.k),
-        v=pick(v, None if old is None else old.v),
-        rates={n: pick(x, None if old is None else old.rates[n]) for n, x in rates.items()},
-        mask=mask,
-    )
-
-
-def _ended(
-    old: Buffer | None,
-    slots: int,
-    wanted: Tensor,
-    *,
-    k: Tensor,
-    v: Tensor,
-    rates: Mapping[str, Tensor],
-) -> Buffer:
-    """The last ``slots`` of what was held and rows without padding, of which ``wanted`` count."""
-    B, T = k.shape[:2]
-    past = max(slots - T, 0)  # slots that new tokens do not reach
-    buffered = 0 if old is None else min(old.k.shape[1], past)
-    mask = torch.arange(slots, 0, -1, device=k.device) <= wanted[:, None]
-    if past > buffered:
-        mask[:, : past - buffered] = False
-    if old is not None and buffered:
-        mask[:, past - buffered : past] &= old.mask[:, old.mask.shape[1] - buffered :]
-    empty = ~mask
-    shaped: dict[int, Tensor] = {}
-
-    def pick(new: Tensor, older: Tensor | None) -> Tensor:
-        parts = [new if slots - past == T else new[:, T - (slots - past) :]]
-        if older is not None and buffered:
-            parts.insert(0, older[:, older.shape[1] - buffered :].to(new.dtype))
-        if buffered < past:
-            parts.insert(0, new.new_zeros(B, past - buffered, *new.shape[2:]))
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        if new.dim() not in shaped:
-            shaped[new.dim()] = empty.view(B, slots, *(1,) * (new.dim() - 2))
-        return joined.masked_fill(shaped[new.dim()], 0.0)
-
-    return Buffer(
-        k=pick(k, None if old is None else old.k),
-        v=pick(v, None if old is None else old.v),
-        rates={n: pick(x, None if old is None else old.rates[n]) for n, x in rates.items()},
-        mask=mask,
-    )

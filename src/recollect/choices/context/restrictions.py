@@ -119,7 +119,10 @@ class Blocks(_Restriction):
             self.size, rounding_mode="floor"
         )
         own = visible.where.clamp_min(0).div(self.size, rounding_mode="floor")  # [B, T]
-        count = int(max(x.max() if x.numel() else 0 for x in (block, own))) + 1
+        if visible.end is not None:
+            count = max(1, -(-visible.end // self.size))
+        else:
+            count = int(max(x.max() if x.numel() else 0 for x in (block, own))) + 1
         # Sums of whole blocks, and of each block up to every slot: a query sees its own so far.
         index = block[..., None, None].expand(B, n, H, K)
         sums = label.new_zeros(B, count, H, K).scatter_add(1, index, label)

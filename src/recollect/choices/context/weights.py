@@ -24,6 +24,8 @@ class VisibleAssociations:
         slots: slot of each query's own association ``[T]``; the last one for queries that only
             read.
         first: slot of the first query's own association; n for queries that only read.
+        full: whether it is known, without looking, that every slot holds an association.
+        end: what ``position`` and ``where`` stay below, where that is known without looking.
     """
 
     q: Tensor
@@ -35,6 +37,8 @@ class VisibleAssociations:
     where: Tensor
     slots: Tensor
     first: int
+    full: bool = False
+    end: int | None = None
 
 
 Piece = Callable[[slice, slice], Tensor]

@@ -135,7 +135,7 @@ class Taylor(Features):
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         tau = self._tau(x.shape[-1])
-        a = [x.new_tensor(tau**-i / math.factorial(i)) for i in range(self.order + 1)]
+        a = [x.new_full((), tau**-i / math.factorial(i)) for i in range(self.order + 1)]
         return monomials(x, a)
 
     @property

@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import constant
 
-@lru_cache(maxsize=64)
+
 def _weights(K: int, degree: int) -> Tensor:
     """√multinomial of every monomial of that degree in K variables, in lexicographic order.
 
@@ -23,7 +24,7 @@ def _weights(K: int, degree: int) -> Tensor:
         for variable in set(index):
             ways //= math.factorial(index.count(variable))
         weights.append(math.sqrt(ways))
-    return torch.tensor(weights, dtype=torch.float64, device="cpu")
+    return torch.tensor(weights, dtype=torch.float64)
 
 
 class _Times(torch.autograd.Function):
@@ -70,7 +71,7 @@ def _times(x: Tensor, lower: Tensor, degree: int) -> Tensor:
 
 def quadratic(x: Tensor) -> Tensor:
     """Products of two channels, weighted so that φ(q)·φ(k) = (q·k)²; K(K + 1)/2 features."""
-    return _times(x, x, 2) * _weights(x.shape[-1], 2).to(x)
+    return _times(x, x, 2) * constant(_weights, x.shape[-1], 2, device=x.device, dtype=x.dtype)
 
 
 def monomials(x: Tensor, coefficients: list[Tensor]) -> Tensor:
@@ -83,6 +84,6 @@ def monomials(x: Tensor, coefficients: list[Tensor]) -> Tensor:
             block = x if degree == 1 else _times(x, block, degree)
         weight = coefficient.sqrt()
         if degree > 1:
-            weight = weight * _weights(K, degree).to(x)
+            weight = weight * constant(_weights, K, degree, device=x.device, dtype=x.dtype)
         blocks.append(weight * block)
     return torch.cat(blocks, dim=-1)

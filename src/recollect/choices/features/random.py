@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import constant
 from recollect.choices.features.base import Features
 from recollect.choices.features.monomials import quadratic
 from recollect.choices.fields import Param, flag, integer, number, option
@@ -138,14 +138,12 @@ class RandomFourier(Features):
         return f"random Fourier features, E φ(q)·φ(k) = exp({kernel}) at σ = 1"
 
 
-@lru_cache(maxsize=32)
 def _cosines(K: int) -> Tensor:
     """The orthonormal DCT-II: row j is s_j cos(π(2i + 1)j/2K), s_0 = √(1/K), else √(2/K)."""
-    with torch.device("cpu"):
-        i, j = torch.arange(K, dtype=torch.float64), torch.arange(K, dtype=torch.float64)
-        table = (math.pi * (2 * i + 1) * j.unsqueeze(-1) / (2 * K)).cos()
-        table[0] *= math.sqrt(0.5)
-        return table * math.sqrt(2 / K)
+    i, j = torch.arange(K, dtype=torch.float64), torch.arange(K, dtype=torch.float64)
+    table = (math.pi * (2 * i + 1) * j.unsqueeze(-1) / (2 * K)).cos()
+    table[0] *= math.sqrt(0.5)
+    return table * math.sqrt(2 / K)
 
 
 @member
@@ -184,7 +182,7 @@ class FrequencyDomain(Features):
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         K = x.shape[-1]
-        table = _cosines(K).to(x)
+        table = constant(_cosines, K, device=x.device, dtype=x.dtype)
         phase = (x @ table.T).repeat(*(1,) * (x.dim() - 1), self.copies)
         phase = phase * params["frequencies"].to(x.dtype).unsqueeze(-2)
         weight = params["feature_weight"].to(x.dtype).unsqueeze(-2)

@@ -50,6 +50,10 @@ def gather_visible(
         rates = {name: torch.cat([buffer.rates[name].to(x), x], 1) for name, x in rates.items()}
         valid = torch.cat([buffer.mask, valid], dim=1)
     n, start = buffered + T, problem.state.position[:, None]
+    seen = problem.state.seen
+    # As many slots as tokens that each row has seen, and no padding.
+    full = problem.lengths is None and (buffered == 0 or seen == buffered)
+    end = seen + T if seen is not None else n if problem.recipe.span is None else None
     position = start + torch.arange(n, device=device) - buffered
     if query_rates is None:
         slots = torch.arange(buffered, n, device=device)
@@ -63,6 +67,8 @@ def gather_visible(
             where=position[:, buffered:],
             slots=slots,
             first=buffered,
+            full=full,
+            end=end,
         )
     count = q.shape[1]
     return VisibleAssociations(
@@ -75,6 +81,8 @@ def gather_visible(
         where=(start - 1).expand(-1, count),
         slots=torch.full((count,), max(n - 1, 0), device=device),
         first=n,
+        full=full,
+        end=end,
     )
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import looks
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.state.kernel_rows import KernelRows
 from recollect.state.state import State
@@ -91,21 +92,30 @@ def _widened(problem: Problem) -> Problem:
 def with_enough_digits(run: Run, problem: Problem) -> tuple[Tensor, State]:
     """The problem in its own dtype, or in float64 where that one does not hold what is read.
 
+    Where the host would have to wait to know, decays are computed in float64, and outputs that
+    would be refused are NaN.
+
     Raises:
         ValueError: float64 does not hold it either, or the state has lost it.
     """
-    y, state, lost = run(problem, None)
     dtype, before = state_dtype(problem.q, problem.k, problem.v), problem.state.dual
+    decays, asks = problem.recipe.retention.decay is not None, looks(problem.k)
     assert before is not None
-    if dtype is not torch.float64 and problem.recipe.retention.decay is not None:
-        if not bool(lost) and bool(y.isfinite().all()):
-            return y, state
+    if decays and dtype is not torch.float64:
+        if asks:
+            y, state, lost = run(problem, None)
+            if not bool(lost) and bool(y.isfinite().all()):
+                return y, state
         y, state, lost = run(_widened(problem), doubtful(before))
         assert state.dual is not None
         weights = tuple(w.to(dtype) for w in state.weights)
         slots = {n: tuple(s.to(dtype) for s in slot) for n, slot in state.slots.items()}
         dual = _narrowed(state.dual, dtype)
         y, state = y.to(problem.v.dtype), problem.after(weights=weights, slots=slots, dual=dual)
+    else:
+        y, state, lost = run(problem, None)
+    if not asks:
+        return y.masked_fill(lost, torch.nan) if decays else y, state
     if bool(lost):
         raise too_faint(problem)
     return y, state

@@ -10,13 +10,23 @@ ways, chosen by the data:
    sub-chunk decays by less than e^−30;
 3. or computed from explicit differences ``[16, 16, K]``, which costs several times more.
 
+On a device the host would have to wait to know which of these the data allows. There tokens are
+taken by halves, right for all data: t > i have a highest bit h in which their indices differ, and
+between them stands the first token m = ⌊t/2^h⌋ 2^h that has it. With Z the sums before m,
+exp(X_t − Y_i) = exp(X_t − Z) exp(Z − Y_i), and neither exponent is ever positive. One product for
+each of log₂ C bits, all of them in one batch.
+
 ``decayed_mix`` is the same for decays over value channels.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from recollect.choices.devices import constant, looks
 
 __all__ = ["absorbable", "causal_mask", "decayed_gram", "decayed_mix"]
 
@@ -35,7 +45,12 @@ def _starts(total: Tensor) -> list[tuple[int, int]]:
 
 
 def absorbable(total: Tensor) -> bool:
-    """Whether exp(total) and exp(−total) both stay far from the ends of float32."""
+    """Whether exp(total) and exp(−total) both stay far from the ends of float32.
+
+    False where the host would have to wait for the answer.
+    """
+    if not looks(total):
+        return False
     return not total.numel() or float(-total.detach().amin()) < SAFE
 
 
@@ -56,6 +71,8 @@ def decayed_gram(x: Tensor, x_total: Tensor, y: Tensor, y_total: Tensor, *, stri
     """
     C = x_total.shape[-2]
     a, b = x.shape[-2] // C, y.shape[-2] // C
+    if not looks(x_total):
+        return _gram_by_halves(x, x_total, y, y_total, strict=strict)
     rows: list[Tensor] = []
     for start, stop in _starts(x_total):
         here = slice(start * a, stop * a)
@@ -128,6 +145,8 @@ def decayed_mix(scores: Tensor, values: Tensor, total: Tensor) -> Tensor:
     """
     C = total.shape[-2]
     g, b = scores.shape[-2] // C, values.shape[-2] // C
+    if not looks(total):
+        return _mix_by_halves(scores, values, total)
     if absorbable(total):
         scaled = values * _exp(-total, b, values)
         return (scores @ scaled) * _exp(total, g, values)
@@ -157,3 +176,97 @@ def decayed_mix(scores: Tensor, values: Tensor, total: Tensor) -> Tensor:
             mixed = mixed + (block[..., : start * b] @ past) * after
         rows.append(mixed)
     return torch.cat(rows, dim=-2)
+
+
+# -- by halves, where nobody looks at the data -----------------------------------------------------
+
+
+class _Halves(NamedTuple):
+    """For every bit of a token's index, and last for tokens with themselves.
+
+    Attributes:
+        refers: ``[2, L C]`` row of the sums before each token (one more row than tokens) that a
+            token's own is counted from, as the later one and as the earlier.
+        other: ``[2, L, C, 1]`` tokens that are no later or no earlier one in this bit.
+        pairs: ``[L, C, C]``: 1 for those pairs that have this bit as their highest difference.
+    """
+
+    refers: Tensor
+    other: Tensor
+    pairs: Tensor
+
+
+def _bits(C: int) -> tuple[Tensor, Tensor]:
+    """Every bit of an index below C, lowest first ``[L, 1]``, and the indices ``[C]``."""
+    return torch.arange(max(C - 1, 0).bit_length()).unsqueeze(-1), torch.arange(C)
+
+
+def _refers(C: int, own: bool) -> Tensor:
+    h, t = _bits(C)
+    later, earlier = t >> h << h, (t >> h | 1) << h
+    if own:
+        later, earlier = (torch.cat([x, t[None] + 1]) for x in (later, earlier))
+    return torch.stack([later, earlier]).clamp_max(C).flatten(1)
+
+
+def _other(C: int, own: bool) -> Tensor:
+    h, t = _bits(C)
+    later = (t >> h & 1).bool()
+    sides = torch.stack([~later, later])
+    if own:
+        sides = torch.cat([sides, torch.zeros(2, 1, C, dtype=torch.bool)], 1)
+    return sides.unsqueeze(-1)
+
+
+def _pairs(C: int, own: bool) -> Tensor:
+    h, t = _bits(C)
+    same = (t >> (h + 1)).unsqueeze(-1) == (t >> (h + 1)).unsqueeze(-2)
+    later = (t >> h & 1).bool()
+    pairs = same & later.unsqueeze(-1) & ~later.unsqueeze(-2)
+    return torch.cat([pairs, torch.eye(C, dtype=torch.bool)[None]]) if own else pairs
+
+
+def _halves(like: Tensor, C: int, *, own: bool) -> _Halves:
+    return _Halves(
+        refers=constant(_refers, C, own, device=like.device),
+        other=constant(_other, C, own, device=like.device),
+        pairs=constant(_pairs, C, own, device=like.device, dtype=like.dtype),
+    )
+
+
+def _counted(total: Tensor, C: int, refers: Tensor) -> Tensor:
+    """Sums before the tokens that others refer to, ``[..., C, D] -> [..., L, C, D]``."""
+    before = torch.cat([torch.zeros_like(total[..., :1, :]), total], dim=-2)
+    return before.index_select(-2, refers).unflatten(-2, (-1, C))
+
+
+def _factor(exponent: Tensor, other: Tensor, rows: int, like: Tensor) -> Tensor:
+    """exp of what is never positive where it counts, 0 elsewhere; rows of each token."""
+    return _spread(exponent.to(like.dtype).masked_fill(other, -torch.inf).exp(), rows)
+
+
+def _gram_by_halves(
+    x: Tensor, x_total: Tensor, y: Tensor, y_total: Tensor, *, strict: bool
+) -> Tensor:
+    C = x_total.shape[-2]
+    a, b = x.shape[-2] // C, y.shape[-2] // C
+    halves = _halves(x, C, own=not strict)
+    if not halves.pairs.shape[0]:  # a chunk of one token, whose own is excluded
+        return (x @ y.mT) * 0.0
+    of_x, of_y = (_counted(y_total, C, refers) for refers in halves.refers)
+    later = _factor(x_total.unsqueeze(-3) - of_x, halves.other[0], a, x)
+    earlier = _factor(of_y - y_total.unsqueeze(-3), halves.other[1], b, y)
+    product = (x.unsqueeze(-3) * later) @ (y.unsqueeze(-3) * earlier).mT
+    pairs = _spread(_spread(halves.pairs, a).mT, b).mT
+    return (product * pairs).sum(-3)
+
+
+def _mix_by_halves(scores: Tensor, values: Tensor, total: Tensor) -> Tensor:
+    C = total.shape[-2]
+    g, b = scores.shape[-2] // C, values.shape[-2] // C
+    halves = _halves(values, C, own=True)
+    of_later, of_earlier = (_counted(total, C, refers) for refers in halves.refers)
+    later = _factor(total.unsqueeze(-3) - of_later, halves.other[0], g, values)
+    earlier = _factor(of_earlier - total.unsqueeze(-3), halves.other[1], b, values)
+    pairs = _spread(_spread(halves.pairs, g).mT, b).mT
+    return (((scores.unsqueeze(-3) * pairs) @ (values.unsqueeze(-3) * earlier)) * later).sum(-3)

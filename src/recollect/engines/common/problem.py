@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from recollect.choices.bias.base import Bias
 from recollect.choices.memory.base import Forward
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.sized import SizedRecipe
+from recollect.state.buffer import roll
 from recollect.state.kernel_rows import KernelRows
-from recollect.state.state import State, roll
+from recollect.state.state import State
 
 __all__ = [
     "Problem",
@@ -58,6 +59,7 @@ class Problem:
             there as it does here. packed: whether rows are documents of the caller's only row.
         state: where to start.
         chunk_size: an execution detail, or ``None`` for the engine's own.
+        sources: tensors that ``params`` were made of: what they hold decides what those are.
         steps_per_token: associations that stand as tokens of their own, so that features see the
             token's position.
         continues: whether anything will go on from the state after this call; where not, an engine
@@ -76,6 +78,7 @@ class Problem:
     places: Tensor | None = None
     packed: bool = False
     chunk_size: int | None = None
+    sources: Sequence[Tensor] = ()
     steps_per_token: int = 1
     continues: bool = True
 
@@ -123,6 +126,7 @@ class Problem:
     ) -> State:
         """The state after this call: position and buffer moved on, and what the engine changed."""
         end, old = self.end, self.state
+        seen = old.seen if self.lengths is None else None
         buffer = roll(
             self.recipe,
             old.buffer,
@@ -135,6 +139,7 @@ class Problem:
         return State(
             weights=old.weights if weights is None else weights,
             position=end,
+            known=None if seen is None else (end, seen + self.k.shape[1]),
             sizes=old.sizes,
             slots=old.slots if slots is None else slots,
             buffer=buffer,

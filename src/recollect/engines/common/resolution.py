@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import looks
 from recollect.engines.common.problem import Problem, state_dtype
 
 __all__ = [
     "RESET",
     "Unresolved",
     "digits",
-    "looks",
     "loss",
     "lost_within",
     "refuse",
@@ -45,14 +45,6 @@ class Unresolved:
     row: int
     head: int
     worst: float
-
-
-def looks(x: Tensor) -> bool:
-    """Whether numbers may be looked at, token by token.
-
-    A GPU would have to wait at each; a compiled graph would break.
-    """
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def loss(G: Tensor, P: Tensor, raised: Tensor) -> Tensor:
@@ -124,13 +116,16 @@ def ridged(covariance: Tensor, ridge: float, right: Tensor) -> Tensor:
     """(C + λ)⁻¹ right for covariances ``[..., D, D]``.
 
     Raises:
-        ValueError: the ridge is lost in the rounding of the covariance.
+        ValueError: the ridge is lost in the rounding of the covariance; where nobody looks, the
+        answer is NaN.
     """
     eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     factor, failed = torch.linalg.cholesky_ex(covariance + ridge * eye)
     # A NaN that came in goes out, and is told of by name.
     lost = (failed > 0) & right.isfinite().all(-1).all(-1)
-    if not torch.compiler.is_compiling() and bool(lost.any()):
+    if not looks(right):  # nobody can be told; what is not determined is no number
+        return torch.cholesky_solve(right, factor).masked_fill(lost[..., None, None], torch.nan)
+    if bool(lost.any()):
         raise ValueError(
             f"local regression: a ridge of {ridge:g} is lost in {covariance.dtype} beside keys so "
             "far from their query: normalise q and k, or take a larger ridge in algorithm.Analytic"

@@ -11,6 +11,8 @@ factors, one row of coefficients and one read. Without a cache (after a long cal
 reset) the factors and coefficients of the whole open batch are made once.
 
 The cache holds what it depends on beside the state: the recipe's hash, and the memory's parameters.
+On a device, where the host would have to wait to compare these, it holds an entry that is named for
+them (`recollect.choices.devices.stamp`).
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from recollect.choices.devices import stamp
 from recollect.engines.common.problem import Problem
 from recollect.engines.deep.chain.engine import chain_slopes
 from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
 from recollect.engines.deep.layout import DeepPlan, Layout, Memory
 from recollect.engines.deep.share import scaled_by
 from recollect.engines.deep.step_coefficients import Table, tables
+from recollect.state.state import State
 
 __all__ = ["Stepped", "by_row", "follow", "step"]
 
@@ -74,11 +78,9 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
     """
     method: DeepPlan = problem.plan
     cache, b, c = problem.state.cache, method.b, method.c
-    places = set(problem.state.position.remainder(b).tolist())
-    depends = _depends(problem)
-    if len(places) != 1 or not depends:
+    place, depends, like = _place(problem.state, b), _depends(problem), memory.A[0]
+    if place is None or not depends:
         return None
-    place, like = places.pop(), memory.A[0]
     old: list[Factors] = []
     if place or c > 1:
         cached = _cached_factors(method, cache, depends, place + c - 1, like)
@@ -99,6 +101,14 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
     if place + 1 == b:
         return Stepped(y=y, memory=_moved(row, memory, all_factors), cache={})
     return Stepped(y=y, memory=memory, cache=_cached(all_factors, row, depends))
+
+
+def _place(state: State, b: int) -> int | None:
+    """How many tokens the open inner batch of every row holds, if it is as many."""
+    if state.seen is not None:
+        return state.seen % b
+    places = set(state.position.remainder(b).tolist())
+    return places.pop() if len(places) == 1 else None
 
 
 def step(problem: Problem, layout: Layout, memory: Memory) -> Stepped | None:
@@ -151,6 +161,10 @@ def _depends(problem: Problem) -> Cache:
     if problem.sized.tag is None:
         return {}
     B = problem.q.shape[0]
+    if problem.q.device.type != "cpu":
+        name = stamp(problem.sources)
+        # Whatever has the right rows: its name says it all.
+        return {} if name is None else {f"of {problem.sized.tag} {name}": problem.state.position}
     tags = problem.state.position.new_full((B,), problem.sized.tag)
     made = {"recipe": tags}
     for name in (*method.params, *method.lifts):
@@ -175,13 +189,14 @@ def _cached_factors(
             return None
         old.append(Factors(h.flatten(0, 1), delta.flatten(0, 1)))
     for name, x in depends.items():
-        if name not in cache or not torch.equal(cache[name], x):
+        if name not in cache or (x.device.type == "cpu" and not torch.equal(cache[name], x)):
             return None
     return old
 
 
 def _cached(all_factors: Sequence[Factors], row: _Row, depends: Cache) -> Cache:
-    B, entries = depends["recipe"].shape[0], dict(depends)
+    entries = dict(depends)
+    B = next(iter(entries.values())).shape[0]
     for i, one in enumerate(all_factors):
         entries[f"h.{i}"] = by_row(one.h, B)
         entries[f"delta.{i}"] = by_row(one.delta, B)

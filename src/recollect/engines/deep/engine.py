@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import room
 from recollect.choices.memory.base import Read, Stack
 from recollect.engines.common.problem import Problem, wants_gradient
 from recollect.engines.deep.chain.engine import Chain, run_chain, slope_of
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["chain_of", "describes", "plan", "refuses", "rule_of", "run", "way"]
 
 GROUP_BYTES = 2**26
-"""What the intermediates of a group of inner batches may take in the backward pass."""
+"""What the intermediates of a group of inner batches may take in the backward pass, on a CPU."""
 
 WHOLE_BYTES = 2**28
 """What all batches of a chain may take to be one group, which no second pass has to make again.
@@ -303,13 +304,13 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
         borders = weights * (1 + len(problem.state.slots))
         numbers = borders + rows * (3 * widths + 2 * (grid.b + grid.c))
         each = B * H * numbers * problem.state.weights[0].element_size()
-        whole = grid.N * each <= WHOLE_BYTES
+        whole = grid.N * each <= room(problem.q, WHOLE_BYTES)
         # Without gradients next to nothing of this is kept.
-        budget = GROUP_BYTES if outer else WHOLE_BYTES
+        budget = room(problem.q, GROUP_BYTES if outer else WHOLE_BYTES)
         return grid.N if whole else max(1, budget // max(each, 1))
     numbers = weights * copies * (1 + len(problem.state.slots)) + 4 * rows * widths
     each = B * H * numbers * problem.state.weights[0].element_size()
-    return max(1, GROUP_BYTES // max(each, 1))
+    return max(1, room(problem.q, GROUP_BYTES) // max(each, 1))
 
 
 def _layout(

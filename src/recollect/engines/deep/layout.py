@@ -163,12 +163,6 @@ def _spread(index: Tensor, x: Tensor) -> Tensor:
     return index.view(*index.shape, *(1,) * (x.dim() - 2))
 
 
-def _same(lifted: Tensor, raw: Tensor) -> bool:
-    """Whether a feature map left its input as it was."""
-    same = lifted.data_ptr() == raw.data_ptr() and lifted.shape == raw.shape
-    return same and lifted.dtype == raw.dtype and lifted.stride() == raw.stride()
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Place:
     """Column j of the grid is token ``first + j`` of a run of tokens, row by row."""
@@ -203,7 +197,10 @@ def lay_out(problem: Problem) -> Grid:
     tokens, method = join(problem), problem.plan
     b, c = method.b, method.c
     B, T = problem.k.shape[:2]
-    opened = [0] * B if b == 1 else [p % b for p in problem.state.position.tolist()]
+    seen = 0 if b == 1 else problem.state.seen
+    # Rows that have come differently far decide shapes: their numbers must be known.
+    places = problem.state.position.tolist() if seen is None else [seen] * B
+    opened = [place % b for place in places]
     lengths = [T] * B if problem.lengths is None else problem.lengths.tolist()
     ends = [o + n for o, n in zip(opened, lengths, strict=True)]
     N = max(1, -(-max(ends, default=1) // b))
@@ -221,11 +218,14 @@ def lay_out(problem: Problem) -> Grid:
     if method.slope is not None and "lr" in rates:
         kappa = tokens.phi.square().sum(-1)
         rates["lr"] = problem.recipe.algorithm.rate(rates["lr"], kappa, method.slope)
-    placed = {"phi": tokens.phi, "v": tokens.v}
-    if not _same(tokens.phi, tokens.k):
+    placed, lifts = {"phi": tokens.phi, "v": tokens.v}, problem.recipe.features.lifts
+    if lifts:
         placed["raw"] = tokens.k
     q_phi = problem.phi(problem.q, "query", problem.positions())
-    counted = problem.state.position[:, None] + 1 - _tensor(tuple(opened), problem.k)[:, None]
+    first = problem.state.position[:, None] + 1
+    counted = first - (
+        _tensor(tuple(opened), problem.k)[:, None] if len({*opened}) > 1 else opened[0]
+    )
     of_keys: dict[str, Tensor] = {}
     of_steps: dict[str, Tensor] = {}
     for name, x in placed.items():
@@ -235,7 +235,7 @@ def lay_out(problem: Problem) -> Grid:
     for name, x in rates.items():
         of_steps[name] = steps.take(x, fills.get(name, 0.0))
     queries = {"x": query_place.take(q_phi)}
-    if not _same(q_phi, problem.q):
+    if lifts:
         queries["raw"] = query_place.take(problem.q.to(q_phi.dtype))
     return Grid(
         b=width,

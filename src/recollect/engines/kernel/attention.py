@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
+from recollect.choices.devices import looks
 from recollect.choices.features.base import Kernel
 from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.problem import Problem, state_dtype
@@ -179,7 +180,7 @@ def _softmax(
 def _all_there(visible: VisibleAssociations) -> bool:
     """Whether no slot is empty, where nobody has to wait for the answer."""
     valid = visible.valid
-    return valid.device.type == "cpu" and not torch.compiler.is_compiling() and bool(valid.all())
+    return visible.full or (looks(valid) and bool(valid.all()))
 
 
 def _widened(x: Tensor, size: int) -> Tensor:
@@ -188,8 +189,8 @@ def _widened(x: Tensor, size: int) -> Tensor:
 
 def _is_gentle(visible: VisibleAssociations, of_key: Tensor, dtype: torch.dtype) -> bool:
     """Whether ``of_key`` moves so little within each piece that a channel keeps its digits."""
-    if torch.compiler.is_compiling():
-        return False
+    if not looks(of_key):
+        return False  # a mask made of differences keeps them at any depth
     T, n = visible.q.shape[1], visible.k.shape[1]
     if visible.first >= n:
         return True  # from the last slot, all others only lie below

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recollect.choices.algorithm.share import share
+from recollect.choices.devices import looks
 from recollect.choices.features.base import Kernel
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.coefficients import coefficients
@@ -74,8 +75,9 @@ def _run(problem: Problem, lacking: Tensor | None) -> tuple[Tensor, State, Tenso
     V = problem.v.shape[-1]
     dual = problem.state.dual
     assert dual is not None
-    even = lengths is None and (B < 2 or bool((position == position[0]).all()))
-    if B and even and bool(dual.mask.all()):
+    known = problem.state.seen is not None  # then no slot is empty
+    even = lengths is None and (known or B < 2 or bool((position == position[0]).all()))
+    if B and even and (known or bool(dual.mask.all())):
         return _DeepKernelLoop(problem, lacking).run()
     outputs: list[Tensor] = []
     states: list[State] = []
@@ -144,7 +146,7 @@ class _DeepKernelLoop:
         self.tokens = join(problem)
         self.first = [m.first for m in recipe.memory.maps(0, problem.v.shape[-1])]
         self.b, self.c = recipe.algorithm.batch, recipe.context.horizon or 1
-        position = int(state.position[0])
+        position = int(state.position[0]) if state.seen is None else state.seen
         self.opened = position % self.b
         self.closed = position - self.opened
         self.border = self.tokens.buffered - self.opened
@@ -174,7 +176,7 @@ class _DeepKernelLoop:
         before, nothing = dual.mass.mT == 0, decay.isneginf()
         if self.slot is not None:
             nothing = torch.zeros_like(nothing)
-        if not bool(before.any() | nothing.any()):
+        if looks(nothing) and not bool(before.any() | nothing.any()):
             return None
         steps = torch.arange(T, device=place)
         last = torch.where(nothing, steps, -1).cummax(-1).values if T else nothing.long()

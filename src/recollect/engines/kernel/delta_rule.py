@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recollect.choices.devices import looks
 from recollect.choices.features.base import Kernel
 from recollect.engines.common.decayed_keys import bearable, doubtful, least, too_faint
 from recollect.engines.common.problem import Problem, state_dtype
@@ -103,7 +104,8 @@ class _Call:
         if self.total is not None and self.dtype is not torch.float64:
             sums = functional.pad(self.total, (0, -self.T % self.block), mode="replicate")
             sums = sums.unflatten(1, (-1, self.block))
-            self.steep = bool((sums[..., 0] - sums[..., -1]).amax() > STEEP)
+            # Where nobody looks, decays are taken for steep ones.
+            self.steep = not looks(sums) or bool((sums[..., 0] - sums[..., -1]).amax() > STEEP)
 
     def _spread(self) -> Tensor:
         """How far apart log likenesses of one query can be, in float64."""
@@ -147,7 +149,7 @@ class _Call:
         before = _mass(self.dual) if normalize else self.keys.new_zeros(N, self.n)
         if self.total is not None:
             return torch.cat([before.double(), -self.total], dim=1)
-        plain = not normalize or self.n == 0 or bool((before == 0).all())
+        plain = not normalize or self.n == 0 or (looks(before) and bool((before == 0).all()))
         return None if plain else torch.cat([before, before.new_zeros(N, self.T)], dim=1).to(dtype)
 
     def past(self, normalize: bool) -> Tensor:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.context.weights import VisibleAssociations
+from recollect.choices.devices import constant, looks
 from recollect.choices.gradients import once
 
 __all__ = ["Fit", "Shares", "Shift", "conjugate_gradients", "iterative"]
@@ -43,6 +44,10 @@ def _pairs(K: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
     return tuple(i for i, _ in pairs), tuple(j for _, j in pairs), weights
 
 
+def _column(numbers: tuple[float, ...]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shift:
     """S(q) of degree 1 or 2: monomials of k − q without the constant are S(q) φ(k) + s(q)."""
@@ -58,9 +63,9 @@ class Shift:
         device = like.device
         return cls(
             K=like.shape[-1],
-            i=torch.tensor(i, dtype=torch.long, device=device),
-            j=torch.tensor(j, dtype=torch.long, device=device),
-            w=torch.tensor(w, dtype=like.dtype, device=device),
+            i=constant(_column, i, device=device, dtype=torch.long),
+            j=constant(_column, j, device=device, dtype=torch.long),
+            w=constant(_column, w, device=device, dtype=like.dtype),
         )
 
     def lift(self, x: Tensor) -> Tensor:
@@ -159,7 +164,7 @@ class _System:
         """
         size = self.shift.down(self.q, x).norm(dim=-1) * self.f.norm(dim=-1).amax(-1, keepdim=True)
         eps = torch.finfo(x.dtype).eps
-        if not torch.compiler.is_compiling() and bool((eps * size > 256 * eps**0.5).any()):
+        if looks(x) and bool((eps * size > 256 * eps**0.5).any()):
             raise ValueError(
                 f"local regression: with queries so long, conjugate gradients in {x.dtype} return "
                 "rounding: normalise q and k, take a larger ridge in algorithm.Analytic, or use "
@@ -191,7 +196,8 @@ class _Inverse(torch.autograd.Function):
 def conjugate_gradients(product: Callable[[Tensor], Tensor], right: Tensor) -> Tensor:
     """Solve A x = right for many symmetric positive definite systems at once, ``[..., D]``.
 
-    Each stops where its residual is rounding. In exact arithmetic D steps suffice.
+    Each stops where its residual is rounding. In exact arithmetic D steps suffice. Where the host
+    would have to wait to know whether all have stopped, all steps are made, most of them by 0.
 
     Args:
         product: x to A x.
@@ -203,7 +209,7 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], right: Tensor) -> T
     limit = 2 * right.shape[-1] + 20
     least_size, best = size.clone(), x.clone()
     for step in range(limit):
-        if step % 4 == 0 and not bool((least_size > goal).any()):
+        if step % 4 == 0 and looks(right) and not bool((least_size > goal).any()):
             break
         moving = least_size > goal
         Ap = product(p)
@@ -217,7 +223,7 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], right: Tensor) -> T
         best, least_size = torch.where(better, x, best), torch.where(better, new, least_size)
     # What rounding cannot reach is no failure; a residual of a thousandth is.
     bad = least_size > right.square().sum(-1, keepdim=True) * 1e-6
-    if not torch.compiler.is_compiling() and bool(bad.any()):
+    if looks(right) and bool(bad.any()):
         warnings.warn(
             f"local regression: {int(bad.sum())} queries did not converge in {limit} steps of "
             "conjugate gradients: use a larger ridge in algorithm.Analytic",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
+from recollect.choices.devices import looks
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -139,7 +140,7 @@ class DecayCutoff:
         cls, of_key: Tensor, q: Tensor, k: Tensor, *, scale: float, by_length: float
     ) -> DecayCutoff:
         """From queries and keys ``[..., K]`` with logits scale·q·k + by_length·‖k‖²."""
-        if torch.compiler.is_compiling() or not q.numel() or not k.numel():
+        if not looks(q) or not q.numel() or not k.numel():
             return cls(of_key=of_key.detach(), furthest=math.inf)
         longest = [x.detach().square().sum(-1).amax() for x in (q, k)]
         most = abs(scale) * (longest[0] * longest[1]).sqrt() + abs(by_length) * longest[1]

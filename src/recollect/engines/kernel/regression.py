@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.context.weights import VisibleAssociations
+from recollect.choices.devices import looks
 from recollect.choices.features.base import Kernel
 from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.problem import Problem, state_dtype
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describes", "read", "refuses", "run"]
 
-FACTOR, SOLVED, RECIPE = "factor", "solved", "recipe"
+FACTOR, SOLVED = "factor", "solved"
 
 
 def refuses(recipe: Recipe) -> list[str]:
@@ -57,7 +58,9 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     y = _outputs(problem, visible, factor, solved)
     # Padding moves when the associations are kept, and the factor's rows would not.
     keep = problem.lengths is None and problem.sized.tag is not None
-    made = {FACTOR: factor, SOLVED: solved, RECIPE: _tags(problem)} if keep else {}
+    # The owner's entry says all by its name; what it holds is any rows.
+    owner = {_owner(problem): factor[:, :, :1, :1]}
+    made = {FACTOR: factor, SOLVED: solved, **owner} if keep else {}
     after = problem.after(cache=made)
     return y.to(v.dtype).to(problem.v.dtype), after
 
@@ -79,8 +82,7 @@ def _solve(
     scale = _scales(recipe, visible)  # [B, H, n]
     k, right = visible.k.transpose(1, 2), scale.unsqueeze(-1) * v.transpose(1, 2)
     cache, n = problem.state.cache, k.shape[2]
-    own = RECIPE in cache and torch.equal(cache[RECIPE], _tags(problem))
-    solved_before = cache[FACTOR].shape[2] if own and FACTOR in cache else 0
+    solved_before = cache[FACTOR].shape[2] if _owner(problem) in cache else 0
     if solved_before == 0 or solved_before != n - problem.k.shape[1]:
         factor = _factor(_gram(recipe, kernel, k, k, scale, scale), recipe)
         return visible, v, factor, torch.linalg.solve_triangular(factor, right, upper=False)
@@ -99,9 +101,9 @@ def _solve(
     return visible, v, factor, torch.cat([done, fresh], dim=-2)
 
 
-def _tags(problem: Problem) -> Tensor:
-    """Which recipe a factor is of, row by row: another's kernel or ridge has another factor."""
-    return problem.state.position.new_full((problem.q.shape[0],), problem.sized.tag or 0)
+def _owner(problem: Problem) -> str:
+    """Entry of a cache whose factor is this recipe's: another's kernel or ridge has another."""
+    return f"of {problem.sized.tag}"
 
 
 def _scales(recipe: Recipe, visible: VisibleAssociations) -> Tensor:
@@ -137,7 +139,9 @@ def _factor(A: Tensor, recipe: Recipe) -> Tensor:
         ValueError: A is not positive definite in this precision.
     """
     factor, info = torch.linalg.cholesky_ex(A)
-    if torch.compiler.is_compiling() or A.device.type != "cpu" or not bool(info.any()):
+    if not looks(A):  # nobody can be told; what is not determined is no number
+        return factor.masked_fill((info > 0)[..., None, None], torch.nan)
+    if not bool(info.any()):
         return factor
     if bool(A.isfinite().all()):
         raise ValueError(

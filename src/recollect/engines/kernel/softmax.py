@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recollect.choices.devices import looks
 from recollect.choices.gradients import once_through
 from recollect.state.state import Buffer, State
 
@@ -90,7 +91,8 @@ def token(
     old = state.buffer
     if old is None or not (q.dtype == k.dtype == v.dtype == old.k.dtype == old.v.dtype):
         return None
-    if k.device.type != "cpu" or not bool(old.mask.all()):
+    # A buffer of as many slots as rows have seen tokens has no empty one.
+    if state.seen != old.k.shape[1] and not (looks(k) and bool(old.mask.all())):
         return None
     keys, stored = torch.cat([old.k, k], dim=1), torch.cat([old.v, v], dim=1)
     y = sdpa(q.transpose(1, 2), keys.transpose(1, 2), stored.transpose(1, 2), scale=scale)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.closed_form import smallest_ridge
+from recollect.choices.devices import looks
 from recollect.engines.common.problem import Problem
-from recollect.engines.common.resolution import RESET, Unresolved, looks, loss, refuse, unresolved
+from recollect.engines.common.resolution import RESET, Unresolved, loss, refuse, unresolved
 from recollect.engines.least_squares.conjugate_gradient import approximate, how
 from recollect.engines.least_squares.cutting import (
     CHUNK,

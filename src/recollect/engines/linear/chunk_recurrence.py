@@ -15,6 +15,13 @@ kept, O((T / C) K V). With g = [−w; ȳ] and w = (I + strict(L))⁻ᵀ (Pᵀ ȳ
     L̄, P̄ = g uᵀ,   X̄, Q̄ = g Zᵀ,   D̄ = u Z̄ᵀ,   c̄ = w,   ē = Σ Z ⊙ Z̄,   Z̄ ← e ⊙ Z̄ + Qᵀ ȳ − Xᵀ w
 
 Gradients of gradients go through the same recurrence written with differentiable operations.
+
+Five small operations a chunk cost a CPU little. A device would spend its time launching them, so
+there the map of a chunk is formed once, for all chunks in a few products, and one operation a chunk
+is left, in either direction::
+
+    W = (I + strict(L))⁻¹ X,   M = diag(e) − Dᵀ W,   Z ← M Z + Dᵀ (I + strict(L))⁻¹ c
+    Z̄ ← Mᵀ Z̄ + Qᵀ ȳ − Wᵀ Pᵀ ȳ
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.gradients import again
-from recollect.engines.common.linalg import baddbmm, bmm
+from recollect.engines.common.linalg import baddbmm, bmm, plus
 
 __all__ = ["Pieces", "Plan", "run_chunks"]
 
@@ -112,6 +119,15 @@ def _states(p: Pieces, inverse: Tensor | None, Z: Tensor) -> tuple[Tensor, Tenso
         for now, after, e in zip(steps, steps[1:], factors, strict=False):
             after.add_(now) if e is None else after.addcmul_(now, e)
         return states, p.c
+    if Z.device.type != "cpu":
+        W, M = _maps(p, inverse)
+        u = bmm(inverse, p.c)
+        added = bmm(p.D.mT, u)
+        for now, after, m, n in zip(
+            steps[:-1], steps[1:], M.unbind(0), added.unbind(0), strict=True
+        ):
+            torch.baddbmm(n, m, now, out=after)
+        return states, plus(u, W, states[:-1], alpha=-1)
     u = p.c.new_empty(p.c.shape)
     rest = u.new_empty(u.shape[1:])
     for now, after, e, c, X, D, inner, solved in zip(
@@ -122,6 +138,16 @@ def _states(p: Pieces, inverse: Tensor | None, Z: Tensor) -> tuple[Tensor, Tenso
         torch.bmm(inner, rest.copy_(c).baddbmm_(X, now, alpha=-1), out=solved)
         (after.copy_(now) if e is None else torch.mul(now, e, out=after)).baddbmm_(D, solved)
     return states, u
+
+
+def _maps(p: Pieces, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """W ``[n, B·H, J, K]`` and M ``[n, B·H, K, K]`` of every chunk."""
+    assert p.X is not None
+    W = bmm(inverse, p.X)
+    M = bmm(p.D.mT, W, alpha=-1)
+    diagonal = M.diagonal(dim1=-2, dim2=-1)
+    diagonal += 1.0 if p.e is None else p.e.squeeze(-1)
+    return W, M
 
 
 def _forward(
@@ -160,6 +186,33 @@ def _differentiable(plan: Plan, Z: Tensor, tokens: Sequence[Tensor]) -> tuple[Te
     return torch.cat(outputs, dim=1), Z
 
 
+def _unknowns_back(p: Pieces, inverse: Tensor, states: Tensor, rest: Tensor) -> Tensor:
+    """−w of every chunk, and the gradients of all states, last one first, in ``states``.
+
+    Args:
+        p: with unknowns.
+        inverse: (I + strict(L))⁻¹.
+        states: Qᵀ ȳ of every chunk, and last Z̄ after all. rest: Pᵀ ȳ; both are written to.
+    """
+    assert p.X is not None
+    steps = states.unbind(0)
+    if states.device.type != "cpu":
+        W, M = _maps(p, inverse)
+        plus(states[:-1], W.mT, rest, alpha=-1)
+        for now, after, m in zip(steps[-2::-1], steps[:0:-1], M.mT.unbind(0)[::-1], strict=True):
+            now.baddbmm_(m, after)
+        return bmm(inverse.mT, plus(rest, p.D, states[1:]), alpha=-1)
+    lost, factors = torch.empty_like(rest), (None,) * len(steps) if p.e is None else p.e.unbind(0)
+    back, across = inverse.mT.unbind(0), p.X.mT.unbind(0)
+    parts, D = rest.unbind(0), p.D.unbind(0)
+    for i in reversed(range(len(steps) - 1)):
+        now, after, e = steps[i], steps[i + 1], factors[i]
+        torch.bmm(back[i], parts[i].baddbmm_(D[i], after), out=lost[i])
+        now.add_(after) if e is None else now.addcmul_(after, e)
+        now.baddbmm_(across[i], lost[i].neg_())
+    return lost
+
+
 def _pull(p: Pieces, starts: Tensor, dy: Tensor, dZ: Tensor) -> tuple[list[Tensor], Tensor]:
     """Gradients of the pieces, in the order of `Pieces.tensors`, and of the state at the start."""
     n = p.Q.shape[0]
@@ -179,14 +232,7 @@ def _pull(p: Pieces, starts: Tensor, dy: Tensor, dZ: Tensor) -> tuple[list[Tenso
     else:
         inverse = _inverse(p.system)
         u = bmm(inverse, baddbmm(p.c, p.X, starts, alpha=-1))
-        lost = torch.empty_like(u)  # −w
-        back, across = inverse.mT.unbind(0), p.X.mT.unbind(0)
-        rest, D = from_scores.unbind(0), p.D.unbind(0)
-        for i in reversed(range(n)):
-            now, after, e = steps[i], steps[i + 1], factors[i]
-            torch.bmm(back[i], rest[i].baddbmm_(D[i], after), out=lost[i])
-            now.add_(after) if e is None else now.addcmul_(after, e)
-            now.baddbmm_(across[i], lost[i].neg_())
+        lost = _unknowns_back(p, inverse, states, from_scores)
         grads = [bmm(lost, u.mT).tril_(-1), bmm(dy, u.mT), bmm(lost, starts.mT)]
         grads += [bmm(dy, starts.mT), bmm(u, ends.mT), -lost]
     if p.e is not None:

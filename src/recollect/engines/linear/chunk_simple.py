@@ -86,7 +86,8 @@ class _Layout:
         """The pieces of one group.
 
         While chunks decay by less than e^−30, cumulated decays are absorbed on both sides of every
-        product; otherwise coefficients are differences whose exponents are never positive.
+        product; otherwise, and where the host would wait to know it, coefficients are differences
+        whose exponents are never positive.
         """
         a, b = self.affine
         # Products copy what is not contiguous, each time: copy once.

@@ -1,0 +1,112 @@
+"""What the host may ask of a device, and what stays there between calls.
+
+A host that asks a GPU for a value waits until all work before it is done, and the GPU idles while
+the host decides. So decisions rest on shapes and on what members declare; a value is looked at only
+where nobody has to wait for it (`looks`). Constants are made once and stay where they are needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake  # pyright: ignore[reportUnknownVariableType]
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["constant", "lasts", "looks", "room", "stamp"]
+
+KEPT = 512
+"""Constants that are kept at a time; more sizes than that in one process are made anew."""
+
+_Key = tuple[Callable[..., Tensor], tuple[object, ...], torch.device, torch.dtype | None]
+_made: dict[_Key, Tensor] = {}
+
+
+def looks(x: Tensor) -> bool:
+    """Whether numbers may be looked at, token by token.
+
+    A GPU would have to wait at each; a compiled graph would break.
+    """
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+DEVICE_ROOM = 2**32
+"""Bytes that intermediates of a group may take on a device that does not say what memory it has."""
+
+
+def room(x: Tensor, host: int) -> int:
+    """Bytes that intermediates of one group of tokens may take where ``x`` is.
+
+    On a CPU what its caches and its allocator make cheap; on a device a sixteenth of its memory,
+    because there launches cost more than memory does.
+
+    Args:
+        x: of the call.
+        host: what was measured on a CPU.
+    """
+    if x.device.type == "cpu":
+        return host
+    if x.device.type == "cuda":
+        return torch.cuda.get_device_properties(x.device).total_memory // 16
+    return DEVICE_ROOM
+
+
+def lasts(x: Tensor) -> bool:
+    """Whether a tensor may be kept for later calls: it holds numbers, and stands for no other."""
+    return not (torch.compiler.is_compiling() or x.is_meta or bool(is_fake(x)))
+
+
+def constant(
+    make: Callable[..., Tensor],
+    *sizes: object,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``make(*sizes)`` on a device, the same tensor each time: nothing may be written to it.
+
+    Args:
+        make: a function of a module, from sizes alone to a tensor of the default device.
+        sizes: what it takes; hashable.
+        device: where the constant is needed.
+        dtype: of the constant; what ``make`` gives when omitted.
+    """
+    if torch.compiler.is_compiling():
+        return make(*sizes).to(device=device, dtype=dtype)
+    key = (make, sizes, device, dtype)
+    if key in _made:
+        return _made[key]
+    # It will be used outside of modes too, and stands where it is needed whatever is being built.
+    with torch.inference_mode(False), torch.device(device):
+        made = make(*sizes).to(device=device, dtype=dtype)
+    if lasts(made):
+        if len(_made) >= KEPT:
+            _made.clear()
+        _made[key] = made
+    return made
+
+
+_serials, _next = WeakTensorKeyDictionary(), itertools.count()
+
+
+def stamp(tensors: Iterable[Tensor]) -> str | None:
+    """A name for what tensors hold now; another once one is written to or another takes its place.
+
+    It stands for comparing their numbers, where the host would have to wait for the answer.
+    Writing past autograd's counter (``x.data``, a replayed CUDA graph) goes unnoticed.
+
+    Args:
+        tensors: parameters, in an order that stays.
+
+    Returns:
+        ``None`` where torch does not count writes: in tensors made in inference mode.
+    """
+    parts: list[str] = []
+    for x in tensors:
+        if x.is_inference():
+            return None
+        if x not in _serials:
+            _serials[x] = next(_next)
+        parts.append(f"{_serials[x]}.{x._version}")  # pyright: ignore[reportPrivateUsage]
+    return " ".join(parts)

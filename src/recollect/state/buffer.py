@@ -1,0 +1,157 @@
+"""Raw associations that a state keeps: those of the window and of the open inner batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.recipe.recipe import Recipe
+
+__all__ = ["Buffer", "roll"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """Raw associations with their gates, newest last and aligned right.
+
+    Attributes:
+        k: ``[B, n, H, K]``. v: ``[B, n, H, V]``.
+        rates: every resolved number by name, ``[B, n, H, ...]``.
+        mask: ``[B, n]``, False where a slot holds nothing (its numbers are then 0).
+    """
+
+    k: Tensor
+    v: Tensor
+    rates: Mapping[str, Tensor]
+    mask: Tensor
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Buffer:
+        """Apply ``f`` to every tensor."""
+        return Buffer(
+            k=f(self.k),
+            v=f(self.v),
+            rates={name: f(x) for name, x in self.rates.items()},
+            mask=f(self.mask),
+        )
+
+
+# -- the buffer after new tokens ------------------------------------------------------------------
+
+
+def _grown(old: Buffer | None, *, k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) -> Buffer:
+    """Everything, in rows without padding: what was held, then the new."""
+    mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+    if old is None:
+        # The caller's tensors stay the caller's, to be changed or freed.
+        own = {name: _copied(x) for name, x in rates.items()}
+        return Buffer(k=_copied(k), v=_copied(v), rates=own, mask=mask)
+    return Buffer(
+        k=torch.cat([old.k.to(k.dtype), k], dim=1),
+        v=torch.cat([old.v.to(v.dtype), v], dim=1),
+        rates={name: torch.cat([old.rates[name].to(x), x], 1) for name, x in rates.items()},
+        mask=torch.cat([old.mask, mask], dim=1),
+    )
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def roll(
+    recipe: Recipe,
+    old: Buffer | None,
+    *,
+    k: Tensor,
+    v: Tensor,
+    rates: Mapping[str, Tensor],
+    lengths: Tensor | None,
+    position: Tensor,
+) -> Buffer | None:
+    """The buffer after new tokens: per row, those of the window and of the open inner batch.
+
+    ``position`` is that after the new tokens. Cost O(n) in the number of slots, not in T.
+    """
+    span = recipe.span
+    if span == 0:
+        return None
+    B, T = k.shape[:2]
+    if span is None and lengths is None:
+        return _grown(old, k=k, v=v, rates=rates)
+    buffered = 0 if old is None else old.k.shape[1]
+    slots = buffered + T if span is None else span
+    history = recipe.history
+    wanted = position if history is None else position % recipe.algorithm.batch + history
+    wanted = torch.minimum(position, wanted)
+    if lengths is None:
+        return _ended(old, slots, wanted, k=k, v=v, rates=rates)
+    # Joined tokens form one run per row: old ones aligned right, new ones aligned left.
+    end = buffered + lengths  # [B]
+    index = end[:, None] - slots + torch.arange(slots, device=k.device)  # [B, n]
+    mask = (index >= end[:, None] - wanted[:, None]) & (index >= 0)
+    if old is not None:
+        inside = index.clamp(0, buffered - 1) if buffered else index
+        mask &= (
+            torch.where(index < buffered, old.mask.gather(1, inside), True) if buffered else True
+        )
+    index = index.clamp(0, max(buffered + T - 1, 0))
+
+    def pick(new: Tensor, past: Tensor | None) -> Tensor:
+        # Slice before joining so that a long call does not copy all of its tokens.
+        joined = new if past is None else torch.cat([past.to(new.dtype), new], dim=1)
+        shaped = index.view(B, slots, *(1,) * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
+        shown = mask.view(B, slots, *(1,) * (new.dim() - 2))
+        if joined.shape[1] == 0:
+            return new.new_zeros(B, slots, *new.shape[2:])
+        return torch.where(
+            shown, joined.gather(1, shaped), torch.zeros((), dtype=new.dtype).to(new)
+        )
+
+    return Buffer(
+        k=pick(k, None if old is None else old.k),
+        v=pick(v, None if old is None else old.v),
+        rates={n: pick(x, None if old is None else old.rates[n]) for n, x in rates.items()},
+        mask=mask,
+    )
+
+
+def _ended(
+    old: Buffer | None,
+    slots: int,
+    wanted: Tensor,
+    *,
+    k: Tensor,
+    v: Tensor,
+    rates: Mapping[str, Tensor],
+) -> Buffer:
+    """The last ``slots`` of what was held and rows without padding, of which ``wanted`` count."""
+    B, T = k.shape[:2]
+    past = max(slots - T, 0)  # slots that new tokens do not reach
+    buffered = 0 if old is None else min(old.k.shape[1], past)
+    mask = torch.arange(slots, 0, -1, device=k.device) <= wanted[:, None]
+    if past > buffered:
+        mask[:, : past - buffered] = False
+    if old is not None and buffered:
+        mask[:, past - buffered : past] &= old.mask[:, old.mask.shape[1] - buffered :]
+    empty = ~mask
+    shaped: dict[int, Tensor] = {}
+
+    def pick(new: Tensor, older: Tensor | None) -> Tensor:
+        parts = [new if slots - past == T else new[:, T - (slots - past) :]]
+        if older is not None and buffered:
+            parts.insert(0, older[:, older.shape[1] - buffered :].to(new.dtype))
+        if buffered < past:
+            parts.insert(0, new.new_zeros(B, past - buffered, *new.shape[2:]))
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if new.dim() not in shaped:
+            shaped[new.dim()] = empty.view(B, slots, *(1,) * (new.dim() - 2))
+        return joined.masked_fill(shaped[new.dim()], 0.0)
+
+    return Buffer(
+        k=pick(k, None if old is None else old.k),
+        v=pick(v, None if old is None else old.v),
+        rates={n: pick(x, None if old is None else old.rates[n]) for n, x in rates.items()},
+        mask=mask,
+    )

@@ -1,0 +1,183 @@
+"""What presets ask of a device, and how far their numbers there are from those on a CPU.
+
+``python -m tests.gpu.measure NAME...`` prints one JSON object per preset, and
+``python -m tests.gpu.measure --write [NAME...]`` lowers `budgets.json` where they, or all, ask for
+less (with ``--raise`` it takes what is measured, for a change that is worth it). It is a program of
+its own because the pretended device stays with its process (`tests.gpu.pretend`).
+
+A preset runs on the CPU and on the device: forward and backward of one sequence, then a prompt and
+tokens after it one by one. Counts are sums over each stretch, the decoded tokens taken together;
+constants that are made once and kept do not count, for each stretch is run once before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.gpu import pretend
+from torch import Tensor, nn
+
+import recollect as rc
+from recollect.recall.bound import bind
+
+WIDTH, HEADS = 16, 2
+TOKENS, DEEP_TOKENS = 72, 40
+"""Tokens of forward and backward: more than a chunk of 64, or two and a half inner batches."""
+
+PROMPT, DECODED = 30, 4
+"""Tokens of the prompt and after it: one of these ends an inner batch of 16."""
+
+BUDGETS = Path(__file__).with_name("budgets.json")
+KINDS = ("launches", "syncs", "copies")
+
+
+def distance(x: Tensor | None, y: Tensor | None) -> float:
+    """‖x − y‖ relative to ‖y‖; infinite where only one is there or x is not finite."""
+    if x is None or y is None:
+        return 0.0 if x is y else float("inf")
+    x, y = pretend.host(x).double(), pretend.host(y).double()
+    if not bool(x.isfinite().all()):
+        return float("inf")
+    return float((x - y).norm() / y.norm().clamp_min(1e-30))
+
+
+class Stretches:
+    """What each stretch of a run asked of the device."""
+
+    def __init__(self, *, counts: bool) -> None:
+        self.counts, self.by_name = counts, dict[str, dict[str, Any]]()
+
+    def run(self, name: str, call: Callable[[], Any]) -> Any:
+        with pretend.counted() if self.counts else nullcontext(None) as made:
+            result = call()
+        if made is not None:
+            self.by_name[name] = {
+                "launches": made.launches,
+                **{kind: dict(getattr(made, kind)) for kind in ("syncs", "copies", "mixed")},
+            }
+        return result
+
+
+def passes(
+    layer: nn.Module, x: Tensor, stretches: Stretches
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Outputs, and the gradients of what is read and of every parameter."""
+    x = x.requires_grad_()
+    y = stretches.run("forward", lambda: layer(x, output_state=False))[0]
+    stretches.run("backward", lambda: y.square().sum().backward())
+    return y, {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+
+
+def decode(layer: nn.Module, tokens: list[Tensor], stretches: Stretches) -> Tensor:
+    """Outputs of the tokens after the first piece, which is the prompt."""
+
+    def one_by_one() -> list[Tensor]:
+        nonlocal state
+        outputs: list[Tensor] = []
+        for token in tokens[1:]:
+            y, state = layer(token, state)
+            outputs.append(y)
+        return outputs
+
+    with torch.no_grad():
+        _, state = stretches.run("prompt", lambda: layer(tokens[0]))
+        outputs = stretches.run("decode", one_by_one)
+    return torch.cat([pretend.host(y) for y in outputs], 1)
+
+
+def length(preset: rc.zoo.Preset) -> int:
+    """Tokens that a preset is measured on."""
+    K = WIDTH // HEADS
+    engine = bind(preset.recipe, H=HEADS, K=K, V=K, method="auto").engine
+    return DEEP_TOKENS if engine.name == "deep" else TOKENS
+
+
+def measure(name: str, *, tokens: int | None = None) -> dict[str, Any]:
+    """Counts of a preset by stretch, and the distance of its numbers from the CPU's."""
+    preset = rc.zoo.get(name)
+    torch.manual_seed(0)
+    cpu = preset.build(d_model=WIDTH, heads=HEADS)
+    there = pretend.put_module(cpu)
+    x = torch.randn(1, tokens or length(preset), WIDTH)
+    quiet, stretches = Stretches(counts=False), Stretches(counts=True)
+    y, slopes = passes(cpu, x.clone(), quiet)
+    passes(there, pretend.put(x), Stretches(counts=True))  # what is made once and kept
+    there.zero_grad()
+    y_there, slopes_there = passes(there, pretend.put(x), stretches)
+    found: dict[str, Any] = {
+        "name": name,
+        "y": distance(y_there, y),
+        "gradient": max(distance(slopes_there[n], slope) for n, slope in slopes.items()),
+    }
+    if isinstance(cpu, rc.MemoryLayer):
+        pieces = list(x[:, :PROMPT].split(PROMPT, 1))
+        pieces += x[:, PROMPT : PROMPT + DECODED].split(1, 1)
+        sent = [pretend.put(piece) for piece in pieces]
+        decode(there, sent, Stretches(counts=True))
+        outputs = decode(there, sent, stretches)
+        found["decoded"] = distance(outputs, decode(cpu, pieces, quiet))
+    return {**found, "stretches": stretches.by_name}
+
+
+# -- budgets --------------------------------------------------------------------------------------
+
+
+def totals(stretch: Mapping[str, Any]) -> list[int]:
+    """Launches, syncs and copies of a stretch."""
+    return [stretch["launches"], *(sum(stretch[kind].values()) for kind in KINDS[1:])]
+
+
+def version() -> str:
+    """Major and minor version of torch, on which numbers of launches depend."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def write(names: list[str], *, higher: bool) -> None:
+    """Measure presets; lower their budgets, and raise them where that is allowed."""
+    old = json.loads(BUDGETS.read_text())["presets"] if BUDGETS.exists() else {}
+    presets: dict[str, dict[str, list[int]]] = {}
+    for name in rc.zoo.names():
+        if name not in names and name in old:
+            presets[name] = old[name]
+            continue
+        print(name, file=sys.stderr, flush=True)
+        before: dict[str, list[int]] = old.get(name, {})
+        presets[name] = {}
+        for part, stretch in measure(name)["stretches"].items():
+            now = totals(stretch)
+            pairs = zip(now, now if higher else before.get(part, now), strict=True)
+            presets[name][part] = [min(pair) for pair in pairs]
+    lines = [f"    {json.dumps(name)}: {json.dumps(parts)}" for name, parts in presets.items()]
+    head = f'{{\n  "torch": "{version()}",\n  "numbers": {json.dumps(KINDS)},\n  "presets": {{\n'
+    BUDGETS.write_text(head + ",\n".join(lines) + "\n  }\n}\n")
+
+
+def main() -> None:
+    """Measure the presets that are named, or all for their budgets."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--write", action="store_true", help="lower budgets.json")
+    parser.add_argument("--raise", action="store_true", dest="higher", help="or raise it")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")  # torch: the Python backend is experimental
+    if args.write:
+        write(args.names or rc.zoo.names(), higher=args.higher)
+    else:
+        for name in args.names:
+            print(json.dumps(measure(name, tokens=args.tokens)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    # Autograd keeps a thread per device, which torch cannot end for a device written in Python.
+    os._exit(0)

@@ -1,0 +1,324 @@
+"""A device that pretends to be a GPU: numbers from the CPU, counts of what a GPU would have to do.
+
+Tensors on it report a device type of their own, so code takes the way that it has for devices, and
+hold a CPU tensor that does the arithmetic. Counted are
+
+* launches: operations that read or write memory (views do not);
+* syncs: where the host would wait for the device to know a value (``.item()``, ``torch.equal``,
+  a boolean index, a shape that depends on values);
+* copies: what the host sends to the device (``torch.tensor(..., device=)``, ``.to(device)``);
+* mixed: operations between a device's tensor and a CPU's, which a GPU refuses.
+
+Each sync, copy and mixed operation is kept with the line of the library that asked for it.
+
+Importing this file registers the device, which cannot be taken back and which other libraries would
+take for an accelerator: only a process of its own may do so (`tests.gpu.measure`). Needs
+torch ≥ 2.10, whose PrivateUse1 backend may be written in Python.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map
+
+NAME = "pretend"
+
+
+class _Backend(backend_registration._DummyBackendModule):
+    """What torch asks of a device's module."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def is_autocast_enabled(self) -> bool:
+        return False
+
+    def get_autocast_dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    def _lazy_init(self) -> None:
+        """Nothing to do."""
+
+    def synchronize(self, *_: object) -> None:
+        """Nothing to wait for."""
+
+
+backend_registration._setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Backend())
+DEVICE = torch.device(NAME, 0)
+
+
+# -- what is counted ------------------------------------------------------------------------------
+
+
+@dataclass
+class Counts:
+    """What a stretch of a program asked of the device.
+
+    Attributes:
+        launches: operations on its memory.
+        syncs, copies, mixed: by "operation @ file:line".
+    """
+
+    launches: int = 0
+    syncs: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+    mixed: Counter[str] = field(default_factory=Counter)
+
+
+_now = Counts()
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """What runs inside is counted, and may make tensors of the device."""
+    global _now
+    before, _now = _now, Counts()
+    try:
+        with _Factories():
+            yield _now
+    finally:
+        _now = before
+
+
+_FREE = """
+detach alias view _unsafe_view expand permute transpose t unsqueeze squeeze slice select as_strided
+split split_with_sizes unbind diagonal unfold unflatten lift_fresh empty empty_like empty_strided
+new_empty new_empty_strided _reshape_alias chunk narrow set_ movedim view_as real imag view_as_real
+view_as_complex is_pinned resize_ record_stream
+"""
+VIEWS = frozenset(_FREE.split())
+"""Operations that launch nothing."""
+
+_ANSWERED = """
+_local_scalar_dense item equal is_nonzero nonzero masked_select unique2 _unique2 unique_dim
+unique_consecutive bincount histc linalg_cholesky _linalg_check_errors linalg_solve linalg_inv
+_linalg_eigh _linalg_svd linalg_eig linalg_lstsq linalg_matrix_exp
+"""
+WAITS = frozenset(_ANSWERED.split())
+"""Operations after which the host knows a value of the device: it waits for all work before."""
+
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+
+
+def _line() -> str:
+    """The line of the library that is being run."""
+    frames = traceback.extract_stack()
+    for part in (f"{os.sep}recollect{os.sep}", f"{os.sep}tests{os.sep}"):
+        for frame in reversed(frames):
+            if part in frame.filename and frame.filename != __file__:
+                return f"{frame.filename.rpartition(part)[2]}:{frame.lineno}"
+    return "autograd"
+
+
+def _record(
+    name: str, overload: str, args: tuple[Any, ...], target: str | None, flat: list[Any]
+) -> None:
+    """Count the syncs, copies and mixed devices of one operation."""
+    ours = any(isinstance(x, Pretend) for x in flat)
+    if name in ("_to_copy", "copy_"):
+        if name == "copy_":
+            to, source = isinstance(args[0], Pretend), isinstance(args[1], Pretend)
+        else:
+            to, source = ours if target is None else target == NAME, ours
+        if source and not to:
+            _now.syncs[f"{name} to the host @ {_line()}"] += 1
+        elif to and not source:
+            _now.copies[f"{name} @ {_line()}"] += 1
+        return
+    if ours and any(type(x) is Tensor and x.dim() > 0 for x in flat):
+        _now.mixed[f"{name} @ {_line()}"] += 1
+    indices = args[1] if name in INDEXING else ()
+    masks = any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+    spread = name == "repeat_interleave" and "Tensor" in overload
+    if ours and (name in WAITS or masks or spread):
+        _now.syncs[f"{name} @ {_line()}"] += 1
+
+
+# -- the device -----------------------------------------------------------------------------------
+
+
+class Pretend(Tensor):
+    """A tensor of the device, around one of the CPU."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Self:
+        return Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=DEVICE,
+        )
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __repr__(self) -> str:
+        return f"Pretend({self.inner!r})"
+
+    def tolist(self) -> Any:
+        _now.syncs[f"tolist @ {_line()}"] += 1
+        return host(self).tolist()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (functional.rms_norm, torch.rms_norm):
+            return _rms_norm(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One launch forward and two back, as torch has it on CUDA; elsewhere it is six or more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.rest = shape, eps
+        _now.launches += 1
+        inner = None if weight is None else host(weight)
+        return Pretend(functional.rms_norm(host(x), shape, inner, eps))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (x, weight), (shape, eps) = ctx.saved_tensors, ctx.rest
+        _now.launches += 2
+        given = [host(part).requires_grad_() for part in (x, weight) if part is not None]
+        with torch.enable_grad():
+            y = functional.rms_norm(given[0], shape, *given[1:], eps=eps)
+        dx, *rest = map(Pretend, torch.autograd.grad(y, given, host(dy)))
+        return dx, None, rest[0] if rest else None, None
+
+
+def _rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    return _RmsNorm.apply(x, shape, weight, eps)
+
+
+def _unwrapped(x: Any) -> Any:
+    if isinstance(x, Pretend):
+        return x.inner
+    return torch.device("cpu") if isinstance(x, torch.device) and x.type == NAME else x
+
+
+def _wrapped(x: Any) -> Any:
+    return Pretend(x) if type(x) is Tensor else x
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name.rpartition("::")[2]
+    flat = tree_flatten((args, kwargs))[0]
+    ours = any(isinstance(x, Pretend) for x in flat)
+    device = kwargs.get("device")
+    target = None if device is None else torch.device(device).type
+    there = ours if target is None else target == NAME
+    _record(name, func._overloadname, args, target, flat)
+    inner_args, inner_kwargs = tree_map(_unwrapped, (args, kwargs))
+    out = func(*inner_args, **inner_kwargs)
+    if not there:
+        return out
+    if name not in VIEWS:
+        _now.launches += 1
+    out = tree_map(_wrapped, out)
+    return return_and_correct_aliasing(func, args, kwargs, out) if ours else out
+
+
+class _Factories(TorchDispatchMode):
+    """Operations that name the device without a tensor of it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        named = device is not None and torch.device(device).type == NAME
+        if named or any(isinstance(x, Pretend) for x in tree_flatten((args, kwargs))[0]):
+            return _run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _empty_strided(size: Any, stride: Any, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
+    return Pretend(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+
+
+def _empty(size: Any, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
+    return Pretend(torch.empty(size, dtype=dtype, device="cpu"))
+
+
+def _copy_from(source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(source, Pretend):
+        _now.copies[f"copy @ {_line()}"] += 1
+    elif not isinstance(to, Pretend):
+        _now.syncs[f"copy to the host @ {_line()}"] += 1
+    _unwrapped(to).copy_(_unwrapped(source))
+    return to
+
+
+_LIBRARY = torch.library.Library("aten", "IMPL")
+_LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
+_LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")
+_LIBRARY.impl("empty.memory_format", _empty, "PrivateUse1")
+
+
+def _sending(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``torch.tensor`` and its like, which reach a device by a way of their own."""
+
+    def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        if device is None or torch.device(device).type != NAME:
+            return make(data, *args, device=device, **kwargs)
+        _now.copies[f"{make.__name__} @ {_line()}"] += 1
+        return Pretend(make(data, *args, **kwargs))
+
+    return made
+
+
+torch.tensor, torch.as_tensor = _sending(torch.tensor), _sending(torch.as_tensor)
+
+
+# -- to it and from it ----------------------------------------------------------------------------
+
+
+def put(x: Tensor) -> Tensor:
+    """A copy on the device, not counted."""
+    return Pretend(x.detach().clone())
+
+
+def host(x: Tensor) -> Tensor:
+    """The numbers of a tensor, not counted."""
+    x = x.detach()
+    return x.inner if isinstance(x, Pretend) else x
+
+
+def put_module(module: nn.Module) -> nn.Module:
+    """A copy of a module on the device, not counted."""
+    there = copy.deepcopy(module)
+    for part in there.modules():
+        for name, x in part._parameters.items():
+            if x is not None:
+                part._parameters[name] = nn.Parameter(put(x), requires_grad=x.requires_grad)
+        for name, x in part._buffers.items():
+            part._buffers[name] = None if x is None else put(x)
+    return there

@@ -1,0 +1,197 @@
+"""Presets on a device that pretends to be a GPU: the CPU's numbers, within budgets.
+
+`budgets.json` holds, for every preset, the launches, syncs and host-to-device copies of a forward,
+a backward, a prompt and the tokens decoded after it (`tests.gpu.measure`). No number may grow;
+``python -m tests.gpu.measure --write`` lowers those that have shrunk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import recollect as rc
+
+HERE = Path(__file__).parent
+BUDGETS: dict[str, Any] = json.loads((HERE / "budgets.json").read_text())
+KINDS = ("launches", "syncs", "copies")
+
+# Numbers of the same algorithm in another order of operations.
+NEAR = {"y": 1e-5, "decoded": 1e-5, "gradient": 1e-3}
+# Its systems of K(K + 3)/2 monomials are so badly conditioned that rounding grows a hundredfold.
+FAR = {"local_quadratic_attention": 1e-4}
+
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+pytestmark = pytest.mark.skipif(
+    VERSION < (2, 10), reason="torch before 2.10 has no backend that is written in Python"
+)
+
+SLOW = (
+    "f_divergence",
+    "moneta_exact",
+    "memora_per_token",
+    "atlas_per_token",
+    "atlas_plus_plus",
+    "local_quadratic_attention",
+)
+"""Presets that solve anew at every token, or in many steps: seconds each."""
+
+
+def _groups() -> list[Any]:
+    """Presets by family: each group pays once for a process."""
+    families: dict[str, list[str]] = {}
+    for name in rc.zoo.names():
+        if name not in SLOW:
+            families.setdefault(rc.zoo.get(name).family, []).append(name)
+    # Families of a few presets join others.
+    groups: list[tuple[str, list[str]]] = []
+    for family, names in families.items():
+        if groups and len(groups[-1][1]) < 6:
+            groups[-1] = (f"{groups[-1][0]}+{family}", groups[-1][1] + names)
+        else:
+            groups.append((family, names))
+    fast = [pytest.param(names, id=family) for family, names in groups]
+    return [*fast, pytest.param([*SLOW], id="token by token", marks=pytest.mark.slow)]
+
+
+def measured(*arguments: str, module: str = "measure") -> list[Any]:
+    """What a module of `tests.gpu` prints, from a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.gpu.{module}", *arguments],
+        cwd=HERE.parents[1],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def _grown(found: dict[str, Any]) -> list[str]:
+    """A line for every number of a preset that is above its budget."""
+    name, lines = found["name"], []
+    budget = BUDGETS["presets"].get(name, {})
+    for part, stretch in found["stretches"].items():
+        for kind, most in zip(KINDS, budget.get(part, (0, 0, 0)), strict=True):
+            sites = stretch[kind]
+            now = sites if kind == "launches" else sum(sites.values())
+            if kind == "launches" and BUDGETS["torch"] != ".".join(map(str, VERSION)):
+                continue  # another version cuts its operations otherwise
+            if now > most:
+                where = "" if kind == "launches" else f": {sites}"
+                lines.append(f"{name} {part}: {now} {kind}, budget {most}{where}")
+    return lines
+
+
+@pytest.mark.parametrize("names", _groups())
+def test_presets_on_a_device(names: list[str]) -> None:
+    found = measured(*names)
+    assert [one["name"] for one in found] == names
+    far = [
+        f"{one['name']}: {what} {one[what]:.1e} from the CPU's"
+        for one in found
+        for what, near in NEAR.items()
+        if not one.get(what, 0.0) <= max(near, FAR.get(one["name"], 0.0))
+    ]
+    mixed = [
+        f"{one['name']} {part}: a CPU tensor beside the device's: {stretch['mixed']}"
+        for one in found
+        for part, stretch in one["stretches"].items()
+        if stretch["mixed"]
+    ]
+    grown = [line for one in found for line in _grown(one)]
+    assert not far + mixed + grown, "\n".join(far + mixed + grown)
+
+
+TURNED = (
+    ["gated_delta_net", "gla", "rwkv7", "rls", "geometric_rls"],
+    ["ttt_linear", "titans", "dla"],
+    ["softmax_attention", "fox", "moba", "kernel_regression_attention"],
+    ["deep_transformer", "dot", "delta_former"],
+)
+
+
+@pytest.mark.parametrize("names", TURNED, ids=lambda names: names[0])
+def test_what_is_not_looked_at_is_not_overlooked(names: list[str]) -> None:
+    """Padding, packing, resets, choices of rows, weights that change, decays beyond float32."""
+    found = measured(*names, module="turns")
+    assert {name for name, _, _ in found} == set(names)
+    assert not [one for one in found if not one[2] <= NEAR["y"]]
+
+
+def test_every_preset_has_a_budget() -> None:
+    assert list(BUDGETS["presets"]) == rc.zoo.names()
+
+
+@pytest.mark.parametrize(("name", "most"), [("gated_delta_net", 400)])
+def test_launches_of_a_long_sequence(name: str, most: int) -> None:
+    """Forward and backward of 4096 tokens: what a device would spend its time on launching."""
+    (found,) = measured("--tokens", "4096", name)
+    stretches = found["stretches"]
+    assert stretches["forward"]["launches"] + stretches["backward"]["launches"] <= most
+    assert found["y"] <= NEAR["y"]
+    assert found["gradient"] <= NEAR["gradient"]
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [(name, 25) for name in ("linear_attention", "gla", "mamba2", "delta_net", "gated_delta_net")],
+)
+def test_launches_of_a_decoded_token(name: str, most: int) -> None:
+    tokens = 4  # of `tests.gpu.measure`
+    launches, syncs, copies = BUDGETS["presets"][name]["decode"]
+    assert launches <= tokens * most
+    assert (syncs, copies) == (0, 0)
+
+
+COUNTED = """
+import os, torch
+from tests.gpu import pretend
+
+def sends(): return torch.tensor([1.0], device=pretend.DEVICE)
+def moves(): return host.to(pretend.DEVICE)
+def asks(): return bool((x > 0).all())
+def lists(): return x.tolist()
+def picks(): return x[x > 0]
+def mixes(): return x + host
+def computes(): return (x @ x.mT).view(-1)[:2] + torch.zeros(2, device=pretend.DEVICE)
+
+host = torch.ones(3, 3)
+x = pretend.put(host)
+for call in (sends, moves, asks, lists, picks, mixes, computes):
+    with pretend.counted() as made:
+        try:
+            call()
+        except RuntimeError:  # of the CPU's tensor beside the device's
+            pass
+    kinds = (made.syncs, made.copies, made.mixed)
+    print(call.__name__, made.launches, *(sum(kind.values()) for kind in kinds))
+os._exit(0)
+"""
+
+
+def test_the_device_counts_what_a_gpu_would_do() -> None:
+    done = subprocess.run(
+        [sys.executable, "-u", "-W", "ignore", "-c", COUNTED],
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = {name: tuple(map(int, n)) for name, *n in map(str.split, done.stdout.splitlines())}
+    assert set(found) == {"sends", "moves", "asks", "lists", "picks", "mixes", "computes"}, (
+        done.stderr[-2000:]
+    )
+    # (syncs, copies, mixed)
+    assert found["sends"][1:] == found["moves"][1:] == (0, 1, 0)
+    assert found["asks"][1:] == found["lists"][1:] == found["picks"][1:] == (1, 0, 0)
+    assert found["mixes"][3] == 1
+    assert found["computes"] == (3, 0, 0, 0), "a product, a fill and a sum; views are free"

@@ -1,0 +1,113 @@
+"""What a state knows of its rows without looking at them, and what stands for weights' numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import recollect as rc
+from recollect.choices.devices import constant, stamp
+from recollect.state.state import State, join_states
+
+RECIPES = {
+    "matrix": rc.Recipe(),
+    "attention": rc.zoo.get("softmax_attention").recipe,
+    "rows by key": rc.zoo.get("delta_former").recipe,
+    "two associations a token": rc.zoo.get("delta_product").recipe,
+}
+
+
+def run(recipe: rc.Recipe, T: int, state: State | None = None, **more: torch.Tensor) -> State:
+    n = recipe.associations
+    shape = (2, T, 1, n, 4) if n > 1 else (2, T, 1, 4)
+    k = torch.nn.functional.normalize(torch.randn(shape), dim=-1)
+    gates = {}
+    for gate in recipe.gates():
+        sizes = recipe.axes(4, 4)
+        per = (n,) if n > 1 and recipe.per_association(gate) else ()
+        gates[gate.name] = torch.full((2, T, 1, *per, *(sizes[a] for a in gate.axes)), 0.5)
+    q = torch.randn(2, T, 1, 4)
+    _, after = rc.recall(recipe, q, k, torch.randn(shape), gates, state=state, **more)
+    assert after is not None
+    return after
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_rows_in_step(recipe: rc.Recipe) -> None:
+    state = run(recipe, 5)
+    assert state.seen == 5
+    state = run(recipe, 1, state)
+    assert state.seen == 6 == int(state.position[0])
+    for other in (
+        state.detach(),
+        state.select(torch.tensor([1, 1, 0])),
+        state.repeat(2),
+        state.to(dtype=torch.float64),
+        State.from_dict(state.to_dict()),
+        join_states([state, state]),
+    ):
+        assert other.seen == 6
+        assert set(other.position.tolist()) == {6}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_rows_that_differ_have_no_number(recipe: rc.Recipe) -> None:
+    state = run(recipe, 5)
+    assert state.reset(torch.tensor([True, False])).seen is None
+    mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    padded = run(recipe, 5, attention_mask=mask)
+    assert padded.seen is None
+    assert run(recipe, 1, padded).seen is None
+    assert State.from_dict(padded.to_dict()).seen is None
+    assert join_states([state, run(recipe, 4)]).seen is None
+
+
+def test_a_position_that_somebody_else_wrote_is_not_known() -> None:
+    state = run(RECIPES["matrix"], 5)
+    assert dataclasses.replace(state, weights=state.weights).seen == 5
+    assert dataclasses.replace(state, position=torch.tensor([7, 9])).seen is None
+
+
+def test_rows_kept_by_key_may_start_anew_from_nothing() -> None:
+    recipe = RECIPES["rows by key"]
+    state = run(recipe, 5).reset(torch.tensor([True, False]))
+    assert state.dual is not None
+    assert state.dual.mask.sum(1).tolist() == [0, 5]
+
+
+def test_a_stamp_changes_with_what_it_stands_for() -> None:
+    weight, other = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    first = stamp([weight, other])
+    assert first is not None
+    assert stamp([weight, other]) == first
+    with torch.no_grad():
+        weight.add_(1.0)
+    second = stamp([weight, other])
+    assert second not in (first, None)
+    assert stamp([other, weight]) != second
+    serials = {stamp([torch.zeros(1)]) for _ in range(100)}
+    assert len(serials) == 100, "memory that is used again is no name"
+    with torch.inference_mode():
+        made = torch.zeros(3)
+    assert stamp([made]) is None
+
+
+def test_a_constant_is_made_once_and_for_all_modes() -> None:
+    made: list[int] = []
+
+    def ramp(size: int) -> torch.Tensor:
+        made.append(size)
+        return torch.arange(size, dtype=torch.float64)
+
+    with torch.inference_mode(), torch.device("meta"):
+        first = constant(ramp, 3, device=torch.device("cpu"), dtype=torch.float32)
+    second = constant(ramp, 3, device=torch.device("cpu"), dtype=torch.float32)
+    assert first is second
+    assert made == [3]
+    assert first.tolist() == [0.0, 1.0, 2.0]
+    assert not first.is_inference()
+    meta = constant(ramp, 3, device=torch.device("meta"))
+    assert meta.is_meta
+    assert constant(ramp, 3, device=torch.device("meta")) is not meta, "it holds no numbers"
