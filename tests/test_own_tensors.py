@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_a_factor_of_another_ridge_was_taken() -> None:
         )
 
     _, state = recall(regression(1.0), 0, 4)
-    other = regression(0.1)
+    other, state = regression(0.1), replace(state, written_by=None)  # a marked one is refused
     expected, _ = recall(other, 4, 6, state=state, method="reference")
     same(recall(other, 4, 6, state=state)[0], expected)
     same(rc.read(other, Q[:, 4:], state=state), rc.read(other, Q[:, 4:], state=bare(state)))

@@ -286,7 +286,7 @@ def test_questions_to_results() -> None:
 
 
 def test_the_list_names_all_and_what_is_planned() -> None:
-    result = invoke("reproduce", "--list")
+    result = CliRunner().invoke(build(), ["reproduce", "--list"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     for name in (*ROWS, *LATER):
         assert name in result.output

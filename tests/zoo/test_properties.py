@@ -116,7 +116,10 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     for name, expected in ROWS.items():
         assert list(found[name]) == list(PROPERTIES)
         assert {key for key, holds in found[name].items() if holds} == expected
-    table = testing.CliRunner().invoke(build(), ["zoo", "--family", "feature_maps"]).output
+    wide = {"COLUMNS": "200"}
+    table = (
+        testing.CliRunner().invoke(build(), ["zoo", "--family", "feature_maps"], env=wide).output
+    )
     (based,) = (line for line in table.splitlines() if " based " in line)
     assert "capacity" in based
     (performer,) = (line for line in table.splitlines() if " performer " in line)

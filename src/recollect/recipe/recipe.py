@@ -389,6 +389,8 @@ SENTENCE = 300
 
 def _joined(reasons: list[str]) -> str:
     """The first reason, and others while it is a sentence that somebody reads."""
+    if sum(map(len, reasons)) > SENTENCE:
+        reasons = sorted(reasons, key=len)  # the shortest ones are as a rule the plainest
     said, left = reasons[0], False
     for reason in reasons[1:]:
         if len(said) + len(reason) <= SENTENCE:
