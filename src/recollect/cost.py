@@ -250,7 +250,7 @@ def _state(
         return {name: size for name, size in parts.items() if size}, row * s.n
     if factored:
         # And which recipe's it is.
-        parts["factor"] = heads * s.T * (s.T + s.V) * state_size + s.B * 8
+        parts["factor"] = heads * (s.T * (s.T + s.V) + 1) * state_size
         each += heads * (2 * s.T + 1 + s.V) * state_size
     return {name: size for name, size in parts.items() if size}, each if span is None else 0
 
