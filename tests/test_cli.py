@@ -139,7 +139,7 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
     from recollect.experiments.comparison.results import DEFAULTS, ModelRun
     from recollect.report import describe_environment
 
-    name, reason = "mine[bold]", "see [/work/x] and [red]"
+    name, reason = "mine[bold]", "see [mine/x] and [red]"
     run = ModelRun(
         task="text", model=name, parameters=1, state_bytes=1, grows=False, value=1.5, tokens=1
     )

@@ -5,16 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +21,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from safetensors.torch import load_file
+from tests.processes import begun, heard, paragraphs
 from tests.test_run_train import PLAN
 from typer.testing import CliRunner
 
@@ -43,37 +41,8 @@ STEPS = 150
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "t.txt"
-    draw = random.Random(0)
-    words = ["memory", "writes", "key", "value", "reads", "query", "token", "state", "again", "the"]
-    path.write_text("\n\n".join(" ".join(draw.choices(words, k=40)) for _ in range(150)))
+    path.write_text(paragraphs(150))
     return path
-
-
-@contextmanager
-def begun(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The command, in a group of its own."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "recollect.cli", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def heard(stream: IO[str] | None, what: str) -> None:
-    """Wait until the command says so."""
-    assert stream is not None
-    for line in stream:
-        if re.search(what, line):
-            return
-    raise AssertionError(f"nobody said {what!r}")
 
 
 def run_file(folder: Path, text: Path, out: Path, steps: int = STEPS) -> Path:

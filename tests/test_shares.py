@@ -153,9 +153,24 @@ def test_a_share_begins_alike_at_every_width(d_model: int) -> None:
             SHARE,
             "holds one rate for all tokens: use lr='token'",
         ),
+        (
+            rc.Recipe(retention=rc.retention.Decay()),
+            {"log_decay": GateOptions(unit="rms")},
+            "options of 'log_decay': unit='rms' is for numbers that a bias compares with values",
+        ),
+        (
+            rc.Recipe(),
+            {"lr": GateOptions(unit="rms", init=0.1)},
+            "options of 'lr': unit='rms' is for numbers that a bias compares with values",
+        ),
+        (
+            rc.Recipe(bias=rc.bias.Huber()),
+            {"threshold": GateOptions(unit="rms", schedule="integers")},
+            "options of 'threshold': unit='rms' is for numbers that begin at one value",
+        ),
     ],
 )
-def test_a_share_of_nothing_is_refused(
+def test_a_unit_of_what_has_none_is_refused(
     recipe: rc.Recipe, gates: dict[str, GateOptions], says: str
 ) -> None:
     with pytest.raises(rc.RecipeError) as found:
@@ -179,35 +194,6 @@ def test_a_threshold_in_lengths_of_values(V: int, init: float | tuple[float, ...
     found = layer.associations(torch.randn(1, 3, 8)).gates["threshold"]
     expected = torch.tensor(init if isinstance(init, tuple) else (1.0 if init is None else init,))
     torch.testing.assert_close(found, (V**0.5 * expected).expand(1, 3, 2))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "gates", "says"),
-    [
-        (
-            rc.Recipe(retention=rc.retention.Decay()),
-            {"log_decay": GateOptions(unit="rms")},
-            "options of 'log_decay': unit='rms' is for numbers that a bias compares with values",
-        ),
-        (
-            rc.Recipe(),
-            {"lr": GateOptions(unit="rms", init=0.1)},
-            "options of 'lr': unit='rms' is for numbers that a bias compares with values",
-        ),
-        (
-            rc.Recipe(bias=rc.bias.Huber()),
-            {"threshold": GateOptions(unit="rms", schedule="integers")},
-            "options of 'threshold': unit='rms' is for numbers that begin at one value",
-        ),
-    ],
-)
-def test_numbers_that_have_no_length(
-    recipe: rc.Recipe, gates: dict[str, GateOptions], says: str
-) -> None:
-    with pytest.raises(rc.RecipeError) as found:
-        rc.MemoryLayer(16, 2, recipe, LayerOptions(gates=gates))
-    assert says in str(found.value)
-    assert "\n" not in str(found.value)
 
 
 @pytest.mark.parametrize(("norm", "length"), [("l2", 1.0), ("rms", 4.0)])

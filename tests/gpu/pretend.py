@@ -277,10 +277,10 @@ def _copy_from(source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor
     return to
 
 
-_LIBRARY = torch.library.Library("aten", "IMPL")
-_LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
-_LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")
-_LIBRARY.impl("empty.memory_format", _empty, "PrivateUse1")
+_OPERATORS = torch.library.Library("aten", "IMPL")
+_OPERATORS.impl("_copy_from", _copy_from, "PrivateUse1")
+_OPERATORS.impl("empty_strided", _empty_strided, "PrivateUse1")
+_OPERATORS.impl("empty.memory_format", _empty, "PrivateUse1")
 
 
 def _sending(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -39,3 +39,23 @@ def digests(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def short_plan(steps: int, **run: int) -> str:
+    """The text of a run.toml over text.txt: a tiny model, its steps, and more of ``[run]``."""
+    return f"""
+[model]
+recipe = "delta_net"
+width = 16
+depth = 1
+heads = 1
+[data]
+train = "text.txt"
+context = 16
+[optimizer]
+steps = {steps}
+batch = 2
+[run]
+out = "out"
+save_every = 0
+""" + "".join(f"{name} = {value}\n" for name, value in run.items())

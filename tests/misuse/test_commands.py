@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.misuse.sentences import LONGEST, digests, is_one_sentence
+from tests.misuse.sentences import LONGEST, digests, is_one_sentence, short_plan
 
 import recollect as rc
 
@@ -16,22 +16,7 @@ from typer.testing import CliRunner
 
 from recollect.cli import app as cli
 
-PLAN = """
-[model]
-recipe = "delta_net"
-width = 16
-depth = 1
-heads = 1
-[data]
-train = "text.txt"
-context = 16
-[optimizer]
-steps = 1
-batch = 2
-[run]
-out = "out"
-save_every = 0
-"""
+PLAN = short_plan(steps=1)
 
 
 @pytest.fixture

@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 import os
 import pty
-import random
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import pytest
-from tests.misuse.sentences import digests, is_one_sentence
+from tests.misuse.sentences import digests, is_one_sentence, short_plan
+from tests.processes import begun, heard, paragraphs
 
 import recollect as rc
 
@@ -32,71 +29,17 @@ from recollect.cli import app as cli
 
 SLOW = pytest.mark.slow
 SIZES = ("--width", "16", "--depth", "1", "--heads", "1")
-PLAN = """
-[model]
-recipe = "delta_net"
-width = 16
-depth = 1
-heads = 1
-[data]
-train = "text.txt"
-context = 16
-[optimizer]
-steps = {steps}
-batch = 2
-[run]
-out = "out"
-save_every = 0
-log_every = 1
-"""
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A folder with a text and a plan, and what somebody keeps where results go."""
-    draw = random.Random(0)
-    words = ["memory", "writes", "key", "value", "reads", "query", "token", "state", "again", "the"]
-    parts = (" ".join(draw.choices(words, k=40)) for _ in range(60))
-    (tmp_path / "text.txt").write_text("\n\n".join(parts))
-    (tmp_path / "run.toml").write_text(PLAN.format(steps=2000))
-    (tmp_path / "short.toml").write_text(PLAN.format(steps=2))
+    (tmp_path / "text.txt").write_text(paragraphs(60))
+    (tmp_path / "run.toml").write_text(short_plan(steps=2000, log_every=1))
+    (tmp_path / "short.toml").write_text(short_plan(steps=2, log_every=1))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.md").write_text("mine")
     return tmp_path
-
-
-@contextmanager
-def begun(
-    place: Path, *arguments: str, code: str | None = None, **environment: str
-) -> Iterator[subprocess.Popen[str]]:
-    """A command in a folder, as the installed one begins, in a group of its own."""
-    code = code or "import recollect_command; recollect_command.main()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        cwd=place,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def heard(stream: IO[str] | None, what: str) -> None:
-    """Wait until the command says so."""
-    assert stream is not None
-    said = []
-    for line in stream:
-        said.append(line)
-        if re.search(what, line):
-            return
-    raise AssertionError(f"nobody said {what!r}: {said}")
 
 
 def stands(place: Path, before: dict[str, str]) -> None:
@@ -122,7 +65,7 @@ def test_an_interrupt_while_importing(command: str, place: Path) -> None:
     (place / "torch" / "__init__.py").write_text(SHADOW)
     before = digests(place)
     path = os.pathsep.join([str(place), str(Path(rc.__file__).parents[1])])
-    with begun(place, command, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1") as process:
+    with begun(command, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1", place=place) as process:
         heard(process.stdout, "importing")
         os.killpg(process.pid, signal.SIGINT)
         out, said = process.communicate()
@@ -177,7 +120,7 @@ WORK = {
 def test_work_that_is_told_to_end(command: str, number: signal.Signals, place: Path) -> None:
     arguments, says, where = WORK[command]
     before = digests(place)
-    with begun(place, command, *arguments) as process:
+    with begun(command, *arguments, place=place) as process:
         heard(getattr(process, where), says)
         os.killpg(process.pid, number)
         out, said = process.communicate()
@@ -195,7 +138,7 @@ def test_work_that_is_told_to_end(command: str, number: signal.Signals, place: P
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_it_at_once(number: signal.Signals, place: Path) -> None:
     before = digests(place)
-    with begun(place, "train", "run.toml") as process:
+    with begun("train", "run.toml", place=place) as process:
         heard(process.stderr, r"^step \d")
         os.killpg(process.pid, number)
         os.killpg(process.pid, number)
@@ -221,7 +164,7 @@ def test_a_second_signal_ends_it_at_once(number: signal.Signals, place: Path) ->
 def test_nobody_reads(arguments: tuple[str, ...], place: Path) -> None:
     """Both outputs are closed before it begins: the work is done, and nothing is said."""
     before = digests(place)
-    with begun(place, *arguments) as process:
+    with begun(*arguments, place=place) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         process.stderr.close()
@@ -233,7 +176,7 @@ def test_nobody_reads(arguments: tuple[str, ...], place: Path) -> None:
 
 @SLOW
 def test_nobody_reads_a_refusal(place: Path) -> None:
-    with begun(place, "explain", "glaa") as process:
+    with begun("explain", "glaa", place=place) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         process.stderr.close()
@@ -406,7 +349,7 @@ def test_a_folder_that_is_gone_while_one_is_in_it(place: Path) -> None:
         "import os, sys\nos.mkdir('gone')\nos.chdir('gone')\nos.rmdir('../gone')\n"
         "import recollect_command\nrecollect_command.main()"
     )
-    with begun(place, "train", "run.toml", code=code) as process:
+    with begun("train", "run.toml", code=code, place=place) as process:
         out, said = process.communicate()
     assert (process.returncode, out) == (2, "")
     assert said == "recollect: the working folder is gone: change to one that is there\n"
