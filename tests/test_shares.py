@@ -234,3 +234,29 @@ def test_a_map_that_reads_features_begins_as_if_it_read_their_key() -> None:
         stds.append([float(w.detach().std()) for w in maps])
     assert stds[1] == pytest.approx(stds[0], rel=0.02)
     assert stds[0][0] == pytest.approx(1 / math.sqrt(46), rel=0.02)
+
+
+@pytest.mark.parametrize("memory", [rc.memory.MLP(norm="layer"), rc.memory.GatedMLP()])
+def test_a_memory_whose_last_map_begins_at_zero_says_nothing(memory: rc.memory.Memory) -> None:
+    """But for its residual; what is written is read, and every map learns from the start."""
+    recipe = rc.Recipe(memory=memory, algorithm=NORMALISED)
+    made = rc.MemoryLayer(16, 2, recipe, LayerOptions(gates=SHARE, last_map=0.0))
+    maps = made.initial_memory
+    assert maps is not None
+    assert all(weight.any() for weight in maps[:-1])
+    assert not maps[-1].any()
+    x = tokens()
+    found = made.associations(x)
+    silent = rc.read(recipe, found.k, init=maps, params=found.params)
+    torch.testing.assert_close(silent, found.k, rtol=0, atol=0)
+    numbers = {"gates": found.gates, "params": found.params, "init": maps}
+    y, _ = rc.recall(recipe, found.k, found.k, found.v, **numbers)
+    assert ((y - found.v).norm(dim=-1) < (silent - found.v).norm(dim=-1)).all()
+    made(x)[0].square().sum().backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in maps)
+
+
+@pytest.mark.parametrize("recipe", [rc.Recipe(), rc.zoo.get("deep_transformer").recipe])
+def test_a_last_map_of_what_is_not_made_of_maps_is_refused(recipe: rc.Recipe) -> None:
+    with pytest.raises(rc.RecipeError, match=r"last_map=0\) is about the initial weights"):
+        rc.MemoryLayer(16, 2, recipe, LayerOptions(last_map=0.0))

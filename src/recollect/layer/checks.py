@@ -9,6 +9,7 @@ from torch import Tensor
 
 from recollect.choices.fields import Param
 from recollect.choices.member import RecipeError
+from recollect.choices.memory.base import Stack
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.layer.state import LayerState
 from recollect.layer.ties import check_ties
@@ -109,6 +110,13 @@ def check_options(recipe: Recipe, options: LayerOptions) -> None:
         raise RecipeError(
             "LayerOptions(skip=..., qk=...) speak of one association per token, and this "
             f"recipe takes {recipe.associations}"
+        )
+    made_of_maps = isinstance(recipe.memory, Stack) and recipe.features.finite
+    if options.last_map != 1 and not (made_of_maps and recipe.needs_init()):
+        raise RecipeError(
+            f"LayerOptions(last_map={options.last_map:g}) is about the initial weights of a memory "
+            "made of linear maps (memory.MLP, memory.GatedMLP), which this recipe does not learn: "
+            "leave it out"
         )
 
 

@@ -26,6 +26,8 @@ class InitialMemory(nn.Module):
         shapes: of the maps, without the head, in order of application.
         scale: of the entries, > 0.
         inputs: of each map, ``in``; what its shape says when omitted.
+        last_map: a factor more of the last map's entries, ≥ 0. At 0 the memory says nothing before
+            something is written, and one write is not lost among what was drawn.
     """
 
     def __init__(
@@ -34,9 +36,10 @@ class InitialMemory(nn.Module):
         shapes: tuple[tuple[int, ...], ...],
         scale: float = 1.0,
         inputs: tuple[int, ...] | None = None,
+        last_map: float = 1.0,
     ) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale, self.last_map = scale, last_map
         self.inputs = inputs or tuple(math.prod(shape[1:]) for shape in shapes)
         self.maps = nn.ParameterList([torch.empty(heads, *shape) for shape in shapes])
         self.reset_parameters()
@@ -49,6 +52,8 @@ class InitialMemory(nn.Module):
                 nn.init.zeros_(weight)  # a bias of a user's own module
             else:
                 nn.init.normal_(weight, std=self.scale * inputs**-0.5)
+        if self.last_map != 1.0:
+            self.maps[-1].mul_(self.last_map)
 
     def forward(self) -> tuple[Tensor, ...]:
         """The tensors, as `recall` takes them."""

@@ -158,7 +158,9 @@ class MemoryLayer(nn.Module):
         self.memory: InitialMemory | InitialPairs | None = None
         if shapes:
             inputs = read_widths(recipe, self.head_dim, self.value_dim)
-            self.memory = InitialMemory(self.kv_heads, shapes, options.memory_scale, inputs)
+            self.memory = InitialMemory(
+                self.kv_heads, shapes, options.memory_scale, inputs, options.last_map
+            )
         if recipe.dual and recipe.needs_init():
             self.memory = InitialPairs(
                 self.kv_heads,

@@ -285,6 +285,8 @@ class LayerOptions(_Options):
         ties: numbers that follow others.
         memory_scale: deviation of a deep memory's initial weights, in units of in^(−1/2). Weights
             behind a link (a softmax, a power) may need other units than those that are read.
+        last_map: of the last map's initial weights, a factor more; 0 is a memory that says nothing
+            until something is written (but for its residual). For memories made of linear maps.
         persistent: the layer reads this many learned pairs per head and channel of d_model, in
             place of its tokens (`FeedForward`); 0 memorises the tokens.
         joined: with ``persistent``, all heads are one memory of d_model channels.
@@ -314,6 +316,7 @@ class LayerOptions(_Options):
     gates: tuple[tuple[str, GateOptions], ...] | Mapping[str, GateOptions] = checked((), _gates)
     ties: tuple[Tie, ...] = checked((), _ties)
     memory_scale: float = number(1.0, above=0)
+    last_map: float = number(1.0, at_least=0)
     anchors: int = integer(16, at_least=1)
     persistent: float = number(0.0, at_least=0)
     joined: bool = flag(False)
