@@ -123,15 +123,21 @@ class TrainDisplay(Display):
     def show(self, progress: TrainProgress) -> None:
         """One step's news."""
         loss = "" if progress.loss is None else f"loss {progress.loss:.3f}  "
-        heldout = "" if progress.heldout is None else f"held-out {progress.heldout:.3f} bits/byte  "
+        nats = progress.heldout_loss
+        heldout = "" if nats is None else f"held-out {nats:.3f}  "
+        unit = f"{loss}{heldout}".rstrip() + " nats/token  " if loss or heldout else ""
         facts = (
-            f"{loss}{heldout}{progress.tokens_per_second:,.0f} tokens/s  "
+            f"{unit}{progress.tokens_per_second:,.0f} tokens/s  "
             f"{progress.ceiling_share:.0%} of the matmul ceiling"
         )
         self.bars.update(self.task, completed=progress.step, facts=facts)
-        if progress.loss is None or progress.step == self.printed:
+        # A loss is said once, beside the step that it was measured after.
+        if progress.loss is None or progress.loss_step != progress.step:
             return
-        if progress.step % self.every == 0 or progress.step == self.steps or self.printed < 0:
+        first, ends = self.printed < 0, progress.step == self.steps
+        if progress.step > self.printed and (
+            first or ends or progress.step // self.every > self.printed // self.every
+        ):
             self.printed = progress.step
             self.line(f"step {progress.step:,}/{self.steps:,}  {facts}")
 

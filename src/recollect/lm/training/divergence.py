@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
+from recollect.explain.diagnosis import SMALLER_STEPS
 from recollect.layer.gates import GateProjection
 from recollect.lm.training.atomic_checkpoints import last_checkpoint
 
@@ -28,10 +29,7 @@ REFUSALS = (
 """What layers and solvers raise of numbers that are not finite."""
 
 
-OWN_STEPS = (
-    "these are steps of the memory itself: measure them (normalize=True of its algorithm), or take "
-    "a smaller inner batch or rate"
-)
+OWN_STEPS = f"these are steps of the memory itself: {SMALLER_STEPS}"
 
 
 class Diverged(ValueError):
