@@ -161,3 +161,31 @@ def test_one_line_has_one_unit(tmp_path: Path) -> None:
     assert re.search(r"^step 2/2  loss [\d.]+  held-out [\d.]+ nats/token", run.stderr, re.M)
     # Bytes are the tokens here, but for the end of a document: the units differ by log 2.
     assert float(bits) == pytest.approx(float(nats[1]) / math.log(2), rel=0.1)
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_the_bar_of_a_run_says_all_of_it_at_any_width(columns: int) -> None:
+    page = StringIO()
+    console = Console(file=page, width=columns, force_terminal=True, color_system=None)
+    with TrainDisplay(console, steps=2000) as display:
+        display.show(
+            Progress(
+                step=120,
+                steps=2000,
+                loss=3.25,
+                loss_step=120,
+                heldout_loss=3.5,
+                tokens_per_second=12_345,
+                ceiling_share=0.25,
+            )
+        )
+        page.truncate(0)
+        page.seek(0)
+        display.live.refresh()
+    said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", page.getvalue())
+    assert "…" not in said
+    assert max(len(line.rstrip()) for line in said.splitlines()) <= columns
+    words = " ".join(said.split())
+    for part in ("training", "3.250", "held-out", "12,345", "25%", "matmul", "ceiling"):
+        assert part in words, (part, said)
+    assert "120/2000" in words.replace(" ", "")

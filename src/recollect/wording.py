@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["shown", "word_for", "worded"]
+__all__ = ["nearest", "shown", "word_for", "worded"]
 
 _WORDS: ContextVar[Mapping[str, str]] = ContextVar("words", default={})  # noqa: B039
 
@@ -48,6 +49,24 @@ def word_for(name: str, otherwise: str | None = None) -> str:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 80, 80, 60
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """What to say beside a name that is not known: the nearest one, or all there are.
+
+    Args:
+        name: as it was written.
+        known: the names that there are.
+
+    Examples:
+        >>> from recollect.wording import nearest
+        >>> nearest("memmory", ["memory", "bias"]), nearest("x", ["memory", "bias"])
+        ("did you mean 'memory'?", 'it has memory, bias')
+    """
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"it has {', '.join(known)}" if known else "it has none"
 
 
 def shown(value: object) -> str:

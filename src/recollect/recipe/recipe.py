@@ -26,7 +26,8 @@ from recollect.choices.member import Member, RecipeError, decode
 from recollect.choices.memory.base import Memory, Stack
 from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Keep, Retention
-from recollect.fields import LARGEST
+from recollect.choices.trial import check_shapes
+from recollect.fields import LARGEST, named_arguments
 from recollect.recipe.json_text import read_json
 from recollect.recipe.normal_form import normal_form
 from recollect.recipe.rewrites import REWRITES
@@ -44,6 +45,7 @@ SCHEMA = 1
 CHOICES = ("memory", "features", "bias", "context", "retention", "algorithm")
 
 
+@named_arguments
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A sequence layer, stated as a regression problem.
@@ -82,7 +84,8 @@ class Recipe:
         ):
             value = getattr(self, name)
             if not isinstance(value, kind):
-                hint = f"rc.{name}.{value.__name__}()" if isinstance(value, type) else f"rc.{name}"
+                usual = type(getattr(Recipe(), name)).__name__
+                hint = f"rc.{name}.{value.__name__ if isinstance(value, type) else usual}()"
                 raise RecipeError(
                     f"Recipe({name}=...) must be a member such as {hint}, not {shown(value)}"
                 )
@@ -271,7 +274,10 @@ class Recipe:
         F = sizes["F"]
         if self.dual and isinstance(self.memory, Stack):
             return tuple((m.out, m.inp) for m in self.memory.maps(F, V) if not m.first)
-        return self.memory.shapes(F, V)
+        shapes, wrong = check_shapes(self.memory.title, self.memory.shapes(F, V))
+        if wrong is not None:
+            raise RecipeError(wrong)
+        return shapes
 
     def row_widths(self, V: int) -> tuple[int, ...]:
         """Outputs of the maps whose weights are rows by key (`dual`).

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.member import Member
+from recollect.choices.trial import check_phi
 
 __all__ = ["Features", "Kernel"]
 
@@ -41,6 +42,8 @@ class Features(Member):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._handed_params("phi")
+        if type(self).phi is not Features.phi and self.finite:
+            check_phi(self)
 
     def similarity(self, k: str, q: str) -> str:
         """How κ(q, k) is written in an equation.
