@@ -8,13 +8,12 @@ they are made.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from recollect.wording import nearest, shown, word_for
+from recollect.wording import shown, word_for
 
 __all__ = [
     "DOMAIN",
@@ -29,7 +28,6 @@ __all__ = [
     "flag",
     "held",
     "integer",
-    "named_arguments",
     "number",
     "option",
     "real",
@@ -260,32 +258,6 @@ class Validated:
 
     def validate(self) -> None:
         """Hook: checks that involve several fields; raises ValueError."""
-
-
-Made = TypeVar("Made", bound=type[Any])
-
-
-def named_arguments(cls: Made) -> Made:
-    """Class decorator over a dataclass: what it has no field for is refused, with the nearest.
-
-    Raises:
-        TypeError: when an instance is made, as Python itself has it.
-    """
-    names = [field.name for field in dataclasses.fields(cls) if field.init]
-    made = cls.__init__
-
-    @functools.wraps(made)
-    def __init__(self: Any, *args: Any, **given: Any) -> None:
-        if args:
-            first = f", such as {cls.__name__}({names[0]}=...)" if names else ""
-            raise TypeError(f"{cls.__name__} takes its arguments by name{first}")
-        for name in given:
-            if name not in names:
-                raise TypeError(f"{cls.__name__} has no argument {name!r}; {nearest(name, names)}")
-        made(self, **given)
-
-    cls.__init__ = __init__
-    return cls
 
 
 def integer(

@@ -43,8 +43,8 @@ from recollect.choices.fields import (
     slot,
     text,
 )
-from recollect.fields import LARGEST, named_arguments
-from recollect.wording import nearest, shown
+from recollect.fields import LARGEST
+from recollect.wording import named_arguments, nearest, shown
 
 if TYPE_CHECKING:
     from recollect.choices.questions import RecipeLike

@@ -1,5 +1,7 @@
 """What a member's own code gives, tried once on a few numbers when the member is made.
 
+Members are known here by what is asked of them alone, as they themselves import this file.
+
 Code that raises is not judged: it may be written for other sizes or another device, and its own
 call will say. That it asks for a number which nobody declared is said, because no call has it.
 """
@@ -9,15 +11,10 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from recollect.choices.features.base import Features
-    from recollect.choices.member import Member
-    from recollect.choices.memory.base import Memory
 
 __all__ = ["check_forward", "check_phi", "check_shapes", "outside", "tried", "undeclared"]
 
@@ -98,7 +95,7 @@ def check_shapes(title: str, shapes: object) -> tuple[Shapes, str | None]:
     )
 
 
-def _params(member: Member, sizes: Mapping[str, int]) -> dict[str, Tensor] | None:
+def _params(member: Any, sizes: Mapping[str, int]) -> dict[str, Tensor] | None:
     """A member's params of one head; ``None`` where an axis is not known here."""
     found: dict[str, Tensor] = {}
     for param in member.params():
@@ -110,33 +107,24 @@ def _params(member: Member, sizes: Mapping[str, int]) -> dict[str, Tensor] | Non
     return found
 
 
-def check_forward(memory: Memory) -> None:
-    """That a memory gives one vector of V numbers for every key.
+def check_forward(memory: Any) -> str | None:
+    """What is wrong with a memory that should give one vector of V numbers for every key.
 
-    Raises:
-        RecipeError: its `shapes` or what its `forward` gives; a param that it does not declare.
+    That is its `shapes`, what its `forward` gives, or a param that it does not declare.
     """
-    _refuse(tried(_forward, memory))
+    return tried(_forward, memory)
 
 
-def check_phi(features: Features) -> None:
-    """That a feature map gives as many features as it declares.
+def check_phi(features: Any) -> str | None:
+    """What is wrong with a map that should give as many features as it declares.
 
-    Raises:
-        RecipeError: what its `phi` gives; a param that it does not declare.
+    That is what its `phi` gives, or a param that it does not declare.
     """
-    _refuse(tried(_phi, features))
-
-
-def _refuse(sentence: str | None) -> None:
-    from recollect.choices.member import RecipeError
-
-    if sentence is not None:
-        raise RecipeError(sentence)
+    return tried(_phi, features)
 
 
 @lru_cache(maxsize=512)
-def _forward(memory: Memory) -> str | None:
+def _forward(memory: Any) -> str | None:
     with outside():
         try:
             stated = memory.shapes(SIZE, SIZE)
@@ -157,7 +145,7 @@ def _forward(memory: Memory) -> str | None:
 
 
 @lru_cache(maxsize=512)
-def _phi(features: Features) -> str | None:
+def _phi(features: Any) -> str | None:
     with outside():
         try:
             F, axes = features.dim(SIZE), features.axes(SIZE)

@@ -19,13 +19,13 @@ from recollect.fields import (
     checked,
     flag,
     integer,
-    named_arguments,
     number,
     option,
     real,
     text,
     whole,
 )
+from recollect.wording import named_arguments
 
 __all__ = ["GateOptions", "LayerOptions", "Tie"]
 

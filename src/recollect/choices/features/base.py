@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recollect.choices.member import Member
+from recollect.choices.member import Member, RecipeError
 from recollect.choices.trial import check_phi
 
 __all__ = ["Features", "Kernel"]
@@ -42,8 +42,8 @@ class Features(Member):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._handed_params("phi")
-        if type(self).phi is not Features.phi and self.finite:
-            check_phi(self)
+        if type(self).phi is not Features.phi and self.finite and (wrong := check_phi(self)):
+            raise RecipeError(wrong)
 
     def similarity(self, k: str, q: str) -> str:
         """How κ(q, k) is written in an equation.
