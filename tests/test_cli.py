@@ -164,6 +164,31 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
     assert reason in said.getvalue()
 
 
+def test_a_reason_that_several_failures_share_is_said_once() -> None:
+    from recollect.experiments.comparison.comparison import Comparison
+    from recollect.experiments.comparison.results import DEFAULTS
+    from recollect.report import describe_environment
+
+    made = Comparison(
+        runs=(),
+        sizes={"text": DEFAULTS["text"]},
+        seed=0,
+        environment=describe_environment(),
+        failures=(
+            ("text", "gla, seed 0", "no room"),
+            ("text", "gla, seed 1", "no room"),
+            ("mqar", "gla, seed 0", "no room"),
+            ("text", "retnet, seed 0", "it diverged"),
+        ),
+    )
+    assert made.failed() == [
+        "gla, seed 0, gla, seed 1 could not be trained on text: no room",
+        "gla, seed 0 could not be trained on mqar: no room",
+        "retnet, seed 0 could not be trained on text: it diverged",
+    ]
+    assert str(made).count("no room") == 2
+
+
 def test_zoo_as_json() -> None:
     rows = {row["name"]: row for row in json.loads(call("zoo", "--json").stdout)}
     assert list(rows) == rc.zoo.names()

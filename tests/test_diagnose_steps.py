@@ -93,3 +93,16 @@ def test_what_does_not_add_up_linearly_has_no_eigenvalue(recipe: rc.Recipe) -> N
     assert found.steep is None
     assert found.share is None
     assert found.to_dict()["steep"] is None
+
+
+def test_steps_that_leave_the_range_are_said_to_be_the_memorys_own() -> None:
+    """Inputs × 100 under rates that nobody measures: what to do, and no advice against it."""
+    torch.manual_seed(0)
+    layer = rc.zoo.get("moneta_exact").build(d_model=64, heads=4)
+    found = rc.diagnose(layer, torch.randn(1, 64, 64) * 100)
+    assert found.first is not None
+    assert "the memory's own steps left the range of torch.float32" in found.findings[0]
+    assert found.findings[0].endswith(
+        "measure them (normalize=True of its algorithm), or take a smaller inner batch or rate"
+    )
+    assert not any("larger steps" in line for line in found.findings)

@@ -585,3 +585,12 @@ def test_documented_explanations_are_what_is_printed() -> None:
     # The first line is the recipe as it was typed.
     found = {tuple(without_numbers(text)[1:]) for text in blocks}
     assert found == {tuple(without_numbers(text)[1:]) for text in recipes}
+
+
+def test_the_pages_count_the_presets_that_there_are() -> None:
+    root, count = Path(__file__).parents[1], len(rc.zoo.names())
+    page = (root / "docs" / "explain.md").read_text(encoding="utf-8")
+    said = re.findall(r"named +none of the (\d+)", page)
+    assert said and set(said) == {str(count)}
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"in (\d+) presets", readme) == [str(count)]

@@ -406,3 +406,49 @@ def test_checkpoints_hold_the_directions(tmp_path) -> None:
     assert rc.lm.parameter_count(config) == sum(
         p.numel() for p in model.parameters() if p.requires_grad
     )
+
+
+# -- lengths that leave the range of the dtype -----------------------------------------------------
+
+
+def long_tokens(length: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (unit(1, 24, 2, 64, seed=i) for i in range(3))
+    return (q * length).to(dtype), (k * length).to(dtype), v.to(dtype)
+
+
+def test_random_features_answer_up_to_the_longest_keys_and_refuse_longer_ones() -> None:
+    """float64 is the oracle: just below the end nothing is lost, and a split reads the same."""
+    recipe = rc.zoo.get("performer").recipe
+    made = recipe.features
+    end = made.longest(64, torch.float32)
+    assert end is not None and 20 < end < 30  # √(8 (87.3 − log 256)) = 25.6
+    params = params_of(made, H=2, K=64)
+    wide, _ = rc.recall(recipe, *long_tokens(0.999 * end, torch.float64), params=params)
+    params = {name: x.float() for name, x in params.items()}
+    tokens = long_tokens(0.999 * end, torch.float32)
+    whole, _ = rc.recall(recipe, *tokens, params=params)
+    torch.testing.assert_close(whole, wide.float(), atol=1e-4, rtol=1e-4)
+    a, state = rc.recall(recipe, *(x[:, :9] for x in tokens), params=params)
+    b, _ = rc.recall(recipe, *(x[:, 9:] for x in tokens), params=params, state=state)
+    torch.testing.assert_close(torch.cat([a, b], 1), whole, atol=1e-5, rtol=1e-5)
+    for side in range(2):
+        far = list(tokens)
+        far[side] = far[side] * 1.01
+        with pytest.raises(ValueError, match=f"cannot lift a {('query', 'key')[side]} of length"):
+            rc.recall(recipe, *far, params=params)
+    padded = [torch.cat([x, x * 100], 1) for x in tokens]
+    mask = torch.arange(48)[None] < 24
+    y, _ = rc.recall(recipe, *padded, params=params, attention_mask=mask)
+    torch.testing.assert_close(y[:, :24], whole, atol=1e-6, rtol=1e-6)
+
+
+def test_a_layer_of_random_features_never_answers_with_zeros_for_long_inputs() -> None:
+    torch.manual_seed(0)
+    layer = rc.zoo.get("performer").build(d_model=64, heads=1)
+    x = torch.randn(2, 40, 64)
+    y, _ = layer(3 * x)
+    assert float((y == 0).double().mean()) == 0
+    for scale in (10, 30):
+        with pytest.raises(ValueError, match=r"cannot lift a .* higher temperature, or float64"):
+            layer(scale * x)
+    layer.double()(10 * x.double())  # which has the range for it

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -10,9 +14,12 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
+from rich.console import Console
 from typer.testing import CliRunner
 
 from recollect.cli import build
+from recollect.cli.progress import TrainDisplay
+from recollect.lm.training.progress import Progress
 
 RUN = CliRunner()
 
@@ -100,3 +107,85 @@ def test_rows_need_a_number_of_parameters(tmp_path: Path) -> None:
     found = RUN.invoke(build(), ["compare", "--models", "gla", "--rows", str(tmp_path)])
     assert found.exit_code == 2
     assert "--rows needs --parameters" in found.output
+
+
+def test_a_loss_is_said_once_beside_the_step_it_was_measured_after() -> None:
+    """Logged every 4 of 20 steps: no line repeats the loss of another step."""
+    page = StringIO()
+    with TrainDisplay(Console(file=page, width=200), steps=20) as display:
+        news = Progress(step=0, steps=20)
+        for step in range(1, 21):
+            news = replace(news, step=step)
+            display.show(news)  # the step is over, and its loss not logged yet
+            if step == 1 or step % 4 == 0:
+                news = replace(news, loss=100.0 + step, loss_step=step)
+                display.show(news)
+        display.show(replace(news, loss=7.0))  # the mean of the last steps
+    said = re.findall(r"step (\d+)/20  loss ([\d.]+) nats/token", page.getvalue())
+    assert said == [(str(n), f"{100 + n}.000") for n in (1, 4, 8, 12, 16, 20)]
+
+
+def test_the_lines_of_a_long_run_are_some_twenty_and_none_is_stale() -> None:
+    page = StringIO()
+    with TrainDisplay(Console(file=page, width=200), steps=1000) as display:
+        news = Progress(step=0, steps=1000)
+        for step in range(1, 1001):
+            news = replace(news, step=step)
+            display.show(news)
+            if step == 1 or step % 30 == 0:  # no divisor of the lines' own 50
+                news = replace(news, loss=float(step), loss_step=step)
+                display.show(news)
+        display.show(replace(news, loss=1000.0, loss_step=1000))
+    said = re.findall(r"step ([\d,]+)/1,000  loss ([\d.]+)", page.getvalue())
+    assert 15 <= len(said) <= 25
+    assert all(float(step.replace(",", "")) == float(loss) for step, loss in said)
+    assert said[-1][0] == "1,000"
+
+
+def test_one_line_has_one_unit(tmp_path: Path) -> None:
+    text, config = tmp_path / "t.txt", tmp_path / "run.toml"
+    text.write_text("the memory reads at the query. " * 20)
+    config.write_text(
+        PLAN.format(text=text, out=tmp_path / "out").replace(
+            "log_every = 1", "log_every = 1\neval_every = 1"
+        )
+    )
+    run = RUN.invoke(build(), ["train", str(config)])
+    assert run.exit_code == 0, run.output
+    for line in run.output.splitlines():
+        assert not ("nats" in line and "bits" in line), line
+    (nats,) = re.findall(
+        r"^nats per token: loss ([\d.]+), held-out loss ([\d.]+)$", run.stdout, re.M
+    )
+    (bits,) = re.findall(r"^bits per byte: held-out ([\d.]+)$", run.stdout, re.M)
+    assert re.search(r"^step 2/2  loss [\d.]+  held-out [\d.]+ nats/token", run.stderr, re.M)
+    # Bytes are the tokens here, but for the end of a document: the units differ by log 2.
+    assert float(bits) == pytest.approx(float(nats[1]) / math.log(2), rel=0.1)
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_the_bar_of_a_run_says_all_of_it_at_any_width(columns: int) -> None:
+    page = StringIO()
+    console = Console(file=page, width=columns, force_terminal=True, color_system=None)
+    with TrainDisplay(console, steps=2000) as display:
+        display.show(
+            Progress(
+                step=120,
+                steps=2000,
+                loss=3.25,
+                loss_step=120,
+                heldout_loss=3.5,
+                tokens_per_second=12_345,
+                ceiling_share=0.25,
+            )
+        )
+        page.truncate(0)
+        page.seek(0)
+        display.live.refresh()
+    said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", page.getvalue())
+    assert "…" not in said
+    assert max(len(line.rstrip()) for line in said.splitlines()) <= columns
+    words = " ".join(said.split())
+    for part in ("training", "3.250", "held-out", "12,345", "25%", "matmul", "ceiling"):
+        assert part in words, (part, said)
+    assert "120/2000" in words.replace(" ", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,3 +178,10 @@ def test_bench_times_a_few_of_a_suite(tmp_path: Path) -> None:
     refused = invoke("bench", "--suite", "matrix", "--only", "glla", *SMALL)
     assert refused.exit_code == 2
     assert "has no 'glla'" in refused.stderr
+
+
+def test_the_help_of_bench_names_every_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    said = CliRunner().invoke(build(), ["bench", "--help"]).output
+    words = set(re.findall(r"\w+", said.replace("│", " ")))
+    assert {*SUITES, "train"} <= words

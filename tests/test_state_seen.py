@@ -111,3 +111,17 @@ def test_a_constant_is_made_once_and_for_all_modes() -> None:
     meta = constant(ramp, 3, device=torch.device("meta"))
     assert meta.is_meta
     assert constant(ramp, 3, device=torch.device("meta")) is not meta, "it holds no numbers"
+
+
+@pytest.mark.parametrize(
+    "name", ["written_by_x", "ones_of_mine", "position2", "log_scale.0", "sizess"]
+)
+def test_a_saved_state_has_no_names_that_only_begin_like_its_own(name: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 1, 4)
+    _, state = rc.recall(rc.Recipe(), q, k, v, {"lr": torch.full((1, 2, 1), 0.5)})
+    assert state is not None
+    flat = state.to_dict()
+    with pytest.raises(ValueError, match=f"{name!r} is no part of a recollect state"):
+        rc.State.from_dict({**flat, name: torch.zeros(1)})
+    with pytest.raises(ValueError, match="'written_by' of a state must be text"):
+        rc.State.from_dict({**flat, "written_by": torch.zeros(0, dtype=torch.uint8)})

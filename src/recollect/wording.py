@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, TypeVar
 
-__all__ = ["shown", "word_for", "worded"]
+__all__ = ["named_arguments", "nearest", "shown", "word_for", "worded"]
 
 _WORDS: ContextVar[Mapping[str, str]] = ContextVar("words", default={})  # noqa: B039
 
@@ -50,6 +54,24 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 80, 80, 60
 
 
+def nearest(name: str, known: Sequence[str]) -> str:
+    """What to say beside a name that is not known: the nearest one, or all there are.
+
+    Args:
+        name: as it was written.
+        known: the names that there are.
+
+    Examples:
+        >>> from recollect.wording import nearest
+        >>> nearest("memmory", ["memory", "bias"]), nearest("x", ["memory", "bias"])
+        ("did you mean 'memory'?", 'it has memory, bias')
+    """
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"it has {', '.join(known)}" if known else "it has none"
+
+
 def shown(value: object) -> str:
     """A value as a message writes it: as Python does, cut where it is long.
 
@@ -65,3 +87,29 @@ def shown(value: object) -> str:
         # Python refuses to write out integers of more than 4,300 digits.
         return f"a number of about {int(value.bit_length() * 0.30103) + 1:,} digits"
     return _SHORT.repr(value)
+
+
+Made = TypeVar("Made", bound=type[Any])
+
+
+def named_arguments(cls: Made) -> Made:
+    """Class decorator over a dataclass: what it has no field for is refused, with the nearest.
+
+    Raises:
+        TypeError: when an instance is made, as Python itself has it.
+    """
+    names = [field.name for field in dataclasses.fields(cls) if field.init]
+    made = cls.__init__
+
+    @functools.wraps(made)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        if args:
+            first = f", such as {cls.__name__}({names[0]}=...)" if names else ""
+            raise TypeError(f"{cls.__name__} takes its arguments by name{first}")
+        for name in given:
+            if name not in names:
+                raise TypeError(f"{cls.__name__} has no argument {name!r}; {nearest(name, names)}")
+        made(self, **given)
+
+    cls.__init__ = __init__
+    return cls

@@ -76,7 +76,7 @@ def test_a_run_that_diverged_reported_nan_or_spoke_of_q(
     assert error.lr == pytest.approx(0.01)  # the peak, after a warm-up of three steps
     assert error.checkpoint == tmp_path / "checkpoint-2"
     what = "gradient" if backward else "output"
-    where = "layer 1 (gated_delta_net), in model.blocks.1.mlp.down,"
+    where = "layer 1, in model.blocks.1.mlp.down,"
     said = str(error).replace(str(tmp_path), "runs/mine")
     is_one_sentence(said)
     wanted = f"training diverged at step 4 (learning rate 0.01): the {what} of {where} is not "
@@ -160,7 +160,7 @@ def test_the_command_leaves_as_after_any_refusal(text: Path, tmp_path: Path) -> 
     assert found.exit_code == 2
     last = found.stderr.strip().splitlines()[-1]
     assert last.startswith("recollect train: training diverged at step ")
-    assert "layer 0 (gated_delta_net)" in last and "stands: set clip = 1" in last
+    assert "layer 0, in model.blocks.0.mlp." in last and "stands: set clip = 1" in last
 
 
 def test_a_finite_model_has_no_origin() -> None:
@@ -173,3 +173,25 @@ def test_a_finite_model_has_no_origin() -> None:
         last.weight[0, 0] = torch.nan
     found = find_origin(model, lambda: [model(x).sum()])
     assert found == "the output of 2 is not finite"
+
+
+@pytest.mark.parametrize(
+    ("inside", "says"),
+    [
+        ("mlp", "layer 0, in model.blocks.0.mlp."),
+        ("layer.out", "layer 0 (gla), in model.blocks.0.layer.out,"),
+    ],
+)
+def test_a_recipe_is_named_for_what_is_its_own(inside: str, says: str) -> None:
+    """An MLP that overflows is no fault of the recipe in the layer beside it."""
+    torch.manual_seed(0)
+    config = RecollectConfig.from_recipes(
+        "gla", vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    net = RecollectForCausalLM(config)
+    module = net.get_submodule(f"model.blocks.0.{inside}")
+    with torch.no_grad():
+        next(module.parameters()).fill_(torch.inf)
+    ids = torch.arange(6)[None] % 8
+    found = find_origin(net, lambda: [net(ids, labels=ids).loss])
+    assert found is not None and says in found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
+import transformers
 from typer.testing import CliRunner
 
+import recollect as rc
 from recollect.cli import build
 from recollect.lm import RecollectConfig, RecollectForCausalLM
-from recollect.lm.data.tokenizers import byte_tokenizer
+from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer
+from recollect.lm.hub import hub_options
 
 TOKENS = ["--tokens", "6"]
 
@@ -109,3 +113,104 @@ def test_a_model_of_bytes_needs_no_tokenizer(saved: Path, tmp_path: Path) -> Non
     RecollectForCausalLM(config).save_pretrained(tmp_path / "other")
     _, said = run(tmp_path / "other", "--prompt", "a", code=2)
     assert "has no tokenizer, and 300 tokens are not bytes" in said
+
+
+# -- decoders whose layers were replaced, and other models -----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama() -> transformers.LlamaForCausalLM:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=257,
+            bos_token_id=256,
+            eos_token_id=256,
+        )
+    )
+
+
+@pytest.mark.parametrize(("layers", "grows"), [(None, False), ([0], True)])
+def test_a_decoder_with_replaced_layers_writes_on(
+    llama: transformers.LlamaForCausalLM, layers: list[int] | None, grows: bool, tmp_path: Path
+) -> None:
+    model = copy.deepcopy(llama)
+    rc.lm.replace_attention(model, "gated_delta_net", layers=layers)
+    model.save_pretrained(tmp_path / "m")
+    byte_tokenizer().save_pretrained(str(tmp_path / "m"))
+    ids = byte_tokenizer()("The memory", return_tensors="pt")["input_ids"]
+    want = model.eval().generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=256)
+    said = text(tmp_path / "m", "--prompt", "The memory", "--temperature", 0)
+    assert said["text"] == byte_tokenizer().decode(want[0, ids.shape[1] :])
+    assert said["cache_grows"] is grows and said["cache_columns"] == ids.shape[1] + 5
+    # Per sequence: keys and values of 15 tokens, 2 heads of 16 channels, and the states beside.
+    kept = 2 * 2 * 16 * 4 * said["cache_columns"] if grows else 0  # type: ignore[operator]
+    state = 2 * 16 * 16 * 4  # two matrices at least
+    assert kept + state * (1 if grows else 2) <= int(str(said["cache_bytes_per_sequence"]))
+    assert int(str(said["cache_bytes_per_sequence"])) < kept + 4 * state
+    one, other = (text(tmp_path / "m", "--seed", seed)["text"] for seed in (1, 1))
+    assert one == other
+    for option in ("--save-state", "--from-state"):
+        _, why = run(tmp_path / "m", "--prompt", "a", option, tmp_path / "state", code=2)
+        assert f"{option} is for models of recollect alone" in why
+        assert why.count("\n") == 1
+
+
+def test_a_model_of_somebody_else_is_refused_by_its_type(
+    llama: transformers.LlamaForCausalLM, tmp_path: Path
+) -> None:
+    llama.save_pretrained(tmp_path / "m")
+    _, why = run(tmp_path / "m", "--prompt", "a", code=2)
+    assert "holds a model of type 'llama': generate takes one that recollect has trained" in why
+    assert why.count("\n") == 1
+
+
+# -- the hub --------------------------------------------------------------------------------------
+
+
+class Line:
+    """A session that reaches nobody, or a hub that answers."""
+
+    def __init__(self, answers: bool) -> None:
+        self.answers, self.asked = answers, 0
+
+    def head(self, url: str, timeout: float) -> None:
+        self.asked += 1
+        assert timeout <= 5
+        if not self.answers:
+            raise OSError("Name or service not known")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again and again for half a minute, and never for a folder."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the client of the hub waits and asks again")
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", never)
+    line = Line(answers=False)
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: line)
+    _, why = run("some-org/nope", "--prompt", "a", code=2)
+    assert "there is no folder 'some-org/nope', and no model of that name can be fetched" in why
+    assert why.count("\n") == 1
+    assert line.asked == 1
+    with pytest.raises(ValueError, match="there is no such folder, and the hub gives no tokenizer"):
+        load_tokenizer("some-org/nope")
+    assert line.asked == 2
+
+
+def test_a_folder_needs_no_hub_and_a_hub_that_answers_is_asked(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    line = Line(answers=True)
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: line)
+    assert hub_options(str(saved)) == {} and line.asked == 0
+    assert hub_options("some-org/some") == {} and line.asked == 1
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert hub_options("some-org/some") == {"local_files_only": True} and line.asked == 1

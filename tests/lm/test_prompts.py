@@ -92,8 +92,8 @@ def test_a_prompt_of_another_model_or_altered_is_refused(tmp_path: Path) -> None
         assert "\n" not in str(caught.value)
 
     other = RecollectForCausalLM(net.config)
-    refused("read by another model: its weights differs", other)
-    refused("read by another model: its configuration differs", model("hybrid"))
+    refused("read by another model, which differs in its weights,", other)
+    refused("read by another model, which differs in its configuration,", model("hybrid"))
     path.write_bytes(whole[:-9])
     refused("cut short or altered")
     path.write_bytes(whole[:-9] + bytes(9 * [7]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -191,13 +192,37 @@ def test_a_plan_that_was_deleted_is_still_known(
     assert json.loads((run / "plan.json").read_text())["optimizer"]["lr"] == 0.01
 
 
-def test_resuming_without_a_checkpoint_says_so(text: Path, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_only_a_folder_that_a_run_was_begun_in_is_resumed(text: Path, tmp_path: Path) -> None:
+    """A mistyped folder is refused and not made; a run without a checkpoint begins again."""
     run = plan(text, tmp_path / "run", optimizer={"steps": 1}, run={"save_every": 0})
+    sentence = f"{tmp_path / 'run'} holds no run to go on with: leave out --resume to begin one"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        train(run, resume=True)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.md").write_text("mine")
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        train(run, resume=True)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.md"]
+    train(run)
+    shutil.rmtree(tmp_path / "run" / "model")
+    said: list[str] = []
     train(run, resume=True, say=said.append)
     assert said == [
-        f"there is no checkpoint in {tmp_path / 'run'}, so the run begins at its first step"
+        f"{tmp_path / 'run'} holds no checkpoint of this run yet, so it begins at its first step"
     ]
+
+
+def test_the_plan_of_before_an_extension_is_told_of_it(text: Path, tmp_path: Path) -> None:
+    short = plan(text, tmp_path / "run", optimizer={"steps": 2})
+    train(short)
+    train(plan(text, tmp_path / "run", optimizer={"steps": 4}), resume=True)
+    with pytest.raises(ValueError, match=r"holds a run of 4 steps by now") as refused:
+        train(short, resume=True)
+    said = str(refused.value)
+    assert "begun or last extended, and this plan ends after 2: resume it with" in said
+    assert "steps = 4 or more" in said and "begun with" not in said
+    assert (tmp_path / "run" / "checkpoint-4").exists()
 
 
 def test_a_run_goes_on_with_its_own_tokenizer(text: Path, tmp_path: Path) -> None:
@@ -325,7 +350,7 @@ def test_at_a_rate_that_stays_an_extended_run_is_the_longer_one(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"steps": 1}, r"steps = 2, not 1: resume it as it was or with more steps, or give"),
+        ({"steps": 1}, r"a run of 2 steps by now, .* ends after 1: resume it with .* = 2 or more"),
         ({"steps": 4, "lr": 0.02}, r"lr = 0.01, not 0.02: resume it as it was, or give"),
         ({"steps": 4, "warmup": 0.5}, r"warmup = 0.05, not 0.5"),
     ],

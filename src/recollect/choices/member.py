@@ -44,7 +44,7 @@ from recollect.choices.fields import (
     text,
 )
 from recollect.fields import LARGEST
-from recollect.wording import shown
+from recollect.wording import named_arguments, nearest, shown
 
 if TYPE_CHECKING:
     from recollect.choices.questions import RecipeLike
@@ -380,7 +380,7 @@ def member(cls: M) -> M:
         if isinstance(value, dataclasses.Field) and name not in annotations:
             annotations = {**annotations, name: "float | str"}
     cls.__annotations__ = annotations
-    made = dataclass(frozen=True, kw_only=True)(cls)
+    made = named_arguments(dataclass(frozen=True, kw_only=True)(cls))
     known = _REGISTRY.get(made.__name__)
     if known is not None and (known.__module__, known.__qualname__) != (
         made.__module__,
@@ -438,7 +438,8 @@ def decode(data: Any) -> Any:
     unknown = sorted(set(data) - names - {"member"}, key=str)
     if unknown:
         said = shown(unknown[0])
-        raise RecipeError(f"{cls.__name__} has no field {said}; it has {sorted(names)}")
+        hint = nearest(str(unknown[0]), sorted(names))
+        raise RecipeError(f"{cls.__name__} has no field {said}; {hint}")
     try:
         return cls(**{key: decode(value) for key, value in data.items() if key != "member"})
     except TypeError as error:

@@ -10,14 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
+from recollect.bench.suites.registry import SUITES
 from recollect.cli.console import check_device, console_of_page
 from recollect.cli.progress import BenchDisplay
 
 __all__ = ["bench"]
 
+_NAMES = (*SUITES, "train")
+
 
 def bench(
-    suite: Annotated[str, typer.Option(help="What to time.")] = "linear",
+    suite: Annotated[str, typer.Option(help=f"What to time: {', '.join(_NAMES)}.")] = "linear",
     rounds: Annotated[int, typer.Option(help="Rounds; every case once in each.")] = 7,
     length: Annotated[int, typer.Option(help="T, tokens.")] = 4096,
     heads: Annotated[int, typer.Option(help="H, memories.")] = 8,
@@ -31,10 +34,10 @@ def bench(
 ) -> None:
     """Time implementations alternately in one run, beside the device's own ceiling."""
     from recollect.bench.harness import run
-    from recollect.bench.suites.registry import SUITES, Shape, chosen_cases, document, ratios
+    from recollect.bench.suites.registry import Shape, chosen_cases, document, ratios
 
-    if suite not in (*SUITES, "train"):
-        raise ValueError(f"there is no suite {suite!r}; there are {', '.join([*SUITES, 'train'])}")
+    if suite not in _NAMES:
+        raise ValueError(f"there is no suite {suite!r}; there are {', '.join(_NAMES)}")
     for name, number in (("rounds", rounds), ("length", length), ("heads", heads), ("size", size)):
         if number < 1:
             raise ValueError(f"--{name} must be at least 1, not {number}")

@@ -174,8 +174,8 @@ def _ended(
         console.print(f"report: {report}", soft_wrap=True)
     if result is None:
         return
-    for name, model, reason in result.failures:
-        console.print(f"{model} could not be trained on {name}: {reason}", soft_wrap=True)
+    for sentence in result.failed():
+        console.print(sentence, soft_wrap=True)
     if result.interrupted:
         done = sum(run.finished for run in result.runs)
         said(f"interrupted: {done} of the models are trained to the end, and what there is is kept")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from recollect.lm.model.cache import RecollectCache
+    import torch
+
     from recollect.lm.model.model import RecollectForCausalLM
     from recollect.lm.prompt import Prompt
 
@@ -45,15 +47,19 @@ def generate(
     from transformers import TextStreamer
     from transformers.utils import logging
 
+    from recollect.lm.model.model import RecollectForCausalLM
+
     _check(tokens, temperature, top_p, top_k, beams)
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
     logging.disable_progress_bar()
     model, tokenizer = _loaded(checkpoint)
     model.to(device)  # type: ignore[arg-type]
-    read = _read(model, tokenizer, prompt, from_state)
-    if save_state is not None:
-        read.save(save_state, model)
+    inputs = _inputs(model, tokenizer, prompt, from_state, save_state)
+    if isinstance(model, RecollectForCausalLM):
+        inputs["generator"] = torch.Generator().manual_seed(seed)
+    else:  # transformers' own method, which draws from the process's
+        torch.manual_seed(seed)
     how: dict[str, Any] = {"max_new_tokens": tokens, "num_beams": beams, "do_sample": False}
     if temperature > 0 and beams == 1:
         how |= {"do_sample": True, "temperature": temperature}
@@ -69,27 +75,22 @@ def generate(
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
     start = time.perf_counter()
     try:
-        made = model.generate(
-            **read.inputs(),
-            **how,
-            streamer=streamer,
-            return_dict_in_generate=True,
-            generator=torch.Generator().manual_seed(seed),
-        )
+        made = model.generate(**inputs, **how, streamer=streamer, return_dict_in_generate=True)
     except KeyboardInterrupt:
         typer.echo("")
         raise typer.Exit(INTERRUPTED) from None
     seconds = time.perf_counter() - start
-    new = made.sequences[0, read.input_ids.shape[1] :]
-    text, cache = tokenizer.decode(new, skip_special_tokens=True), made.past_key_values
+    new = made.sequences[0, inputs["input_ids"].shape[1] :]
+    text = tokenizer.decode(new, skip_special_tokens=True)
+    size = _cache_size(model, made.past_key_values)
     facts = {
         "prompt": prompt,
         "text": text,
         "tokens": len(new),
         "tokens_per_second": len(new) / seconds,
-        "cache_bytes_per_sequence": cache.nbytes_per_sequence,
-        "cache_grows": model.cache_grows,
-        "cache_columns": cache.seen,
+        "cache_bytes_per_sequence": size.bytes,
+        "cache_grows": size.grows,
+        "cache_columns": size.columns,
         "seed": seed,
     }
     if as_json:
@@ -97,7 +98,7 @@ def generate(
         return
     if streamer is None:
         typer.echo(prompt + text)
-    typer.echo(_size(model, cache), err=True)
+    typer.echo(str(size), err=True)
     typer.echo(f"{len(new)} tokens, {len(new) / seconds:.1f} per second", err=True)
 
 
@@ -120,13 +121,13 @@ def _loaded(checkpoint: str) -> tuple[RecollectForCausalLM, Any]:
     from transformers import AutoTokenizer
 
     from recollect.lm.data.tokenizers import byte_tokenizer
-    from recollect.lm.model.model import RecollectForCausalLM
+    from recollect.lm.hub import hub_options
 
     folder = Path(checkpoint)
     if not folder.is_dir() and (folder.exists() or folder.is_absolute() or checkpoint[:1] == "."):
         raise ValueError(f"there is no folder {checkpoint!r}: name that of a saved model")
     try:
-        model = RecollectForCausalLM.from_pretrained(checkpoint).eval()
+        model = _model_class(folder).from_pretrained(checkpoint).eval()
     except OSError as error:
         if not folder.is_dir():
             raise ValueError(
@@ -143,46 +144,134 @@ def _loaded(checkpoint: str) -> tuple[RecollectForCausalLM, Any]:
             "save its tokenizer beside the model (tokenizer.save_pretrained)"
         )
     try:
-        return model, AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+        return model, AutoTokenizer.from_pretrained(
+            checkpoint, trust_remote_code=False, **hub_options(checkpoint)
+        )
     except (OSError, ValueError) as error:
         raise ValueError(
             f"the tokenizer of {checkpoint} cannot be loaded: {_first(error)}"
         ) from None
 
 
+def _model_class(folder: Path) -> Any:
+    """What loads a folder's model: ours, or a decoder whose layers were replaced.
+
+    Raises:
+        ValueError: it holds another model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from recollect.lm.model.checkpoint import check_json
+    from recollect.lm.model.model import RecollectForCausalLM
+    from recollect.lm.swap_config import SWAPPED
+
+    if not (folder / "config.json").exists():
+        return RecollectForCausalLM  # which says what is missing, or is on the hub
+    kind = check_json(folder / "config.json").get("model_type")
+    if kind == SWAPPED:
+        return AutoModelForCausalLM
+    own = RecollectForCausalLM.config_class.model_type
+    if kind != own:
+        raise ValueError(
+            f"{folder} holds a model of type {kind!r}: generate takes one that recollect has "
+            "trained, or a decoder whose layers rc.lm.replace_attention replaced"
+        )
+    return RecollectForCausalLM
+
+
 def _first(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def _read(model: RecollectForCausalLM, tokenizer: Any, prompt: str, saved: Path | None) -> Prompt:
-    """The prompt read but for its last token, after what was read before."""
-    import torch
+def _inputs(
+    model: Any, tokenizer: Any, prompt: str, saved: Path | None, save: Path | None
+) -> dict[str, Any]:
+    """What generation begins with: the prompt read but for its last token, or the prompt alone.
 
-    from recollect.lm.prompt import Prompt
+    A decoder whose layers were replaced reads it as it generates, with a cache of its own kind.
+    """
+    from recollect.lm.model.model import RecollectForCausalLM
+
+    ours = isinstance(model, RecollectForCausalLM)
+    if not ours and (saved is not None or save is not None):
+        raise ValueError(
+            f"--{'save' if saved is None else 'from'}-state is for models of recollect alone: the "
+            "cache of a decoder whose layers were replaced is that decoder's, so leave it out"
+        )
+    more = _prompt_tokens(model, tokenizer, prompt, begins=saved is None)
+    if not ours:
+        return {"input_ids": more}
+    read = _read(model, more, saved)
+    if save is not None:
+        read.save(save, model)
+    return read.inputs()
+
+
+def _prompt_tokens(model: Any, tokenizer: Any, prompt: str, *, begins: bool) -> torch.Tensor:
+    """The prompt ``[1, T]``; a text of its own is never empty."""
+    import torch
 
     if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
         raise ValueError("--prompt is no UTF-8 text: give it in the terminal's encoding")
-    ids = tokenizer(prompt, add_special_tokens=saved is None)["input_ids"]
-    if saved is None and not ids:
+    ids = tokenizer(prompt, add_special_tokens=begins)["input_ids"]
+    if begins and not ids:
         # A text of its own begins where another ended.
         first = tokenizer.bos_token_id
         first = tokenizer.eos_token_id if first is None else first
         if first is None or first >= model.config.vocab_size:
             raise ValueError("give --prompt: this tokenizer has no token that begins a text")
         ids = [first]
-    more = torch.tensor([ids], dtype=torch.long, device=model.device)
+    return torch.tensor([ids], dtype=torch.long, device=model.device)
+
+
+def _read(model: RecollectForCausalLM, more: torch.Tensor, saved: Path | None) -> Prompt:
+    """The prompt read but for its last token, after what was read before."""
+    from recollect.lm.prompt import Prompt
+
     if saved is None:
         return Prompt.read(model, more)
     before = Prompt.load(saved, model)
     if before.input_ids.shape[0] != 1:
         raise ValueError(f"{saved} holds {before.input_ids.shape[0]} texts, and one is continued")
-    return before.extended(model, more) if ids else before
+    return before.extended(model, more) if more.shape[1] else before
 
 
-def _size(model: RecollectForCausalLM, cache: RecollectCache) -> str:
-    from recollect.report.units import readable
+@dataclass(frozen=True, kw_only=True)
+class _CacheSize:
+    """Bytes of a cache per sequence, after so many columns, and whether they grow with the text."""
 
-    size = readable(cache.nbytes_per_sequence, "B")
-    if model.cache_grows:
-        return f"cache: {size} per sequence after {cache.seen} tokens, growing with the text"
-    return f"cache: {size} per sequence, however long the text"
+    bytes: int
+    columns: int
+    grows: bool
+
+    def __str__(self) -> str:
+        from recollect.report.units import readable
+
+        size = readable(self.bytes, "B")
+        if self.grows:
+            return f"cache: {size} per sequence after {self.columns} tokens, growing with the text"
+        return f"cache: {size} per sequence, however long the text"
+
+
+def _cache_size(model: Any, cache: Any) -> _CacheSize:
+    from recollect.lm.model.cache import RecollectCache, StateLayer, grows
+    from recollect.lm.swap import SwappedAttention
+
+    if isinstance(cache, RecollectCache):
+        return _CacheSize(
+            bytes=cache.nbytes_per_sequence, columns=cache.seen, grows=model.cache_grows
+        )
+    size = rows = 0
+    for layer in cache.layers:
+        if isinstance(layer, StateLayer):
+            size += 0 if layer.state is None else layer.state.nbytes
+            rows = max(rows, layer.batch_size)
+        else:
+            size += sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))
+            rows = max(rows, layer.keys.shape[0])
+    swapped = [x.layer for x in model.modules() if isinstance(x, SwappedAttention)]
+    return _CacheSize(
+        bytes=size // max(rows, 1),
+        columns=cache.get_seq_length(),
+        grows=len(swapped) < len(cache.layers) or any(grows(layer) for layer in swapped),
+    )

@@ -18,6 +18,8 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column as RichColumn
+from rich.text import Text
 
 from recollect.report.terminal import Column, TerminalTable
 
@@ -32,12 +34,16 @@ if TYPE_CHECKING:
 __all__ = ["BenchDisplay", "CompareDisplay", "Display", "ReproduceDisplay", "TrainDisplay"]
 
 
-def _columns(*facts: str) -> tuple[ProgressColumn, ...]:
+ROOM_FOR_A_BAR = 72
+"""Columns of a terminal, below which the numbers alone are shown."""
+
+
+def _columns(console: Console) -> tuple[ProgressColumn, ...]:
+    """What is done, a bar where there is room, how much, and how long it will take."""
     return (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        TextColumn("{task.description}", markup=False, table_column=RichColumn(overflow="fold")),
+        *((BarColumn(),) if console.width >= ROOM_FOR_A_BAR else ()),
         MofNCompleteColumn(),
-        *(TextColumn(fact, markup=False) for fact in facts),
         TimeRemainingColumn(),
     )
 
@@ -92,7 +98,7 @@ class BenchDisplay(Display):
     """A bar over the rounds of a benchmark."""
 
     def __init__(self, console: Console, suite: str, rounds: int) -> None:
-        super().__init__(console)
+        super().__init__(console, *_columns(console))
         self.task = self.bars.add_task(f"timing {suite}", total=rounds)
 
     def count(self, done: int, total: int) -> None:
@@ -104,10 +110,15 @@ class TrainDisplay(Display):
     """A bar over the steps of a run."""
 
     def __init__(self, console: Console, steps: int) -> None:
-        super().__init__(console, *_columns("{task.fields[facts]}"), transient=False)
+        self.facts = ""
+        super().__init__(console, *_columns(console), transient=False, view=self._view)
         self.steps, self.every = steps, max(1, steps // 20)
         self.printed = -1
-        self.task = self.bars.add_task("training", total=steps, facts="")
+        self.task = self.bars.add_task("training", total=steps)
+
+    def _view(self) -> Group:
+        """The bar, and below it what is known, on as many lines as it takes."""
+        return Group(self.bars, Text(self.facts, overflow="fold"))
 
     def head(self, header: Header, page: Console) -> None:
         """What the run is about to do, on a page that may be another than the bar's."""
@@ -123,15 +134,22 @@ class TrainDisplay(Display):
     def show(self, progress: TrainProgress) -> None:
         """One step's news."""
         loss = "" if progress.loss is None else f"loss {progress.loss:.3f}  "
-        heldout = "" if progress.heldout is None else f"held-out {progress.heldout:.3f} bits/byte  "
+        nats = progress.heldout_loss
+        heldout = "" if nats is None else f"held-out {nats:.3f}  "
+        unit = f"{loss}{heldout}".rstrip() + " nats/token  " if loss or heldout else ""
         facts = (
-            f"{loss}{heldout}{progress.tokens_per_second:,.0f} tokens/s  "
+            f"{unit}{progress.tokens_per_second:,.0f} tokens/s  "
             f"{progress.ceiling_share:.0%} of the matmul ceiling"
         )
-        self.bars.update(self.task, completed=progress.step, facts=facts)
-        if progress.loss is None or progress.step == self.printed:
+        self.facts = facts
+        self.bars.update(self.task, completed=progress.step)
+        # A loss is said once, beside the step that it was measured after.
+        if progress.loss is None or progress.loss_step != progress.step:
             return
-        if progress.step % self.every == 0 or progress.step == self.steps or self.printed < 0:
+        first, ends = self.printed < 0, progress.step == self.steps
+        if progress.step > self.printed and (
+            first or ends or progress.step // self.every > self.printed // self.every
+        ):
             self.printed = progress.step
             self.line(f"step {progress.step:,}/{self.steps:,}  {facts}")
 
@@ -140,7 +158,7 @@ class ReproduceDisplay(Display):
     """A bar over the cells and seeds of each experiment; its `Viewer`."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__(console, *_columns())
+        super().__init__(console, *_columns(console))
         self.done, self.total = 0, 0
         self.task = self.bars.add_task("starting", total=None)
 
@@ -174,7 +192,7 @@ class CompareDisplay(Display):
         self.total, self.started = models * tasks, 0
         self.done: list[tuple[str, ...]] = []
         self.running: dict[tuple[str, str], tuple[TaskID, tuple[str, ...]]] = {}
-        super().__init__(console, *_columns(), view=self._view)
+        super().__init__(console, *_columns(console), view=self._view)
 
     def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
         """A model starts."""

@@ -73,6 +73,7 @@ def train(
         "tokens": result.tokens,
         "seconds": result.seconds,
         "loss": result.loss if math.isfinite(result.loss or 0.0) else None,
+        "heldout_loss": result.heldout_loss,
         "heldout_bits_per_byte": result.heldout,
         "skipped_lines": result.skipped,
         "notes": list(result.notes),
@@ -82,11 +83,11 @@ def train(
         return
     for note in result.notes:
         say(note)
-    measured = "" if result.heldout is None else f", held-out {result.heldout:.3f} bits per byte"
     lost = f"; {result.skipped:,} lines were left out" if result.skipped else ""
-    loss = "" if result.loss is None else f", loss {result.loss:.3f} nats per token"
-    typer.echo(
-        f"{result.steps:,} steps, {result.tokens:,} tokens in {result.seconds:,.0f} s{loss}"
-        f"{measured}{lost}"
-    )
+    typer.echo(f"{result.steps:,} steps, {result.tokens:,} tokens in {result.seconds:,.0f} s{lost}")
+    losses = {"": result.loss, "held-out ": result.heldout_loss}
+    if told := [f"{of}loss {x:.3f}" for of, x in losses.items() if x is not None]:
+        typer.echo(f"nats per token: {', '.join(told)}")
+    if result.heldout is not None:
+        typer.echo(f"bits per byte: held-out {result.heldout:.3f}")
     typer.echo(f"model: {result.folder}")

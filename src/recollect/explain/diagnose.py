@@ -23,7 +23,7 @@ from recollect.choices.memory.base import Stack
 from recollect.engines.common.problem import resolve, state_dtype
 from recollect.engines.deep.gradient_factors import Points
 from recollect.engines.select import select
-from recollect.explain.diagnosis import OVERSHOOT, Diagnosis, Fault, short
+from recollect.explain.diagnosis import OVERSHOOT, SMALLER_STEPS, Diagnosis, Fault, short
 from recollect.explain.tangent import measured, top_eigenvalue
 from recollect.layer.gates import GateProjection, Squash
 from recollect.layer.memory_layer import MemoryLayer
@@ -324,7 +324,7 @@ class _Examination:
             f"its writes grew without bound, the largest so far removed {short(largest)} times "
             f"the error: smaller steps{eta}"
             if not largest <= OVERSHOOT
-            else f"its numbers left the range of {y.dtype}{eta}"
+            else f"the memory's own steps left the range of {y.dtype}{eta}: {SMALLER_STEPS}"
         )
         what = f"memory {broken[0][0]}" if broken else "output"
         return Fault(what=what, row=row, token=cut.start + token, head=head, gate=rate, why=why)

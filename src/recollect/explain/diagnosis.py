@@ -15,8 +15,12 @@ from recollect.recipe.recipe import Recipe
 if TYPE_CHECKING:
     from recollect.report.figures import FigureFiles
 
-__all__ = ["OVERSHOOT", "Diagnosis", "Fault", "short"]
+__all__ = ["OVERSHOOT", "SMALLER_STEPS", "Diagnosis", "Fault", "short"]
 
+SMALLER_STEPS = (
+    "measure them (normalize=True of its algorithm), or take a smaller inner batch or rate"
+)
+"""What to do about steps of a memory that diverge."""
 OVERSHOOT = 2.0
 GROWS = 100.0  # times its start: a norm that is on its way out of every range
 FADES = 0.05  # of its largest: what was held is all but forgotten
@@ -114,7 +118,7 @@ class Diagnosis:
                     f"head {head}: {over:.0%} of the writes overshoot, the largest removes "
                     f"{short(steps.max().item())} times the error: smaller steps, or shorter keys"
                 )
-            elif len(steps) and steps.abs().max() < 1e-3:
+            elif self.first is None and len(steps) and steps.abs().max() < 1e-3:
                 findings.append(f"head {head}: next to nothing is written: larger steps")
             for name, norm in {**self.memory, **self.slots}.items():
                 there = norm[:, head].isfinite()

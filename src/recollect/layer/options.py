@@ -25,6 +25,7 @@ from recollect.fields import (
     text,
     whole,
 )
+from recollect.wording import named_arguments
 
 __all__ = ["GateOptions", "LayerOptions", "Tie"]
 
@@ -92,6 +93,7 @@ def _fields(cls: type, data: object) -> dict[str, Any]:
     return dict(data)
 
 
+@named_arguments
 @dataclass(frozen=True, kw_only=True)
 class GateOptions(_Options):
     """Where one number of the recipe comes from: a gate (per token), or a param (per head).
@@ -259,6 +261,7 @@ class Tie(_Options):
         return cls(**fields)
 
 
+@named_arguments
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions(_Options):
     """What a `MemoryLayer` does around its memory; defaults as in MIRAS 5.4 and ATLAS 5.1.

@@ -211,8 +211,8 @@ class Prompt:
         for part, digest in fingerprint(model).items():
             if written["model"].get(part) != digest:
                 raise CheckpointError(
-                    f"{path} was read by another model: its {part} differs, and a state means "
-                    "nothing to other weights; read the prompt anew"
+                    f"{path} was read by another model, which differs in its {part}, and a state "
+                    "means nothing to other weights; read the prompt anew"
                 )
         if written["sha256"] != _digest(tensors):
             raise CheckpointError(f"{path} was altered after it was written: read the prompt anew")

@@ -31,6 +31,7 @@ __all__ = [
     "check_precision",
     "check_state",
     "check_values",
+    "refuse_long",
     "refuse_nan",
     "suspicious",
     "tensors_of",
@@ -291,6 +292,39 @@ def suspicious(tensors: Iterable[Tensor]) -> bool:
         if on_cpu and not math.isfinite((x.detach() if x.requires_grad else x).sum().item()):
             return True
     return False
+
+
+def refuse_long(call: Call) -> None:
+    """Refuse keys and queries whose features a normalised read would divide 0 by 0, on the CPU.
+
+    Args:
+        call: a dense one.
+
+    Raises:
+        ValueError: the longest of them, and how long it may be.
+    """
+    recipe, dtype = call.bound.sized.recipe, state_dtype(call.q, call.k, call.v)
+    if recipe.memory.read.normalize != "sum" or torch.compiler.is_compiling():
+        return
+    features = recipe.features
+    end = features.longest(call.k.shape[-1], dtype)
+    if end is None:
+        return
+    for name, x in (("key", call.k), ("query", call.q)):
+        if x.device.type != "cpu" or not x.numel():
+            continue
+        lengths = x.detach().to(dtype).norm(dim=-1).amax(-1)  # [B, T]
+        if call.lengths is not None:  # padding may hold anything
+            steps = torch.arange(lengths.shape[1])
+            lengths = torch.where(steps < call.lengths[:, None], lengths, 0.0)
+        most = lengths.max().item()
+        if most > end:
+            raise ValueError(
+                f"{features.title} cannot lift a {name} of length {most:.3g}: beyond {end:.3g} its "
+                f"features leave the range of {dtype}, and what is read would be 0/0; give it "
+                "shorter ones (LayerOptions(qk_norm='rms'), or normalise what the layer reads), "
+                "a higher temperature, or float64"
+            )
 
 
 def refuse_nan(call: Call) -> None:

@@ -19,7 +19,14 @@ from recollect.engines.select import Engine
 from recollect.recall.arguments import check_flags, check_recipe, check_tensors, named
 from recollect.recall.bound import bind
 from recollect.recall.call import Call
-from recollect.recall.checks import check_call, check_values, refuse_nan, suspicious, tensors_of
+from recollect.recall.checks import (
+    check_call,
+    check_values,
+    refuse_long,
+    refuse_nan,
+    suspicious,
+    tensors_of,
+)
 from recollect.recall.lowering import lower
 from recollect.recall.modes import (
     full_precision,
@@ -175,6 +182,7 @@ def _run(call: Call) -> tuple[Tensor, State]:
         check_values(at, call.gates, call.params)
     if not engine.shows_nan:
         refuse_nan(call)
+    refuse_long(call)
     B, T = k.shape[:2]
     dtype = state_dtype(q, k, v)
     if state is None:

@@ -4,6 +4,8 @@ A recipe is immutable, hashable data. It owns no tensor, validates itself when i
 writes itself to JSON and back without running anybody's code.
 """
 
+# More than 400 lines: one class, and all that is asked of a recipe as a whole.
+
 from __future__ import annotations
 
 import dataclasses
@@ -26,12 +28,13 @@ from recollect.choices.member import Member, RecipeError, decode
 from recollect.choices.memory.base import Memory, Stack
 from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Keep, Retention
+from recollect.choices.trial import check_shapes
 from recollect.fields import LARGEST
 from recollect.recipe.json_text import read_json
 from recollect.recipe.normal_form import normal_form
 from recollect.recipe.rewrites import REWRITES
 from recollect.recipe.rules import check_size, joint_rules, name_rules
-from recollect.wording import shown
+from recollect.wording import named_arguments, shown
 
 if TYPE_CHECKING:
     once_made = property  # which is what a protocol asks for
@@ -44,6 +47,7 @@ SCHEMA = 1
 CHOICES = ("memory", "features", "bias", "context", "retention", "algorithm")
 
 
+@named_arguments
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A sequence layer, stated as a regression problem.
@@ -82,7 +86,8 @@ class Recipe:
         ):
             value = getattr(self, name)
             if not isinstance(value, kind):
-                hint = f"rc.{name}.{value.__name__}()" if isinstance(value, type) else f"rc.{name}"
+                usual = type(getattr(Recipe(), name)).__name__
+                hint = f"rc.{name}.{value.__name__ if isinstance(value, type) else usual}()"
                 raise RecipeError(
                     f"Recipe({name}=...) must be a member such as {hint}, not {shown(value)}"
                 )
@@ -271,7 +276,10 @@ class Recipe:
         F = sizes["F"]
         if self.dual and isinstance(self.memory, Stack):
             return tuple((m.out, m.inp) for m in self.memory.maps(F, V) if not m.first)
-        return self.memory.shapes(F, V)
+        shapes, wrong = check_shapes(self.memory.title, self.memory.shapes(F, V))
+        if wrong is not None:
+            raise RecipeError(wrong)
+        return shapes
 
     def row_widths(self, V: int) -> tuple[int, ...]:
         """Outputs of the maps whose weights are rows by key (`dual`).

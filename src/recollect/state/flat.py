@@ -12,7 +12,8 @@ from recollect.wording import shown
 
 __all__ = ["check_names", "numbered", "read_text", "text_tensor"]
 
-KNOWN = ("position", "sizes", "weights.", "slots.", "buffer.", "dual.", "ones", "log_scale")
+PARTS = ("position", "sizes", "ones", "log_scale", "written_by")
+GROUPS = ("weights.", "slots.", "buffer.", "dual.")
 
 
 def check_names(flat: Mapping[str, Tensor]) -> None:
@@ -24,7 +25,7 @@ def check_names(flat: Mapping[str, Tensor]) -> None:
     if not isinstance(flat, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"a state is read from tensors by name, not from {shown(flat)}")
     for name in flat:
-        if not name.startswith((*KNOWN, "written_by")):
+        if not (name in PARTS or name.startswith(GROUPS)):
             raise ValueError(f"{name!r} is no part of a recollect state")
         if not isinstance(flat[name], Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"{name!r} of a state must be a tensor, not {shown(flat[name])}")
@@ -75,13 +76,13 @@ def read_text(flat: Mapping[str, Tensor], name: str) -> str | None:
         name: of the tensor.
 
     Raises:
-        ValueError: other numbers than bytes of UTF-8.
+        ValueError: no bytes, or other numbers than bytes of UTF-8.
     """
     x = flat.get(name)
     if x is None:
         return None
     try:
-        if x.dtype == torch.uint8 and x.dim() == 1:
+        if x.dtype == torch.uint8 and x.dim() == 1 and len(x):
             return bytes(x.tolist()).decode()
     except UnicodeDecodeError:
         pass

@@ -233,19 +233,21 @@ def variants(cls: type[Member], count: int, pool: Pool | None = None) -> list[Me
     """
     rng, pool = random.Random(cls.__name__), pool or Pool()
     made: list[Member] = []
+    why = ""
     for _ in range(50 * count):
         if len(made) == count:
             break
         try:
             one = pool.member(rng, cls)
-        except RecipeError:
+        except RecipeError as error:
+            why = str(error)
             continue
         if one not in made:
             made.append(one)
     if not made:
         raise AssertionError(
-            f"{cls.choice}.{cls.__name__} refuses every draw of values that its fields declare: "
-            "narrow what they declare, or what validate refuses"
+            f"{cls.choice}.{cls.__name__} refuses every draw of values that its fields declare, "
+            f"the last with: {why}"
         )
     return made
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from recollect.choices.trial import outside, tried, undeclared
+
 if TYPE_CHECKING:
     from recollect.choices.fields import Range
     from recollect.choices.member import Member
@@ -31,29 +33,12 @@ def check_returns(bias: Member, own: tuple[str, ...]) -> str | None:
         bias: the bias.
         own: which of the two it states itself.
     """
-    if torch.compiler.is_compiling():
-        return None
-    try:
-        hash(bias)
-    except TypeError:  # a member of one's own
-        find = _refusal.__wrapped__
-    else:
-        find = _refusal
-    try:
-        return find(bias, own)
-    except RuntimeError:  # in a transform of torch.func, or a mode without numbers: not now
-        return None
+    return tried(_refusal, bias, own)
 
 
 @lru_cache(maxsize=512)
 def _refusal(bias: Member, own: tuple[str, ...]) -> str | None:
-    # As outside of whatever the recipe is made in: inference mode, a device context, autocast.
-    with (
-        torch.inference_mode(mode=False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.device("cpu"),
-    ):
+    with outside():
         dtype = torch.get_default_dtype()
         g = torch.Generator().manual_seed(0)
         p, v = torch.randn(2, *LEADING, V, generator=g, dtype=dtype)
@@ -61,14 +46,17 @@ def _refusal(bias: Member, own: tuple[str, ...]) -> str | None:
             raise RuntimeError("no numbers to try it on")
         numbers = {name: x.to(dtype) for name, x in sample_numbers(bias, LEADING, V).items()}
         for name in own:
-            wrong = _wrong(getattr(bias, name), name, (p, v, numbers))
+            wrong = _wrong(getattr(bias, name), name, (p, v, numbers), f"{bias.title}.{name}")
             if wrong is not None:
-                return f"{bias.title}.{name} {wrong}"
+                return wrong if wrong.startswith(bias.title) else f"{bias.title}.{name} {wrong}"
     return None
 
 
 def _wrong(
-    function: Callable[..., Any], name: str, given: tuple[Tensor, Tensor, dict[str, Tensor]]
+    function: Callable[..., Any],
+    name: str,
+    given: tuple[Tensor, Tensor, dict[str, Tensor]],
+    what: str,
 ) -> str | None:
     p, v, numbers = given
     try:
@@ -85,8 +73,8 @@ def _wrong(
         found = function(p, v, numbers)
         cut = {key: x[ALONE] for key, x in numbers.items()}
         alone = function(p[ALONE], v[ALONE], cut)
-    except Exception:
-        return None
+    except Exception as error:
+        return undeclared(error, numbers, what)
     one, axes, how = {
         "loss": ("one number per association", "[...]", "sum over the last axis alone, .sum(-1)"),
         "error": ("one slope per value channel", "[..., V]", "take no sum or mean"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from recollect.choices.member import Member
+from recollect.choices.member import Member, RecipeError
+from recollect.choices.trial import check_phi
 
 __all__ = ["Features", "Kernel"]
 
@@ -40,6 +42,8 @@ class Features(Member):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._handed_params("phi")
+        if type(self).phi is not Features.phi and self.finite and (wrong := check_phi(self)):
+            raise RecipeError(wrong)
 
     def similarity(self, k: str, q: str) -> str:
         """How κ(q, k) is written in an equation.
@@ -58,6 +62,18 @@ class Features(Member):
     def dim(self, K: int) -> int:
         """F, the number of features of a key of size K."""
         return K
+
+    def longest(self, K: int, dtype: torch.dtype) -> float | None:
+        """‖x‖ beyond which φ(x) is not to be had in a dtype; ``None`` where there is no such end.
+
+        Where a read divides by their sum, longer keys and queries are refused on a CPU: it would
+        be 0/0.
+
+        Args:
+            K: channels of x.
+            dtype: of φ(x).
+        """
+        return None
 
     def axes(self, K: int) -> dict[str, int]:
         """Sizes of the axes that this map's params have beside K and F."""

@@ -39,9 +39,11 @@ class PositiveRandom(Features):
 
     φ(x) = exp(−‖x‖²/2τ)/√m · [exp(ω_1·x/√τ), ..., exp(ω_m·x/√τ)], ω_i ~ N(0, I), so that
     E φ(q)·φ(k) = exp(q·k/τ), with an error of order 1/√m. All features are positive, so a
-    normaliser never vanishes. O(mK) per token and head. Source: Choromanski et al. 2020,
-    lemma 1 and eq. 5; orthogonal directions: section 2.4. Their numerical guards (ε, a maximum over
-    all keys, which sees the future) are left out.
+    normaliser never vanishes, as long as they are numbers of the dtype: their logarithms are
+    −‖x‖²/2τ − ½ log m in the mean, so that long keys and queries underflow (`longest`), where the
+    estimate, whose variance grows as exp(‖q + k‖²/τ), is of no use anyway. O(mK) per token and
+    head. Source: Choromanski et al. 2020, lemma 1 and eq. 5; orthogonal directions: section 2.4.
+    Their numerical guards (ε, a maximum over all keys, which sees the future) are left out.
 
     Args:
         features: m; ``None`` is 4K, 256 at K = 64 as there.
@@ -68,10 +70,17 @@ class PositiveRandom(Features):
         axes = ("m", "K")
         return (Param(name="directions", owner=self.title, axes=axes, draw=law, learned=False),)
 
+    def _tau(self, K: int) -> float:
+        return math.sqrt(K) if self.temperature is None else self.temperature
+
+    def longest(self, K: int, dtype: torch.dtype) -> float:
+        """√(τ (log 1/tiny − log m)): there a typical φ_j(q) φ_j(k) is the least normal number."""
+        room = -math.log(torch.finfo(dtype).tiny) - math.log(self.dim(K))
+        return math.sqrt(self._tau(K) * max(room, 0.0))
+
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         K = x.shape[-1]
-        tau = math.sqrt(K) if self.temperature is None else self.temperature
-        x = x * tau**-0.5
+        x = x * self._tau(K) ** -0.5
         half = 0.5 * (x.square().sum(-1, keepdim=True) + math.log(self.dim(K)))
         return (_project(x, params["directions"]) - half).exp()
 

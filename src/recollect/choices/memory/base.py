@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from recollect.choices.fields import option, quantity
-from recollect.choices.member import Member, member
+from recollect.choices.member import Member, RecipeError, member
+from recollect.choices.trial import check_forward
 
 if TYPE_CHECKING:
     from recollect.choices.questions import RecipeLike
@@ -80,6 +81,8 @@ class Memory(Member):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._handed_params("forward")
+        if type(self).forward is not Memory.forward and (wrong := check_forward(self)):
+            raise RecipeError(wrong)
 
     def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)

@@ -31,12 +31,19 @@ class Comparison(Outcomes):
         """
         return save_comparison(self, folder, command=command)
 
+    def failed(self) -> list[str]:
+        """What could not be trained and why, a sentence for each task and reason."""
+        models: dict[tuple[str, str], list[str]] = {}
+        for task, model, reason in self.failures:
+            models.setdefault((task, reason), []).append(model)
+        return [
+            f"{', '.join(names)} could not be trained on {task}: {reason}"
+            for (task, reason), names in models.items()
+        ]
+
     def __str__(self) -> str:
         parts = [_page(self, task) for task in self.sizes if self.of(task)]
-        parts += [
-            f"{model} could not be trained on {task}: {reason}"
-            for task, model, reason in self.failures
-        ]
+        parts += self.failed()
         if self.interrupted:
             parts.append("This comparison was stopped early; it shows what was done.")
         return "\n\n".join(parts) or "A comparison without results."

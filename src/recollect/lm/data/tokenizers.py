@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from recollect.lm.hub import hub_options
+
 __all__ = ["END", "byte_tokenizer", "encode", "load_tokenizer", "train_bpe"]
 
 END = "<|end|>"
@@ -69,7 +71,9 @@ def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTok
     if name[:1] in ("/", ".", "~") and not Path(name).is_dir():
         raise ValueError(f"{key} {name!r}: there is no such folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, **hub_options(name)
+        )
     except (OSError, ValueError) as error:
         if not Path(name).is_dir():
             raise ValueError(

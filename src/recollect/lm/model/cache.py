@@ -14,9 +14,15 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.state import LayerState
 
-__all__ = ["RecollectCache", "StateLayer"]
+__all__ = ["RecollectCache", "StateLayer", "grows"]
+
+
+def grows(layer: MemoryLayer) -> bool:
+    """Whether a layer's state grows with the text: all associations, or a row per key."""
+    return layer.recipe.span is None or layer.recipe.dual
 
 
 class StateLayer(CacheLayerMixin):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -16,7 +15,7 @@ from recollect.layer.blocks import mlp_width
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.checkpoint import check_json
 from recollect.recipe.recipe import Recipe
-from recollect.wording import shown, word_for
+from recollect.wording import nearest, shown, word_for
 from recollect.zoo.preset import Preset, get
 
 __all__ = ["SCHEMA", "Named", "RecollectConfig", "resolved"]
@@ -185,7 +184,7 @@ class RecollectConfig(PretrainedConfig):
         for name in sizes:
             if name not in (*known, "dtype") or name in ("recipes", "layers", "schema"):
                 raise RecipeError(
-                    f"RecollectConfig has no argument {name!r}; it has {', '.join(known)}"
+                    f"RecollectConfig has no argument {name!r}; {nearest(name, known)}"
                 )
         if layers is not None and (isinstance(layers, str) or not isinstance(layers, Sequence)):
             where = "RecollectConfig.from_recipes(layers=...)"
@@ -264,9 +263,7 @@ def _check_unknown(fields: Mapping[str, Any]) -> None:
     for name in fields:
         if name in _INHERITED or name.startswith("_"):
             continue
-        near = get_close_matches(name, _arguments(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(_arguments())}"
-        raise RecipeError(f"RecollectConfig has no field {name!r}: {hint}")
+        raise RecipeError(f"RecollectConfig has no field {name!r}: {nearest(name, _arguments())}")
 
 
 def _check_fields(config: RecollectConfig) -> None:

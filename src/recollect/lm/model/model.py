@@ -15,7 +15,7 @@ from recollect.layer.blocks import Block
 from recollect.layer.feed_forward import FeedForward, layer_of
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.lm.model.arguments import ForwardArguments, HeadlessArguments, document_borders
-from recollect.lm.model.cache import RecollectCache
+from recollect.lm.model.cache import RecollectCache, grows
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.pretrained import RecollectPreTrainedModel
 from recollect.wording import worded
@@ -241,8 +241,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
     def cache_grows(self) -> bool:
         """Whether a layer's state grows with the text: all associations, or a row per key."""
         layers = (block.layer for block in self.model.blocks)
-        recipes = [layer.recipe for layer in layers if isinstance(layer, MemoryLayer)]
-        return any(recipe.span is None or recipe.dual for recipe in recipes)
+        return any(grows(layer) for layer in layers if isinstance(layer, MemoryLayer))
 
     def prepare_inputs_for_generation(
         self,

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import GateProjection
 from recollect.layer.initial_memory import InitialMemory
+from recollect.lm.hub import hub_options
 from recollect.lm.model.checkpoint import (
     AGAIN,
     INDEX,
@@ -73,6 +74,8 @@ class StrictLoading:
         plain = Path(where).is_dir() and not unusual & set(kwargs)
         if plain:
             cls._check_folder(Path(where), **kwargs)
+        if "local_files_only" not in kwargs:
+            kwargs |= hub_options(where)
         try:
             model, info = super().from_pretrained(  # type: ignore[misc]
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs

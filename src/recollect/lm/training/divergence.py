@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
+from recollect.explain.diagnosis import SMALLER_STEPS
 from recollect.layer.gates import GateProjection
 from recollect.lm.training.atomic_checkpoints import last_checkpoint
 
@@ -28,10 +29,7 @@ REFUSALS = (
 """What layers and solvers raise of numbers that are not finite."""
 
 
-OWN_STEPS = (
-    "these are steps of the memory itself: measure them (normalize=True of its algorithm), or take "
-    "a smaller inner batch or rate"
-)
+OWN_STEPS = f"these are steps of the memory itself: {SMALLER_STEPS}"
 
 
 class Diverged(ValueError):
@@ -254,7 +252,9 @@ def _place(model: nn.Module, name: str) -> str:
     if "blocks" in parts and parts[-1] != "blocks":
         index = int(parts[parts.index("blocks") + 1])
         pattern = getattr(getattr(model, "config", None), "pattern", None)
-        layer = f"layer {index}" + (f" ({pattern[index]})" if pattern else "")
+        # The recipe is no matter of the MLP and the norms beside its layer.
+        own = parts[parts.index("blocks") + 2 :][:1] in ([], ["layer"])
+        layer = f"layer {index}" + (f" ({pattern[index]})" if pattern and own else "")
         return layer if parts[-1] == str(index) else f"{layer}, in {name},"
     words = {"embed_tokens": "the embedding", "norm": "the last norm", "lm_head": "the head"}
     return f"{words[parts[-1]]} ({name})" if parts[-1] in words else name

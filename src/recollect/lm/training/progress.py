@@ -133,17 +133,21 @@ class Progress:
     Attributes:
         step, steps: taken, and of the whole run.
         loss: of the last log line, nats per token; at the end, of the last steps.
+        loss_step: the step after which that was said.
         tokens_per_second: since the last log line; of the whole run's steps before the first.
         ceiling_share: the model's operations per second against one large matrix product's.
         heldout: bits per byte of the last measurement.
+        heldout_loss: the same in nats per token, to stand beside ``loss``.
     """
 
     step: int
     steps: int
     loss: float | None = None
+    loss_step: int = 0
     tokens_per_second: float = 0.0
     ceiling_share: float = 0.0
     heldout: float | None = None
+    heldout_loss: float | None = None
 
 
 Watch = Callable[[Progress], None]
@@ -159,6 +163,7 @@ class Trained:
         loss: mean of the last `LAST` steps of this call (of all, if it took fewer), nats per token;
             ``None`` if it took none.
         heldout: bits per byte of the held-out rows, ``None`` without any.
+        heldout_loss: the same in nats per token, as ``loss``.
         skipped: lines left out, and the first few of them.
         notes: what a reader should know, such as what of the model was compiled.
     """
@@ -170,6 +175,7 @@ class Trained:
     seconds: float
     loss: float | None
     heldout: float | None
+    heldout_loss: float | None
     skipped: int = 0
     skipped_lines: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -220,14 +226,16 @@ class Keeper(TrainerCallback):
     ) -> None:
         if logs and "loss" in logs:
             self._since, self._seconds = 0, 0.0
-            self._tell(loss=float(logs["loss"]))
+            self._tell(loss=float(logs["loss"]), loss_step=state.global_step)
         if logs and "eval_bits_per_byte" in logs:
-            self._tell(heldout=float(logs["eval_bits_per_byte"]))
+            self._tell(
+                heldout=float(logs["eval_bits_per_byte"]), heldout_loss=float(logs["eval_loss"])
+            )
 
     def end(self, loss: float | None) -> None:
         """The run is over; its last steps had this loss."""
         if loss is not None:
-            self._tell(loss=loss)
+            self._tell(loss=loss, loss_step=self.progress.step)
 
     def speed(self) -> dict[str, float]:
         """What a log line says beside the loss."""

@@ -28,7 +28,15 @@ from recollect.lm.training.atomic_checkpoints import (
 from recollect.lm.training.plan import TrainPlan
 from recollect.report.files import write_atomic
 
-__all__ = ["Begun", "LongerSchedule", "begin", "check_writable", "fingerprint", "same_model"]
+__all__ = [
+    "Begun",
+    "LongerSchedule",
+    "begin",
+    "check_writable",
+    "fingerprint",
+    "nothing_to_resume",
+    "same_model",
+]
 
 # Without another result, or with one that differs as devices do.
 _MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard", "out", "device")
@@ -50,6 +58,14 @@ def check_writable(out: Path) -> None:
         raise ValueError(
             f"[run] out = {str(out)!r} cannot be written to ({error.strerror}): name another folder"
         ) from None
+
+
+def nothing_to_resume(out: Path) -> str:
+    """What to say of a folder that nobody has begun a run in."""
+    return (
+        f"{out} holds no run to go on with: leave out --resume to begin one there, or name the "
+        "folder of the run as out in [run]"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +93,8 @@ def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Begun:
     seen.
 
     Raises:
-        ValueError: the folder holds a run, and nobody asked to go on with it; or it is another
-            plan's, or of other texts.
+        ValueError: the folder holds a run, and nobody asked to go on with it, or none, and somebody
+            did; or it is another plan's, or of other texts.
         CheckpointError: the checkpoint lacks a file, or one was cut short or altered.
     """
     clear_aside(out)
@@ -89,6 +105,8 @@ def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Begun:
             "another folder as out in [run]"
         )
     mine = json.loads(json.dumps(plan.to_dict()))
+    if resume and checkpoint is None and not (out / "plan.json").exists():
+        raise ValueError(nothing_to_resume(out))
     if checkpoint is None and (out / "model").exists() and not _same(out, mine):
         if resume and _same(out, mine, but=_LENGTH):
             raise ValueError(
@@ -209,17 +227,29 @@ def _same(out: Path, mine: dict[str, Any], *, but: tuple[str, ...] = ()) -> bool
 
 def _extended(before: dict[str, Any], plan: TrainPlan) -> int | None:
     """The steps of the plan of a checkpoint, if this one has more."""
+    steps = _steps(before)
+    return steps if steps is not None and plan.steps > steps else None
+
+
+def _steps(plan: dict[str, Any]) -> int | None:
+    """Steps of a plan as it was written; ``None`` of one that another version wrote."""
     try:
-        steps = TrainPlan.from_dict(before).steps
-    except ValueError:  # of another version
+        return TrainPlan.from_dict(plan).steps
+    except ValueError:
         return None
-    return steps if plan.steps > steps else None
 
 
 def _same_plan(out: Path, before: dict[str, Any], mine: dict[str, Any], *, longer: bool) -> None:
+    was, now = _steps(before), _steps(mine)
     for key, old, value in _differences(before, mine):
         if longer and key in _LENGTH:
             continue
+        if key in _LENGTH and was is not None and now is not None and was > now:
+            raise ValueError(
+                f"{out} holds a run of {was:,} steps by now, as it was begun or last extended, and "
+                f"this plan ends after {now:,}: resume it with [optimizer] steps = {was} or more, "
+                "or give another folder as out in [run]"
+            )
         more = " or with more steps" if key in _LENGTH else ""
         raise ValueError(
             f"{out} was begun with {key} = {old!r}, not {value!r}: resume it as it was{more}, or "

@@ -53,7 +53,13 @@ from recollect.lm.training.progress import (
     Watch,
     header_of,
 )
-from recollect.lm.training.resume import LongerSchedule, begin, check_writable, same_model
+from recollect.lm.training.resume import (
+    LongerSchedule,
+    begin,
+    check_writable,
+    nothing_to_resume,
+    same_model,
+)
 from recollect.lm.training.weight_decay import decayed_names
 from recollect.recipe.modules import import_modules
 from recollect.report.devices import find_device
@@ -78,8 +84,9 @@ def train(
         plan: what, on what, and how long; or the TOML file that says so, as in `load_plan`.
         resume: go on from the last checkpoint of ``plan.run.out``, as if the run had never stopped:
             weights, optimizer, schedule, random numbers and the place in the data are restored.
-            Without a checkpoint it starts at the beginning, and says so. A plan with more steps
-            extends the run: from there on its learning rate is that of the longer schedule.
+            A run that ended before its first checkpoint starts at the beginning, and says so; a
+            folder without a run is refused. A plan with more steps extends the run: from there on
+            its learning rate is that of the longer schedule.
         watch: told about every step.
         say: told what happens, in sentences.
         begins: told what the run is about to do, before its first step.
@@ -90,8 +97,8 @@ def train(
 
     Raises:
         ValueError: no plan; a device that is not here; sizes that its memory cannot hold; modules,
-            texts, tokenizers or recipes that cannot be used; a folder that holds another run, or
-            that one under way writes to; texts that changed since it was begun; a corrupt line,
+            texts, tokenizers or recipes that cannot be used; a folder that holds another run, none
+            to resume, or one under way; texts that changed since it was begun; a corrupt line,
             unless lines are skipped; a batch too large for the memory.
         Diverged: a loss or a gradient that is not finite, naming the step, the learning rate, the
             layer and the checkpoint that stands; a `ValueError`.
@@ -121,6 +128,8 @@ def train(
     import_modules(plan.imports, beside=plan.beside, said="import")
     out = Path(plan.run.out)
     device = _device(plan)
+    if resume and not out.exists():
+        raise ValueError(nothing_to_resume(out))  # before the folder is made
     check_writable(out)
     # Of many processes the first owns the folder for all.
     first = PartialState().is_main_process
@@ -169,7 +178,7 @@ def _trained(
     begun = begin(plan, out, resume=resume)
     checkpoint = begun.checkpoint
     if resume and checkpoint is None:
-        say(f"there is no checkpoint in {out}, so the run begins at its first step")
+        say(f"{out} holds no checkpoint of this run yet, so it begins at its first step")
     bad = BadLines(skip=plan.data.bad_lines == "skip")
     tokenizer = tokenizer_of(plan, out, bad, checkpoint)
     if plan.model.start is None:
@@ -248,6 +257,7 @@ def _trained(
         seconds=seconds,
         loss=keeper.progress.loss,
         heldout=keeper.progress.heldout,
+        heldout_loss=keeper.progress.heldout_loss,
         skipped=bad.count,
         skipped_lines=tuple(bad.examples),
         notes=tuple(notes),
