@@ -43,7 +43,7 @@ def _calls(run: Callable[[], object]) -> tuple[int, set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("gated_delta_net", 120), ("softmax_attention", 120), ("titans", 300)]
+    ("name", "most"), [("gated_delta_net", 120), ("softmax_attention", 120), ("titans", 120)]
 )
 @torch.no_grad()
 def test_one_decoded_token_asks_nothing_twice(name: str, most: int) -> None:

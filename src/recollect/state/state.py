@@ -102,13 +102,14 @@ class State:
         )
 
     def moved(self, **changed: object) -> State:
-        """The state one token on: parts that it changed by name, and no cache.
+        """The state one token on: parts that it changed by name, and no cache unless it made one.
 
         As `dataclasses.replace`, and a twentieth of its time: every decoded token makes one.
         """
         after, position, seen = object.__new__(State), self.position + 1, self.seen
         known = None if seen is None else (position, seen + 1)
-        after.__dict__.update(self.__dict__, position=position, known=known, cache={}, **changed)
+        after.__dict__.update(self.__dict__, position=position, known=known, cache={})
+        after.__dict__.update(changed)
         return after
 
     def tensors(self) -> list[Tensor]:

@@ -126,7 +126,7 @@ class Problem:
     ) -> State:
         """The state after this call: position and buffer moved on, and what the engine changed."""
         end, old = self.end, self.state
-        seen = old.seen if self.lengths is None else None
+        seen = None if self.lengths is not None or old.seen is None else old.seen + self.k.shape[1]
         buffer = roll(
             self.recipe,
             old.buffer,
@@ -135,11 +135,12 @@ class Problem:
             rates=self.rates,
             lengths=self.lengths,
             position=end,
+            seen=seen,
         )
         return State(
             weights=old.weights if weights is None else weights,
             position=end,
-            known=None if seen is None else (end, seen + self.k.shape[1]),
+            known=None if seen is None else (end, seen),
             sizes=old.sizes,
             slots=old.slots if slots is None else slots,
             buffer=buffer,

@@ -24,6 +24,7 @@ from recollect.choices.devices import room
 from recollect.choices.memory.base import Read, Stack
 from recollect.engines.common.problem import Problem, wants_gradient
 from recollect.engines.deep.chain.engine import Chain, run_chain, slope_of
+from recollect.engines.deep.chain.token import is_bare
 from recollect.engines.deep.decode import Stepped, by_row, follow, step
 from recollect.engines.deep.general import run_inner_batches
 from recollect.engines.deep.layout import DeepPlan, Grid, Layout, Memory, lay_out
@@ -132,10 +133,13 @@ def plan(sized: SizedRecipe) -> DeepPlan:
     decay = retention.decay
     plain = decay is None or (decay.per == "head" and decay.when == "after")
     plain &= not (algorithm.per_value or retention.linked or rule.splits or rule.pairs)
+    maps = memory.maps(sized.features, sized.channels)
+    # Batches of one token have no factors to keep.
+    decodes = how == "table" and plain and algorithm.batch > 1
     return DeepPlan(
         recipe=recipe,
         memory=memory,
-        maps=memory.maps(sized.features, sized.channels),
+        maps=maps,
         way=how,
         rule=rule,
         # Tokens of a batch with one step at its border read W°, whatever the link's mode.
@@ -148,9 +152,10 @@ def plan(sized: SizedRecipe) -> DeepPlan:
         numbers=tuple(sorted(bias.numbers)),
         params=tuple(param.name for param in memory.params()),
         lifts=tuple(param.name for param in recipe.features.params()),
-        # Batches of one token have no factors to keep.
-        decodes=how == "table" and plain and algorithm.batch > 1,
+        decodes=decodes,
         normalizer=_normalizer(recipe),
+        bare=decodes and is_bare(sized, rule, chain_of(recipe)),
+        widths=tuple(size for one in maps for size in (one.inp, one.out)),
     )
 
 

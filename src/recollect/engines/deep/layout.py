@@ -71,6 +71,7 @@ class DeepPlan:
         decodes: whether one token's read is one table of coefficients with numbers per head.
         chain: the memory as a chain of maps, where everything else is plain enough for `chain`.
         normalizer: what scales every association's gradient, if the algorithm normalises.
+        bare: whether `chain.token` decodes. widths: of h and δ of the first map, of the next, ….
     """
 
     recipe: Recipe
@@ -89,6 +90,8 @@ class DeepPlan:
     lifts: tuple[str, ...]
     decodes: bool
     normalizer: Normalizer | None
+    bare: bool
+    widths: tuple[int, ...]
 
 
 # -- alignment over rows --------------------------------------------------------------------------
