@@ -112,6 +112,8 @@ class Problem:
     def phi(self, x: Tensor, side: str, position: Tensor) -> Tensor:
         """Lift ``x [B, T, H, N, K]`` in the state's dtype."""
         x = x.to(state_dtype(self.q, self.k, self.v))
+        if not self.sized.lifts:
+            return x
         if self.steps_per_token > 1:
             position = position // self.steps_per_token
         return self.recipe.features.phi(x, self.params, side, position)

@@ -293,6 +293,11 @@ def _hold_freed_memory() -> None:
     torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
+def _room(x: Tensor, host: int) -> int:
+    """Bytes that intermediates of a group may take: on a CPU ``host``."""
+    return host if x.device.type == "cpu" else room(x)
+
+
 def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: bool) -> int:
     """g: as many inner batches as the caller's chunk, or as fit in `GROUP_BYTES`."""
     if problem.chunk_size is not None:
@@ -309,13 +314,13 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
         borders = weights * (1 + len(problem.state.slots))
         numbers = borders + rows * (3 * widths + 2 * (grid.b + grid.c))
         each = B * H * numbers * problem.state.weights[0].element_size()
-        whole = grid.N * each <= room(problem.q, WHOLE_BYTES)
+        whole = grid.N * each <= _room(problem.q, WHOLE_BYTES)
         # Without gradients next to nothing of this is kept.
-        budget = room(problem.q, GROUP_BYTES if outer else WHOLE_BYTES)
+        budget = _room(problem.q, GROUP_BYTES if outer else WHOLE_BYTES)
         return grid.N if whole else max(1, budget // max(each, 1))
     numbers = weights * copies * (1 + len(problem.state.slots)) + 4 * rows * widths
     each = B * H * numbers * problem.state.weights[0].element_size()
-    return max(1, room(problem.q, GROUP_BYTES) // max(each, 1))
+    return max(1, _room(problem.q, GROUP_BYTES) // max(each, 1))
 
 
 def _layout(

@@ -221,7 +221,7 @@ def lay_out(problem: Problem) -> Grid:
     if method.slope is not None and "lr" in rates:
         kappa = tokens.phi.square().sum(-1)
         rates["lr"] = problem.recipe.algorithm.rate(rates["lr"], kappa, method.slope)
-    placed, lifts = {"phi": tokens.phi, "v": tokens.v}, problem.recipe.features.lifts
+    placed, lifts = {"phi": tokens.phi, "v": tokens.v}, problem.sized.lifts
     if lifts:
         placed["raw"] = tokens.k
     q_phi = problem.phi(problem.q, "query", problem.positions())

@@ -51,7 +51,7 @@ def is_bare(sized: SizedRecipe, rule: Rule, chain: Chain | None) -> bool:
         and chain.residual
         and sized.plain
         and sized.tag is not None
-        and not (sized.params or recipe.features.lifts or recipe.algorithm.keyed or rule.mean)
+        and not (sized.params or sized.lifts or recipe.algorithm.keyed or rule.mean)
         and recipe.context.horizon == 1
         and rule.slot in ("", "steps")
         and not recipe.bias.numbers
