@@ -159,7 +159,7 @@ def test_what_a_layers_token_leaves_to_the_general_way() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["gated_delta_net", "delta_net", "softmax_attention"])
+@pytest.mark.parametrize("name", ["gated_delta_net", "delta_net", "titans", "softmax_attention"])
 def test_a_layers_padding_and_empty_documents_are_no_tokens(name: str) -> None:
     layer = rc.zoo.get(name).build(16, 2)
     _, state = layer(torch.randn(2, 5, 16))
@@ -198,7 +198,7 @@ def test_a_token_of_half_precision_keeps_its_gates_and_its_state(name: str) -> N
 
 @torch.no_grad()
 def test_a_state_without_a_mark_is_marked_by_its_first_token() -> None:
-    for name in ("gated_delta_net", "softmax_attention"):
+    for name in ("gated_delta_net", "titans", "softmax_attention"):
         layer = rc.zoo.get(name).build(16, 2)
         _, state = layer(torch.randn(1, 5, 16))
         bare = replace(state, memory=replace(state.memory, written_by=None))

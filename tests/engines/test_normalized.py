@@ -609,7 +609,7 @@ def test_the_cache_of_decoding_holds_what_is_written() -> None:
     with torch.no_grad():
         whole, end = generate.run(recipe, x, method="deep")
         pieces, state = generate.split(recipe, x, list(range(1, 11)), ["deep"])
-    assert any(name.startswith("delta") for name in state.cache)
+    assert "factors" in state.cache
     assert generate.error(pieces, whole) < EXACT
     assert generate.worst(generate.parts(state), generate.parts(end))[0] < EXACT
 

@@ -16,7 +16,7 @@ import recollect as rc
 from recollect.engines.common.problem import Problem, resolve
 from recollect.recall.bound import bind
 from recollect.recall.lowering import lower
-from recollect.state.initial import initial_state
+from recollect.state.state import initial_state
 
 LIMIT = 1e-4
 LENGTHS = pytest.mark.parametrize("T", [300, pytest.param(8192, marks=pytest.mark.slow)])

@@ -36,18 +36,15 @@ DEVICE_ROOM = 2**32
 """Bytes that intermediates of a group may take on a device that does not say what memory it has."""
 
 
-def room(x: Tensor, host: int) -> int:
-    """Bytes that intermediates of one group of tokens may take where ``x`` is.
+def room(x: Tensor) -> int:
+    """Bytes that intermediates of one group of tokens may take on the device of ``x``.
 
-    On a CPU what its caches and its allocator make cheap; on a device a sixteenth of its memory,
-    because there launches cost more than memory does.
+    A sixteenth of its memory, because there launches cost more than memory does. On a CPU what its
+    caches and its allocator make cheap is less, and each engine has measured that.
 
     Args:
-        x: of the call.
-        host: what was measured on a CPU.
+        x: of the call, on another device than a CPU.
     """
-    if x.device.type == "cpu":
-        return host
     if x.device.type == "cuda":
         return torch.cuda.get_device_properties(x.device).total_memory // 16
     return DEVICE_ROOM

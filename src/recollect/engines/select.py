@@ -101,6 +101,7 @@ ENGINES: tuple[Engine, ...] = (
         describes=deep.describes,
         run=deep.run,
         plan=deep.plan,
+        token=deep.token,
         cost=deep.flops,
     ),
     Engine(

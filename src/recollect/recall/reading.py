@@ -27,8 +27,7 @@ from recollect.recall.modes import (
 )
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.sized import sized
-from recollect.state.initial import initial_state
-from recollect.state.state import State
+from recollect.state.state import State, initial_state
 from recollect.typing import Gates, Init, Params
 
 __all__ = ["read", "read_from"]

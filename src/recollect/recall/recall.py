@@ -38,8 +38,7 @@ from recollect.recall.modes import (
 from recollect.recall.packing import run_compacted, run_documents
 from recollect.recall.reading import read_from
 from recollect.recipe.recipe import Recipe
-from recollect.state.initial import initial_state
-from recollect.state.state import State
+from recollect.state.state import State, initial_state
 from recollect.typing import Gates, Init, Params
 
 __all__ = ["memorise", "recall"]

@@ -49,6 +49,7 @@ class SizedRecipe:
         associations: n, associations per token.
         normalised: whether a memory of ones is kept beside the memory, as one more value channel.
         stabilised: whether the normaliser has a floor, and the memory a running scale.
+        lifts: whether features may be anything but keys and queries themselves.
         plain: whether an engine sees a call as it is: one association per token, no normaliser.
         written: the recipe's normal form as it was given, by which its states are known.
         tag: a number that tells recipes apart, for what a state keeps of the engine that made it;
@@ -70,6 +71,7 @@ class SizedRecipe:
     associations: int
     normalised: bool
     stabilised: bool
+    lifts: bool
     plain: bool
     written: str
     tag: int | None
@@ -133,6 +135,7 @@ def sized(recipe: Recipe, *, H: int, K: int, V: int) -> SizedRecipe:
         associations=recipe.associations,
         normalised=normalised,
         stabilised=stabilised,
+        lifts=recipe.features.lifts,
         plain=recipe.associations == 1 and not normalised and not stabilised,
         written=written,
         tag=_tag(recipe),

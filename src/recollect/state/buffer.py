@@ -69,10 +69,19 @@ def roll(
     rates: Mapping[str, Tensor],
     lengths: Tensor | None,
     position: Tensor,
+    seen: int | None = None,
 ) -> Buffer | None:
     """The buffer after new tokens: per row, those of the window and of the open inner batch.
 
-    ``position`` is that after the new tokens. Cost O(n) in the number of slots, not in T.
+    Cost O(n) in the number of slots, not in T.
+
+    Args:
+        recipe: whose span it is.
+        old: the buffer before.
+        k: new keys ``[B, T, H, K]``. v: values. rates: numbers, by name.
+        lengths: real tokens per row ``[B]``, where rows are padded.
+        position: after the new tokens, ``[B]``.
+        seen: what every entry of ``position`` is, where the host knows it (`State.seen`).
     """
     span = recipe.span
     if span == 0:
@@ -80,9 +89,13 @@ def roll(
     B, T = k.shape[:2]
     if span is None and lengths is None:
         return _grown(old, k=k, v=v, rates=rates)
+    history = recipe.history
+    if old is not None and seen is not None and history is not None and T == 1:
+        batch = recipe.algorithm.batch
+        if old.k.shape[1] == span and _only_shifts(seen, batch, history):
+            return _shifted(old, k=k, v=v, rates=rates)
     buffered = 0 if old is None else old.k.shape[1]
     slots = buffered + T if span is None else span
-    history = recipe.history
     wanted = position if history is None else position % recipe.algorithm.batch + history
     wanted = torch.minimum(position, wanted)
     if lengths is None:
@@ -114,6 +127,33 @@ def roll(
         v=pick(v, None if old is None else old.v),
         rates={n: pick(x, None if old is None else old.rates[n]) for n, x in rates.items()},
         mask=mask,
+    )
+
+
+def _only_shifts(seen: int, batch: int, history: int) -> bool:
+    """Whether the last of ``seen`` tokens pushes out what no slot is left for, and nothing else.
+
+    Where it ends an inner batch, what only that batch needed goes too.
+    """
+    if torch.compiler.is_compiling():  # a graph per number of tokens
+        return False
+    before, now = (min(n, n % batch + history) for n in (seen - 1, seen))
+    return now == min(before + 1, batch - 1 + history)
+
+
+def _shifted(old: Buffer, *, k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) -> Buffer:
+    """The buffer one token on, of as many slots, where no other slot becomes empty."""
+    kept = old.k.shape[1] - 1
+
+    def pick(past: Tensor, new: Tensor) -> Tensor:
+        return torch.cat([past.narrow(1, 1, kept).to(new.dtype), new], dim=1)
+
+    mask = old.mask.narrow(1, 1, kept)
+    return Buffer(
+        k=pick(old.k, k),
+        v=pick(old.v, v),
+        rates={name: pick(old.rates[name], x) for name, x in rates.items()},
+        mask=torch.cat([mask, mask.new_ones(k.shape[0], 1)], dim=1),
     )
 
 

@@ -13,12 +13,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from recollect.state.buffer import Buffer
+from recollect.choices.member import RecipeError
+from recollect.recipe.sized import SizedRecipe
+from recollect.state.buffer import Buffer, roll
 from recollect.state.flat import check_names, numbered, read_text, text_tensor
-from recollect.state.kernel_rows import KernelRows
+from recollect.state.initial_associations import initial_associations
+from recollect.state.kernel_rows import KernelRows, initial_rows
 from recollect.typing import Init, Weights
 
-__all__ = ["Buffer", "State", "join_states"]
+__all__ = ["Buffer", "State", "initial_state", "join_states"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +105,14 @@ class State:
         )
 
     def moved(self, **changed: object) -> State:
-        """The state one token on: parts that it changed by name, and no cache.
+        """The state one token on: parts that it changed by name, and no cache unless it made one.
 
         As `dataclasses.replace`, and a twentieth of its time: every decoded token makes one.
         """
         after, position, seen = object.__new__(State), self.position + 1, self.seen
         known = None if seen is None else (position, seen + 1)
-        after.__dict__.update(self.__dict__, position=position, known=known, cache={}, **changed)
+        after.__dict__.update(self.__dict__, position=position, known=known, cache={})
+        after.__dict__.update(changed)
         return after
 
     def tensors(self) -> list[Tensor]:
@@ -269,3 +273,91 @@ def _widen(state: State, width: int, rows: int) -> State:
         buffer = state.buffer.map(lambda x: pad(x, width))
     dual = None if state.dual is None else state.dual.map(lambda x: pad(x, rows))
     return replace(state, buffer=buffer, dual=dual)
+
+
+# -- before the first token -----------------------------------------------------------------------
+
+
+def initial_state(
+    sized: SizedRecipe,
+    *,
+    B: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    init: Init | None = None,
+) -> State:
+    """The state before the first token: A₀ = ``init``, or zeros where that can learn.
+
+    Args:
+        sized: the recipe, and how many memories of what size.
+        B: rows.
+        dtype: of everything but what the algorithm keeps in float64.
+        device: where.
+        init: A₀, as for `recollect.recall`.
+
+    Raises:
+        RecipeError: a deep memory without ``init``, or one of the wrong shapes.
+    """
+    recipe, H, K, V = sized.recipe, sized.H, sized.K, sized.V
+    if init is not None and recipe.nonparametric:
+        k, v, rates = initial_associations(sized, init, B=B, dtype=dtype)
+        position = torch.full((B,), k.shape[1], device=device)
+        buffer = roll(recipe, None, k=k, v=v, rates=rates, lengths=None, position=position)
+        state = State(
+            sizes=(H, K, V), weights=(), position=position, buffer=buffer, written_by=sized.written
+        )
+        return state.stating(k.shape[1])
+    shapes = sized.weights
+    pairs: tuple[Tensor, ...] = ()
+    if init is None:
+        if recipe.needs_init():
+            starts = recipe.init_shapes(K, V, pairs=1) if recipe.dual else shapes
+            wanted = ", ".join(str([H, *shape]) for shape in starts)
+            raise RecipeError(
+                f"{recipe.memory.title} needs init: a deep memory of zeros has zero gradients and "
+                f"never learns; give one tensor per map, of shapes {wanted}"
+            )
+        weights = tuple(torch.zeros(B, H, *s, dtype=dtype, device=device) for s in shapes)
+    else:
+        given = (init,) if isinstance(init, Tensor) else tuple(init)
+        before = 1 + len(recipe.row_widths(V)) if recipe.dual else 0
+        if len(given) != before + len(shapes) and not (before and not given and not shapes):
+            what = f"{before} of its pairs and " if before else ""
+            raise RecipeError(
+                f"{recipe.memory.title} takes {what}{len(shapes)} map(s) and init has "
+                f"{len(given)} tensor(s)"
+            )
+        pairs, given = given[:before], given[before:]
+        for a, shape in zip(given, shapes, strict=True):
+            if tuple(a.shape) not in ((H, *shape), (B, H, *shape)):
+                raise RecipeError(
+                    f"init of {recipe.memory.title} must have shape {[H, *shape]} (or one per row, "
+                    f"{[B, H, *shape]}), not {list(a.shape)}"
+                )
+        weights = tuple(
+            a.to(dtype=dtype, device=device).expand(B, H, *s)
+            for a, s in zip(given, shapes, strict=True)
+        )
+    slots: dict[str, tuple[Tensor, ...]] = {}
+    if weights or not recipe.dual:
+        for name, (blank, wide) in sized.slots.items():
+            slot_dtype = torch.float64 if wide else dtype
+            slots[name] = tuple(
+                torch.zeros(B, H, *s, dtype=slot_dtype, device=device) for s in blank
+            )
+    ones = (B, H, 1, sized.features)
+    dual = None
+    if recipe.dual:
+        dual = initial_rows(recipe, pairs, B=B, H=H, K=K, V=V, dtype=dtype, device=device)
+    position = torch.zeros(B, dtype=torch.long, device=device)
+    return State(
+        sizes=(H, K, V),
+        written_by=sized.written,
+        weights=weights,
+        slots=slots,
+        dual=dual,
+        position=position,
+        known=(position, 0),
+        ones=torch.zeros(ones, dtype=dtype, device=device) if sized.normalised else None,
+        log_scale=torch.zeros(B, H, dtype=dtype, device=device) if sized.stabilised else None,
+    )

@@ -19,7 +19,7 @@ from recollect.recall.recall import recall
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.sized import sized
-from recollect.state.initial import initial_state
+from recollect.state.state import initial_state
 from recollect.zoo.preset import get
 
 __all__ = [

@@ -112,6 +112,8 @@ class Problem:
     def phi(self, x: Tensor, side: str, position: Tensor) -> Tensor:
         """Lift ``x [B, T, H, N, K]`` in the state's dtype."""
         x = x.to(state_dtype(self.q, self.k, self.v))
+        if not self.sized.lifts:
+            return x
         if self.steps_per_token > 1:
             position = position // self.steps_per_token
         return self.recipe.features.phi(x, self.params, side, position)
@@ -126,7 +128,7 @@ class Problem:
     ) -> State:
         """The state after this call: position and buffer moved on, and what the engine changed."""
         end, old = self.end, self.state
-        seen = old.seen if self.lengths is None else None
+        seen = None if self.lengths is not None or old.seen is None else old.seen + self.k.shape[1]
         buffer = roll(
             self.recipe,
             old.buffer,
@@ -135,11 +137,12 @@ class Problem:
             rates=self.rates,
             lengths=self.lengths,
             position=end,
+            seen=seen,
         )
         return State(
             weights=old.weights if weights is None else weights,
             position=end,
-            known=None if seen is None else (end, seen + self.k.shape[1]),
+            known=None if seen is None else (end, seen),
             sizes=old.sizes,
             slots=old.slots if slots is None else slots,
             buffer=buffer,

@@ -3,16 +3,20 @@
 All gradients of an inner batch are taken at W°, so h and δ of its tokens stay as they are until the
 border, and the coefficients by which a read mixes them move on from token to token:
 
-    D_t = θ_t D_{t−1} − η_t γ_t,  C_t = α_t C_{t−1} + D_t  (a row over the batch's associations)
-    s_t = θ_t s_{t−1},  m_t = α_t m_{t−1} + s_t,  a_t = α_t a_{t−1}  (of S° and A°)
+    D_t = θ_t D_{t−1} − η_t γ_t,  C_t = α_t C_{t−1} + D_t
+
+are rows over A°, S° and the batch's associations: a token reads A_t = Σ_i C_t[i] (A°, S°, δ_1 h_1ᵀ,
+…)[i], and S_t is the same of D_t. They begin as (1, 0) and (0, 1), and γ_t is 0 at A° and S°.
 
 A step that makes one token keeps all of it in the state's cache: the next computes one key's
 factors, one row of coefficients and one read. Without a cache (after a long call, another engine, a
 reset) the factors and coefficients of the whole open batch are made once.
 
-The cache holds what it depends on beside the state: the recipe's hash, and the memory's parameters.
-On a device, where the host would have to wait to compare these, it holds an entry that is named for
-them (`recollect.choices.devices.stamp`).
+The cache holds the factors of a token beside each other (h and δ of the first map, then of the
+next): one tensor grows by one row per token, and is cut where it is read. It says what it depends
+on beside the state: an entry is named for the recipe, others hold the memory's parameters. On a
+device, where the host would have to wait to compare these, the name is theirs too
+(`recollect.choices.devices.stamp`).
 """
 
 from __future__ import annotations
@@ -30,10 +34,20 @@ from recollect.engines.deep.chain.engine import chain_slopes
 from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
 from recollect.engines.deep.layout import DeepPlan, Layout, Memory
 from recollect.engines.deep.share import scaled_by
-from recollect.engines.deep.step_coefficients import Table, tables
+from recollect.engines.deep.step_coefficients import Row, added, advance, row_of, tables
 from recollect.state.state import State
 
-__all__ = ["Stepped", "by_row", "follow", "step"]
+__all__ = [
+    "Stepped",
+    "by_row",
+    "cached",
+    "follow",
+    "joined",
+    "mark",
+    "moved",
+    "reads",
+    "step",
+]
 
 Cache = dict[str, Tensor]
 
@@ -45,24 +59,6 @@ class Stepped:
     y: Tensor
     memory: Memory
     cache: Cache
-
-
-@dataclass(kw_only=True)  # not frozen: made for every decoded token
-class _Row:
-    """Coefficients after one token: C and D over the batch's associations, the rest of A° and S°.
-
-    C and D are ``[P, n]``, a, m and s ``[P]``. ``None`` is 1 for a, nothing for m and s, and for D
-    what C says.
-    """
-
-    C: Tensor
-    D: Tensor | None = None
-    a: Tensor | None = None
-    m: Tensor | None = None
-    s: Tensor | None = None
-
-
-_NUMBERS = ("C", "D", "a", "m", "s")
 
 
 def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> Stepped | None:
@@ -81,26 +77,25 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
     place, depends, like = _place(problem.state, b), _depends(problem), memory.A[0]
     if place is None or not depends:
         return None
-    old: list[Factors] = []
+    old = None
     if place or c > 1:
-        cached = _cached_factors(method, cache, depends, place + c - 1, like)
-        if cached is None or "C" not in cache:
+        old = _cached_factors(cache, depends, place + c - 1, like)
+        if old is None or "C" not in cache:
             return None
-        old = cached
     position = problem.positions()
     points = _points(problem, method, position)
     new = _factors(method, memory, points, params)
     for one in new:
         if one.h.shape[1] != 1:
             return None
-    row = _advance(problem, method, cache if old else {}, place, points.phi)
-    all_factors = [first.join(last) for first, last in zip(old, new, strict=True)] if old else new
+    row = _advance(problem, method, cache if place else {}, place, points.phi)
+    rows, all_factors = joined(method, old, new)
     x = problem.phi(problem.q, "query", position).squeeze(1)
     raw = problem.q.to(x.dtype).squeeze(1)
-    y = _read(method, memory, row, all_factors, x, raw, params)
+    y = read(method.memory, reads(method, memory, row, all_factors), x, raw, params).flatten(0, 1)
     if place + 1 == b:
-        return Stepped(y=y, memory=_moved(row, memory, all_factors), cache={})
-    return Stepped(y=y, memory=memory, cache=_cached(all_factors, row, depends))
+        return Stepped(y=y, memory=moved(row, memory, all_factors), cache={})
+    return Stepped(y=y, memory=memory, cache=cached(rows, row, depends))
 
 
 def _place(state: State, b: int) -> int | None:
@@ -124,8 +119,8 @@ def step(problem: Problem, layout: Layout, memory: Memory) -> Stepped | None:
     R = layout.b + layout.c - 1
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
     depends = _depends(problem)
-    old = _cached_factors(method, cache, depends, R - 1, memory.A[0]) if depends else None
-    here = slice(R - 1 if old else 0, R)
+    old = _cached_factors(cache, depends, R - 1, memory.A[0]) if depends else None
+    here = slice(0 if old is None else R - 1, R)
     keys: dict[str, Tensor] = {}
     for name, x in layout.keys.items():
         keys[name] = x[0, :, :, here]
@@ -135,74 +130,95 @@ def step(problem: Problem, layout: Layout, memory: Memory) -> Stepped | None:
     for one in new:
         if one.h.shape[1] != here.stop - here.start:
             return None
-    all_factors = [first.join(last) for first, last in zip(old, new, strict=True)] if old else new
-    row, G = _row_of(table), layout.G
+    rows, all_factors = joined(method, old, new)
+    row, G = row_of(table), layout.G
     x = layout.x[0, :, :, -G:]
     raw = x if layout.raw is None else layout.raw[0, :, :, -G:]
-    y = _read(method, memory, row, all_factors, x, raw, layout.params)
+    here = reads(method, memory, row, all_factors)
+    y = read(method.memory, here, x, raw, layout.params).flatten(0, 1)
     if layout.commits[0] is True:
-        return Stepped(y=y, memory=_moved(row, memory, all_factors), cache={})
+        return Stepped(y=y, memory=moved(row, memory, all_factors), cache={})
     if not depends:
         return Stepped(y=y, memory=memory, cache={})
-    cache = _cached(all_factors, row, depends)
+    cache = cached(rows, row, depends)
     if method.rule.mean:
         # Averages are made of plain sums, which the table does not hold.
-        for name in _NUMBERS:
-            cache.pop(name, None)
+        cache.pop("C")
+        cache.pop("D", None)
     return Stepped(y=y, memory=memory, cache=cache)
 
 
 # -- the cache ------------------------------------------------------------------------------------
 
 
+def mark(tag: int, params: str = "") -> str:
+    """The name of a cache's entry that says whose it is; what the entry holds says nothing.
+
+    Args:
+        tag: of the recipe (`SizedRecipe.tag`).
+        params: what the memory's parameters are known by (`stamp`), where they are not compared.
+    """
+    return f"of {tag} {params}"
+
+
 def _depends(problem: Problem) -> Cache:
     """What the factors come from beside the state, row by row; nothing where that has no name."""
     method: DeepPlan = problem.plan
-    if problem.sized.tag is None:
+    tag, position = problem.sized.tag, problem.state.position
+    if tag is None:
         return {}
-    B = problem.q.shape[0]
     if problem.q.device.type != "cpu":
         name = stamp(problem.sources)
-        # Whatever has the right rows: its name says it all.
-        return {} if name is None else {f"of {problem.sized.tag} {name}": problem.state.position}
-    tags = problem.state.position.new_full((B,), problem.sized.tag)
-    made = {"recipe": tags}
+        return {} if name is None else {mark(tag, name): position}
+    made = {mark(tag): position}
     for name in (*method.params, *method.lifts):
         x = problem.params[name]
         # A parameter may be trained in place between two calls: what is kept is its value now.
-        made[f"param.{name}"] = x.detach().clone().expand(B, *x.shape)
+        made[f"param.{name}"] = x.detach().clone().expand(problem.q.shape[0], *x.shape)
     return made
 
 
 def _cached_factors(
-    method: DeepPlan,
-    cache: Mapping[str, Tensor],
-    depends: Mapping[str, Tensor],
-    count: int,
-    like: Tensor,
-) -> list[Factors] | None:
+    cache: Mapping[str, Tensor], depends: Mapping[str, Tensor], count: int, like: Tensor
+) -> Tensor | None:
     """The cached factors of the batch's earlier tokens, if they are this recipe's."""
-    old: list[Factors] = []
-    for i in range(len(method.maps)):
-        h, delta = cache.get(f"h.{i}"), cache.get(f"delta.{i}")
-        if h is None or delta is None or h.shape[2] != count or h.dtype != like.dtype:
-            return None
-        old.append(Factors(h.flatten(0, 1), delta.flatten(0, 1)))
+    old = cache.get("factors")
+    if old is None or old.shape[2] != count or old.dtype != like.dtype:
+        return None
     for name, x in depends.items():
-        if name not in cache or (x.device.type == "cpu" and not torch.equal(cache[name], x)):
+        compared = name.startswith("param.")
+        if name not in cache or (compared and not torch.equal(cache[name], x)):
             return None
-    return old
+    return old.flatten(0, 1)
 
 
-def _cached(all_factors: Sequence[Factors], row: _Row, depends: Cache) -> Cache:
-    entries = dict(depends)
-    B = next(iter(entries.values())).shape[0]
-    for i, one in enumerate(all_factors):
-        entries[f"h.{i}"] = by_row(one.h, B)
-        entries[f"delta.{i}"] = by_row(one.delta, B)
-    for name, x in (("C", row.C), ("D", row.D), ("a", row.a), ("m", row.m), ("s", row.s)):
-        if x is not None:
-            entries[name] = by_row(x, B)
+def joined(
+    method: DeepPlan, old: Tensor | None, new: Sequence[Factors]
+) -> tuple[Tensor, list[Factors]]:
+    """Factors of the batch's tokens beside each other ``[P, n, ·]``, as they are kept, and by map.
+
+    Args:
+        method: whose maps they are of.
+        old: those of earlier tokens, if there are any.
+        new: of each map, ``[P, c, ·]``.
+    """
+    rows = torch.cat([x for one in new for x in (one.h, one.delta)], dim=-1)
+    rows = rows if old is None else torch.cat([old, rows], dim=1)
+    parts = rows.split_with_sizes(method.widths, dim=-1)
+    return rows, [Factors(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]
+
+
+def cached(rows: Tensor, row: Row, depends: Cache) -> Cache:
+    """What the next token takes up.
+
+    Args:
+        rows: factors beside each other. row: the coefficients.
+        depends: what says whose they are, with a tensor of B rows at least.
+    """
+    B = next(iter(depends.values())).shape[0]
+    entries = {**depends, "factors": by_row(rows, B), "C": by_row(row.C, B)}
+    if row.D is not None:
+        entries["D"] = by_row(row.D, B)
     return entries
 
 
@@ -244,31 +260,20 @@ def _factors(
 
 def _advance(
     problem: Problem, method: DeepPlan, cache: Mapping[str, Tensor], place: int, phi: Tensor
-) -> _Row:
+) -> Row:
     """The coefficients after this token from those before it; none before a batch's first."""
     rates, rule = problem.rates, method.rule
-    C, D, a, m, s = [None if (x := cache.get(n)) is None else x.flatten(0, 1) for n in _NUMBERS]
-    new = -_weights(problem, method, phi)  # [P, c]
-    theta = rates["momentum"].flatten() if rule.slot else None
-    alpha = rates["log_decay"].exp().flatten() if "log_decay" in rates else None
+    C, D = [None if (x := cache.get(name)) is None else x.flatten(0, 1) for name in ("C", "D")]
+    new, first = -_weights(problem, method, phi), place == 0  # [P, c]
     if rule.mean:
         offset = rates["offset"]
         offset = offset[..., place] if offset.dim() == 4 else offset
         tau = (1 / (place + 1) + offset).clamp_min(0).flatten()
-        D = _added(D, new)
-        return _Row(C=tau.unsqueeze(-1) * D, D=D)
-    C = C if C is None or alpha is None else C * alpha.unsqueeze(-1)
-    a = alpha if a is None or alpha is None else a * alpha
-    if theta is None:
-        return _Row(C=_added(C, new), a=a)
-    s = theta if s is None else s * theta
-    D = _added(None if D is None else D * theta.unsqueeze(-1), new)
-    C = D if C is None else pad(C, (0, 1)) + D
-    if m is None:
-        m = s
-    else:
-        m = s + m if alpha is None else torch.addcmul(s, m, alpha)
-    return _Row(C=C, D=D, a=a, m=m, s=s)
+        D = new if D is None else added(D, new, first=first)
+        return Row(C=pad(tau.unsqueeze(-1) * D, (1, 0), value=1.0), D=D)
+    alpha = rates["log_decay"].exp().reshape(-1, 1) if "log_decay" in rates else None
+    theta = rates["momentum"].reshape(-1, 1) if rule.slot else None
+    return advance(None if C is None else Row(C=C, D=D), new, theta, alpha, first=first)
 
 
 def _weights(problem: Problem, method: DeepPlan, phi: Tensor) -> Tensor:
@@ -290,49 +295,27 @@ def _weights(problem: Problem, method: DeepPlan, phi: Tensor) -> Tensor:
     return gamma if lr is None else gamma * lr.flatten().unsqueeze(-1)
 
 
-def _added(row: Tensor | None, new: Tensor) -> Tensor:
-    """A row over the associations before, and the weights of the last c of those now."""
-    if row is None:
-        return new
-    if new.shape[-1] == 1:
-        return torch.cat([row, new], dim=-1)
-    return pad(row, (0, 1)) + pad(new, (row.shape[-1] + 1 - new.shape[-1], 0))
+def reads(method: DeepPlan, memory: Memory, row: Row, all_factors: Sequence[Factors]) -> list[Read]:
+    """What every map is read by after a token.
 
-
-def _row_of(table: Table) -> _Row:
-    """The last token's coefficients."""
-    return _Row(
-        C=table.C[0, :, -1],
-        D=None if table.D is None else table.D[0],
-        a=None if table.a is None else table.a[0, :, -1],
-        m=None if table.m is None else table.m[0, :, -1],
-        s=None if table.s is None else table.s[0],
-    )
-
-
-def _read(
-    method: DeepPlan,
-    memory: Memory,
-    row: _Row,
-    all_factors: Sequence[Factors],
-    x: Tensor,
-    raw: Tensor,
-    params: Mapping[str, Tensor],
-) -> Tensor:
-    """Outputs ``[P, G, V]`` of queries ``[B, H, G, ·]``."""
+    Args:
+        method: of the recipe.
+        memory: at the batch's start.
+        row: after the token.
+        all_factors: of the batch's tokens up to this one, map by map.
+    """
     moments = memory.slots.get("momentum")
-    a = None if row.a is None else row.a[:, None, None]
-    m = None if row.m is None else row.m[:, None, None]
-    C = row.C.unsqueeze(1)
-    reads: list[Read] = []
+    n = all_factors[0].h.shape[1]
+    a, *rest, C = row.C.unsqueeze(1).split_with_sizes([1] * (row.C.shape[1] - n) + [n], dim=-1)
+    made: list[Read] = []
     for i, one in enumerate(all_factors):
-        reads.append(
+        made.append(
             Read(
                 W=memory.A[i],
                 S=None if moments is None else moments[i],
                 factors=one,
-                a=a,
-                m=m,
+                a=None if method.recipe.retention.decay is None else a,
+                m=rest[0] if rest else None,
                 C=C,
                 inner=None,
                 outer=None,
@@ -340,20 +323,32 @@ def _read(
                 own=True,
             )
         )
-    return read(method.memory, reads, x, raw, params).flatten(0, 1)
+    return made
 
 
-def _moved(row: _Row, memory: Memory, all_factors: Sequence[Factors]) -> Memory:
-    """A_n = a_n A° + m_n S° + Σ C[n, i] δ_i h_iᵀ and S_n, at the batch's end."""
-    moments = memory.slots.get("momentum")
+def moved(row: Row, memory: Memory, all_factors: Sequence[Factors]) -> Memory:
+    """A_n = a_n A° + m_n S° + Σ C[n, i] δ_i h_iᵀ and S_n, at the batch's end.
+
+    Args:
+        row: after the batch's last token.
+        memory: A° and S°.
+        all_factors: h and δ of every map.
+    """
+    n, moments = all_factors[0].h.shape[1], memory.slots.get("momentum")
     A: list[Tensor] = []
     S: list[Tensor] = []
     for i, one in enumerate(all_factors):
-        moved = memory.A[i] if row.a is None else memory.A[i] * row.a[:, None, None]
-        if moments is not None and row.m is not None:
-            moved = torch.addcmul(moved, moments[i], row.m[:, None, None])
-        A.append(torch.baddbmm(moved, (one.delta * row.C.unsqueeze(-1)).mT, one.h))
-        if moments is not None and row.s is not None and row.D is not None:
-            decayed = moments[i] * row.s[:, None, None]
-            S.append(torch.baddbmm(decayed, (one.delta * row.D.unsqueeze(-1)).mT, one.h))
+        starts = [memory.A[i]] if moments is None else [memory.A[i], moments[i]]
+        A.append(_combined(row.C, starts, one, n))
+        if moments is not None and row.D is not None:
+            S.append(_combined(row.D, starts, one, n))
     return Memory(A=A, slots={} if moments is None else {"momentum": S})
+
+
+def _combined(row: Tensor, starts: Sequence[Tensor], one: Factors, n: int) -> Tensor:
+    """What a row says of the weights at the batch's start and of its n associations."""
+    *of_starts, C = row[..., None].split_with_sizes([1] * (row.shape[1] - n) + [n], dim=1)
+    total = starts[0] * of_starts[0]
+    for start, by in zip(starts[1:], of_starts[1:], strict=True):
+        total = torch.addcmul(total, start, by)
+    return torch.baddbmm(total, (one.delta * C).mT, one.h)

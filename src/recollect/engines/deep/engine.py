@@ -24,6 +24,7 @@ from recollect.choices.devices import room
 from recollect.choices.memory.base import Read, Stack
 from recollect.engines.common.problem import Problem, wants_gradient
 from recollect.engines.deep.chain.engine import Chain, run_chain, slope_of
+from recollect.engines.deep.chain.token import is_bare
 from recollect.engines.deep.decode import Stepped, by_row, follow, step
 from recollect.engines.deep.general import run_inner_batches
 from recollect.engines.deep.layout import DeepPlan, Grid, Layout, Memory, lay_out
@@ -132,10 +133,13 @@ def plan(sized: SizedRecipe) -> DeepPlan:
     decay = retention.decay
     plain = decay is None or (decay.per == "head" and decay.when == "after")
     plain &= not (algorithm.per_value or retention.linked or rule.splits or rule.pairs)
+    maps = memory.maps(sized.features, sized.channels)
+    # Batches of one token have no factors to keep.
+    decodes = how == "table" and plain and algorithm.batch > 1
     return DeepPlan(
         recipe=recipe,
         memory=memory,
-        maps=memory.maps(sized.features, sized.channels),
+        maps=maps,
         way=how,
         rule=rule,
         # Tokens of a batch with one step at its border read W°, whatever the link's mode.
@@ -148,9 +152,10 @@ def plan(sized: SizedRecipe) -> DeepPlan:
         numbers=tuple(sorted(bias.numbers)),
         params=tuple(param.name for param in memory.params()),
         lifts=tuple(param.name for param in recipe.features.params()),
-        # Batches of one token have no factors to keep.
-        decodes=how == "table" and plain and algorithm.batch > 1,
+        decodes=decodes,
         normalizer=_normalizer(recipe),
+        bare=decodes and is_bare(sized, rule, chain_of(recipe)),
+        widths=tuple(size for one in maps for size in (one.inp, one.out)),
     )
 
 
@@ -288,6 +293,11 @@ def _hold_freed_memory() -> None:
     torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
+def _room(x: Tensor, host: int) -> int:
+    """Bytes that intermediates of a group may take: on a CPU ``host``."""
+    return host if x.device.type == "cpu" else room(x)
+
+
 def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: bool) -> int:
     """g: as many inner batches as the caller's chunk, or as fit in `GROUP_BYTES`."""
     if problem.chunk_size is not None:
@@ -304,13 +314,13 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
         borders = weights * (1 + len(problem.state.slots))
         numbers = borders + rows * (3 * widths + 2 * (grid.b + grid.c))
         each = B * H * numbers * problem.state.weights[0].element_size()
-        whole = grid.N * each <= room(problem.q, WHOLE_BYTES)
+        whole = grid.N * each <= _room(problem.q, WHOLE_BYTES)
         # Without gradients next to nothing of this is kept.
-        budget = room(problem.q, GROUP_BYTES if outer else WHOLE_BYTES)
+        budget = _room(problem.q, GROUP_BYTES if outer else WHOLE_BYTES)
         return grid.N if whole else max(1, budget // max(each, 1))
     numbers = weights * copies * (1 + len(problem.state.slots)) + 4 * rows * widths
     each = B * H * numbers * problem.state.weights[0].element_size()
-    return max(1, room(problem.q, GROUP_BYTES) // max(each, 1))
+    return max(1, _room(problem.q, GROUP_BYTES) // max(each, 1))
 
 
 def _layout(

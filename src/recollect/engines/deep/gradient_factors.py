@@ -191,9 +191,13 @@ class Read:
     own: bool
 
     def __call__(self, h: Tensor) -> Tensor:
-        x = h.flatten(0, 1)
+        """The map's outputs ``[B, H, rows, out]`` at inputs ``[B, H, rows, in]``."""
+        return self.of(h.flatten(0, 1)).unflatten(0, h.shape[:2])
+
+    def of(self, x: Tensor) -> Tensor:
+        """The same of inputs ``[P, rows, in]``."""
         if self.inner is not None or self.outer is not None:
-            return self._channels(x).unflatten(0, h.shape[:2])
+            return self._channels(x)
         own, W, S = self.own, self.W.mT, self.S
         # Numbers per token scale the narrower side of the product.
         if self.a is None:
@@ -209,7 +213,7 @@ class Read:
                 moved = torch.bmm(x, S.mT)
                 z = z.addcmul_(moved, self.m) if own else torch.addcmul(z, moved, self.m)
         scores = scaled(torch.bmm(x, self.factors.h.mT), self.C, own=own)
-        return plus_product(z, scores, self.factors.delta, own=own).unflatten(0, h.shape[:2])
+        return plus_product(z, scores, self.factors.delta, own=own)
 
     def _channels(self, x: Tensor) -> Tensor:
         """Under decays per channel, absorbed into x and h, and into δ and the result."""

@@ -71,6 +71,7 @@ class DeepPlan:
         decodes: whether one token's read is one table of coefficients with numbers per head.
         chain: the memory as a chain of maps, where everything else is plain enough for `chain`.
         normalizer: what scales every association's gradient, if the algorithm normalises.
+        bare: whether `chain.token` decodes. widths: of h and δ of the first map, of the next, ….
     """
 
     recipe: Recipe
@@ -89,6 +90,8 @@ class DeepPlan:
     lifts: tuple[str, ...]
     decodes: bool
     normalizer: Normalizer | None
+    bare: bool
+    widths: tuple[int, ...]
 
 
 # -- alignment over rows --------------------------------------------------------------------------
@@ -218,7 +221,7 @@ def lay_out(problem: Problem) -> Grid:
     if method.slope is not None and "lr" in rates:
         kappa = tokens.phi.square().sum(-1)
         rates["lr"] = problem.recipe.algorithm.rate(rates["lr"], kappa, method.slope)
-    placed, lifts = {"phi": tokens.phi, "v": tokens.v}, problem.recipe.features.lifts
+    placed, lifts = {"phi": tokens.phi, "v": tokens.v}, problem.sized.lifts
     if lifts:
         placed["raw"] = tokens.k
     q_phi = problem.phi(problem.q, "query", problem.positions())

@@ -19,11 +19,26 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from recollect.choices.devices import constant
 from recollect.choices.memory.base import LinearMap
 from recollect.engines.common.coefficients import cumulated, flushed, products
 
-__all__ = ["Own", "Rule", "Table", "band", "paired", "per_map", "tables", "window_rows"]
+__all__ = [
+    "Own",
+    "Row",
+    "Rule",
+    "Table",
+    "added",
+    "advance",
+    "band",
+    "paired",
+    "per_map",
+    "row_of",
+    "tables",
+    "window_rows",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,3 +284,72 @@ def paired(x: Tensor, n: int, c: int) -> Tensor:
     """Associations as pairs with their steps, stream by stream."""
     parts = [window_rows(part, n, c) for part in x.split(n + c - 1, dim=1)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+# -- one token ------------------------------------------------------------------------------------
+
+
+@dataclass  # not frozen: made for every decoded token
+class Row:
+    """Coefficients after one token, ``[P, 1 + n]``, or ``[P, 2 + n]`` where there is momentum.
+
+    C and D are those of A and S; of A°, then of S° where there is one, then of the batch's n
+    associations. D is ``None`` without momentum, and holds the plain sums ``[P, n]`` of averages.
+    """
+
+    C: Tensor
+    D: Tensor | None = None
+
+
+def _starts(P: int, size: int) -> Tensor:
+    """C, and D where there is one, before a batch's first token: ``[size, P, size]``."""
+    return torch.eye(size).unsqueeze(1).repeat(1, P, 1)
+
+
+def advance(
+    row: Row | None, new: Tensor, theta: Tensor | None, alpha: Tensor | None, *, first: bool
+) -> Row:
+    """The coefficients one token on: D = θ D − η γ and C = α C + D.
+
+    Args:
+        row: after the token before; ``None`` before a batch's first.
+        new: −η γ of the window's associations, oldest first, ``[P, c]``.
+        theta: θ ``[P, 1]``, where there is momentum.
+        alpha: α ``[P, 1]``, where there is decay.
+        first: whether the token is its batch's first.
+    """
+    if row is None:
+        P, size = new.shape[0], 1 + (theta is not None)
+        row = Row(*constant(_starts, P, size, device=new.device, dtype=new.dtype))
+    C, D = row.C, row.D
+    if D is None or theta is None:
+        return Row(C=added(C if alpha is None else C * alpha, new, first=first))
+    D = D * theta
+    C = C + D if alpha is None else torch.addcmul(D, C, alpha)
+    return Row(C=added(C, new, first=first), D=added(D, new, first=first))
+
+
+def added(row: Tensor, new: Tensor, *, first: bool) -> Tensor:
+    """A row over the associations before, and the weights of the last c of those now.
+
+    Args:
+        row: over those before, ``[P, n]``.
+        new: weights ``[P, c]``.
+        first: whether the token is its batch's first, which finds none before it.
+    """
+    if first or new.shape[-1] == 1:
+        return torch.cat([row, new], dim=-1)
+    return pad(row, (0, 1)) + pad(new, (row.shape[-1] + 1 - new.shape[-1], 0))
+
+
+def row_of(table: Table) -> Row:
+    """Coefficients after the last token of a table of one batch."""
+    C = table.C[0, :, -1]
+    a = torch.ones_like(C[:, :1]) if table.a is None else table.a[0, :, -1:]
+    if table.m is None or table.s is None or table.D is None:
+        return Row(C=torch.cat([a, C], dim=-1))
+    s = table.s[0].unsqueeze(-1)
+    return Row(
+        C=torch.cat([a, table.m[0, :, -1:], C], dim=-1),
+        D=torch.cat([torch.zeros_like(s), s, table.D[0]], dim=-1),
+    )

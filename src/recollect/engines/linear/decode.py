@@ -49,7 +49,7 @@ def plan(sized: SizedRecipe) -> LinearPlan:
         plain=simple,
         bare=simple
         and sized.plain
-        and not recipe.features.lifts
+        and not sized.lifts
         and not recipe.algorithm.keyed
         and not sized.statics
         and gates == ({"lr"} if decay is None else {"lr", "log_decay"}),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from recollect.choices.algorithm.share import EPS, share
 
-__all__ = ["Shares", "share_of"]
+__all__ = ["Shares", "share_now", "share_of"]
 
 Tensors = Sequence[Tensor]
 
@@ -42,6 +42,28 @@ def share_of(h: Tensors, delta: Tensors, prediction: Tensor, v: Tensor, target: 
         gain = own if gain is None else gain + own
     assert gain is not None  # a chain has a map
     return share(prediction - target * v, delta[-1], gain)
+
+
+def share_now(h: Tensors, delta: Tensors, away: Tensor | None, slope: float) -> Tensor:
+    """ρ ``[P, R, 1]`` without a graph, in few operations.
+
+    Args:
+        h: inputs of every map ``[P, R, ·]``. delta: gradients of their outputs.
+        away: e ``[P, R, V]``; ``None`` where the error is affine.
+        slope: a of an affine error.
+    """
+    sizes = [torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (*h, *delta)]
+    last = sizes[-1] * sizes[-1]
+    below = last * EPS
+    for x, y in zip(sizes, sizes[len(h) :], strict=False):
+        each = x * y
+        below.addcmul_(each, each)
+    below.clamp_min_(torch.finfo(below.dtype).tiny)
+    if away is not None:
+        last = (away * delta[-1]).sum(-1, keepdim=True)
+    elif slope != 1:
+        below *= slope
+    return last / below
 
 
 class Shares:

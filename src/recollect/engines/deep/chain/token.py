@@ -1,0 +1,171 @@
+"""One token of a chain memory, straight from what a layer made.
+
+What `recollect.engines.deep.decode` does for any memory with a table of coefficients, for the
+recipes that need nothing of a token but q, k, v and the gates of rate, momentum and decay. It is
+bound by the number of operations: ρ of a normalised step is put into the coefficients, −η ρ in
+place of −η, so that the factors stay as they are (`shares`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from recollect.choices.devices import constant
+from recollect.engines.common.problem import state_dtype
+from recollect.engines.deep.chain.activations import CURVES
+from recollect.engines.deep.chain.engine import Chain
+from recollect.engines.deep.chain.forward import slopes
+from recollect.engines.deep.chain.shares import share_now
+from recollect.engines.deep.decode import by_row, cached, joined, mark, moved, reads
+from recollect.engines.deep.gradient_factors import Factors, Read
+from recollect.engines.deep.layout import DeepPlan, Memory
+from recollect.engines.deep.step_coefficients import Row, Rule, advance
+from recollect.recipe.sized import SizedRecipe
+from recollect.state.buffer import Buffer, roll
+from recollect.state.state import State
+
+__all__ = ["is_bare", "token"]
+
+
+def is_bare(sized: SizedRecipe, rule: Rule, chain: Chain | None) -> bool:
+    """Whether a token needs its key, value and query, and a gate per head for each coefficient.
+
+    With a residual, what is not finite in a query shows in what it reads, so that nobody has to
+    look for it: behind an activation that is bounded it might not.
+
+    Args:
+        sized: the recipe, which has a table of coefficients.
+        rule: of that table.
+        chain: its memory, if it is one.
+    """
+    recipe, gates = sized.recipe, {"lr"}
+    if rule.slot:
+        gates.add("momentum")
+    if recipe.retention.decay is not None:
+        gates.add("log_decay")
+    return (
+        chain is not None
+        and chain.residual
+        and sized.plain
+        and sized.tag is not None
+        and not (sized.params or sized.lifts or recipe.algorithm.keyed or rule.mean)
+        and recipe.context.horizon == 1
+        and rule.slot in ("", "steps")
+        and not recipe.bias.numbers
+        and all(gate.shape == (sized.H,) for gate in sized.gates.values())
+        and set(sized.gates) == gates
+    )
+
+
+def token(
+    sized: SizedRecipe,
+    plan: DeepPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    state: State,
+) -> tuple[Tensor, State] | None:
+    """`decode.follow` of a `bare` recipe, of numbers that nobody has to look at; else ``None``.
+
+    ``None`` too where rows have come differently far, and inside of an inner batch whose factors
+    nobody kept.
+
+    Args:
+        sized: the recipe.
+        plan: what was derived from it.
+        q: the query ``[B, 1, H·G, K]``.
+        k: the key ``[B, 1, H, K]``.
+        v: the value ``[B, 1, H, V]``.
+        gates: by name, ``[B, 1, H]``.
+        state: before the token.
+    """
+    seen, cache, first = state.seen, state.cache, state.weights[0]
+    B, H = first.shape[:2]
+    if not plan.bare or seen is None or B == 0 or state.written_by != sized.written:
+        return None
+    if not (q.dtype == k.dtype == v.dtype == first.dtype == state_dtype(q)):
+        return None
+    assert sized.tag is not None  # plan.bare
+    P, place, own = B * H, seen % plan.b, mark(sized.tag)
+    old = row = None
+    if place:
+        old = cache.get("factors")
+        if old is None or old.shape[2] != place or "C" not in cache or own not in cache:
+            return None
+        old, D = old.flatten(0, 1), cache.get("D")
+        row = Row(C=cache["C"].flatten(0, 1), D=None if D is None else D.flatten(0, 1))
+    memory = Memory(
+        A=[w.flatten(0, 1) for w in state.weights],
+        slots={name: [w.flatten(0, 1) for w in slot] for name, slot in state.slots.items()},
+    )
+    key, value, x = k.reshape(P, 1, -1), v.reshape(P, 1, -1), q.reshape(P, -1, q.shape[3])
+    factors, weight = _written(plan, memory, key, value, gates["lr"].reshape(P, 1))
+    theta = gates["momentum"].reshape(P, 1) if "momentum" in gates else None
+    alpha = gates["log_decay"].exp().reshape(P, 1) if "log_decay" in gates else None
+    row = advance(row, weight, theta, alpha, first=not place)
+    rows, all_factors = joined(plan, old, factors)
+    y = _asked(plan, reads(plan, memory, row, all_factors), x)
+    changed: dict[str, object] = {"buffer": _rolled(sized, k, v, gates, state)}
+    if place + 1 < plan.b:
+        changed["cache"] = cached(rows, row, {own: state.position})
+    else:
+        end = moved(row, memory, all_factors)
+        changed["weights"] = tuple(by_row(w, B) for w in end.A)
+        changed["slots"] = {
+            name: tuple(by_row(w, B) for w in slot) for name, slot in end.slots.items()
+        }
+    return y.view(B, 1, q.shape[2], v.shape[3]), state.moved(**changed)
+
+
+def _written(
+    plan: DeepPlan, memory: Memory, key: Tensor, value: Tensor, lr: Tensor
+) -> tuple[list[Factors], Tensor]:
+    """Factors of an association ``[P, 1, ·]``, and −η ρ ``[P, 1]``."""
+    chain = plan.chain
+    assert chain is not None  # plan.bare
+    h, delta, prediction = slopes(
+        CURVES[chain.activation],
+        chain.bias,
+        [w.mT for w in memory.A],
+        key,
+        key,
+        value,
+        {},
+    )
+    if chain.target is not None:
+        affine = chain.bias.affine
+        away = prediction - chain.target * value if affine is None else None
+        lr = lr * share_now(h, delta, away, 1.0 if affine is None else affine[0]).squeeze(-1)
+    return list(map(Factors, h, delta)), -lr
+
+
+def _asked(plan: DeepPlan, maps: Sequence[Read], x: Tensor) -> Tensor:
+    """M at queries ``[P, G, K]``, map by map."""
+    assert plan.chain is not None  # plan.bare
+    value = CURVES[plan.chain.activation].value
+    z = maps[0].of(x)
+    for one in maps[1:]:
+        z = one.of(value(z))
+    return z + x
+
+
+def _rolled(
+    sized: SizedRecipe, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], state: State
+) -> Buffer | None:
+    """The buffer one token on; numbers that the recipe fixes are buffered as well."""
+    B, _, H, _ = k.shape
+    rates: dict[str, Tensor] = {}
+    for name, x in sized.constants.items():
+        rates[name] = constant(_filled, B, H, x, device=k.device, dtype=k.dtype)
+    rates.update(gates)
+    after, old = state.position + 1, state.buffer
+    seen = None if state.seen is None else state.seen + 1
+    return roll(sized.recipe, old, k=k, v=v, rates=rates, lengths=None, position=after, seen=seen)
+
+
+def _filled(B: int, H: int, value: float) -> Tensor:
+    return torch.full((B, 1, H), value)
