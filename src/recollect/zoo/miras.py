@@ -28,9 +28,11 @@ _CHUNKS = (
 _NORMALISED = GradientDescent(batch=16, normalize=True)
 _GATES = {"lr": NEARLY_ALL, "log_decay": SLOW}
 # An inner norm bounds what the memory says. It begins as long as a layer's values are, so that
-# their errors can be corrected at all; so bounded, steps beyond the limit do not diverge.
+# their errors can be corrected at all; so bounded, steps beyond the limit do not diverge. It also
+# makes whatever the last map says that long, so the memory says nothing until something is written
+# (last_map=0). A share that closed would not open again: it stays above a fifth of the limit.
 _NORMED = {
-    "lr": GateOptions(unit="share", init=1.5, high=2.0),
+    "lr": GateOptions(unit="share", init=1.5, high=2.0, low=0.2),
     "log_decay": SLOW,
     "norm_weight": GateOptions(init=0.7),
 }
@@ -53,7 +55,7 @@ def moneta() -> tuple[Recipe, LayerOptions]:
     """Large errors count more (ℓ_3), and large weights hold down the rest (L_4)."""
     retention = Lq(q=4, form="printed", floor=0.1, decay=_CHANNELS, every="batch")
     recipe = Recipe(memory=_MEMORY, bias=Lp(p=3), retention=retention, algorithm=_NORMALISED)
-    return recipe, LayerOptions(gates=_NORMED)
+    return recipe, LayerOptions(gates=_NORMED, last_map=0.0)
 
 
 @preset(
@@ -87,7 +89,7 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
         kind="reconstruction",
         source="MIRAS eq. 26",
         note=f"{NORMALISED}; δ is compared with the length of the whole error, so it is one number "
-        "per head where the paper speaks of one per channel, and it starts at 2 √V, beyond the "
+        "per head where the paper speaks of one per channel, and it starts at 4 √V, beyond the "
         "errors that a layer makes while it learns: outside of it no gradient reaches the values; "
         f"{_CHUNKS}{COMMON}",
     ),
@@ -95,8 +97,8 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
 def yaad() -> tuple[Recipe, LayerOptions]:
     """Least squares for ordinary tokens, only the sign of the error for extreme ones."""
     recipe = Recipe(memory=_MEMORY, bias=Huber(), retention=_CHANNELS, algorithm=_NORMALISED)
-    gates = {**_NORMED, "threshold": GateOptions(unit="rms", init=2.0)}
-    return recipe, LayerOptions(gates=gates)
+    gates = {**_NORMED, "threshold": GateOptions(unit="rms", init=4.0)}
+    return recipe, LayerOptions(gates=gates, last_map=0.0)
 
 
 @preset(

@@ -26,9 +26,10 @@ _NOTE = (
 )
 
 
-def _ttt(memory: MLP, step: GateOptions) -> tuple[Recipe, LayerOptions]:
+def _ttt(memory: MLP, step: GateOptions, last_map: float = 1.0) -> tuple[Recipe, LayerOptions]:
     mean = GradientDescent(batch=16, reduce="mean", offset="static", normalize=True)
-    return Recipe(memory=memory, algorithm=mean), LayerOptions(qk_norm="rms", gates={"lr": step})
+    options = LayerOptions(qk_norm="rms", gates={"lr": step}, last_map=last_map)
+    return Recipe(memory=memory, algorithm=mean), options
 
 
 @preset(
@@ -44,10 +45,10 @@ def _ttt(memory: MLP, step: GateOptions) -> tuple[Recipe, LayerOptions]:
 )
 def ttt_linear() -> tuple[Recipe, LayerOptions]:
     """A linear map with a bias, layer-normed, learns what to add to the key."""
-    # Under a norm predictions are bounded, so that nothing diverges beyond the limit; and keys of
-    # length √K are what its one map's writes have to stand out from.
+    # Under a norm predictions are bounded, so that nothing diverges beyond the limit; and the norm
+    # makes whatever its one map says as long as the key, so that it says nothing at first.
     more = GateOptions(unit="share", init=1.5, high=2.0)
-    return _ttt(MLP(depth=1, norm="layer", biases=True), more)
+    return _ttt(MLP(depth=1, norm="layer", biases=True), more, last_map=0.0)
 
 
 @preset(
