@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from recollect.blocks.mixers import names_mean
 from recollect.choices import algorithm, bias, context, features, memory, retention
 from recollect.choices.fields import (
     Gate,
@@ -48,7 +49,7 @@ from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
 
 if TYPE_CHECKING:
-    from recollect import experiments, lm, tasks, testing, theory, zoo
+    from recollect import blocks, experiments, lm, tasks, testing, theory, zoo
     from recollect.experiments import compare, reproduce
 
 __version__ = "0.1.0"
@@ -72,6 +73,7 @@ __all__ = [
     "Tie",
     "algorithm",
     "bias",
+    "blocks",
     "compare",
     "context",
     "cost",
@@ -103,7 +105,7 @@ __all__ = [
 ]
 
 # Loaded on first use: they need optional dependencies, or cost time that a recipe does not.
-_MODULES = ("experiments", "lm", "tasks", "testing", "theory", "zoo")
+_MODULES = ("blocks", "experiments", "lm", "tasks", "testing", "theory", "zoo")
 _EXPERIMENTS = ("compare", "reproduce")
 
 
@@ -115,6 +117,16 @@ def _of_the_zoo(name: str) -> Recipe:
 
 
 names_stand_for(_of_the_zoo)
+
+
+def _mixer_of_the_zoo(name: str) -> Any:
+    """What a name means where a mixer is taken."""
+    from recollect.zoo.preset import find
+
+    return find(name)
+
+
+names_mean(_mixer_of_the_zoo)
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ from recollect.fields import (
     whole,
 )
 
-__all__ = ["GateOptions", "LayerOptions", "Tie"]
+__all__ = ["GateOptions", "LayerOptions", "Options", "Tie"]
 
 TIES = {
     "complement": "k",
@@ -41,7 +41,7 @@ TIES = {
 """Rules of ties, and what each can make: keys, a probe, or (empty) a number of the recipe."""
 
 
-class _Options(Validated):
+class Options(Validated):
     """Fields that are checked, and refused as what has no meaning in a recipe."""
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ def _fields(cls: type, data: object) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateOptions(_Options):
+class GateOptions(Options):
     """Where one number of the recipe comes from: a gate (per token), or a param (per head).
 
     The number is ``squash(z)``; z is a projection of the token plus a bias (``"input"``), the bias
@@ -191,7 +191,7 @@ class GateOptions(_Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tie(_Options):
+class Tie(Options):
     """One number that follows another instead of a projection of its own.
 
     Args:
@@ -260,7 +260,7 @@ class Tie(_Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerOptions(_Options):
+class LayerOptions(Options):
     """What a `MemoryLayer` does around its memory; defaults as in MIRAS 5.4 and ATLAS 5.1.
 
     Args:

@@ -73,6 +73,8 @@ def roll(
     """The buffer after new tokens: per row, those of the window and of the open inner batch.
 
     ``position`` is that after the new tokens. Cost O(n) in the number of slots, not in T.
+    The first associations that a context keeps (`Context.first`) stand in the first slots of a
+    buffer that is full.
     """
     span = recipe.span
     if span == 0:
@@ -85,17 +87,25 @@ def roll(
     history = recipe.history
     wanted = position if history is None else position % recipe.algorithm.batch + history
     wanted = torch.minimum(position, wanted)
-    if lengths is None:
+    first = recipe.context.first
+    if lengths is None and not first:
         return _ended(old, slots, wanted, k=k, v=v, rates=rates)
     # Joined tokens form one run per row: old ones aligned right, new ones aligned left.
-    end = buffered + lengths  # [B]
-    index = end[:, None] - slots + torch.arange(slots, device=k.device)  # [B, n]
+    count = torch.full_like(position, T) if lengths is None else lengths
+    end, slot = buffered + count, torch.arange(slots, device=k.device)
+    index = end[:, None] - slots + slot  # [B, n]
     mask = (index >= end[:, None] - wanted[:, None]) & (index >= 0)
     if old is not None:
         inside = index.clamp(0, buffered - 1) if buffered else index
         mask &= (
             torch.where(index < buffered, old.mask.gather(1, inside), True) if buffered else True
         )
+    if first:  # those of the document's beginning stay, before the latest
+        before = (position - count)[:, None]
+        own = torch.where(before > buffered, slot, slot - before + buffered)
+        own = torch.where(slot >= before, buffered + slot - before, own)
+        stays = (slot < first) & (position > slots)[:, None]
+        index, mask = torch.where(stays, own, index), mask | stays
     index = index.clamp(0, max(buffered + T - 1, 0))
 
     def pick(new: Tensor, past: Tensor | None) -> Tensor:

@@ -64,7 +64,8 @@ def compile_blocks(model: RecollectForCausalLM) -> str:
     for every batch.
     """
     for block in model.model.blocks:
-        block.mlp.compile()  # type: ignore[union-attr]
+        if block.mlp is not None:
+            block.mlp.compile()  # type: ignore[union-attr]
     return (
         "compiled: the MLPs of all blocks; memory layers run as they are, because their engines "
         "choose by what they see"
