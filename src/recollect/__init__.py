@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from recollect.blocks.cost import cost
 from recollect.blocks.mixers import names_mean
 from recollect.choices import algorithm, bias, context, features, memory, retention
 from recollect.choices.fields import (
@@ -29,7 +30,7 @@ from recollect.choices.fields import (
     slot,
 )
 from recollect.choices.member import RecipeError, member
-from recollect.cost import Cost, cost
+from recollect.cost import Cost
 from recollect.engines.least_squares.conjugate_gradient import (
     ConvergenceWarning,
     Solves,

@@ -16,7 +16,7 @@ Examples:
 
 from __future__ import annotations
 
-from recollect.blocks.build import build
+from recollect.blocks.build import build, received
 from recollect.blocks.files import read_mixer
 from recollect.blocks.mixers import AsContext, Chain, Gated, Leaf, Mixer, mixer_of
 from recollect.blocks.state import MixerState
@@ -31,4 +31,5 @@ __all__ = [
     "build",
     "mixer_of",
     "read_mixer",
+    "received",
 ]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from recollect.blocks.as_context import AsContextLayer
 from recollect.blocks.beside import ChainLayer, GatedLayer
 from recollect.blocks.composed import Composed
@@ -12,7 +15,7 @@ from recollect.choices.member import RecipeError
 from recollect.layer.feed_forward import FeedForward, layer_of
 from recollect.layer.memory_layer import MemoryLayer
 
-__all__ = ["build"]
+__all__ = ["build", "received"]
 
 _SIZES = ("kv_heads", "head_dim", "value_dim", "method", "chunk_size", "depth")
 
@@ -44,6 +47,53 @@ def build(
         if name not in _SIZES:
             raise RecipeError(f"build has no argument {name!r}; it has {', '.join(_SIZES)}")
     return _layer(mixer_of(mixer), d_model, heads, **sizes)
+
+
+def received(layer: Composed, x: Tensor) -> dict[str, Tensor]:
+    """The tokens that every recipe of a composition learns from when the layer reads x.
+
+    A part that begins anew with every segment has the last segment alone.
+
+    Args:
+        layer: of a composition.
+        x: tokens ``[B, T, d_model]``.
+
+    Raises:
+        ValueError: x of another shape.
+
+    Examples:
+        >>> mac = rc.blocks.AsContext("titans", "softmax_attention", segment=4)
+        >>> layer = rc.blocks.build(mac, d_model=8, heads=2)
+        >>> seen = rc.blocks.received(layer, torch.randn(1, 10, 8))
+        >>> {name: list(tokens.shape) for name, tokens in seen.items()}
+        {'memory': [1, 10, 8], 'attention': [1, 4, 8]}
+        >>> found = rc.diagnose(layer.leaves["memory"], seen["memory"])
+        >>> found.engine
+        'deep'
+    """
+    pieces: dict[str, list[Tensor]] = {name: [] for name in layer.leaves}
+
+    def note(name: str, anew: bool) -> Any:
+        def hook(module: Any, given: tuple[Any, ...], answer: Any) -> None:
+            if given[0].shape[1] == 0:
+                return
+            if anew and given[1] is None:  # without a state: a new segment
+                pieces[name].clear()
+            pieces[name].append(given[0])
+
+        return hook
+
+    hooks = [
+        leaf.register_forward_hook(note(name, name.endswith("attention")))
+        for name, leaf in layer.leaves.items()
+    ]
+    try:
+        with torch.no_grad():
+            layer(x, output_state=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: torch.cat(seen, dim=1) for name, seen in pieces.items() if seen}
 
 
 def _layer(

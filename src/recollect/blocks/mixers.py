@@ -45,6 +45,11 @@ class Mixer(Options):
         return found
 
     @property
+    def equations(self) -> tuple[str, ...]:
+        """How its children work together, a line each."""
+        return ()
+
+    @property
     def grows(self) -> bool:
         """Whether its state grows with the text: all associations, or a row per key."""
         return any(child.grows for child in self.children.values())
@@ -208,6 +213,13 @@ class Chain(Mixer):
     def children(self) -> Mapping[str, Mixer]:
         return {str(index): part for index, part in enumerate(self.parts)}
 
+    @property
+    def equations(self) -> tuple[str, ...]:
+        said = _behind(self.persistent)
+        for name in self.children:
+            said = f"m_{name}({said})"
+        return (f"y = {said}",)
+
     def with_leaves(self, change: Callable[[Leaf], Leaf]) -> Mixer:
         parts = (part.with_leaves(change) for part in self.parts)
         return Chain(*parts, persistent=self.persistent)
@@ -249,6 +261,11 @@ class Gated(Mixer):
 
     def validate(self) -> None:
         _check_persistent(self, self.persistent)
+
+    @property
+    def equations(self) -> tuple[str, ...]:
+        x = _behind(self.persistent)
+        return (f"y = w_a ⊙ RMS(attention({x})) ⊙ σ(w_m ⊙ RMS(memory({x})))",)
 
     @property
     def children(self) -> Mapping[str, Mixer]:
@@ -315,6 +332,16 @@ class AsContext(Mixer):
         _check_persistent(self, self.persistent, of={"attention": self.attention})
 
     @property
+    def equations(self) -> tuple[str, ...]:
+        context = "[p, h_1 … h_j, x_1 … x_j]" if self.persistent else "[h_1 … h_j, x_1 … x_j]"
+        return (
+            f"h_j = M(q(x_j)), M as it was when the segment of {self.segment} tokens began",
+            f"y_j = attention of x_j to {context}, of this segment",
+            "M_j = M_(j−1) having learned y_j",
+            "o_j = w_a ⊙ RMS(y_j) ⊙ σ(w_m ⊙ RMS(M_j(q(y_j))))",
+        )
+
+    @property
     def children(self) -> Mapping[str, Mixer]:
         return {"memory": self.memory, "attention": self.attention}
 
@@ -328,6 +355,11 @@ class AsContext(Mixer):
 
     def to_dict(self) -> dict[str, Any]:
         return self._written()
+
+
+def _behind(persistent: int) -> str:
+    """What parts see that all see the text."""
+    return "[p, x]" if persistent else "x"
 
 
 def _unreadable(mixer: Mixer) -> str:

@@ -26,6 +26,7 @@ from recollect.zoo.state_space import mamba, mamba2
 from recollect.zoo.titans import titans
 
 __all__ = [
+    "FAMILY",
     "atlas_mac",
     "atlas_mag",
     "atlas_mal",
@@ -40,6 +41,7 @@ __all__ = [
     "yaad_h",
 ]
 
+FAMILY = "hybrid_systems"
 SEGMENT, WINDOW, PERSISTENT = 128, 128, 8
 _OPEN = (
     f"sizes are not printed: segments and windows of 128 tokens and {PERSISTENT} persistent tokens "

@@ -68,11 +68,12 @@ class Similar(Context):
                     "context.Similar(within=...) restricts by Window(size=c, gated=False), "
                     f"Prefix(), Blocks() or Bilinear(), not by {part.brief}"
                 )
-        if any(part.first for part in self.within):
-            others = [part for part in self.within if not (part.first or part.uniform)]
+        gapped = [p for p in self.within if p.keeps is not None and p.horizon is None]
+        if gapped:
+            others = [part for part in self.within if part not in gapped and not part.uniform]
             if others:
                 yield (
-                    "context.SinkWindow lets associations go between the first and the last, and "
+                    f"{gapped[0].title} lets associations go between the first and the last, and "
                     f"{others[0].brief} needs those that it sees in a row: use one of the two"
                 )
         affine = recipe.bias.affine

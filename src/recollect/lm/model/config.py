@@ -235,11 +235,7 @@ class RecollectConfig(PretrainedConfig):
         return mixer.recipe, mixer.options
 
     def mixer(self, name: str) -> Mixer:
-        """What a name of this configuration stands for: a recipe, or a composition of several.
-
-        Raises:
-            RecipeError: a member that nobody registered. Nothing is imported or run to find it.
-        """
+        """A recipe of this configuration, or a composition of several; raises as `recipe`."""
         entry = self.recipes[name]
         composed = isinstance(entry, Mapping) and "mixer" in entry
         if not composed and (not isinstance(entry, Mapping) or set(entry) - {"recipe", "options"}):
@@ -254,10 +250,8 @@ class RecollectConfig(PretrainedConfig):
     def mixed(self) -> list[tuple[Mixer, bool]]:
         """The mixer of every layer, and whether an MLP follows it."""
         by_name = {name: self.mixer(name) for name in set(self.pattern)}
-        return [
-            (by_name[name], follows)
-            for name, follows in zip(self.pattern, self.followed, strict=True)
-        ]
+        mixers = [by_name[name] for name in self.pattern]
+        return list(zip(mixers, self.followed, strict=True))
 
     @property
     def followed(self) -> list[bool]:
