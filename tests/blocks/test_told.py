@@ -11,13 +11,14 @@ from typer.testing import CliRunner
 
 import recollect as rc
 from recollect.blocks import AsContext, Chain, Gated, build, received
+from recollect.cli import app as cli
 
 NAMES = {"samba", "gated_delta_net_h1", "gated_delta_net_h2", "moneta_h", "yaad_h", "memora_h"}
 NAMES |= {f"{memory}_{how}" for memory in ("titans", "atlas") for how in ("mac", "mag", "mal")}
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, [*arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(cli.build(), [*arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -141,6 +142,7 @@ def test_models_of_hybrids_are_compared() -> None:
 def test_a_run_file_takes_compositions(model: str, pattern: list[str]) -> None:
     import tomllib
 
+    from recollect.lm.data.tokenizers import byte_tokenizer
     from recollect.lm.training.plan import ModelPlan
     from recollect.lm.training.prepare import model_config
 
@@ -154,6 +156,7 @@ def test_a_run_file_takes_compositions(model: str, pattern: list[str]) -> None:
 
 
 def test_a_run_file_with_a_composition_that_cannot_be_says_so() -> None:
+    from recollect.lm.data.tokenizers import byte_tokenizer
     from recollect.lm.training.plan import ModelPlan
     from recollect.lm.training.prepare import model_config
 
@@ -165,6 +168,6 @@ def test_a_run_file_with_a_composition_that_cannot_be_says_so() -> None:
     }
     with pytest.raises(ValueError, match=r"must be a whole number >= 1, not 0"):
         model_config(ModelPlan(recipe=wrong), byte_tokenizer())
+    plan = ModelPlan(recipe={**wrong, "segment": 4}, options={})
     with pytest.raises(ValueError, match="options are those of one recipe"):
-        plan = ModelPlan(recipe={**wrong, "segment": 4}, options={})
         model_config(plan, byte_tokenizer())

@@ -61,8 +61,8 @@ def diagnose(layer: MemoryLayer, x: Tensor) -> Diagnosis:
     """
     if isinstance(layer, Composed):
         raise RecipeError(
-            f"diagnose looks at one memory, and this layer composes {', '.join(layer.leaves)}: give "
-            "one of layer.leaves and what rc.blocks.received(layer, x) says that it receives"
+            f"diagnose looks at one memory, and this layer composes {', '.join(layer.leaves)}: "
+            "give one of layer.leaves and what rc.blocks.received(layer, x) says that it receives"
         )
     if not isinstance(layer, MemoryLayer):
         raise RecipeError(
