@@ -114,7 +114,7 @@ REFUSED = {
             memory=rc.memory.LocalConstant(),
             context=rc.context.Similar(
                 within=(
-                    rc.context.SinkWindow(size=3, first=1),
+                    rc.context.SinkWindow(size=3, first=0),
                     rc.context.Blocks(size=2, top=1),
                 )
             ),
