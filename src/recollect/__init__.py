@@ -16,6 +16,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from recollect.blocks.cost import cost
+from recollect.blocks.mixers import names_mean
 from recollect.choices import algorithm, bias, context, features, memory, retention
 from recollect.choices.fields import (
     Gate,
@@ -28,7 +30,7 @@ from recollect.choices.fields import (
     slot,
 )
 from recollect.choices.member import RecipeError, member
-from recollect.cost import Cost, cost
+from recollect.cost import Cost
 from recollect.engines.least_squares.conjugate_gradient import (
     ConvergenceWarning,
     Solves,
@@ -48,7 +50,7 @@ from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
 
 if TYPE_CHECKING:
-    from recollect import experiments, lm, tasks, testing, theory, zoo
+    from recollect import blocks, experiments, lm, tasks, testing, theory, zoo
     from recollect.experiments import compare, reproduce
 
 __version__ = "0.1.0"
@@ -72,6 +74,7 @@ __all__ = [
     "Tie",
     "algorithm",
     "bias",
+    "blocks",
     "compare",
     "context",
     "cost",
@@ -103,7 +106,7 @@ __all__ = [
 ]
 
 # Loaded on first use: they need optional dependencies, or cost time that a recipe does not.
-_MODULES = ("experiments", "lm", "tasks", "testing", "theory", "zoo")
+_MODULES = ("blocks", "experiments", "lm", "tasks", "testing", "theory", "zoo")
 _EXPERIMENTS = ("compare", "reproduce")
 
 
@@ -115,6 +118,16 @@ def _of_the_zoo(name: str) -> Recipe:
 
 
 names_stand_for(_of_the_zoo)
+
+
+def _mixer_of_the_zoo(name: str) -> Any:
+    """What a name means where a mixer is taken."""
+    from recollect.zoo.preset import find
+
+    return find(name)
+
+
+names_mean(_mixer_of_the_zoo)
 
 
 def __getattr__(name: str) -> Any:

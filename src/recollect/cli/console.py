@@ -19,7 +19,7 @@ from recollect.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from recollect.layer.options import LayerOptions
-    from recollect.zoo.preset import Preset
+    from recollect.zoo.preset import Hybrid, Preset
 
 
 TABLE_COLUMNS = 200
@@ -96,15 +96,15 @@ def print_json(data: object) -> None:
     typer.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def stated(name: str) -> Preset | tuple[str, Recipe] | tuple[str, Recipe, LayerOptions]:
+def stated(name: str) -> Preset | Hybrid | tuple[str, Recipe] | tuple[str, Recipe, LayerOptions]:
     """A model by zoo name, or a recipe of one's own in a JSON or TOML file."""
     from recollect.recipe.files import load_recipe
-    from recollect.zoo.preset import get
+    from recollect.zoo.preset import find
 
     path = Path(name)
     if path.suffix in (".json", ".toml"):
         return path.stem, load_recipe(path)
-    return get(name)
+    return find(name)
 
 
 def check_device(device: str) -> None:

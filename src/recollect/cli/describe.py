@@ -20,7 +20,10 @@ def zoo(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the architectures, from their recipes."""
-    rows = [_row(rc.zoo.get(name)) for name in rc.zoo.names(family)]
+    together = family in (None, rc.zoo.hybrid_systems.FAMILY)
+    alone = [] if together and family is not None else rc.zoo.names(family)
+    rows = [_row(rc.zoo.get(name)) for name in alone]
+    rows += [_hybrid_row(rc.zoo.find(name)) for name in rc.zoo.hybrids() if together]
     if as_json:
         print_json(rows)
         return
@@ -88,6 +91,33 @@ def _row(preset: Any) -> dict[str, Any]:
     }
 
 
+def _hybrid_row(hybrid: Any) -> dict[str, Any]:
+    """A system of several recipes as data: what they are, in the order of its layers."""
+    explained = rc.explain(hybrid)
+    parts = explained.parts.values()
+    prices = [price for price in explained.costs.values() if price is not None]
+    grows, size = (sum(getattr(p, name) for p in prices) for name in ("grows", "state_bytes"))
+    return {
+        "row": hybrid.row,
+        "name": hybrid.name,
+        "title": hybrid.title,
+        "family": hybrid.family,
+        **{
+            choice: ", ".join(
+                dict.fromkeys(getattr(p.recipe, choice).brief.removesuffix("()") for p in parts)
+            )
+            for choice in _CHOICES
+        },
+        "write": [hybrid.rule.replace(",  ", ";   ")],
+        "state": _size(grows, size),
+        "state_bytes": None if grows else size,
+        "state_grows_per_token": grows,
+        "properties": {name: any(p.properties[name] for p in parts) for name in _SHORT},
+        "engine": ", ".join(dict.fromkeys(p.engine for p in parts)),
+        "fidelity": hybrid.fidelity.kind,
+    }
+
+
 _CHOICES = ("memory", "features", "bias", "context", "retention", "algorithm")
 
 
@@ -109,7 +139,7 @@ def explain(
 ) -> None:
     """Say what a recipe solves, how it moves, and which engine runs it."""
     # A name of the zoo stays one, whatever files lie around.
-    of_file = name not in rc.zoo.names() and ("." in name or "/" in name)
+    of_file = name not in (*rc.zoo.names(), *rc.zoo.hybrids()) and ("." in name or "/" in name)
     explained = rc.explain(load_recipe(Path(name)) if of_file else name, method=method)
     if as_json:
         print_json(explained.to_dict())

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from recollect.blocks.composed import Composed
 from recollect.choices.member import RecipeError
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.problem import resolve, state_dtype
@@ -58,6 +59,11 @@ def diagnose(layer: MemoryLayer, x: Tensor) -> Diagnosis:
         >>> sorted(found.memory), found.engine
         (['W1', 'W2'], 'deep')
     """
+    if isinstance(layer, Composed):
+        raise RecipeError(
+            f"diagnose looks at one memory, and this layer composes {', '.join(layer.leaves)}: "
+            "give one of layer.leaves and what rc.blocks.received(layer, x) says that it receives"
+        )
     if not isinstance(layer, MemoryLayer):
         raise RecipeError(
             f"diagnose looks at an rc.MemoryLayer, not {type(layer).__name__}: take one out of the "

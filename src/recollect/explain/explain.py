@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
+from recollect.blocks.mixers import Leaf, Mixer
 from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
 from recollect.cost import Cost, cost
 from recollect.engines.select import select
+from recollect.explain.composition import Composition, compose
 from recollect.explain.equations import legend, map_names, objective, read_rule, write_rule
 from recollect.explain.naming import PROPERTIES, Named, fingerprint, named, properties
 from recollect.recipe.limit import step_limit
@@ -52,6 +54,11 @@ class _Preset(Protocol):
     def recipe(self) -> Recipe: ...
     @property
     def options(self) -> LayerOptions: ...
+
+
+class _Hybrid(Protocol):
+    @property
+    def layers(self) -> tuple[tuple[str, Mixer], ...]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,11 +193,19 @@ class Explanation:
         yield from self.cost.notes
 
 
-def explain(recipe: Recipe | str | _Preset, *, method: str = "auto") -> Explanation:
-    """What a recipe solves, how it moves, and how it runs.
+@overload
+def explain(recipe: Recipe | _Preset, *, method: str = "auto") -> Explanation: ...
+@overload
+def explain(recipe: Mixer | _Hybrid, *, method: str = "auto") -> Composition: ...
+@overload
+def explain(recipe: str, *, method: str = "auto") -> Any: ...
+
+
+def explain(recipe: Any, *, method: str = "auto") -> Explanation | Composition:
+    """What a recipe solves, how it moves, and how it runs; of a composition, all of its recipes.
 
     Args:
-        recipe: a recipe, the name of an architecture of the zoo, or a preset.
+        recipe: a recipe, a mixer, the name of an architecture of the zoo, or a preset.
         method: explain as if this engine had been asked for.
 
     Raises:
@@ -201,7 +216,36 @@ def explain(recipe: Recipe | str | _Preset, *, method: str = "auto") -> Explanat
         W_t = α_t W_(t−1) − η_t (α_t W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ
         >>> rc.explain(rc.Recipe(bias=rc.bias.Huber())).engine
         'deep'
+        >>> print(str(rc.explain("titans_mac")).splitlines()[1])
+        composes AsContext(memory, attention, segment=128, persistent=8)
     """
+    layers = _composed(recipe)
+    if layers is not None:
+        title, mixers = layers
+        parts: dict[str, Explanation] = {}
+        for name, mixer in mixers.items():
+            for path, leaf in mixer.leaves.items():
+                key = path if len(mixers) == 1 else f"{name}.{path}" if path else name
+                parts[key] = _explained(leaf, method)
+        return compose(title, mixers, parts, method)
+    return _explained(recipe, method)
+
+
+def _composed(recipe: object) -> tuple[str, dict[str, Mixer]] | None:
+    """Title and layers of a composition; ``None`` for what states one recipe."""
+    from recollect.zoo.preset import Hybrid, find
+
+    if isinstance(recipe, str):
+        recipe = find(recipe)
+    if isinstance(recipe, Hybrid):
+        return recipe.name, dict(recipe.layers)
+    if isinstance(recipe, Mixer) and not isinstance(recipe, Leaf):
+        return recipe.kind, {recipe.kind: recipe}
+    return None
+
+
+def _explained(recipe: object, method: str) -> Explanation:
+    """Of one recipe."""
     title, options, resolved = _resolve(recipe)
     selection = select(resolved, method)
     matches, of = named(resolved, options)
@@ -246,6 +290,8 @@ def _resolve(recipe: object) -> tuple[str, LayerOptions | None, Recipe]:
         recipe = get(recipe)
     if isinstance(recipe, Preset):
         return recipe.name, recipe.options, recipe.recipe
+    if isinstance(recipe, Leaf):
+        return _typed(recipe.recipe), recipe.options, recipe.recipe
     raise RecipeError(
         "explain takes a Recipe, the name of an architecture or a preset, not "
         f"{type(recipe).__name__}"

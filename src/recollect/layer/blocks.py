@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from recollect.layer.feed_forward import FeedForward
-from recollect.layer.memory_layer import MemoryLayer
-from recollect.layer.state import LayerState
 
 __all__ = ["Block", "FeedForward", "SwiGLU", "mlp_width"]
 
@@ -42,27 +42,28 @@ class Block(nn.Module):
     """A pre-norm block: x + layer(RMS(x)), then x + MLP(RMS(x)) (Llama's).
 
     Args:
-        layer: the sequence layer.
-        width: hidden channels of the MLP.
+        layer: the sequence layer, of a recipe or of a composition.
+        width: hidden channels of the MLP; ``None`` where no MLP follows.
         eps: of both norms.
     """
 
-    def __init__(self, layer: MemoryLayer | FeedForward, width: int, *, eps: float = 1e-6) -> None:
+    def __init__(self, layer: nn.Module, width: int | None, *, eps: float = 1e-6) -> None:
         super().__init__()
-        d_model = layer.d_model
-        self.memory_norm, self.mlp_norm = nn.RMSNorm(d_model, eps=eps), nn.RMSNorm(d_model, eps=eps)
+        d_model: int = layer.d_model  # type: ignore[assignment]
+        self.memory_norm = nn.RMSNorm(d_model, eps=eps)
         self.layer = layer
-        self.mlp = SwiGLU(d_model, width)
+        self.mlp_norm = None if width is None else nn.RMSNorm(d_model, eps=eps)
+        self.mlp = None if width is None else SwiGLU(d_model, width)
 
     def forward(
         self,
         x: Tensor,
-        state: LayerState | None = None,
+        state: Any = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         *,
         output_state: bool = True,
-    ) -> tuple[Tensor, LayerState | None]:
+    ) -> tuple[Tensor, Any]:
         """As `MemoryLayer`."""
         y, state = self.layer(
             _normed(self.memory_norm, x),
@@ -72,6 +73,8 @@ class Block(nn.Module):
             output_state=output_state,
         )
         x = x + y
+        if self.mlp is None or self.mlp_norm is None:
+            return x, state
         return x + self.mlp(_normed(self.mlp_norm, x)), state
 
 

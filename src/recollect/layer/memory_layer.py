@@ -392,6 +392,20 @@ class MemoryLayer(nn.Module):
                 sources=self._sources(),
             )
         )
+        after = None
+        if memory is not None:
+            after = LayerState(
+                memory=memory, conv=inputs.conv, phase=inputs.turned, shift=inputs.shift
+            )
+        return self.outputs(y, inputs), after
+
+    def outputs(self, y: Tensor, inputs: Associations) -> Tensor:
+        """What the layer makes of what its memory said: the norm, the gate and the last map.
+
+        Args:
+            y: read from the memory, ``[B, T, heads, V]``.
+            inputs: of the same tokens.
+        """
         if inputs.phase is not None and self.recipe.memory.diagonal:
             y = turn(y, inputs.phase, back=True)
         if self.skip is not None:
@@ -403,12 +417,7 @@ class MemoryLayer(nn.Module):
         y = y.flatten(2)
         if gate is not None:
             y = y * functional.silu(gate(inputs.gated))
-        after = None
-        if memory is not None:
-            after = LayerState(
-                memory=memory, conv=inputs.conv, phase=inputs.turned, shift=inputs.shift
-            )
-        return self.out(y), after
+        return self.out(y)
 
     def _sources(self) -> Sequence[Tensor]:
         """What the recipe's params are made of."""

@@ -27,7 +27,7 @@ from recollect.fields import (
 )
 from recollect.wording import named_arguments
 
-__all__ = ["GateOptions", "LayerOptions", "Tie"]
+__all__ = ["GateOptions", "LayerOptions", "Options", "Tie"]
 
 TIES = {
     "complement": "k",
@@ -42,7 +42,7 @@ TIES = {
 """Rules of ties, and what each can make: keys, a probe, or (empty) a number of the recipe."""
 
 
-class _Options(Validated):
+class Options(Validated):
     """Fields that are checked, and refused as what has no meaning in a recipe."""
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ def _fields(cls: type, data: object) -> dict[str, Any]:
 
 @named_arguments
 @dataclass(frozen=True, kw_only=True)
-class GateOptions(_Options):
+class GateOptions(Options):
     """Where one number of the recipe comes from: a gate (per token), or a param (per head).
 
     The number is ``squash(z)``; z is a projection of the token plus a bias (``"input"``), the bias
@@ -193,7 +193,7 @@ class GateOptions(_Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tie(_Options):
+class Tie(Options):
     """One number that follows another instead of a projection of its own.
 
     Args:
@@ -263,7 +263,7 @@ class Tie(_Options):
 
 @named_arguments
 @dataclass(frozen=True, kw_only=True)
-class LayerOptions(_Options):
+class LayerOptions(Options):
     """What a `MemoryLayer` does around its memory; defaults as in MIRAS 5.4 and ATLAS 5.1.
 
     Args:

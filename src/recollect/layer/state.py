@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -85,6 +86,11 @@ class LayerState:
         return self.memory.rows
 
     @property
+    def seen(self) -> int | None:
+        """Tokens that every row has seen, where the host knows it (`State.seen`)."""
+        return self.memory.seen
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return self.memory.nbytes + sum(x.numel() * x.element_size() for x in self._beside.values())
@@ -131,6 +137,25 @@ class LayerState:
         rows = mask.to(self.position.device).view(-1, 1, 1)
         beside = {n: torch.where(rows, 0.0, x).to(x.dtype) for n, x in self._beside.items()}
         return LayerState(memory=self.memory.reset(mask, init), **beside)
+
+    def where(self, rows: Tensor, other: LayerState) -> LayerState:
+        """These rows where ``rows [B]`` is True, and the other state's where not.
+
+        Args:
+            rows: ``[B]``.
+            other: of the same layer.
+        """
+        shaped, theirs = rows.to(self.position.device).view(-1, 1, 1), other._beside
+        beside = {n: torch.where(shaped, x, theirs[n].to(x.dtype)) for n, x in self._beside.items()}
+        return LayerState(memory=self.memory.where(rows, other.memory), **beside)
+
+    def last(self, n: int) -> LayerState:
+        """The same with at most the newest n slots of associations (`State.last`).
+
+        Args:
+            n: at least as many as any row needs.
+        """
+        return dataclasses.replace(self, memory=self.memory.last(n))
 
     def to_dict(self) -> dict[str, Tensor]:
         """Flat names to plain tensors, ready for safetensors."""

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from recollect.layer.state import LayerState
+from recollect.blocks.state import state_from
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.checkpoint import CheckpointError, read_tensors
 from recollect.recipe.json_text import read_json
@@ -31,6 +31,7 @@ __all__ = ["Prompt", "fingerprint"]
 
 FORMAT = 1
 WRITER = "memory.written_by"
+"""The end of the names of who wrote a memory."""
 # What says how a model runs or is saved, not what it computes.
 SILENT = ("method", "use_cache", "dtype", "architectures", "transformers_version", "_name_or_path")
 
@@ -219,7 +220,7 @@ class Prompt:
         ids, mask = tensors.pop("input_ids", None), tensors.pop("attention_mask", None)
         try:
             states = [
-                LayerState.from_dict(_under(f"layers.{index}.", tensors))
+                state_from(_under(f"layers.{index}.", tensors))
                 for index in range(written["layers"])
             ]
             if ids is None or len(tensors) != sum(len(state.to_dict()) for state in states):
@@ -300,25 +301,27 @@ def _check_states(cache: RecollectCache, model: RecollectForCausalLM) -> None:
     if len(cache) != wanted:
         raise ValueError(f"{len(cache)} layers, and the model has {wanted}")
     ids = torch.zeros(1, 3, dtype=torch.long, device=model.device)
-    with torch.no_grad():
-        short, long = (model.model(ids[:, :n], use_cache=True).past_key_values for n in (1, 3))
-    for index, (state, a, b) in enumerate(zip(cache, short, long, strict=True)):
-        parts, one, three = state.to_dict(), a.to_dict(), b.to_dict()
-        if state.memory.written_by is None:  # saved before states knew who wrote them
-            three.pop(WRITER, None)
-        elif state.memory.written_by != b.memory.written_by:
-            raise ValueError(f"the memory of layer {index} was written by another recipe")
+    with torch.no_grad():  # a segment may begin anew between two lengths, not between all three
+        made = [model.model(ids[:, :n], use_cache=True).past_key_values for n in (1, 2, 3)]
+    for index, (state, *layer) in enumerate(zip(cache, *made, strict=True)):
+        parts, (one, two, three) = state.to_dict(), (after.to_dict() for after in layer)
+        for name in [name for name in three if name.endswith(WRITER)]:
+            if name not in parts:  # saved before states knew who wrote them
+                three.pop(name)
+            elif not torch.equal(parts[name].cpu(), three[name].cpu()):
+                raise ValueError(f"the memory of layer {index} was written by another recipe")
         if set(parts) != set(three):
             odd = sorted(set(parts) ^ set(three))[0]
             raise ValueError(f"{odd!r} of layer {index} is missing or too many")
         for name, x in parts.items():
-            if name == WRITER:
+            if name.endswith(WRITER):
                 continue
-            free = [m != n for m, n in zip(one[name].shape, three[name].shape, strict=True)]
+            shapes = (one[name].shape, two[name].shape, three[name].shape)
+            free = [len(set(sizes)) > 1 for sizes in zip(*shapes, strict=True)]
             shape = [
                 n if f else m for m, n, f in zip(three[name].shape, x.shape, free, strict=True)
             ]
-            if name != "memory.sizes":
+            if not name.endswith(("memory.sizes", "clock", "prefix")):
                 shape[:1] = [rows]
             if x.dtype != three[name].dtype or list(x.shape) != shape:
                 raise ValueError(

@@ -218,7 +218,7 @@ class Recipe:
     @once_made
     def history(self) -> int | None:
         """Past associations that later tokens or reads still need; ``None`` for all."""
-        horizon = self.context.horizon
+        horizon = self.context.keeps
         if horizon is None:
             return 0 if self.algorithm.condenses else None
         # A window of weights has already written its newest association; attention has not.

@@ -73,7 +73,8 @@ def roll(
 ) -> Buffer | None:
     """The buffer after new tokens: per row, those of the window and of the open inner batch.
 
-    Cost O(n) in the number of slots, not in T.
+    Cost O(n) in the number of slots, not in T. The first associations that a context keeps
+    (`Context.first`) stand in the first slots of a buffer that is full.
 
     Args:
         recipe: whose span it is.
@@ -89,8 +90,8 @@ def roll(
     B, T = k.shape[:2]
     if span is None and lengths is None:
         return _grown(old, k=k, v=v, rates=rates)
-    history = recipe.history
-    if old is not None and seen is not None and history is not None and T == 1:
+    history, first = recipe.history, recipe.context.first
+    if old is not None and seen is not None and history is not None and T == 1 and not first:
         batch = recipe.algorithm.batch
         if old.k.shape[1] == span and _only_shifts(seen, batch, history):
             return _shifted(old, k=k, v=v, rates=rates)
@@ -98,17 +99,24 @@ def roll(
     slots = buffered + T if span is None else span
     wanted = position if history is None else position % recipe.algorithm.batch + history
     wanted = torch.minimum(position, wanted)
-    if lengths is None:
+    if lengths is None and not first:
         return _ended(old, slots, wanted, k=k, v=v, rates=rates)
     # Joined tokens form one run per row: old ones aligned right, new ones aligned left.
-    end = buffered + lengths  # [B]
-    index = end[:, None] - slots + torch.arange(slots, device=k.device)  # [B, n]
+    count = torch.full_like(position, T) if lengths is None else lengths
+    end, slot = buffered + count, torch.arange(slots, device=k.device)
+    index = end[:, None] - slots + slot  # [B, n]
     mask = (index >= end[:, None] - wanted[:, None]) & (index >= 0)
     if old is not None:
         inside = index.clamp(0, buffered - 1) if buffered else index
         mask &= (
             torch.where(index < buffered, old.mask.gather(1, inside), True) if buffered else True
         )
+    if first:  # those of the document's beginning stay, before the latest
+        before = (position - count)[:, None]
+        own = torch.where(before > buffered, slot, slot - before + buffered)
+        own = torch.where(slot >= before, buffered + slot - before, own)
+        stays = (slot < first) & (position > slots)[:, None]
+        index, mask = torch.where(stays, own, index), mask | stays
     index = index.clamp(0, max(buffered + T - 1, 0))
 
     def pick(new: Tensor, past: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ the window stand beside them in fixed slots, so any engine continues any other's
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -197,6 +197,41 @@ class State:
         )
         return dataclasses.replace(fresh, weights=weights, dual=dual, cache={}, known=None)
 
+    def where(self, rows: Tensor, other: State) -> State:
+        """These rows where ``rows [B]`` is True, and the other state's where not.
+
+        Args:
+            rows: ``[B]``.
+            other: of the same recipe and sizes; growing buffers may have other lengths.
+        """
+        width, length = _longest((self, other))
+        pairs = [replace(_widen(s, width, length), cache={}).tensors() for s in (self, other)]
+        shaped = rows.to(self.position.device)
+        chosen = iter(
+            [
+                torch.where(shaped.view(-1, *(1,) * (a.dim() - 1)), a, b.to(a.dtype))
+                for a, b in zip(*pairs, strict=True)
+            ]
+        )
+        return replace(self, cache={}).map(lambda _: next(chosen)).stating(None)
+
+    def last(self, n: int) -> State:
+        """The same with at most the newest n slots of associations, for who knows them to be all.
+
+        Rows that start anew at different tokens leave empty slots on the left of what grows.
+
+        Args:
+            n: at least as many as any row needs.
+        """
+        buffer, dual = self.buffer, self.dual
+        if buffer is not None and buffer.k.shape[1] > n:
+            buffer = buffer.map(lambda x: x[:, -n:])
+        if dual is not None and dual.k.shape[1] > n:
+            dual = dual.map(lambda x: x[:, -n:])
+        if buffer is self.buffer and dual is self.dual:
+            return self
+        return replace(self, buffer=buffer, dual=dual, cache={}, known=None)
+
     def to_dict(self) -> dict[str, Tensor]:
         """Flat names to plain tensors, ready for safetensors."""
         flat = {"position": self.position, "sizes": torch.tensor(self.sizes)}
@@ -252,8 +287,7 @@ class State:
 
 def join_states(states: list[State]) -> State:
     """Stack rows; growing buffers are padded on the left to one length."""
-    width = max((s.buffer.k.shape[1] for s in states if s.buffer is not None), default=0)
-    rows = max((s.dual.k.shape[1] for s in states if s.dual is not None), default=0)
+    width, rows = _longest(states)
     # What an engine may spare the next one has as many sizes as there are states.
     padded = [replace(_widen(state, width, rows), cache={}) for state in states]
     columns = zip(*(state.tensors() for state in padded), strict=True)
@@ -262,6 +296,12 @@ def join_states(states: list[State]) -> State:
     seen = {state.seen if len(sizes) < 2 else None for state in states}
     together = padded[0].map(lambda _: next(joined))
     return together.stating(seen.pop() if len(seen) == 1 else None)
+
+
+def _longest(states: Sequence[State]) -> tuple[int, int]:
+    """Slots of the longest buffer, and of the most rows by key."""
+    width = max((s.buffer.k.shape[1] for s in states if s.buffer is not None), default=0)
+    return width, max((s.dual.k.shape[1] for s in states if s.dual is not None), default=0)
 
 
 def _widen(state: State, width: int, rows: int) -> State:

@@ -24,6 +24,7 @@ from recollect.zoo import (
     delta_rule,
     feature_maps,
     feed_forward,
+    hybrid_systems,
     least_mean_squares,
     least_squares,
     linear_attention,
@@ -36,10 +37,22 @@ from recollect.zoo import (
     ttt,
     xlstm,
 )
-from recollect.zoo.preset import Fidelity, Preset, Reference, get, names, preset
+from recollect.zoo.preset import (
+    Fidelity,
+    Hybrid,
+    Preset,
+    Reference,
+    find,
+    get,
+    hybrid,
+    hybrids,
+    names,
+    preset,
+)
 
 __all__ = [
     "Fidelity",
+    "Hybrid",
     "Preset",
     "Reference",
     "atlas",
@@ -50,7 +63,11 @@ __all__ = [
     "delta_rule",
     "feature_maps",
     "feed_forward",
+    "find",
     "get",
+    "hybrid",
+    "hybrid_systems",
+    "hybrids",
     "least_mean_squares",
     "least_squares",
     "linear_attention",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from recollect.blocks.build import build
+from recollect.blocks.mixers import Mixer, mixer_of
 from recollect.choices.member import RecipeError
 from recollect.layer.feed_forward import FeedForward, layer_of
 from recollect.layer.memory_layer import MemoryLayer
@@ -14,7 +16,18 @@ from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.wording import shown
 
-__all__ = ["Fidelity", "Preset", "Reference", "get", "names", "preset"]
+__all__ = [
+    "Fidelity",
+    "Hybrid",
+    "Preset",
+    "Reference",
+    "find",
+    "get",
+    "hybrid",
+    "hybrids",
+    "names",
+    "preset",
+]
 
 KINDS = ("exact", "approximation", "reconstruction")
 
@@ -111,9 +124,66 @@ class Preset:
         return layer_of(d_model, heads, self.recipe, options, **overrides)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hybrid:
+    """A named system of several recipes: a mixer, or a pattern of mixers over the depth.
+
+    Attributes:
+        name: as in `hybrids`.
+        title: what the system is called.
+        layers: its mixers in the order in which they stand over the depth, each under a name. Every
+            one is followed by an MLP.
+        rule: how they work together, in the paper's form.
+        family: the file it lives in.
+        row: its number in the table of architectures.
+        references, fidelity: whose it is, and how faithful.
+        summary: one sentence.
+    """
+
+    name: str
+    title: str
+    layers: tuple[tuple[str, Mixer], ...]
+    rule: str
+    family: str
+    row: int
+    references: tuple[Reference, ...]
+    fidelity: Fidelity
+    summary: str = ""
+
+    @property
+    def mixer(self) -> Mixer:
+        """The one mixer that every layer is.
+
+        Raises:
+            RecipeError: the layers differ.
+        """
+        if len(self.layers) > 1:
+            raise RecipeError(
+                f"{self.name} is a pattern of layers, {', '.join(dict(self.layers))}, and no "
+                "single mixer: make a model of it, by RecollectConfig.from_recipes("
+                f"{self.name!r})"
+            )
+        return next(mixer for _, mixer in self.layers)
+
+    def build(self, d_model: int, heads: int, **sizes: Any) -> Any:
+        """A layer of this system with fresh weights, as `recollect.blocks.build`.
+
+        Args:
+            d_model: width of the tokens.
+            heads: query heads of every part.
+            **sizes: other keywords of `MemoryLayer`.
+
+        Raises:
+            RecipeError: a pattern of different layers, or sizes that do not fit.
+        """
+        return build(self.mixer, d_model, heads, **sizes)
+
+
 _PRESETS: dict[str, Preset] = {}
+_HYBRIDS: dict[str, Hybrid] = {}
 
 Maker = Callable[[], tuple[Recipe, LayerOptions]]
+Composer = Callable[[], "Mixer | Mapping[str, Any]"]
 
 
 def preset(
@@ -142,7 +212,7 @@ def preset(
     def register(make: Maker) -> Maker:
         recipe, options = make()
         name = make.__name__
-        if name in _PRESETS:
+        if name in _PRESETS or name in _HYBRIDS:
             raise RecipeError(f"a preset named {name!r} exists already: choose another name")
         _PRESETS[name] = Preset(
             name=name,
@@ -159,6 +229,66 @@ def preset(
         return make
 
     return register
+
+
+def hybrid(
+    title: str,
+    *,
+    row: int,
+    rule: str,
+    references: tuple[Reference, ...],
+    fidelity: Fidelity,
+) -> Callable[[Composer], Composer]:
+    """Decorator: register a function that returns a mixer, or the mixers of a pattern by name.
+
+    Its docstring's first line is the summary, its module the family.
+
+    Args:
+        title: what the system is called.
+        row: its number in the table of architectures.
+        rule: how the parts work together.
+        references: whose it is.
+        fidelity: how close it is to its source.
+
+    Raises:
+        RecipeError: a name that another system has.
+    """
+
+    def register(make: Composer) -> Composer:
+        made, name = make(), make.__name__
+        if name in _PRESETS or name in _HYBRIDS:
+            raise RecipeError(f"a system named {name!r} exists already: choose another name")
+        layers = made if isinstance(made, Mapping) else {name: made}
+        _HYBRIDS[name] = Hybrid(
+            name=name,
+            title=title,
+            layers=tuple((key, mixer_of(value)) for key, value in layers.items()),
+            rule=rule,
+            family=make.__module__.rpartition(".")[2],
+            row=row,
+            references=references,
+            fidelity=fidelity,
+            summary=(make.__doc__ or "").strip().split("\n")[0],
+        )
+        return make
+
+    return register
+
+
+def hybrids() -> list[str]:
+    """Names of all systems of several recipes, in the order of the table."""
+    return [h.name for h in sorted(_HYBRIDS.values(), key=lambda h: h.row)]
+
+
+def find(name: str) -> Preset | Hybrid:
+    """The system of that name, of one recipe or of several.
+
+    Raises:
+        RecipeError: there is none; the nearest names are suggested.
+    """
+    if isinstance(name, str) and name in _HYBRIDS:  # pyright: ignore[reportUnnecessaryIsInstance]
+        return _HYBRIDS[name]
+    return get(name)
 
 
 def names(family: str | None = None) -> list[str]:
@@ -186,7 +316,14 @@ def get(name: str) -> Preset:
         )
     if name in _PRESETS:
         return _PRESETS[name]
-    near = difflib.get_close_matches(name, _PRESETS, n=3, cutoff=0.5)
+    if name in _HYBRIDS:
+        parts = [key for key, _ in _HYBRIDS[name].layers if key != name]
+        made = f"layers of {', '.join(parts)}" if parts else "several recipes in one layer"
+        raise RecipeError(
+            f"{name} is {made}, and one recipe is asked for here: rc.zoo.find({name!r}) gives the "
+            "system, and rc.blocks builds such layers"
+        )
+    near = difflib.get_close_matches(name, [*_PRESETS, *_HYBRIDS], n=3, cutoff=0.5)
     all_of_them = f"rc.zoo.names() lists all {len(_PRESETS)}, such as {', '.join(names()[:3])}"
     hint = f"did you mean {' or '.join(near)}?" if near else all_of_them
     raise RecipeError(f"the zoo has no architecture named {shown(name)}; {hint}")

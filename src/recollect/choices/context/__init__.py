@@ -10,8 +10,8 @@ Examples:
 """
 
 from recollect.choices.context.base import Context
-from recollect.choices.context.restrictions import Bilinear, Blocks
+from recollect.choices.context.restrictions import Bilinear, Blocks, SinkWindow
 from recollect.choices.context.similar import Similar
 from recollect.choices.context.windows import Online, Prefix, Window
 
-__all__ = ["Bilinear", "Blocks", "Context", "Online", "Prefix", "Similar", "Window"]
+__all__ = ["Bilinear", "Blocks", "Context", "Online", "Prefix", "Similar", "SinkWindow", "Window"]

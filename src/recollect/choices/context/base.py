@@ -39,6 +39,8 @@ class Context(Member):
         signed: whether its weights may be negative.
         reads: gates that a query needs, also when it only reads.
         block: consecutive associations that are shown or hidden together.
+        first: associations of a document's beginning that stay visible beside the latest.
+        keeps: how many associations later tokens still need, ``first`` included; ``None`` for all.
     """
 
     choice = "context"
@@ -49,6 +51,7 @@ class Context(Member):
     signed: bool = False
     reads: tuple[str, ...] = ()
     block: int = 1
+    first: int = 0
 
     def over(self, visible: VisibleAssociations) -> ContextWeights | None:
         """This context's weights of the associations in ``visible``, beyond its horizon.
@@ -115,6 +118,11 @@ class Context(Member):
     def horizon(self) -> int | None:
         """Number of latest associations that count, or ``None`` for all."""
         return 1
+
+    @property
+    def keeps(self) -> int | None:
+        """Associations that later tokens still need, or ``None`` for all."""
+        return self.horizon
 
     @property
     def index(self) -> str:

@@ -1,4 +1,4 @@
-"""Restrictions inside `Similar`: blocks that a query chooses, and a bilinear gate."""
+"""Restrictions inside `Similar`: chosen blocks, a bilinear gate, a window with a fixed front."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recollect.choices.context.weights import ContextWeights, VisibleAssociation
 from recollect.choices.fields import Gate, flag, integer, number, option
 from recollect.choices.member import member
 
-__all__ = ["Bilinear", "Blocks"]
+__all__ = ["Bilinear", "Blocks", "SinkWindow"]
 
 
 class _Restriction(Context):
@@ -175,4 +175,43 @@ class Blocks(_Restriction):
         return (
             f"g_i^(t) = {share} in the {self.top} best blocks of {self.size} tokens{own}, by "
             f"q_t·mean({label}), else 0",
+        )
+
+
+@member
+class SinkWindow(_Restriction):
+    """The last c associations, and the first n of the document, which stay (attention sinks).
+
+    g_i^(t) = 1 for i ≤ n and for i > t − c, else 0: tokens in front of a text remain visible to all
+    of it (Titans' persistent tokens; Xiao et al. 2024). The state is n + c associations.
+
+    Args:
+        size: c ≥ 1.
+        first: n ≥ 0; with 0 this is ``Window(size=c, gated=False)``.
+    """
+
+    shown = ("size", "first")
+
+    size: int = integer(at_least=1, size=True)
+    first: int = integer(0, size=True)  # type: ignore[assignment]  # a field answers the question
+
+    @property
+    def keeps(self) -> int:
+        return self.first + self.size
+
+    def over(self, visible: VisibleAssociations) -> ContextWeights:
+        position, where = visible.position, visible.where
+
+        def log_weight(queries: slice, keys: slice) -> Tensor:
+            at, query = position[:, None, keys], where[:, queries, None]
+            shown = (at < self.first) | (at > query - self.size)  # [B, C, m]
+            log = torch.zeros(shown.shape, dtype=visible.q.dtype, device=shown.device)
+            return log.masked_fill(~shown, -torch.inf)[:, None, None]
+
+        return ContextWeights(log=log_weight, hard=True)
+
+    def notes(self) -> tuple[str, ...]:
+        return (
+            f"g_i^(t) = 1 for the last {self.size} associations and the first {self.first} of the "
+            "document, else 0",
         )

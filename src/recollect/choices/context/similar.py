@@ -34,6 +34,22 @@ class Similar(Context):
         spans = [part.horizon for part in self.within if part.horizon is not None]
         return min(spans) if spans else None
 
+    @property
+    def _keeping(self) -> Context | None:
+        """The part that lets most associations go."""
+        some = [part for part in self.within if part.keeps is not None]
+        return min(some, key=lambda part: part.keeps or 0) if some else None
+
+    @property
+    def keeps(self) -> int | None:
+        part = self._keeping
+        return None if part is None else part.keeps
+
+    @property
+    def first(self) -> int:  # type: ignore[override]
+        part = self._keeping
+        return 0 if part is None else part.first
+
     def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         if not isinstance(self.kernel, Kernel):
@@ -51,6 +67,14 @@ class Similar(Context):
                 yield (
                     "context.Similar(within=...) restricts by Window(size=c, gated=False), "
                     f"Prefix(), Blocks() or Bilinear(), not by {part.brief}"
+                )
+        gapped = [p for p in self.within if p.keeps is not None and p.horizon is None]
+        if gapped:
+            others = [part for part in self.within if part not in gapped and not part.uniform]
+            if others:
+                yield (
+                    f"{gapped[0].title} lets associations go between the first and the last, and "
+                    f"{others[0].brief} needs those that it sees in a row: use one of the two"
                 )
         affine = recipe.bias.affine
         if affine is not None and affine[0] != 0:

@@ -54,7 +54,11 @@ def gather_visible(
     # As many slots as tokens that each row has seen, and no padding.
     full = problem.lengths is None and (buffered == 0 or seen == buffered)
     end = seen + T if seen is not None else n if problem.recipe.span is None else None
-    position = start + torch.arange(n, device=device) - buffered
+    slot = torch.arange(n, device=device)
+    position = start + slot - buffered
+    first = problem.recipe.context.first
+    if first and buffered:  # a document's first associations stand before the latest
+        position = torch.where((slot < first) & (start > buffered), slot, position)
     if query_rates is None:
         slots = torch.arange(buffered, n, device=device)
         return VisibleAssociations(

@@ -30,7 +30,8 @@ def local_flops(recipe: Recipe, s: Sizes) -> Counted:
     names = [part.title for part in recipe.context.within]
     banded = len(names) == 1 and horizon is not None
     window = horizon is not None and horizon < s.T
-    last = s.T + 1 if horizon is None else min(horizon, s.T) + 1  # the cache, and the token itself
+    kept = recipe.context.keeps
+    last = s.T + 1 if kept is None else min(kept, s.T) + 1  # the cache, and the token itself
     if recipe.memory.degree:
         return _polynomial(recipe, s, last)
     mean = recipe.bias.affine is not None and recipe.bias.affine[0] != 0

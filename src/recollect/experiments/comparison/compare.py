@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from recollect.blocks.mixers import Leaf, Mixer, mixer_of
 from recollect.experiments.comparison.comparison import Comparison
 from recollect.experiments.comparison.jobs import Job, run_jobs, training_environment
 from recollect.experiments.comparison.results import (
@@ -23,24 +24,34 @@ from recollect.recipe.recipe import Recipe
 from recollect.report.devices import find_device
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 from recollect.wording import shown, word_for, worded
-from recollect.zoo.preset import Preset, get
+from recollect.zoo.preset import Hybrid, Preset, find
 
 __all__ = ["Named", "compare", "named"]
 
-Named = str | Preset | tuple[str, Recipe] | tuple[str, Recipe, LayerOptions]
-"""A zoo name, a preset, or a recipe of one's own under a name, with its options or without."""
+Named = (
+    str
+    | Preset
+    | Hybrid
+    | tuple[str, Recipe]
+    | tuple[str, Mixer]
+    | tuple[str, Recipe, LayerOptions]
+)
+"""A zoo name, a preset, or a recipe or mixer of one's own under a name, with its options or not."""
 
 
-def named(model: Named) -> tuple[str, Recipe, LayerOptions]:
-    """The model's name, recipe and options."""
+def named(model: Named) -> tuple[str, dict[str, Mixer]]:
+    """The model's name, and its mixers by name in the order in which they stand over the depth."""
     if isinstance(model, tuple):
-        return (*model, LayerOptions()) if len(model) == 2 else model
-    preset = get(model) if isinstance(model, str) else model
-    if not isinstance(preset, Preset):  # pyright: ignore[reportUnnecessaryIsInstance]
+        name, *stated = model
+        return name, {name: mixer_of(stated[0] if len(stated) == 1 else tuple(stated))}
+    system = find(model) if isinstance(model, str) else model
+    if isinstance(system, Hybrid):
+        return system.name, dict(system.layers)
+    if not isinstance(system, Preset):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"compare: a model is a zoo name, a preset or (name, recipe), not {shown(model)}"
         )
-    return preset.name, preset.recipe, preset.options
+    return system.name, {system.name: mixer_of(system)}
 
 
 SEEDS = 1000
@@ -48,7 +59,7 @@ SEEDS = 1000
 
 
 def compare(
-    models: Sequence[Named] | str | Preset,
+    models: Sequence[Named] | str | Preset | Hybrid,
     tasks: Sequence[str] | str = TASKS,
     *,
     text: str | None = None,
@@ -65,8 +76,8 @@ def compare(
     """Train each model on each task at equal parameters and tokens.
 
     Args:
-        models: zoo names, presets, or ``(name, recipe)`` or ``(name, recipe, options)`` of your
-            own.
+        models: zoo names, presets, or ``(name, recipe)``, ``(name, recipe, options)`` or ``(name,
+            mixer)`` of your own.
         tasks: out of `TASKS`; one stands for a list of one, as a name does among ``models``.
         text: path of a text of your own; the default is the documentation installed with Python.
         corpus: a text already loaded, instead of ``text``.
@@ -106,13 +117,13 @@ def compare(
         >>> sorted(path.name for path in found.save("runs/two").values())[-1]
         'results.json'
     """
-    models = [models] if isinstance(models, str | Preset) else models
+    models = [models] if isinstance(models, str | Preset | Hybrid) else models
     tasks = [tasks] if isinstance(tasks, str) else tasks
     for what, several in (("models", models), ("tasks", tasks)):
         if not isinstance(several, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"compare: {what} must be a list, not {shown(several)}")
     chosen = [named(model) for model in models]
-    names = [name for name, _, _ in chosen]
+    names = [name for name, _ in chosen]
     if not chosen:
         raise ValueError("compare needs at least one model")
     if len(set(names)) < len(names):
@@ -196,7 +207,7 @@ def compare(
     }
 )
 def _equal_configs(
-    chosen: Sequence[tuple[str, Recipe, LayerOptions]],
+    chosen: Sequence[tuple[str, Mapping[str, Mixer]]],
     vocab: int,
     size: Sizes,
     method: str,
@@ -206,7 +217,7 @@ def _equal_configs(
 ) -> list[RecollectConfig]:
     configs = [
         RecollectConfig.from_recipes(
-            {name: (recipe, _sized(_with_conv(options) if conv else options, size))},
+            {name: _fitted(mixer, size, conv=conv) for name, mixer in layers.items()},
             vocab_size=vocab,
             hidden_size=size.width,
             num_hidden_layers=size.depth,
@@ -214,11 +225,25 @@ def _equal_configs(
             head_dim=size.head_dim,
             method=method,
         )
-        for name, recipe, options in chosen
+        for _, layers in chosen
     ]
     # All are brought to the largest, so that no model loses what its recipe needs.
     target = parameters or max(parameter_count(config) for config in configs)
     return match_parameters(configs, target)
+
+
+def _fitted(mixer: Mixer, size: Sizes, *, conv: bool) -> Mixer:
+    """A mixer with keys of the asked size, and with a short convolution where the task wants it.
+
+    A composition that has one already keeps its other parts as they are.
+    """
+    told = conv and not any(leaf.options.conv for leaf in mixer.leaves.values())
+
+    def fit(leaf: Leaf) -> Leaf:
+        options = _with_conv(leaf.options) if told else leaf.options
+        return replace(leaf, options=_sized(options, size))
+
+    return mixer.with_leaves(fit)
 
 
 def _with_conv(options: LayerOptions) -> LayerOptions:

@@ -16,6 +16,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from recollect.blocks.files import read_mixer
+from recollect.blocks.mixers import Leaf, Mixer
 from recollect.experiments.comparison.compare import Named, compare, named
 from recollect.experiments.comparison.comparison import Comparison
 from recollect.experiments.comparison.jobs import training_environment
@@ -30,7 +32,7 @@ from recollect.report.ownership import owned_folder
 from recollect.report.signals import deferred
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 from recollect.wording import word_for
-from recollect.zoo.preset import names
+from recollect.zoo.preset import hybrids, names
 
 __all__ = ["add_rows", "write_rows_table"]
 
@@ -108,8 +110,8 @@ def _added(
     layers: dict[str, dict[str, Any]] = {}
     todo: list[Named] = []
     for model in models:
-        name, recipe, options = named(model)
-        layers[name] = {"recipe": recipe.to_dict(), "options": options.to_dict()}
+        name, mixers = named(model)
+        layers[name] = _written(mixers)
         path = place / f"{name}.json"
         if path.exists():
             _stands(path, {**terms, **layers[name]})
@@ -208,8 +210,19 @@ def _read(path: Path) -> dict[str, Any]:
     return row
 
 
+def _written(mixers: Mapping[str, Mixer]) -> dict[str, Any]:
+    """What a row holds of its layers: one recipe with its options, or mixers by name."""
+    first = next(iter(mixers.values()))
+    if len(mixers) == 1 and isinstance(first, Leaf):
+        return first.to_dict()
+    return {"layers": {name: mixer.to_dict() for name, mixer in mixers.items()}}
+
+
 def _layer(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's recipe and options, with the defaults of fields that are younger than the row."""
+    """A row's layers, with the defaults of fields that are younger than the row."""
+    if "layers" in row:
+        mixers = {name: read_mixer(mixer) for name, mixer in row["layers"].items()}
+        return json.loads(json.dumps(_written(mixers)))
     return json.loads(
         json.dumps(
             {
@@ -222,10 +235,9 @@ def _layer(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changed(row: Mapping[str, Any]) -> bool:
     """Whether the preset of that name is another one today."""
-    if row["model"] not in names():
+    if row["model"] not in (*names(), *hybrids()):
         return False
-    _, recipe, options = named(row["model"])
-    today = {"recipe": recipe.to_dict(), "options": options.to_dict()}
+    today = _written(named(row["model"])[1])
     return _layer(row) != json.loads(json.dumps(today))
 
 
@@ -311,7 +323,8 @@ def _line(row: Mapping[str, Any]) -> str:
     minutes = "–" if spent is None else f"{spent / 60:.1f}"
     terms, environment = row["terms"], row["environment"]
     heads = str(terms["heads"])
-    key_dim = row["options"].get("key_dim") or terms["key_dim"]  # a preset's own comes first
+    own = row.get("options", {}).get("key_dim")  # a preset's own comes first
+    key_dim = own or terms["key_dim"]
     if key_dim is not None:
         heads += f", K = {key_dim}"
     cells = (

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from recollect.blocks.state import AnyState
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.layer.state import LayerState
 
 __all__ = ["RecollectCache", "StateLayer", "grows"]
 
@@ -38,7 +38,7 @@ class StateLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, state: LayerState | None = None, seen: int = 0) -> None:
+    def __init__(self, state: AnyState | None = None, seen: int = 0) -> None:
         super().__init__()
         self.state, self.seen = state, seen
         self.is_initialized = state is not None
@@ -52,7 +52,7 @@ class StateLayer(CacheLayerMixin):
         """Rows; −1 before the first column."""
         return -1 if self.state is None else self.state.rows
 
-    def advance(self, state: LayerState, columns: int) -> None:
+    def advance(self, state: AnyState, columns: int) -> None:
         """Take the state after ``columns`` more."""
         self.state, self.seen, self.is_initialized = state, self.seen + columns, True
 
@@ -119,7 +119,7 @@ class StateLayer(CacheLayerMixin):
         """As `lazy_initialization`."""
         self.lazy_initialization(key_states, value_states)
 
-    def _change(self, f: Callable[[LayerState], LayerState]) -> None:
+    def _change(self, f: Callable[[AnyState], AnyState]) -> None:
         if self.state is not None:
             self.state = f(self.state)
 
@@ -148,7 +148,7 @@ class RecollectCache(Cache):
         (4, 3)
     """
 
-    def __init__(self, states: Iterable[LayerState] = (), seen: int = 0) -> None:
+    def __init__(self, states: Iterable[AnyState] = (), seen: int = 0) -> None:
         super().__init__(layers=[StateLayer(state, seen) for state in states])
         self.seen = seen
 
@@ -158,11 +158,11 @@ class RecollectCache(Cache):
             f"{self.nbytes_per_sequence} bytes per sequence)"
         )
 
-    def __iter__(self) -> Iterator[LayerState]:
+    def __iter__(self) -> Iterator[AnyState]:
         return iter(self.states)
 
     @property
-    def states(self) -> tuple[LayerState, ...]:
+    def states(self) -> tuple[AnyState, ...]:
         """One per layer."""
         return tuple(layer.state for layer in self.layers)
 
@@ -189,10 +189,10 @@ class RecollectCache(Cache):
         """Bytes of all tensors, per row."""
         return self.nbytes // max(1, self.rows)
 
-    def map(self, f: Callable[[LayerState], LayerState]) -> RecollectCache:
+    def map(self, f: Callable[[AnyState], AnyState]) -> RecollectCache:
         """Apply ``f`` to every layer's state."""
         return RecollectCache((f(state) for state in self.states), self.seen)
 
     def detach(self) -> RecollectCache:
         """Cut the graph (truncated backpropagation)."""
-        return self.map(LayerState.detach)
+        return self.map(lambda state: state.detach())

@@ -9,6 +9,8 @@ from typing import Any, TypeGuard, cast
 
 from transformers import GenerationConfig, PretrainedConfig
 
+from recollect.blocks.files import read_mixer
+from recollect.blocks.mixers import Leaf, Mixer, mixer_of
 from recollect.choices.member import RecipeError
 from recollect.engines.select import select
 from recollect.layer.blocks import mlp_width
@@ -16,7 +18,7 @@ from recollect.layer.options import LayerOptions
 from recollect.lm.model.checkpoint import check_json
 from recollect.recipe.recipe import Recipe
 from recollect.wording import nearest, shown, word_for
-from recollect.zoo.preset import Preset, get
+from recollect.zoo.preset import Hybrid, Preset, find
 
 __all__ = ["SCHEMA", "Named", "RecollectConfig", "resolved"]
 
@@ -40,8 +42,11 @@ _INHERITED = frozenset(
     | {"finetuning_task", "task_specific_params", "is_decoder", "cross_attention_hidden_size"}
 )
 
-Named = str | Preset | Recipe | tuple[Recipe, LayerOptions]
-"""What may stand for a recipe with its options: a zoo name, a preset, or a recipe of one's own."""
+Named = str | Preset | Hybrid | Mixer | Recipe | tuple[Recipe, LayerOptions]
+"""What may stand for a layer: a zoo name, a preset, a mixer, or a recipe with its options."""
+
+MLP = "mlp"
+"""The word that stands for an MLP among the names of a pattern."""
 
 
 class RecollectConfig(PretrainedConfig):
@@ -56,9 +61,12 @@ class RecollectConfig(PretrainedConfig):
         num_key_value_heads: memories per layer; the query heads' number when omitted.
         head_dim, value_dim: K and V; hidden_size / heads, and K, when omitted.
         intermediate_size: of the SwiGLU MLP; 8/3 · hidden_size when omitted.
-        recipes: ``{name: {"recipe": ..., "options": ...}}`` in full, as ``to_dict`` writes them.
+        recipes: ``{name: {"recipe": ..., "options": ...}}`` in full, as ``to_dict`` writes them; in
+            the place of a recipe a composition may stand, as `recollect.blocks.Mixer.to_dict`
+            writes it.
         layers: names of recipes from the first layer on, repeated over the depth; all in order when
-            omitted.
+            omitted. An MLP follows every layer; where the word ``"mlp"`` stands among the names,
+            one follows the layers before it alone.
         schema: of this mapping.
         method: engine, as in `recall`.
         rms_norm_eps: of the norms.
@@ -153,13 +161,25 @@ class RecollectConfig(PretrainedConfig):
 
     def _check(self) -> None:
         for name in self.layers:
-            if name not in self.recipes:
+            if name not in self.recipes and name != MLP:
                 raise RecipeError(
                     f"layers names the recipe {name!r}, which is not among: "
                     f"{', '.join(self.recipes) or 'none'}"
                 )
         for name in self.recipes:
-            select(self.recipe(name)[0], self.method)
+            if name == MLP:
+                raise RecipeError(
+                    f"a recipe cannot be named {MLP!r}, which stands for an MLP among the layers: "
+                    "give it another name"
+                )
+            for leaf in self.mixer(name).leaves.values():
+                select(leaf.recipe, self.method)
+        pairs = zip(self.layers, [*self.layers[1:], *self.layers[:1]], strict=True)
+        if self.layers[:1] == [MLP] or any(a == b == MLP for a, b in pairs):
+            raise RecipeError(
+                f"layers must begin with a recipe and have one between two {MLP!r}, not "
+                f"{shown(self.layers)}"
+            )
 
     @classmethod
     def from_recipes(
@@ -172,8 +192,8 @@ class RecollectConfig(PretrainedConfig):
         """A configuration from zoo names, presets or recipes.
 
         Args:
-            recipes: a zoo name, a preset, a recipe (or with its options, as a tuple), several zoo
-                names, or a mapping of names to any of these.
+            recipes: a zoo name, a preset, a mixer, a recipe (or with its options, as a tuple),
+                several zoo names, or a mapping of names to any of these.
             layers: the pattern of names over the depth.
             sizes: the other arguments of `RecollectConfig`.
 
@@ -189,29 +209,57 @@ class RecollectConfig(PretrainedConfig):
         if layers is not None and (isinstance(layers, str) or not isinstance(layers, Sequence)):
             where = "RecollectConfig.from_recipes(layers=...)"
             raise RecipeError(f"{where} must be a list of names of recipes, not {shown(layers)}")
-        written: dict[str, Any] = {}
-        for name, value in _by_name(recipes).items():
-            recipe, options = resolved(value)
-            written[name] = {"recipe": recipe.to_dict(), "options": options.to_dict()}
+        chosen = _by_name(recipes)
+        if not isinstance(recipes, Mapping) and layers is None and len(chosen) == 1:
+            (one,) = chosen.values()
+            system = find(one) if isinstance(one, str) else one
+            if isinstance(system, Hybrid):  # a pattern of several mixers brings their names
+                chosen = dict(system.layers)
+        written = {name: mixer_of(value).to_dict() for name, value in chosen.items()}
         return cls(recipes=written, layers=None if layers is None else list(layers), **sizes)
 
     def recipe(self, name: str) -> tuple[Recipe, LayerOptions]:
         """A recipe of this configuration, and its options.
 
         Raises:
-            RecipeError: a member that nobody registered. Nothing is imported or run to find it.
+            RecipeError: a member that nobody registered (nothing is imported or run to find it), or
+                a composition of several recipes.
         """
+        mixer = self.mixer(name)
+        if not isinstance(mixer, Leaf):
+            raise RecipeError(
+                f"{name} composes {', '.join(mixer.leaves)}, and one recipe is asked for: take "
+                f"mixer({name!r}).leaves"
+            )
+        return mixer.recipe, mixer.options
+
+    def mixer(self, name: str) -> Mixer:
+        """A recipe of this configuration, or a composition of several; raises as `recipe`."""
         entry = self.recipes[name]
-        if not isinstance(entry, Mapping) or set(entry) - {"recipe", "options"}:
+        composed = isinstance(entry, Mapping) and "mixer" in entry
+        if not composed and (not isinstance(entry, Mapping) or set(entry) - {"recipe", "options"}):
             given = [*entry] if isinstance(entry, Mapping) else entry
             raise RecipeError(
-                f"recipes[{name!r:.80}] must be {{'recipe': ..., 'options': ...}}, not "
-                f"{shown(given):.200}"
+                f"recipes[{name!r:.80}] must be {{'recipe': ..., 'options': ...}} or {{'mixer': "
+                f"..., ...}}, not {shown(given):.200}"
             )
-        return (
-            Recipe.from_dict(entry.get("recipe", {})),
-            LayerOptions.from_dict(entry.get("options", {})),
-        )
+        return read_mixer(entry if composed else {"recipe": {}, **entry})
+
+    @property
+    def mixed(self) -> list[tuple[Mixer, bool]]:
+        """The mixer of every layer, and whether an MLP follows it."""
+        by_name = {name: self.mixer(name) for name in set(self.pattern)}
+        mixers = [by_name[name] for name in self.pattern]
+        return list(zip(mixers, self.followed, strict=True))
+
+    @property
+    def followed(self) -> list[bool]:
+        """Whether an MLP follows, of every layer."""
+        told, size = self.layers, len(self.layers)
+        if MLP not in told:
+            return [True] * self.num_hidden_layers
+        after = [told[(i + 1) % size] == MLP for i in range(size) if told[i] != MLP]
+        return [after[i % len(after)] for i in range(self.num_hidden_layers)]
 
     @property
     def pattern(self) -> list[str]:
@@ -225,7 +273,8 @@ class RecollectConfig(PretrainedConfig):
                 "this configuration has no recipes: make one with "
                 "RecollectConfig.from_recipes('gated_delta_net')"
             )
-        return [self.layers[i % len(self.layers)] for i in range(self.num_hidden_layers)]
+        names = [name for name in self.layers if name != MLP]
+        return [names[i % len(names)] for i in range(self.num_hidden_layers)]
 
     @classmethod
     def _dict_from_json_file(cls, json_file: Any) -> dict[str, Any]:
@@ -320,8 +369,10 @@ def _by_name(recipes: Named | Sequence[str] | Mapping[str, Named]) -> dict[str, 
         return dict(recipes)
     if isinstance(recipes, str):
         return {recipes: recipes}
-    if isinstance(recipes, Preset):
+    if isinstance(recipes, Preset | Hybrid):
         return {recipes.name: recipes}
+    if isinstance(recipes, Mixer):
+        return {recipes.kind: recipes}
     if isinstance(recipes, Recipe):
         return {"memory": recipes}
     if isinstance(recipes, tuple) and recipes and isinstance(recipes[0], Recipe):
@@ -330,20 +381,15 @@ def _by_name(recipes: Named | Sequence[str] | Mapping[str, Named]) -> dict[str, 
 
 
 def resolved(value: Named) -> tuple[Recipe, LayerOptions]:
-    """What a name, a preset or a recipe of one's own stands for.
+    """What a name, a preset or a recipe of one's own stands for, where one recipe is asked for.
 
     Raises:
-        RecipeError: an unknown zoo name, or something else.
+        RecipeError: an unknown zoo name, a composition of several recipes, or something else.
     """
-    if isinstance(value, str):
-        value = get(value)
-    if isinstance(value, Preset):
-        return value.recipe, value.options
-    if isinstance(value, Recipe):
-        return value, LayerOptions()
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Recipe):
-        return value
+    mixer = mixer_of(value)
+    if isinstance(mixer, Leaf):
+        return mixer.recipe, mixer.options
     raise RecipeError(
-        "a recipe is given as a zoo name, a preset, an rc.Recipe or (recipe, options), not "
-        f"{value!r}"
+        f"one recipe is asked for here, and rc.blocks.{type(mixer).__name__} composes "
+        f"{len(mixer.leaves)}: give one of them"
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from recollect.blocks.mixers import AsContext, Chain, Gated, Leaf, Mixer
 from recollect.choices.fields import Gate, Param
 from recollect.layer.gates import RANK, squash_of
 from recollect.layer.options import LayerOptions
@@ -29,12 +31,13 @@ def count_parameters(config: RecollectConfig) -> dict[str, int]:
 
     ===========  =============================================================================
     embedding    W D, and as much again for an output that does not read it
-    norms        D (2 L + 1)
-    mlp          3 D M per layer
+    norms        D (L + 1) and D per MLP, 2 D per gate of a composition
+    mlp          3 D M for every layer that one follows
     maps         D (H K + N n (K + V)) for q, k, v, and 2 H V D for the output and its gate
     convolution  w (H K + N n (K + V)) for width w
     gates        for each gate of s numbers: N s, and D N s or, through rank r, r (D + N s)
-    other        the output norm's V, initial memories, params, shifts, phases, skips, ties
+    other        the output norm's V, initial memories, params, shifts, phases, skips, ties, D per
+                 persistent token
     ===========  =============================================================================
 
     Feed-forward memories with m pairs have 2 m D, D² for the matrix that joins several heads, and m
@@ -49,17 +52,31 @@ def count_parameters(config: RecollectConfig) -> dict[str, int]:
         >>> parts["embedding"], parts["norms"]
         (1024, 48)
     """
-    D, L = config.hidden_size, config.num_hidden_layers
+    D, L, followed = config.hidden_size, config.num_hidden_layers, sum(config.followed)
     total = {
         "embedding": config.vocab_size * D * (1 if config.tie_word_embeddings else 2),
-        "norms": D * (2 * L + 1),
-        "mlp": 3 * D * config.intermediate_size * L,
+        "norms": D * (L + followed + 1),
+        "mlp": 3 * D * config.intermediate_size * followed,
     }
-    by_name = {name: _layer(config, *config.recipe(name)) for name in set(config.pattern)}
+    by_name = {name: _mixer(config, config.mixer(name)) for name in set(config.pattern)}
     for name in config.pattern:
         for part, count in by_name[name].items():
             total[part] = total.get(part, 0) + count
     return {part: count for part, count in total.items() if count}
+
+
+def _mixer(config: RecollectConfig, mixer: Mixer) -> dict[str, int]:
+    """A layer's numbers by part: those of its recipes, and of what composes them."""
+    if isinstance(mixer, Leaf):
+        return _layer(config, mixer.recipe, mixer.options)
+    D, total = config.hidden_size, Counter[str]()
+    for child in mixer.children.values():
+        total.update(_mixer(config, child))
+    if isinstance(mixer, Gated | AsContext):
+        total["norms"] += 2 * D
+    if isinstance(mixer, Chain | Gated | AsContext):
+        total["other"] += D * mixer.persistent
+    return dict(total)
 
 
 def _layer(config: RecollectConfig, recipe: Recipe, options: LayerOptions) -> dict[str, int]:
@@ -211,7 +228,7 @@ def match_parameters(configs: Sequence[RecollectConfig], target: int) -> list[Re
         config = copy.deepcopy(config)
         config.intermediate_size = STEP
         least = parameter_count(config)
-        step = 3 * STEP * config.hidden_size * config.num_hidden_layers
+        step = 3 * STEP * config.hidden_size * max(1, sum(config.followed))
         if target < least - step // 2:
             raise ValueError(
                 f"{', '.join(config.layers)}: {least:,} parameters with the narrowest MLP are more "

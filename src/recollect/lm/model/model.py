@@ -11,11 +11,11 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from recollect.blocks.build import build
+from recollect.blocks.mixers import Mixer
 from recollect.layer.blocks import Block
-from recollect.layer.feed_forward import FeedForward, layer_of
-from recollect.layer.memory_layer import MemoryLayer
 from recollect.lm.model.arguments import ForwardArguments, HeadlessArguments, document_borders
-from recollect.lm.model.cache import RecollectCache, grows
+from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.pretrained import RecollectPreTrainedModel
 from recollect.wording import worded
@@ -49,8 +49,12 @@ class RecollectModel(RecollectPreTrainedModel):
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
         self.blocks = nn.ModuleList(
-            Block(_layer(config, index), config.intermediate_size, eps=config.rms_norm_eps)
-            for index in range(config.num_hidden_layers)
+            Block(
+                _layer(config, mixer, index),
+                config.intermediate_size if follows else None,
+                eps=config.rms_norm_eps,
+            )
+            for index, (mixer, follows) in enumerate(config.mixed)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
@@ -240,8 +244,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
     @property
     def cache_grows(self) -> bool:
         """Whether a layer's state grows with the text: all associations, or a row per key."""
-        layers = (block.layer for block in self.model.blocks)
-        return any(grows(layer) for layer in layers if isinstance(layer, MemoryLayer))
+        return any(mixer.grows for mixer, _ in self.config.mixed)
 
     def prepare_inputs_for_generation(
         self,
@@ -326,13 +329,11 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
 @worded(
     {"d_model": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 )
-def _layer(config: RecollectConfig, index: int) -> MemoryLayer | FeedForward:
-    recipe, options = config.recipe(config.pattern[index])
-    return layer_of(
+def _layer(config: RecollectConfig, mixer: Mixer, index: int) -> nn.Module:
+    return build(
+        mixer,
         config.hidden_size,
         config.num_attention_heads,
-        recipe,
-        options,
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         value_dim=config.value_dim,

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
+from recollect.blocks.composed import PersistentTokens
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import GateProjection
 from recollect.layer.initial_memory import InitialMemory
@@ -175,7 +176,9 @@ class RecollectPreTrainedModel(StrictLoading, PreTrainedModel):
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
-        elif isinstance(module, GateProjection | ShortConvolution | InitialMemory):
+        elif isinstance(
+            module, GateProjection | ShortConvolution | InitialMemory | PersistentTokens
+        ):
             # These know their own start; what came from a checkpoint stays.
             loaded = [
                 (weight, weight.clone())

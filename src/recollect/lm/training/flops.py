@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from recollect.blocks.cost import streams
 from recollect.cost import cost
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import count_parameters
@@ -22,14 +23,15 @@ def model_flops(config: RecollectConfig, *, context: int) -> float:
 
     6 for every number of a map, gate, MLP and of the output (2 forward, 4 backward; the embedding
     is looked up), and ``rc.cost(...).training`` of every layer over a row of ``context`` tokens.
-    Gradient checkpointing is not counted: it is no work of the model's.
+    Of a memory as context the attention runs over twice the tokens and the memory is read twice;
+    its maps are counted once. Gradient checkpointing is not counted: it is no work of the model's.
     """
     parts = count_parameters(config)
     maps = sum(parts.get(name, 0) for name in ("mlp", "maps", "gates"))
     maps += config.vocab_size * config.hidden_size
     total = 6.0 * maps
-    for name in config.pattern:
-        recipe, options = config.recipe(name)
+    for stream in (each for mixer, _ in config.mixed for each in streams(mixer, context)):
+        recipe, options = stream.leaf.recipe, stream.leaf.options
         if options.persistent:
             continue  # its pairs are among the maps
         heads, memories = config.num_attention_heads, config.num_key_value_heads
@@ -40,11 +42,13 @@ def model_flops(config: RecollectConfig, *, context: int) -> float:
             K=K,
             V=V,
             H=memories,
-            T=context,
+            T=stream.tokens,
             G=max(1, heads // memories),
             method=config.method,
         )
-        total += price.training / context
+        total += price.training * stream.rows / context
+        if stream.asks:  # read once more, by every token
+            total += 3.0 * price.forward.get("read", 0) * stream.rows / context
     return total
 
 

@@ -50,10 +50,11 @@ class ModelPlan(_Table):
     """``[model]``: which layers, how many, how wide.
 
     Attributes:
-        recipe: a zoo name, a ``.json`` or ``.toml`` file, or a table as ``Recipe.to_dict`` writes.
+        recipe: a zoo name, a ``.json`` or ``.toml`` file, or a table as ``Recipe.to_dict`` writes,
+            or as `recollect.blocks.Mixer.to_dict` does, whose parts may be names and files too.
         options: layer options as ``LayerOptions.to_dict`` writes them; the preset's own if omitted.
         recipes: several recipes by name, each as ``recipe`` is; in place of it.
-        layers: the pattern of their names over the depth.
+        layers: the pattern of their names over the depth, with ``"mlp"`` where MLPs stand.
         size: a size of the papers, ``"170M"`` to ``"1.3B"``; what is given beside it wins.
         width, depth, heads: of the backbone; 256, 4 and 4 without a size.
         kv_heads, key_dim, value_dim, mlp: further sizes; defaults as in `RecollectConfig`.

@@ -14,6 +14,8 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerFast
 
+from recollect.blocks.files import read_mixer
+from recollect.blocks.mixers import Mixer, mixer_of
 from recollect.layer.options import LayerOptions
 from recollect.lm.data.rows import Row, Rows, RowStream, Tally, read_rows
 from recollect.lm.data.sources import BadLines, HubDocuments, Source, find_files
@@ -26,7 +28,7 @@ from recollect.lm.training.plan import ModelPlan, TrainPlan
 from recollect.recipe.files import load_recipe
 from recollect.recipe.recipe import Recipe
 from recollect.report.units import readable
-from recollect.wording import worded
+from recollect.wording import shown, worded
 from recollect.zoo.preset import get
 
 __all__ = [
@@ -64,7 +66,8 @@ def compile_blocks(model: RecollectForCausalLM) -> str:
     for every batch.
     """
     for block in model.model.blocks:
-        block.mlp.compile()  # type: ignore[union-attr]
+        if block.mlp is not None:
+            block.mlp.compile()  # type: ignore[union-attr]
     return (
         "compiled: the MLPs of all blocks; memory layers run as they are, because their engines "
         "choose by what they see"
@@ -183,6 +186,8 @@ def model_config(plan: ModelPlan, tokenizer: PreTrainedTokenizerFast) -> Recolle
     else:
         recipe = _recipe(plan.recipe, plan.options)
         named = recipe if isinstance(recipe, str) else {_name(plan.recipe): recipe}
+        if isinstance(recipe, Mixer):
+            named = {recipe.kind: recipe}
     config = RecollectConfig.from_recipes(
         named,
         layers=plan.layers or None,
@@ -213,10 +218,36 @@ def _recipe(value: Any, options: dict[str, Any] | None) -> Named:
     if isinstance(value, str):
         recipe = load_recipe(Path(value))
     else:
+        if isinstance(value, dict) and "mixer" in value:
+            return _composition(value, options)
         if isinstance(value, dict) and set(value) == {"recipe", "options"}:
             value, options = value["recipe"], value["options"]
         recipe = Recipe.from_dict(value)
     return recipe, LayerOptions() if options is None else LayerOptions.from_dict(options)
+
+
+def _composition(value: dict[str, Any], options: dict[str, Any] | None) -> Mixer:
+    """A composition as a table; in the place of a part a name of the zoo or a file may stand."""
+    if options is not None:
+        raise ValueError(
+            "[model] options are those of one recipe: give each part of a composition its own, "
+            "{recipe = ..., options = ...}"
+        )
+
+    def part(stated: Any) -> Any:
+        if not isinstance(stated, str | dict):
+            raise ValueError(
+                f"[model] a part of a composition is a name, a file or a table, not {shown(stated)}"
+            )
+        return mixer_of(_recipe(stated, None)).to_dict()
+
+    written = dict(value)
+    for name in ("memory", "attention"):
+        if name in written:
+            written[name] = part(written[name])
+    if isinstance(written.get("parts"), list):
+        written["parts"] = [part(one) for one in written["parts"]]
+    return read_mixer(written)
 
 
 def _name(value: Any) -> str:

@@ -179,7 +179,7 @@ def same_model(checkpoint: Path, config: RecollectConfig) -> None:
         return  # a checkpoint that many devices share has none
     before = RecollectConfig.from_pretrained(checkpoint)
     for now, saved in zip(config.pattern, before.pattern, strict=False):
-        if config.recipe(now) != before.recipe(saved):
+        if config.mixer(now) != before.mixer(saved):
             raise ValueError(
                 f"{checkpoint} was trained with another recipe than {now!r} is now: put it back "
                 "as it was, or give another folder as out in [run]"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from recollect.blocks.composed import PersistentTokens
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import GateProjection
 from recollect.layer.initial_memory import InitialMemory, InitialPairs
@@ -18,16 +19,19 @@ __all__ = ["decayed_names", "parameter_groups"]
 
 # Weights whose zero is no neutral value: a gate at 0 is a gate at half, a memory that starts at 0
 # has no gradient through its layers, a filter at 0 is deaf.
-_KEPT = (GateProjection, Ties, InitialMemory, InitialPairs, Phase, TokenShift, ShortConvolution)
+_KEPT = (
+    *(GateProjection, Ties, InitialMemory, InitialPairs, Phase, TokenShift, ShortConvolution),
+    PersistentTokens,
+)
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float = 0.1) -> list[dict[str, object]]:
     """Parameters as ``torch.optim`` takes them, with weight decay only where it belongs.
 
     Matrices of linear maps, embeddings and the learned pairs of feed-forward memories decay. Gates
-    and their projections, norms, biases, initial memories, decays, phases, token shifts, skips and
-    short convolutions do not. Frozen parameters are left out, tied ones stand once. Works for any
-    module: what is not recollect's own decays when it has two axes or more.
+    and their projections, norms, biases, initial memories, decays, phases, token shifts, skips,
+    short convolutions and persistent tokens do not. Frozen parameters are left out, tied ones stand
+    once. Works for any module: what is not recollect's own decays when it has two axes or more.
 
     Args:
         model: the model.

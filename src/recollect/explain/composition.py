@@ -1,0 +1,159 @@
+"""A composition of recipes in words: how they work together, what each solves, what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from recollect.blocks.cost import EARLIER, cost
+from recollect.blocks.mixers import Leaf, Mixer
+from recollect.choices.member import RecipeError
+from recollect.cost import Cost
+from recollect.recipe.recipe import Recipe
+from recollect.report.units import readable
+
+__all__ = ["Composition", "compose"]
+
+_SIZE = 64  # K and V of the numbers that an explanation quotes
+
+
+class _Explained(Protocol):
+    """What is told of each recipe: `recollect.explain.explain.Explanation` has it."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def problem(self) -> str: ...
+    @property
+    def write(self) -> tuple[str, ...]: ...
+    @property
+    def read(self) -> tuple[str, ...]: ...
+    @property
+    def where(self) -> tuple[str, ...]: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def how(self) -> str: ...
+    @property
+    def properties(self) -> Mapping[str, bool]: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """What `explain` found of a composition; ``str()`` lays it out.
+
+    Attributes:
+        title: the system's name, or the composition's kind.
+        layers: the mixers over the depth, by name; one where all layers are alike.
+        parts: what is told of every recipe, by the names that lead to it joined with dots.
+        costs: the price of every layer at K = V = 64, by name; ``None`` where an engine has none.
+
+    Examples:
+        >>> found = rc.explain("titans_mac")
+        >>> list(found.parts)
+        ['memory', 'attention']
+        >>> found.costs["titans_mac"].grows
+        0
+    """
+
+    title: str
+    layers: Mapping[str, Mixer]
+    parts: Mapping[str, _Explained]
+    costs: Mapping[str, Cost | None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "title": self.title,
+            "layers": {name: mixer.to_dict() for name, mixer in self.layers.items()},
+            "equations": {name: list(mixer.equations) for name, mixer in self.layers.items()},
+            "parts": {name: part.to_dict() for name, part in self.parts.items()},
+            "costs": {
+                name: None if price is None else price.to_dict()
+                for name, price in self.costs.items()
+            },
+        }
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        for label, block in self._blocks():
+            for index, line in enumerate(block):
+                lines.append(f"{label if index == 0 else '':<9}{line}".rstrip())
+        return "\n".join(lines)
+
+    def _blocks(self) -> Iterator[tuple[str, list[str]]]:
+        alone = len(self.layers) == 1
+        if not alone:
+            yield "layers", [f"{', '.join(self.layers)}, in turns; an MLP follows each"]
+        for name, mixer in self.layers.items():
+            if not isinstance(mixer, Leaf):
+                at = "" if alone else f"{name}: "
+                yield "composes", [f"{at}{_typed(mixer)}", *mixer.equations]
+        for name, part in self.parts.items():
+            yield "", [""]
+            yield "part", [name]
+            yield "problem", [f"min  {part.problem}"]
+            yield "write", list(part.write)
+            yield "read", list(part.read)
+            yield "where", list(part.where)
+            yield "engine", [f"{part.engine} ({part.how})"]
+        yield "", [""]
+        yield "state", [line for name in self.layers for line in self._state(name, alone=alone)]
+        yield "cost", [line for name in self.layers for line in self._cost(name, alone=alone)]
+
+    def _state(self, name: str, *, alone: bool) -> Iterator[str]:
+        price, at = self.costs[name], "" if alone else f"{name}: "
+        if price is None:
+            yield f"{at}of unknown size"
+            return
+        sizes: dict[str, int] = {}
+        for part, size in price.state.items():
+            whose = part.split()[0] + (EARLIER if part.endswith(EARLIER) else "")
+            sizes[whose] = sizes.get(whose, 0) + size
+        several = not isinstance(self.layers[name], Leaf)
+        kept = "; ".join(f"{x}: {readable(n, 'B')}" for x, n in sizes.items() if several)
+        more = f"and {readable(price.grows, 'B')} more per token" if price.grows else "constant"
+        where = f"per sequence and head after {price.sizes['T']} tokens at K = V = {_SIZE}"
+        if kept:
+            yield f"{at}{kept}"
+        yield f"{at}{readable(price.state_bytes, 'B')} {where}, {more}"
+
+    def _cost(self, name: str, *, alone: bool) -> Iterator[str]:
+        price, at = self.costs[name], "" if alone else f"{name}: "
+        if price is not None:
+            token = readable(price.total / price.sizes["T"], "FLOP")
+            decode = readable(price.decode, "FLOP")
+            yield (
+                f"{at}{token} per token and head, {decode} to decode one, at K = V = {_SIZE}, "
+                f"T = {price.sizes['T']}"
+            )
+
+
+def _typed(mixer: Mixer) -> str:
+    """A composition with its sizes, its parts by their names."""
+    sizes = {name: getattr(mixer, name, None) for name in ("segment", "persistent")}
+    said = [*mixer.children, *(f"{name}={n}" for name, n in sizes.items() if n is not None)]
+    return f"{type(mixer).__name__}({', '.join(said)})"
+
+
+def compose(
+    title: str, layers: Mapping[str, Mixer], parts: Mapping[str, _Explained], method: str
+) -> Composition:
+    """Put together what is told of the recipes.
+
+    Args:
+        title: of the whole.
+        layers: the mixers by name.
+        parts: what is told of each recipe.
+        method: the engine that was asked for.
+    """
+    costs: dict[str, Cost | None] = {}
+    for name, mixer in layers.items():
+        try:
+            costs[name] = cost(mixer, K=_SIZE, V=_SIZE, method=method)
+        except RecipeError:
+            costs[name] = None
+    return Composition(title=title, layers=layers, parts=parts, costs=costs)

@@ -1,0 +1,247 @@
+"""Hybrids: a memory and an attention that work together.
+
+In a layer, as data of `recollect.blocks`, or as layers that alternate over the depth. Every layer
+of a model is followed by an MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from recollect.blocks.mixers import AsContext, Chain, Gated, Mixer
+from recollect.choices.algorithm.closed_form import Analytic
+from recollect.choices.context.restrictions import SinkWindow
+from recollect.choices.context.similar import Similar
+from recollect.choices.memory.local import LocalConstant
+from recollect.layer.options import LayerOptions
+from recollect.recipe.recipe import Recipe
+from recollect.zoo.atlas import atlas
+from recollect.zoo.attention import BARE, sliding_window_attention, softmax_attention
+from recollect.zoo.delta_rule import gated_delta_net
+from recollect.zoo.miras import memora, moneta, yaad
+from recollect.zoo.preset import Fidelity, Reference, hybrid
+from recollect.zoo.sources import ATLAS, MIRAS, TITANS
+from recollect.zoo.state_space import mamba, mamba2
+from recollect.zoo.titans import titans
+
+__all__ = [
+    "FAMILY",
+    "atlas_mac",
+    "atlas_mag",
+    "atlas_mal",
+    "gated_delta_net_h1",
+    "gated_delta_net_h2",
+    "memora_h",
+    "moneta_h",
+    "samba",
+    "titans_mac",
+    "titans_mag",
+    "titans_mal",
+    "yaad_h",
+]
+
+FAMILY = "hybrid_systems"
+SEGMENT, WINDOW, PERSISTENT = 128, 128, 8
+_OPEN = (
+    f"sizes are not printed: segments and windows of 128 tokens and {PERSISTENT} persistent tokens "
+    "are choices of ours, as are the rotary positions of the attention"
+)
+_MAC = (
+    "M_(t−1) is read through the memory layer's own queries (its convolution included), norm and "
+    "gate; M*_t(y) is read token by token, each after its own write, as a causal model must; ⊗ is "
+    f"the gate that the paper states for MAG; {_OPEN}"
+)
+_MAG = f"σ is the sigmoid, after an RMS norm with a learned weight on either side; {_OPEN}"
+_SAMBA = Reference(
+    paper="Ren et al., Samba: simple hybrid state space models for efficient unlimited context "
+    "language modeling",
+    year=2024,
+    where="section 2.1",
+)
+_GATED = Reference(
+    paper="Yang et al., Gated delta networks: improving Mamba2 with delta rule",
+    year=2024,
+    where="section 3.4",
+)
+_WINDOWED = (
+    "the window of 128 tokens is a choice of ours; every mixer is followed by an MLP, and what "
+    "stands around each memory is that of its own preset"
+)
+
+
+def _attention() -> tuple[Recipe, LayerOptions]:
+    """Sliding-window attention that never loses the persistent tokens."""
+    context = Similar(within=(SinkWindow(size=WINDOW, first=PERSISTENT),))
+    return Recipe(memory=LocalConstant(), context=context, algorithm=Analytic()), BARE
+
+
+def _alternating(**memories: Any) -> Mapping[str, Any]:
+    """Samba's order: memories, then sliding-window attention."""
+    return {**memories, "sliding_window_attention": sliding_window_attention()}
+
+
+@hybrid(
+    "Samba",
+    row=66,
+    rule="x ← x + Mamba(x),  x + MLP(x),  x + SWA(x),  x + MLP(x)",
+    references=(_SAMBA,),
+    fidelity=Fidelity(kind="reconstruction", source="Ren et al. section 2.1", note=_WINDOWED),
+)
+def samba() -> Mapping[str, Any]:
+    """Mamba and sliding-window attention in turns."""
+    return _alternating(mamba=mamba())
+
+
+@hybrid(
+    "Titans, memory as context (MAC)",
+    row=67,
+    rule="h = M_(t−1)(q),  y = attention([p, h, S]),  M_t = M_(t−1)(y),  o = y ⊗ M_t(y)",
+    references=(TITANS("eqs. 21–25"),),
+    fidelity=Fidelity(kind="reconstruction", source="Titans eqs. 21–25", note=_MAC),
+)
+def titans_mac() -> Mixer:
+    """What a memory recalls is context of an attention, whose answers the memory learns."""
+    return AsContext(titans(), softmax_attention(), segment=SEGMENT, persistent=PERSISTENT)
+
+
+@hybrid(
+    "Titans, memory as gate (MAG)",
+    row=68,
+    rule="y = SWA([p, x]),  o = y ⊗ M([p, x])",
+    references=(TITANS("eqs. 26–28"),),
+    fidelity=Fidelity(kind="reconstruction", source="Titans eqs. 26–28", note=_MAG),
+)
+def titans_mag() -> Mixer:
+    """A memory of all of the past gates the attention to the last tokens."""
+    return Gated(titans(), _attention(), persistent=PERSISTENT)
+
+
+@hybrid(
+    "Titans, memory as layer (MAL)",
+    row=69,
+    rule="y = M([p, x]),  o = SWA(y)",
+    references=(TITANS("eqs. 29–31"),),
+    fidelity=Fidelity(kind="reconstruction", source="Titans eqs. 29–31", note=_OPEN),
+)
+def titans_mal() -> Mixer:
+    """Attention to the last tokens of what a memory says."""
+    return Chain(titans(), _attention(), persistent=PERSISTENT)
+
+
+@hybrid(
+    "Atlas, memory as context (MAC)",
+    row=70,
+    rule="h = M_(t−1)(q),  y = attention([p, h, S]),  M_t = M_(t−1)(y),  o = y ⊗ M_t(y)",
+    references=(
+        ATLAS("section 5.1"),
+        TITANS("eqs. 21–25"),
+    ),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="Titans eqs. 21–25",
+        note=f"no persistent tokens, as ATLAS 6.3 has it; {_MAC}",
+    ),
+)
+def atlas_mac() -> Mixer:
+    """What a memory recalls is context of an attention, whose answers the memory learns."""
+    return AsContext(atlas(), softmax_attention(), segment=SEGMENT)
+
+
+@hybrid(
+    "Atlas, memory as gate (MAG)",
+    row=71,
+    rule="y = SWA([p, x]),  o = y ⊗ M([p, x])",
+    references=(
+        ATLAS("section 5.1"),
+        TITANS("eqs. 26–28"),
+    ),
+    fidelity=Fidelity(kind="reconstruction", source="Titans eqs. 26–28", note=_MAG),
+)
+def atlas_mag() -> Mixer:
+    """A memory of all of the past gates the attention to the last tokens."""
+    return Gated(atlas(), _attention(), persistent=PERSISTENT)
+
+
+@hybrid(
+    "Atlas, memory as layer (MAL)",
+    row=72,
+    rule="y = M([p, x]),  o = SWA(y)",
+    references=(
+        ATLAS("section 5.1"),
+        TITANS("eqs. 29–31"),
+    ),
+    fidelity=Fidelity(kind="reconstruction", source="Titans eqs. 29–31", note=_OPEN),
+)
+def atlas_mal() -> Mixer:
+    """Attention to the last tokens of what a memory says."""
+    return Chain(atlas(), _attention(), persistent=PERSISTENT)
+
+
+@hybrid(
+    "Gated DeltaNet-H1",
+    row=73,
+    rule="x ← x + GatedDeltaNet(x),  x + MLP(x),  x + SWA(x),  x + MLP(x)",
+    references=(_GATED,),
+    fidelity=Fidelity(kind="reconstruction", source="Yang et al. section 3.4", note=_WINDOWED),
+)
+def gated_delta_net_h1() -> Mapping[str, Any]:
+    """Gated DeltaNet and sliding-window attention in turns."""
+    return _alternating(gated_delta_net=gated_delta_net())
+
+
+@hybrid(
+    "Gated DeltaNet-H2",
+    row=74,
+    rule="x ← x + Mamba2(x),  …,  x + GatedDeltaNet(x),  …,  x + SWA(x),  x + MLP(x)",
+    references=(_GATED,),
+    fidelity=Fidelity(kind="reconstruction", source="Yang et al. section 3.4", note=_WINDOWED),
+)
+def gated_delta_net_h2() -> Mapping[str, Any]:
+    """Mamba-2, Gated DeltaNet and sliding-window attention in turns."""
+    return _alternating(mamba2=mamba2(), gated_delta_net=gated_delta_net())
+
+
+@hybrid(
+    "MONETA-H",
+    row=75,
+    rule="x ← x + MONETA(x),  x + MLP(x),  x + SWA(x),  x + MLP(x)",
+    references=(
+        MIRAS("section 5.4 and figure 2"),
+        _SAMBA,
+    ),
+    fidelity=Fidelity(kind="reconstruction", source="MIRAS section 5.4", note=_WINDOWED),
+)
+def moneta_h() -> Mapping[str, Any]:
+    """MONETA and sliding-window attention in turns."""
+    return _alternating(moneta=moneta())
+
+
+@hybrid(
+    "YAAD-H",
+    row=76,
+    rule="x ← x + YAAD(x),  x + MLP(x),  x + SWA(x),  x + MLP(x)",
+    references=(
+        MIRAS("section 5.4 and figure 2"),
+        _SAMBA,
+    ),
+    fidelity=Fidelity(kind="reconstruction", source="MIRAS section 5.4", note=_WINDOWED),
+)
+def yaad_h() -> Mapping[str, Any]:
+    """YAAD and sliding-window attention in turns."""
+    return _alternating(yaad=yaad())
+
+
+@hybrid(
+    "MEMORA-H",
+    row=77,
+    rule="x ← x + MEMORA(x),  x + MLP(x),  x + SWA(x),  x + MLP(x)",
+    references=(
+        MIRAS("section 5.4 and figure 2"),
+        _SAMBA,
+    ),
+    fidelity=Fidelity(kind="reconstruction", source="MIRAS section 5.4", note=_WINDOWED),
+)
+def memora_h() -> Mapping[str, Any]:
+    """MEMORA and sliding-window attention in turns."""
+    return _alternating(memora=memora())

@@ -1,0 +1,150 @@
+"""MAC, MAG and MAL written out token by token, for plain memories: no code of `recollect.blocks`.
+
+A layer's weights are taken by name. Its memory is a linear one with a rate and a decay per token
+(Gated DeltaNet), its attention has no positions, and neither has a convolution, so that each
+equation is a line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import recollect as rc
+
+EPS = 1e-6
+ATTENTION = rc.LayerOptions(
+    conv=0, conv_activation="none", qk_norm="none", output_norm="none", output_gate="none"
+)
+MEMORY = rc.LayerOptions(conv=0)
+
+
+def memory() -> tuple[rc.Recipe, rc.LayerOptions]:
+    """Gated DeltaNet without its convolution."""
+    return rc.Recipe(retention=rc.retention.Decay(when="before")), MEMORY
+
+
+def attention(
+    size: int | None = None, first: int | None = None
+) -> tuple[rc.Recipe, rc.LayerOptions]:
+    """Softmax attention without positions: to everything, the last ``size``, ``first`` too."""
+    within: tuple[Any, ...] = ()
+    if size is not None and first is None:
+        within = (rc.context.Window(size=size, gated=False),)
+    elif size is not None and first is not None:
+        within = (rc.context.SinkWindow(size=size, first=first),)
+    recipe = rc.Recipe(
+        memory=rc.memory.LocalConstant(),
+        context=rc.context.Similar(within=within),
+        algorithm=rc.algorithm.Analytic(),
+    )
+    return recipe, ATTENTION
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-12).sqrt()  # as the layer, 0 stays 0
+
+
+class Memory:
+    """A linear memory of H heads that learns and is read one token at a time."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer, self.H = layer, layer.heads
+        self.K, self.V = layer.head_dim, layer.value_dim
+        self.W: Any = [layer.out.weight.new_zeros(self.V, self.K) for _ in range(self.H)]
+
+    def numbers(self, x: Tensor) -> tuple[list[Tensor], ...]:
+        layer = self.layer
+        u = nn.functional.silu(layer.qkv.weight @ x)
+        q, k, v = u.split(layer.sizes)
+        q = [unit(part) for part in q.view(self.H, self.K)]
+        k = [unit(part) for part in k.view(self.H, self.K)]
+        gates = {name: number(x.view(1, 1, -1))[0, 0] for name, number in layer.gates.items()}
+        return q, k, list(v.view(self.H, self.V)), list(gates["lr"]), list(gates["log_decay"].exp())
+
+    def learn(self, x: Tensor) -> None:
+        _, k, v, rate, decay = self.numbers(x)
+        after = []
+        for h in range(self.H):
+            W = decay[h] * self.W[h]
+            after.append(W - rate[h] * torch.outer(W @ k[h] - v[h], k[h]))
+        self.W = after
+
+    def read(self, x: Tensor, W: Any = None) -> Tensor:
+        """What the layer says of x: its norm, its gate and its last map around M(q(x))."""
+        q, layer = self.numbers(x)[0], self.layer
+        W = self.W if W is None else W
+        y = torch.cat([rms(W[h] @ q[h], layer.norm.weight) for h in range(self.H)])
+        return layer.out.weight @ (y * nn.functional.silu(layer.output_gate.weight @ x))
+
+
+def attend(layer: Any, query: Tensor, seen: list[Tensor]) -> Tensor:
+    """Softmax attention of one token to those that it sees."""
+    q_map, k_map, v_map = layer.qkv.weight.split(layer.sizes)
+    said = []
+    for h in range(layer.heads):
+        at = slice(h * layer.head_dim, (h + 1) * layer.head_dim)
+        q = q_map[at] @ query
+        logits = torch.stack([(k_map[at] @ z) @ q for z in seen]) / layer.head_dim**0.5
+        values = torch.stack([v_map[at] @ z for z in seen])
+        said.append(logits.softmax(0) @ values)
+    return layer.out.weight @ torch.cat(said)
+
+
+def gate(layer: Any, passing: Tensor, opening: Tensor) -> Tensor:
+    norms = layer.gate
+    return rms(passing, norms.attention_norm.weight) * torch.sigmoid(
+        rms(opening, norms.memory_norm.weight)
+    )
+
+
+def tokens_before(layer: Any) -> list[Tensor]:
+    return [] if layer.persistent is None else list(layer.persistent.tokens)
+
+
+def mac(layer: Any, x: Tensor) -> Tensor:
+    """Titans eqs. 21–25, one row ``[T, D]``."""
+    learned, attention_layer = Memory(layer.parts["memory"]), layer.parts["attention"]
+    C, said = layer.mixer.segment, []
+    for start in range(0, len(x), C):
+        before, retrieved = learned.W, []  # M_(t−1): of this segment for all of its tokens
+        segment = list(x[start : start + C])
+        for j, token in enumerate(segment):
+            retrieved.append(learned.read(token, before))  # (21)
+            context = [*tokens_before(layer), *retrieved, *segment[: j + 1]]  # (22)
+            y = attend(attention_layer, token, context)  # (23)
+            learned.learn(y)  # (24)
+            said.append(gate(layer, y, learned.read(y)))  # (25)
+    return torch.stack(said)
+
+
+def mag(layer: Any, x: Tensor, window: int) -> Tensor:
+    """Titans eqs. 26–28."""
+    learned, before, said = Memory(layer.parts["memory"]), tokens_before(layer), []
+    stream = [*before, *x]
+    for i, token in enumerate(stream):
+        learned.learn(token)
+        seen = [z for j, z in enumerate(stream[: i + 1]) if j < len(before) or j > i - window]
+        y = attend(layer.parts["attention"], token, seen)
+        said.append(gate(layer, y, learned.read(token)))
+    return torch.stack(said[len(before) :])
+
+
+def mal(layer: Any, x: Tensor, window: int) -> Tensor:
+    """Titans eqs. 29–31."""
+    learned, before = Memory(layer.parts["0"]), tokens_before(layer)
+    y = []
+    for token in (*before, *x):
+        learned.learn(token)
+        y.append(learned.read(token))
+    said = []
+    for i, token in enumerate(y):
+        seen = [z for j, z in enumerate(y[: i + 1]) if j < len(before) or j > i - window]
+        said.append(attend(layer.parts["1"], token, seen))
+    return torch.stack(said[len(before) :])

@@ -1,0 +1,181 @@
+"""Compositions from state to state: splits, decoding, padding, packing, beams, files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.blocks import loops
+from torch import Tensor
+
+import recollect as rc
+from recollect.blocks import AsContext, Chain, Gated, MixerState, build
+
+TOL = {"atol": 1e-9, "rtol": 1e-9}  # float64, sums of order 1
+T, D = 17, 8
+LENGTHS = (17, 6, 11)
+
+MIXERS: dict[str, Any] = {
+    "chain": Chain("gated_delta_net", loops.attention(5)),
+    "chain behind tokens": Chain("gla", loops.attention(3, 3), persistent=3),
+    "chain of three": Chain("gla", "delta_net", loops.attention(4)),
+    "gated": Gated("titans", loops.attention(5)),
+    "gated behind tokens": Gated("gla", "softmax_attention", persistent=3),
+    "context": AsContext("gated_delta_net", "softmax_attention", segment=4),
+    "context of a deep memory": AsContext("titans", "softmax_attention", segment=5, persistent=2),
+    "context with a window": AsContext("gla", loops.attention(3, 2), segment=6, persistent=2),
+    "context of attention": AsContext("softmax_attention", "softmax_attention", segment=4),
+    "context around a gate": AsContext(
+        "atlas", Gated("gla", "softmax_attention", persistent=1), segment=3, persistent=2
+    ),
+    "chain around a context": Chain(
+        AsContext("hgrn2", "softmax_attention", segment=4, persistent=1), "gla", persistent=2
+    ),
+}
+EVERY = pytest.mark.parametrize("name", MIXERS)
+
+
+def made(name: str) -> Any:
+    return build(MIXERS[name], D, 2).double()
+
+
+def tokens(rows: int = 3, length: int = T) -> Tensor:
+    return torch.randn(rows, length, D, dtype=torch.float64)
+
+
+@EVERY
+@pytest.mark.parametrize("cut", [(1, 0, 6, 2, 3, 5), (1,) * T, (4, 4, 4, 4, 1)])
+def test_any_split_is_the_whole_and_decoding_is_parallel(name: str, cut: tuple[int, ...]) -> None:
+    layer, x = made(name), tokens()
+    whole, last = layer(x)
+    parts, state, done = [], None, 0
+    for n in cut:
+        y, state = layer(x[:, done : done + n], state)
+        parts.append(y)
+        done += n
+    torch.testing.assert_close(torch.cat(parts, 1), whole, **TOL)
+    more = tokens(length=5)
+    torch.testing.assert_close(layer(more, state)[0], layer(more, last)[0], **TOL)
+    assert torch.equal(state.position, torch.full((3,), T))
+
+
+@EVERY
+def test_gradients_go_through_states(name: str) -> None:
+    layer, x = made(name), tokens(2, 9)
+    weights = torch.randn(2, 9, D, dtype=torch.float64)
+    whole = torch.autograd.grad((layer(x)[0] * weights).sum(), [*layer.parameters()])
+    first, state = layer(x[:, :5])
+    rest, _ = layer(x[:, 5:], state)
+    split = torch.autograd.grad(
+        (torch.cat([first, rest], 1) * weights).sum(), [*layer.parameters()]
+    )
+    for a, b in zip(whole, split, strict=True):
+        torch.testing.assert_close(a, b, **TOL)
+
+
+@EVERY
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_are_rows_alone_and_go_on_alone(name: str, side: str) -> None:
+    layer, x, more = made(name), tokens(), tokens(length=6)
+    mask, padded = torch.zeros(3, T), torch.full_like(x, torch.nan)
+    places = [slice(T - n, T) if side == "left" else slice(0, n) for n in LENGTHS]
+    for row, (n, at) in enumerate(zip(LENGTHS, places, strict=True)):
+        mask[row, at], padded[row, at] = 1, x[row, :n]
+    y, state = layer(padded, None, mask)
+    assert torch.equal(state.position, torch.tensor(LENGTHS))
+    decoded = []
+    for t in range(6):  # rows are at different places of their segments
+        out, state = layer(more[:, t : t + 1], state)
+        decoded.append(out)
+    for row, (n, at) in enumerate(zip(LENGTHS, places, strict=True)):
+        alone, after = layer(x[row : row + 1, :n])
+        torch.testing.assert_close(y[row : row + 1, at], alone, **TOL)
+        then, _ = layer(more[row : row + 1], after)
+        torch.testing.assert_close(torch.cat(decoded, 1)[row : row + 1], then, **TOL)
+    assert (y[mask == 0] == 0).all()
+
+
+@EVERY
+def test_packed_documents_are_documents_alone_and_go_on_alone(name: str) -> None:
+    layer, x, more = made(name), tokens(), tokens(4, 3)
+    packed = torch.cat([x[row, :n] for row, n in enumerate(LENGTHS)])[None]
+    borders = torch.tensor([0, 17, 23, 23, 34])  # the third document is empty
+    y, state = layer(packed, None, None, borders)
+    alone = [layer(x[row : row + 1, :n]) for row, n in enumerate(LENGTHS)]
+    torch.testing.assert_close(y[0], torch.cat([out[0] for out, _ in alone]), **TOL)
+    again, _ = layer(more.reshape(1, 12, D), state, None, torch.tensor([0, 3, 6, 9, 12]))
+    states = [alone[0][1], alone[1][1], None, alone[2][1]]
+    for row, before in enumerate(states):
+        expected, _ = layer(more[row : row + 1], before)
+        torch.testing.assert_close(again[:, 3 * row : 3 * row + 3], expected, **TOL)
+
+
+@EVERY
+def test_no_token_changes_an_output_before_it(name: str) -> None:
+    layer, x = made(name), tokens(1)
+    before = layer(x)[0]
+    for place in range(0, T, 2):
+        changed = x.clone()
+        changed[:, place] += 1
+        after = layer(changed)[0]
+        torch.testing.assert_close(after[:, :place], before[:, :place], atol=1e-12, rtol=0)
+        assert (after[:, place:] - before[:, place:]).abs().max() > 1e-6
+
+
+@EVERY
+def test_rows_are_chosen_repeated_reset_and_written_down(name: str) -> None:
+    layer, x, more = made(name), tokens(), tokens(length=4)
+    _, state = layer(x)
+    assert isinstance(state, MixerState) and state.rows == 3
+    expected, _ = layer(more, state)
+    order = torch.tensor([2, 0, 0])
+    torch.testing.assert_close(layer(more[order], state.select(order))[0], expected[order], **TOL)
+    twice = layer(more.repeat_interleave(2, 0), state.repeat(2))[0]
+    torch.testing.assert_close(twice, expected.repeat_interleave(2, 0), **TOL)
+    flat = state.to_dict()
+    starts = [tensor.data_ptr() for tensor in flat.values() if tensor.numel()]
+    assert len(set(starts)) == len(starts), "files hold no tensor twice"
+    again = MixerState.from_dict(flat)
+    torch.testing.assert_close(layer(more, again)[0], expected, **TOL)
+    assert again.nbytes == state.nbytes > 0
+    anew = state.reset(torch.tensor([True, False, True]), layer.initial_memory)
+    out, _ = layer(more, anew)
+    torch.testing.assert_close(out[1], expected[1], **TOL)
+    torch.testing.assert_close(out[[0, 2]], layer(more[[0, 2]])[0], **TOL)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_state_of_a_context_does_not_grow_with_the_text(rows: int) -> None:
+    """All rows together, and rows that begin their segments at different tokens."""
+    layer = build(AsContext("titans", "softmax_attention", segment=4, persistent=2), D, 2)
+    mask = torch.ones(rows, 7)
+    mask[-1, : 3 * (rows - 1)] = 0
+    sizes = []
+    with torch.no_grad():
+        _, state = layer(torch.randn(rows, 7, D), None, mask)
+        for _ in range(40):
+            _, state = layer(torch.randn(rows, 1, D), state)
+            sizes.append(state.nbytes)
+    # The memory's inner batches of 16 tokens open and close.
+    assert max(sizes[16:]) <= max(sizes[:16])
+    assert state.parts["attention"].memory.buffer.k.shape[1] <= 2 + 2 * 4
+
+
+def test_what_a_call_is_given_is_checked() -> None:
+    layer = build(MIXERS["context"], D, 2)
+    chain = build(MIXERS["chain"], D, 2)
+    x = torch.randn(2, 5, D)
+    _, state = layer(x)
+    with pytest.raises(ValueError, match=r"x must have shape \[B, T, 8\]"):
+        layer(torch.randn(2, 5, D + 1))
+    with pytest.raises(ValueError, match="the state has 2 rows and this call 1"):
+        layer(x[:1], state)
+    with pytest.raises(ValueError, match="belongs to another layer"):
+        chain(x, state)
+    with pytest.raises(ValueError, match="must be what this layer returned"):
+        layer(x, rc.zoo.get("gla").build(D, 2)(x)[1])
+    with pytest.raises(ValueError, match="no part of a composition's state"):
+        MixerState.from_dict({**state.to_dict(), "odd": torch.zeros(1)})
+    y, nothing = layer(x, output_state=False)
+    assert nothing is None and y.shape == x.shape

@@ -1,0 +1,193 @@
+"""Models of mixers: every hybrid of the zoo saves, loads, decodes and counts like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import recollect as rc
+
+pytest.importorskip("transformers")
+
+from tests.lm.families import padded, text
+
+from recollect.blocks import AsContext, Chain, Gated
+from recollect.lm import Prompt, RecollectConfig, RecollectForCausalLM, count_parameters
+
+VOCAB = 24
+HOW = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
+# float32: logits are sums of a few hundred products of order 1, here of order 4.
+TOL = {"atol": 4e-4, "rtol": 1e-4}
+EVERY = pytest.mark.parametrize("name", rc.zoo.hybrids())
+
+
+def small(name: object, **sizes: object) -> RecollectConfig:
+    return RecollectConfig.from_recipes(
+        name,  # type: ignore[arg-type]
+        **{  # type: ignore[arg-type]
+            "vocab_size": VOCAB,
+            "hidden_size": 16,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            **sizes,
+        },
+    )
+
+
+def model(name: object, **sizes: object) -> RecollectForCausalLM:
+    net = RecollectForCausalLM(small(name, **sizes)).eval()
+    with torch.no_grad():
+        net.lm_head.weight.mul_(4)  # choices that rounding cannot turn
+    return net
+
+
+@EVERY
+def test_a_hybrid_is_saved_and_loaded_whole(name: str, tmp_path: Path) -> None:
+    net = model(name)
+    net.save_pretrained(tmp_path)
+    again = RecollectForCausalLM.from_pretrained(tmp_path)
+    assert again.config == net.config
+    assert again.config.pattern == net.config.pattern
+    assert torch.equal(net(text()).logits, again(text()).logits)
+
+
+@EVERY
+def test_parameters_are_counted_in_closed_form(name: str) -> None:
+    config = small(name)
+    weights = sum(p.numel() for p in RecollectForCausalLM(config).parameters())
+    assert sum(count_parameters(config).values()) == weights
+
+
+@EVERY
+def test_decoding_is_reading_on_and_padding_is_nothing(name: str) -> None:
+    net, (ids, mask) = model(name), padded()
+    with torch.no_grad():
+        out = net(ids, attention_mask=mask, use_cache=True)
+        rows = [net(ids[:1, 3:]), net(ids[1:])]
+        for i, row in enumerate(rows):
+            torch.testing.assert_close(out.logits[i, -1], row.logits[0, -1], **TOL)
+        more = text(2, 3, seed=5)
+        mask = torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype)], 1)
+        out = net(more, attention_mask=mask, past_key_values=out.past_key_values)
+        for i in range(2):
+            whole = torch.cat([ids[i : i + 1, 3 * (i == 0) :], more[i : i + 1]], 1)
+            torch.testing.assert_close(out.logits[i], net(whole).logits[0, -3:], **TOL)
+
+
+@EVERY
+def test_greedy_and_beams_are_what_they_are_without_a_cache(name: str) -> None:
+    net, (ids, mask) = model(name), padded()
+    for beams in (1, 3):
+        with_cache = net.generate(ids, attention_mask=mask, num_beams=beams, **HOW)
+        without = net.generate(ids, attention_mask=mask, num_beams=beams, use_cache=False, **HOW)
+        assert torch.equal(with_cache, without)
+        alone = net.generate(ids[:1, 3:], num_beams=beams, **HOW)
+        assert torch.equal(with_cache[0, ids.shape[1] :], alone[0, ids.shape[1] - 3 :])
+
+
+@pytest.mark.parametrize("name", ["titans_mac", "atlas_mag", "samba"])
+def test_a_prompt_is_kept_in_a_file(name: str, tmp_path: Path) -> None:
+    net = model(name)
+    for length in (1, 2, 7):
+        prompt = Prompt.read(net, text(2, length))
+        path = prompt.save(tmp_path / "prompt.safetensors", net)
+        again = Prompt.load(path, net)
+        question = text(2, 2, seed=3)
+        expected = net.generate(**prompt.inputs(question), **HOW)
+        assert torch.equal(net.generate(**again.inputs(question), **HOW), expected)
+
+
+def test_a_prompt_survives_segments_that_end_with_it(tmp_path: Path) -> None:
+    """Shapes of a state before and after a segment begins anew are both the model's."""
+    net = model(AsContext("gla", "softmax_attention", segment=2))
+    for length in (2, 3, 4, 5):
+        prompt = Prompt.read(net, text(1, length))
+        path = prompt.save(tmp_path / f"{length}.safetensors", net)
+        assert Prompt.load(path, net).cache.seen == prompt.cache.seen
+
+
+@EVERY
+def test_a_training_step_reaches_every_parameter(name: str) -> None:
+    # Longer than segments and inner batches, so that retrievals are of something.
+    mixers = dict(rc.zoo.find(name).layers)  # type: ignore[union-attr]
+    if "mac" in name:
+        mac = mixers[name]
+        mixers = {name: AsContext(mac.memory, mac.attention, segment=4, persistent=mac.persistent)}
+    net = model(mixers).train()
+    ids = text(2, 21)
+    net(ids, labels=ids).loss.backward()
+    for key, weight in net.named_parameters():
+        assert weight.grad is not None and weight.grad.isfinite().all(), key
+        # A threshold that no error of these few tokens exceeds moves nothing.
+        assert "threshold" in key or weight.grad.abs().max() > 0, key
+
+
+def test_a_pattern_brings_its_mixers_and_says_where_mlps_stand() -> None:
+    config = small("gated_delta_net_h2", num_hidden_layers=5)
+    names = ["mamba2", "gated_delta_net", "sliding_window_attention"]
+    assert config.layers == names
+    assert config.pattern == [*names, *names[:2]]
+    assert config.followed == [True] * 5
+    own = small(
+        {"memory": Gated("gla", "sliding_window_attention"), "swa": "sliding_window_attention"},
+        layers=["memory", "swa", "mlp"],
+        num_hidden_layers=4,
+    )
+    assert own.pattern == ["memory", "swa", "memory", "swa"]
+    assert own.followed == [False, True, False, True]
+    net = RecollectForCausalLM(own)
+    assert [block.mlp is not None for block in net.model.blocks] == own.followed
+    weights = sum(p.numel() for p in net.parameters())
+    assert sum(count_parameters(own).values()) == weights
+    (matched,) = rc.lm.match_parameters([own], weights + 2000)
+    assert abs(rc.lm.parameter_count(matched) - weights - 2000) <= 12 * 16 * 2
+
+
+def test_an_mlp_stands_only_where_the_pattern_has_one() -> None:
+    """The model against its parts by hand: a memory without one, an attention with one."""
+    net = model({"a": "gla", "b": "delta_net"}, layers=["a", "b", "mlp"], num_hidden_layers=2)
+    ids = text(1, 7)
+    first, second = net.model.blocks
+    x = net.model.embed_tokens(ids)
+    x = x + first.layer(first.memory_norm(x))[0]
+    x = x + second.layer(second.memory_norm(x))[0]
+    x = x + second.mlp(second.mlp_norm(x))
+    torch.testing.assert_close(net(ids).logits, net.lm_head(net.model.norm(x)), **TOL)
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (["gla", "swa"], "layers names the recipe 'swa', which is not among: gla"),
+        (["mlp", "gla"], "layers must begin with a recipe and have one between two 'mlp'"),
+        (["gla", "mlp", "mlp"], "layers must begin with a recipe and have one between two 'mlp'"),
+    ],
+)
+def test_a_pattern_that_names_what_is_not_there_is_refused(layers: list[str], said: str) -> None:
+    with pytest.raises(rc.RecipeError) as caught:
+        small({"gla": "gla"}, layers=layers)
+    assert said in str(caught.value)
+
+
+def test_names_and_entries_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(rc.RecipeError, match="a recipe cannot be named 'mlp'"):
+        small({"mlp": "gla"})
+    with pytest.raises(rc.RecipeError, match="samba is a pattern of layers"):
+        small({"a": "samba"})
+    config = small("titans_mac")
+    with pytest.raises(rc.RecipeError, match="composes memory, attention, and one recipe"):
+        config.recipe("titans_mac")
+    written = config.to_dict()
+    written["recipes"]["titans_mac"]["segment"] = 0
+    with pytest.raises(rc.RecipeError, match="must be a whole number >= 1, not 0"):
+        RecollectConfig.from_dict(written)
+    with pytest.raises(rc.RecipeError, match="one recipe is asked for here"):
+        rc.lm.model.config.resolved("titans_mac")
+
+
+def test_whether_a_cache_grows_is_known() -> None:
+    assert not model("titans_mac").cache_grows
+    assert model(Chain("gla", "softmax_attention")).cache_grows
+    assert not model("samba").cache_grows
