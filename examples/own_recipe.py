@@ -35,5 +35,6 @@ with tempfile.TemporaryDirectory() as scratch:
             optimizer=replace(plan.optimizer, steps=3, tokens=None),
             run=replace(plan.run, out=scratch, save_every=0, eval_every=0),
         )
-    result = rc.lm.train(plan, resume=True)
+    begun = Path(plan.run.out, "plan.json").exists()
+    result = rc.lm.train(plan, resume=begun)  # a second call goes on where the first one ended
 print(f"held-out bits per byte: {result.heldout:.3f}")

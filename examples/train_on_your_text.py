@@ -50,7 +50,8 @@ with tempfile.TemporaryDirectory() as scratch:
             )
 
     # A run that was stopped goes on where it was: the same command again.
-    result = rc.lm.train(plan, resume=True, watch=show)
+    begun = Path(plan.run.out, "plan.json").exists()
+    result = rc.lm.train(plan, resume=begun, watch=show)
     print(f"held-out bits per byte: {result.heldout:.3f}; model: {result.folder}")
 
     prompt = torch.tensor([list(Path(__file__).read_bytes()[:20])])

@@ -191,7 +191,7 @@ def test_a_reason_that_several_failures_share_is_said_once() -> None:
 
 def test_zoo_as_json() -> None:
     rows = {row["name"]: row for row in json.loads(call("zoo", "--json").stdout)}
-    assert list(rows) == rc.zoo.names()
+    assert list(rows) == [*rc.zoo.names(), *rc.zoo.hybrids()]
     row = rows["gated_delta_net"]
     assert (row["row"], row["engine"], row["bias"]) == (38, "linear", "L2()")
     assert row["properties"]["dynamic decay"] is True

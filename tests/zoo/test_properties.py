@@ -112,7 +112,7 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     run = testing.CliRunner().invoke(build(), ["zoo", "--json"])
     assert run.exit_code == 0, run.output
     found = {row["name"]: row["properties"] for row in json.loads(run.output)}
-    assert found.keys() == set(rc.zoo.names())
+    assert found.keys() == {*rc.zoo.names(), *rc.zoo.hybrids()}
     for name, expected in ROWS.items():
         assert list(found[name]) == list(PROPERTIES)
         assert {key for key, holds in found[name].items() if holds} == expected

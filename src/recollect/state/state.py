@@ -4,6 +4,8 @@ Weights are those at the *start* of the open inner batch; the raw associations o
 the window stand beside them in fixed slots, so any engine continues any other's state.
 """
 
+# More than 400 lines: what a state is and all that is done with one, joined from two files.
+
 from __future__ import annotations
 
 import dataclasses

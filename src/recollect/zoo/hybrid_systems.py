@@ -193,7 +193,8 @@ def gated_delta_net_h1() -> Mapping[str, Any]:
 @hybrid(
     "Gated DeltaNet-H2",
     row=74,
-    rule="x ← x + Mamba2(x),  …,  x + GatedDeltaNet(x),  …,  x + SWA(x),  x + MLP(x)",
+    rule="x ← x + Mamba2(x),  x + MLP(x),  x + GatedDeltaNet(x),  x + MLP(x),  x + SWA(x),  "
+    "x + MLP(x)",
     references=(_GATED,),
     fidelity=Fidelity(kind="reconstruction", source="Yang et al. section 3.4", note=_WINDOWED),
 )

@@ -28,14 +28,8 @@ _CHUNKS = (
 _NORMALISED = GradientDescent(batch=16, normalize=True)
 _GATES = {"lr": NEARLY_ALL, "log_decay": SLOW}
 # An inner norm bounds what the memory says. It begins as long as a layer's values are, so that
-# their errors can be corrected at all; so bounded, steps beyond the limit do not diverge. It also
-# makes whatever the last map says that long, so the memory says nothing until something is written
-# (last_map=0). A share that closed would not open again: it stays above a fifth of the limit.
-_NORMED = {
-    "lr": GateOptions(unit="share", init=1.5, high=2.0, low=0.2),
-    "log_decay": SLOW,
-    "norm_weight": GateOptions(init=0.7),
-}
+# their errors can be corrected at all.
+_AS_VALUES = GateOptions(init=0.7)
 
 
 @preset(
@@ -55,7 +49,9 @@ def moneta() -> tuple[Recipe, LayerOptions]:
     """Large errors count more (ℓ_3), and large weights hold down the rest (L_4)."""
     retention = Lq(q=4, form="printed", floor=0.1, decay=_CHANNELS, every="batch")
     recipe = Recipe(memory=_MEMORY, bias=Lp(p=3), retention=retention, algorithm=_NORMALISED)
-    return recipe, LayerOptions(gates=_NORMED, last_map=0.0)
+    # Cubes of errors make little of small ones: under a norm steps beyond the limit do not diverge.
+    more = GateOptions(unit="share", init=1.5, high=2.0)
+    return recipe, LayerOptions(gates={"lr": more, "log_decay": SLOW, "norm_weight": _AS_VALUES})
 
 
 @preset(
@@ -97,7 +93,15 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
 def yaad() -> tuple[Recipe, LayerOptions]:
     """Least squares for ordinary tokens, only the sign of the error for extreme ones."""
     recipe = Recipe(memory=_MEMORY, bias=Huber(), retention=_CHANNELS, algorithm=_NORMALISED)
-    gates = {**_NORMED, "threshold": GateOptions(unit="rms", init=4.0)}
+    # The norm makes whatever the last map says as long as a value, so the memory says nothing until
+    # something is written (last_map=0). A share that closed would not open again: it stays above a
+    # fifth of the limit.
+    gates = {
+        "lr": GateOptions(unit="share", init=0.9, low=0.2),
+        "log_decay": SLOW,
+        "norm_weight": _AS_VALUES,
+        "threshold": GateOptions(unit="rms", init=4.0),
+    }
     return recipe, LayerOptions(gates=gates, last_map=0.0)
 
 
