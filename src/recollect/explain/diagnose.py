@@ -26,7 +26,7 @@ from recollect.engines.deep.gradient_factors import Points
 from recollect.engines.select import select
 from recollect.explain.diagnosis import OVERSHOOT, SMALLER_STEPS, Diagnosis, Fault, short
 from recollect.explain.tangent import measured, top_eigenvalue
-from recollect.layer.gates import GateProjection, Squash
+from recollect.layer.gates import GateProjection, Squash, limit_of_rate
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.recall.reading import read
 from recollect.recall.recall import recall
@@ -357,7 +357,7 @@ class _Examination:
     def _share(self) -> Tensor | None:
         """The rate as a share of the stability limit, as the layer's gate has it."""
         limit, values = self.layer.limit, {**self.gates, **self.params}
-        return None if limit is None else values["lr"] / limit(values)
+        return None if limit is None else values["lr"] / limit_of_rate(limit, values)
 
     def _shares(self) -> Tensor | None:
         share = self._share()

@@ -22,6 +22,7 @@ small: a token of unit root mean square moves z by about 0.2.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,15 +38,17 @@ from recollect.recall.modes import under_autocast
 from recollect.recipe.initial_params import start
 
 if TYPE_CHECKING:
+    from recollect.recipe.limit import StepLimit
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["GateProjection", "Squash", "scaled"]
+__all__ = ["GateProjection", "Squash", "limit_of_rate", "scaled"]
 
 RATES = frozenset({"lr", "erase", "window"})  # they scale a write, an erasure or a gradient
 SPREAD = 8.0
 RANK = 32
 MOVES = 0.2  # standard deviation of z that a token of unit root mean square causes at the start
 BEGINS = 0.5  # of the stability limit, for a rate stated as a share of it: docs/design/steps.md
+LEAST = 1e-6  # of the sum of a window's weights: a window that weighs nothing writes nothing
 MARGIN = 1e-6  # keeps values off an end that the range excludes, also in float32
 
 
@@ -161,6 +164,22 @@ def squash_of(declared: Gate | Param, options: GateOptions) -> Squash:
 
 def _filled(size: int, value: float) -> Tensor:
     return torch.full((size,), value, dtype=torch.float64)
+
+
+def limit_of_rate(limit: StepLimit, values: Mapping[str, Tensor]) -> Tensor:
+    """The stability limit of every token, as a factor of the rate ``"lr"`` ``[B, T, H, ...]``.
+
+    Args:
+        limit: of the recipe. values: gates and params by name, the rate among them.
+    """
+    rate, number = values["lr"], 2 * (1 - limit.theta) / (limit.batch * limit.window)
+    if not (limit.gated or limit.momentum):
+        return rate.new_full((), number)
+    found = number * (1 - values["momentum"]) if limit.momentum else number
+    if limit.gated:
+        found = found / values["window"].sum(-1).clamp_min(LEAST)
+    assert isinstance(found, Tensor)
+    return found.view(*found.shape, *(1,) * (rate.dim() - 3)) if rate.dim() > 3 else found
 
 
 def scaled(x: Tensor, length: float) -> Tensor:

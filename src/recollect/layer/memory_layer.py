@@ -22,7 +22,7 @@ from recollect.layer.checks import (
     check_tokens,
 )
 from recollect.layer.convolution import ShortConvolution
-from recollect.layer.gates import GateProjection, scaled
+from recollect.layer.gates import GateProjection, limit_of_rate, scaled
 from recollect.layer.initial_memory import InitialMemory, InitialPairs, read_widths
 from recollect.layer.options import LayerOptions
 from recollect.layer.rotation import (
@@ -337,7 +337,7 @@ class MemoryLayer(nn.Module):
         if self.ties.key is not None and not self.ties.makes_keys:
             k = self.ties.keys(k, values, q)
         if self.limit is not None:
-            values = {**values, "lr": values["lr"] * self.limit(values)}
+            values = {**values, "lr": values["lr"] * limit_of_rate(self.limit, values)}
         params = {name: values.pop(name) for name in self._bound.sized.params}
         return Associations(
             q=q,

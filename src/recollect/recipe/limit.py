@@ -15,22 +15,18 @@ errors. The same numbers then mean the same at every width, head, inner batch, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["StepLimit", "step_limit"]
 
-LEAST = 1e-6
-"""Of the sum of a window's weights: a window that weighs nothing writes nothing."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepLimit:
     """The rate beyond which one repeated association diverges, of a recipe of measured steps.
+
+    A layer works it out for its tokens (`recollect.layer.gates.limit_of_rate`).
 
     Attributes:
         batch: steps that add up before anything is read again.
@@ -44,22 +40,6 @@ class StepLimit:
     gated: bool
     momentum: bool
     theta: float
-
-    def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The limit, as a factor of the rate ``"lr"`` ``[B, T, H, ...]``.
-
-        Args:
-            values: gates and params by name, the rate among them.
-        """
-        rate = values["lr"]
-        number = 2 * (1 - self.theta) / (self.batch * self.window)
-        if not (self.gated or self.momentum):
-            return rate.new_full((), number)
-        found = number * (1 - values["momentum"]) if self.momentum else number
-        if self.gated:
-            found = found / values["window"].sum(-1).clamp_min(LEAST)
-        assert isinstance(found, Tensor)
-        return found.view(*found.shape, *(1,) * (rate.dim() - 3)) if rate.dim() > 3 else found
 
     def __str__(self) -> str:
         over = [str(n) for n in (self.batch, self.window) if n > 1]
