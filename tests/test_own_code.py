@@ -154,3 +154,46 @@ def test_the_nearest_argument_of_a_configuration_and_of_data() -> None:
 def test_what_to_pass_for_a_choice_is_a_member(given: object) -> None:
     with pytest.raises(rc.RecipeError, match=r"must be a member such as rc.bias.L2\(\), not"):
         rc.Recipe(bias=given)  # type: ignore[arg-type]
+
+
+def test_sizes_that_a_trial_is_too_small_for() -> None:
+    """An eighth of four channels is none; of the layer's 64 it is 8."""
+    narrow = memory(
+        shapes=lambda self, F, V: ((F // 8, F), (V, F // 8)),
+        forward=lambda self, weights, x, raw, params: x @ weights[0].mT @ weights[1].mT,
+    )
+    y, _ = rc.MemoryLayer(64, 1, rc.Recipe(memory=narrow()))(torch.randn(1, 3, 64))
+    assert y.shape == (1, 3, 64)
+
+
+def test_what_a_table_of_ones_own_lacks_is_no_number_of_the_memory() -> None:
+    def forward(self: Any, weights: Any, x: Any, raw: Any, params: Any) -> torch.Tensor:
+        scale = {"cuda": 2.0}[x.device.type]
+        return scale * x @ weights[0].mT
+
+    memory(forward=forward)()
+
+
+def test_a_member_with_a_way_of_its_own_to_be_made_keeps_it() -> None:
+    @rc.member
+    class Powered(rc.bias.Bias):
+        exponent: float = rc.number(2.0)
+
+        def __init__(self, power: float = 2.0) -> None:
+            object.__setattr__(self, "exponent", power)
+
+        def loss(self, prediction: Any, value: Any, gates: Any) -> torch.Tensor:
+            return (prediction - value).abs().pow(self.exponent).sum(-1)
+
+    assert Powered(3.0).exponent == Powered(power=3.0).exponent == 3.0
+
+
+def test_a_trial_leaves_what_is_drawn_later_as_it_was() -> None:
+    def forward(self: Any, weights: Any, x: Any, raw: Any, params: Any) -> torch.Tensor:
+        return torch.nn.functional.dropout(x @ weights[0].mT, 0.5)
+
+    torch.manual_seed(0)
+    first = torch.rand(3)
+    torch.manual_seed(0)
+    memory(forward=forward)()
+    torch.testing.assert_close(torch.rand(3), first, rtol=0, atol=0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
+import inspect
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,11 +95,16 @@ Made = TypeVar("Made", bound=type[Any])
 def named_arguments(cls: Made) -> Made:
     """Class decorator over a dataclass: what it has no field for is refused, with the nearest.
 
+    A class that takes its arguments in a way of its own keeps it.
+
     Raises:
         TypeError: when an instance is made, as Python itself has it.
     """
-    names = [field.name for field in dataclasses.fields(cls) if field.init]
     made = cls.__init__
+    _, *takes = inspect.signature(made).parameters.values()
+    if any(one.kind is not one.KEYWORD_ONLY for one in takes):
+        return cls
+    names = [one.name for one in takes]
 
     @functools.wraps(made)
     def __init__(self: Any, *args: Any, **given: Any) -> None:

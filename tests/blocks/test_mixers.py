@@ -7,10 +7,19 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from tests.blocks import loops
 
 import recollect as rc
 from recollect.blocks import AsContext, Chain, Gated, Leaf, build, mixer_of, read_mixer
+
+
+def sinks(first: int) -> rc.Recipe:
+    """Attention to the last three tokens and the first ones."""
+    context = rc.context.Similar(within=(rc.context.SinkWindow(size=3, first=first),))
+    local, analytic = rc.memory.LocalConstant(), rc.algorithm.Analytic()
+    return rc.Recipe(memory=local, context=context, algorithm=analytic)
+
 
 DEEP = Chain(Gated("titans", "softmax_attention", persistent=2), AsContext("gla", "fox", segment=3))
 
@@ -109,6 +118,27 @@ REFUSED = {
     ),
     "no mapping": (lambda: read_mixer([1]), "a mixer is a mapping of fields, not"),
     "no recipe": (lambda: read_mixer({"options": {}}), "this one has no recipe"),
+    "sinks and a window": (
+        lambda: rc.Recipe(
+            memory=rc.memory.LocalConstant(),
+            context=rc.context.Similar(
+                within=(
+                    rc.context.Window(size=10, gated=False),
+                    rc.context.SinkWindow(size=4, first=2),
+                )
+            ),
+            algorithm=rc.algorithm.Analytic(),
+        ),
+        "context.SinkWindow lets associations go between the first and the last",
+    ),
+    "tokens before tokens": (
+        lambda: Chain(Chain(sinks(2), persistent=2), persistent=2),
+        "restrict it by context.SinkWindow(size=3, first=4)",
+    ),
+    "tokens before a segment": (
+        lambda: AsContext("gla", Chain(sinks(2), persistent=2), segment=4, persistent=2),
+        "persistent=4 tokens are to be seen by every token, and the window of attention.0",
+    ),
     "sinks and blocks": (
         lambda: rc.Recipe(
             memory=rc.memory.LocalConstant(),
@@ -137,3 +167,16 @@ def test_a_refusal_is_one_sentence(name: str) -> None:
     message = str(caught.value)
     assert said in message
     assert "\n" not in message
+
+
+def test_all_weights_are_drawn_anew() -> None:
+    layer = build(Chain("mamba2", "gla", persistent=2), d_model=16, heads=2)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.fill_(7.125)
+    layer.reset_parameters()
+    assert not any(bool((weight == 7.125).any()) for weight in layer.parameters())
+
+
+def test_tokens_before_tokens_are_seen_by_sinks_of_both() -> None:
+    assert Chain(Chain(sinks(4), persistent=2), persistent=2).persistent == 2

@@ -137,7 +137,7 @@ class Composed(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all weights anew."""
         for module in self.modules():
-            if module is not self and not isinstance(module, Composed | MemoryLayer):
+            if module is not self and not isinstance(module, Composed):
                 reset = getattr(module, "reset_parameters", None)
                 if reset is not None:
                     reset()

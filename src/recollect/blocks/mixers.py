@@ -5,10 +5,12 @@ other, beside each other, or one as the context of the other. What is composed, 
 like the recipes themselves, so it is compared, hashed and saved like them.
 """
 
+# More than 400 lines: every mixer with its equations, arguments and an example.
+
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -380,15 +382,22 @@ def _check_persistent(
     mixer: Mixer, persistent: int, *, of: Mapping[str, Mixer] | None = None
 ) -> None:
     """That tokens before the text stay visible: no window of attention may lose them."""
-    if not persistent:
-        return
-    for name, child in (mixer.children if of is None else of).items():
-        for leaf in child.leaves.values():
-            context = leaf.recipe.context
-            keeps, first = context.keeps, context.first
-            if leaf.recipe.nonparametric and keeps is not None and first < persistent:
-                raise ValueError(
-                    f"persistent={persistent} tokens are to be seen by every token, and the window "
-                    f"of {name}, {context.brief}, loses them: restrict it by context.SinkWindow("
-                    f"size={keeps - first}, first={persistent})"
-                )
+    for name, leaf, ahead in _behind_tokens(mixer.children if of is None else of, persistent):
+        context = leaf.recipe.context
+        keeps, first = context.keeps, context.first
+        if leaf.recipe.nonparametric and keeps is not None and first < ahead:
+            raise ValueError(
+                f"persistent={ahead} tokens are to be seen by every token, and the window "
+                f"of {name}, {context.brief}, loses them: restrict it by context.SinkWindow("
+                f"size={keeps - first}, first={ahead})"
+            )
+
+
+def _behind_tokens(parts: Mapping[str, Mixer], ahead: int) -> Iterator[tuple[str, Leaf, int]]:
+    """Recipes that read on from tokens before the text, and how many; segments begin without."""
+    for name, part in parts.items():
+        if isinstance(part, Leaf):
+            yield name, part, ahead
+        elif isinstance(part, Chain | Gated):
+            for path, leaf, more in _behind_tokens(part.children, ahead + part.persistent):
+                yield f"{name}.{path}", leaf, more

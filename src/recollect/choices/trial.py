@@ -16,16 +16,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_forward", "check_phi", "check_shapes", "outside", "tried", "undeclared"]
+__all__ = ["Handed", "check_forward", "check_phi", "check_shapes", "outside", "tried", "undeclared"]
 
 SIZE = 4
 Shapes = tuple[tuple[int, ...], ...]
 
 
+class Handed(dict[str, Any]):
+    """Numbers by name, and what was asked for beside them; other tables may lack keys too."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self.lacks: list[str] = []
+
+    def __missing__(self, name: str) -> Any:
+        self.lacks.append(name)
+        raise KeyError(name)
+
+
 @contextmanager
 def outside() -> Generator[None]:
-    """As outside of whatever a recipe is made in: inference mode, a device context, autocast."""
+    """As outside of whatever a recipe is made in: inference mode, a device context, autocast.
+
+    What is drawn at random there changes nothing of what is drawn later.
+    """
     with (
+        torch.random.fork_rng(devices=[]),
         torch.inference_mode(mode=False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
@@ -53,20 +69,17 @@ def tried(find: Any, *given: Any) -> str | None:
         return None
 
 
-def undeclared(
-    error: Exception, given: Mapping[str, Any], what: str, *, kind: str = "token"
-) -> str | None:
+def undeclared(given: Handed, what: str, *, kind: str = "token") -> str | None:
     """What to say of code that asked for a number by a name which it does not declare.
 
     Args:
-        error: that it raised.
-        given: the numbers that it was handed, by name.
+        given: the numbers that it was handed.
         what: how it is named, e.g. ``"bias.Mine.loss"``.
         kind: how it might be declared.
     """
-    name = error.args[0] if isinstance(error, KeyError) and error.args else None
-    if not isinstance(name, str) or name in given:
+    if not given.lacks:
         return None
+    name = given.lacks[0]
     has = f"it declares {', '.join(sorted(given))}" if given else "it declares none"
     return (
         f"{what} reads the number {name!r}, and {has}: declare it as a field, such as "
@@ -95,9 +108,15 @@ def check_shapes(title: str, shapes: object) -> tuple[Shapes, str | None]:
     )
 
 
-def _params(member: Any, sizes: Mapping[str, int]) -> dict[str, Tensor] | None:
+def _too_small(stated: Any) -> bool:
+    """Whether a trial of these few channels leaves a map without any, as a quarter of them may."""
+    shapes = stated if isinstance(stated, tuple) else ()
+    return any(size == 0 for shape in shapes if isinstance(shape, tuple) for size in shape)
+
+
+def _params(member: Any, sizes: Mapping[str, int]) -> Handed | None:
     """A member's params of one head; ``None`` where an axis is not known here."""
-    found: dict[str, Tensor] = {}
+    found = Handed({})
     for param in member.params():
         if not set(param.axes) <= sizes.keys():
             return None
@@ -130,6 +149,8 @@ def _forward(memory: Any) -> str | None:
             stated = memory.shapes(SIZE, SIZE)
         except Exception:
             return None
+        if _too_small(stated):
+            return None
         shapes, wrong = check_shapes(memory.title, stated)
         params = _params(memory, {"K": SIZE, "F": SIZE, "V": SIZE, "J": 1})
         if wrong is not None or params is None:
@@ -139,8 +160,8 @@ def _forward(memory: Any) -> str | None:
         what = f"{memory.title}.forward"
         try:
             y = memory.forward(weights, x, x, params)
-        except Exception as error:
-            return undeclared(error, params, what, kind="static")
+        except Exception:
+            return undeclared(params, what, kind="static")
         return _vectors(y, what, x.shape, "[B, H, N, V]")
 
 
@@ -151,6 +172,8 @@ def _phi(features: Any) -> str | None:
             F, axes = features.dim(SIZE), features.axes(SIZE)
         except Exception:
             return None
+        if F == 0:  # of a trial this small
+            return None
         params = _params(features, {**axes, "K": SIZE, "F": F})
         if params is None:
             return None
@@ -158,8 +181,8 @@ def _phi(features: Any) -> str | None:
         what = f"{features.title}.phi"
         try:
             y = features.phi(x, params, "key", position)
-        except Exception as error:
-            return undeclared(error, params, what, kind="static")
+        except Exception:
+            return undeclared(params, what, kind="static")
         return _vectors(y, what, (*x.shape[:-1], F), f"[B, T, H, N, F] with F = dim({SIZE}) = {F}")
 
 

@@ -230,6 +230,8 @@ class MemoryLayer(nn.Module):
         for module in self.modules():
             if module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters()  # type: ignore[operator]
+        if self.skip is not None:
+            nn.init.ones_(self.skip)
 
     def forward(
         self,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from recollect.choices.trial import outside, tried, undeclared
+from recollect.choices.trial import Handed, outside, tried, undeclared
 
 if TYPE_CHECKING:
     from recollect.choices.fields import Range
@@ -68,13 +68,14 @@ def _wrong(
             signature.bind(p, v, numbers)
     except TypeError:
         return f"must take (prediction, value, gates), not {signature}"
+    handed = Handed(numbers)
     p, v = p.clone().requires_grad_(), v.clone().requires_grad_(name == "error")
     try:
-        found = function(p, v, numbers)
+        found = function(p, v, handed)
         cut = {key: x[ALONE] for key, x in numbers.items()}
         alone = function(p[ALONE], v[ALONE], cut)
-    except Exception as error:
-        return undeclared(error, numbers, what)
+    except Exception:
+        return undeclared(handed, what)
     one, axes, how = {
         "loss": ("one number per association", "[...]", "sum over the last axis alone, .sum(-1)"),
         "error": ("one slope per value channel", "[..., V]", "take no sum or mean"),

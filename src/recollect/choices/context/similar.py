@@ -70,7 +70,8 @@ class Similar(Context):
                 )
         gapped = [p for p in self.within if p.keeps is not None and p.horizon is None]
         if gapped:
-            others = [part for part in self.within if part not in gapped and not part.uniform]
+            rest = [part for part in self.within if part not in gapped]
+            others = [part for part in rest if part.horizon is not None or not part.uniform]
             if others:
                 yield (
                     f"{gapped[0].title} lets associations go between the first and the last, and "
