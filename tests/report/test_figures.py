@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from recollect.report import FigureFiles, Series, bar_figure, line_figure, log_ticks
+from recollect.report import FigureFiles, Series, bar_figure, line_figure
 from recollect.report import figures as module
+from recollect.report.figures import log_ticks
 
 
 def lines(count: int, points: int = 5) -> list[Series]:
