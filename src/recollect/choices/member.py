@@ -21,7 +21,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
@@ -423,7 +423,7 @@ def all_members() -> dict[str, type[Member]]:
 
 
 @contextmanager
-def not_too_deep(what: str) -> Iterator[None]:
+def not_too_deep(what: str) -> Generator[None, None, None]:
     """Inside, nested data are followed; deeper than Python can, one sentence says so.
 
     Args:
