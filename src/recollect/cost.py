@@ -180,9 +180,9 @@ def cost(
         257
     """
     given = {"K": K, "V": V, "H": H, "B": B, "G": G, "dtype_bytes": dtype_bytes}
-    for name, size in given.items():
-        held(name, whole(1), size)
-    held("T", whole(), T)
+    sizes = {name: held(name, whole(1), size) for name, size in given.items()}
+    K, V, H, B, G, dtype_bytes = sizes.values()
+    T = held("T", whole(), T)
     if dtype_bytes not in (2, 4, 8):
         raise ValueError(f"dtype_bytes must be 2, 4 or 8, not {dtype_bytes}")
     selection = select(recipe, method)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from recollect.blocks.mixers import AsContext, Chain, Gated, Leaf, Mixer
-from recollect.choices.member import RecipeError
+from recollect.choices.member import RecipeError, not_too_deep
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.wording import shown
@@ -25,13 +25,19 @@ def read_mixer(data: Any) -> Mixer:
             composition.
 
     Raises:
-        RecipeError: an unknown kind or field, one that is missing, or a value that it refuses.
+        RecipeError: an unknown kind or field, one that is missing, a value that it refuses, or
+            mixers nested deeper than Python can follow.
 
     Examples:
         >>> gated = rc.blocks.Gated("gated_delta_net", "sliding_window_attention")
         >>> rc.blocks.read_mixer(gated.to_dict()) == gated
         True
     """
+    with not_too_deep("mixers"):
+        return _read(data)
+
+
+def _read(data: Any) -> Mixer:
     if not isinstance(data, Mapping):
         raise RecipeError(f"a mixer is a mapping of fields, not {shown(data)}")
     if "mixer" not in data:
@@ -59,10 +65,10 @@ def read_mixer(data: Any) -> Mixer:
             raise RecipeError(f"{cls.__name__} needs {field.name}, which is missing")
     for name in ("memory", "attention"):
         if name in fields:
-            fields[name] = read_mixer(fields[name])
+            fields[name] = _read(fields[name])
     if cls is Chain:
         parts = fields.pop("parts")
         if not isinstance(parts, list | tuple):
             raise RecipeError(f"Chain: parts must be a list of mixers, not {shown(parts)}")
-        return Chain(*(read_mixer(part) for part in parts), **fields)
+        return Chain(*(_read(part) for part in parts), **fields)
     return cls(**fields)

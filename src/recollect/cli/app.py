@@ -139,7 +139,8 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
             except (ValueError, OSError) as error:  # a RecipeError is a ValueError
                 if isinstance(error, BrokenPipeError) and nobody_reads():
                     return  # as with `| head`: the work is done, and nobody wants to hear more
-                _say(f"recollect {name}: {_to_import(error)}")
+                # A function that names itself to its caller says it once here.
+                _say(f"recollect {name}: {_to_import(error).removeprefix(f'{name}: ')}")
                 raise typer.Exit(2) from None
             except ImportError as error:
                 _say(f"recollect {name}: {_to_install(error)}")

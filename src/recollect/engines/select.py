@@ -46,6 +46,7 @@ class Engine:
         shows_nan: whether a NaN that goes in always comes out (no comparison swallows it), so that
             looking at the outputs is enough.
         compiles: whether one graph of `torch.compile` holds a call, whatever the numbers are.
+        rounded: whether it goes on from a memory whose tensors were rounded to half precision.
         inner_gradients: whether it may take inner gradients by autograd, which inference mode
             forbids.
     """
@@ -58,6 +59,7 @@ class Engine:
     read: Callable[[Problem, Mapping[str, Tensor]], Tensor | None] | None = None
     shows_nan: bool = False
     compiles: bool = False
+    rounded: bool = False
     inner_gradients: bool = True
     plan: Callable[[SizedRecipe], Any] | None = None
     token: Callable[..., tuple[Tensor, State] | None] | None = None
@@ -73,6 +75,7 @@ ENGINES: tuple[Engine, ...] = (
         token=linear.token,
         cost=linear.flops,
         shows_nan=True,
+        rounded=True,
         inner_gradients=False,
     ),
     Engine(

@@ -103,8 +103,10 @@ class MemoryLayer(nn.Module):
     ) -> None:
         super().__init__()
         options = LayerOptions() if options is None else options
-        check_sizes(d_model, heads, kv_heads, head_dim, value_dim, recipe, options)
-        check_depth(depth)
+        d_model, heads, kv_heads, head_dim, value_dim = check_sizes(
+            d_model, heads, kv_heads, head_dim, value_dim, recipe, options
+        )
+        depth = check_depth(depth)
         self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads or heads
         self.head_dim = head_dim or options.key_dim or d_model // heads
         self.value_dim = value_dim or head_dim or d_model // heads
@@ -185,8 +187,10 @@ class MemoryLayer(nn.Module):
                 continue
             if declared.name in rules and rule == "rate":
                 options = replace(options, source="learned")
+            unit = 1.0
             if options.unit == "rms" and isinstance(declared.init, int | float):
-                options = options.lengths(self.value_dim, declared.init)
+                unit = math.sqrt(self.value_dim)
+                options = options.lengths(unit, declared.init)
             length = {"l2": 1.0, "rms": math.sqrt(self.head_dim)}.get(self.options.qk_norm)
             beside = isinstance(declared, Param) and declared.beside_key
             if beside and length is not None and options.init is None:
@@ -202,6 +206,7 @@ class MemoryLayer(nn.Module):
                 heads=self.kv_heads,
                 depth=self.depth,
                 recipe=self.recipe,
+                unit=unit,
             )
         return nn.ModuleDict(made)
 

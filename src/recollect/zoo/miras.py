@@ -64,7 +64,10 @@ def moneta() -> tuple[Recipe, LayerOptions]:
         kind="exact",
         source="the mirror map of ½‖W‖²_(q/(q−1)), of which MIRAS eq. 24 prints a simplification",
         note="the link acts at every token: it holds small weights down so much (W is some hundred "
-        "times smaller than A) that a step of A added to W would drown it. Gradients are taken at "
+        "times smaller than A) that a step of A added to W would drown it. Its steps are not "
+        "measured by the errors that they correct, and errors count by their cubes: inputs some "
+        "thirty to a hundred times too long can diverge, which a forward pass does not look for "
+        "and rc.diagnose says; moneta measures its steps. Gradients are taken at "
         f"the start of inner batches of 16 tokens. {_HEADS}{COMMON}",
     ),
 )

@@ -187,8 +187,8 @@ def _one(found: Mapping[str, Tensor], mask: Tensor | None, B: int, T: int) -> Te
     rows = torch.arange(0, (B + 1) * T, T)
     if B > 1 and not set(rows.tolist()) <= set(borders.tolist()):
         raise ValueError(
-            f"{name} must have a border at every row's end, {rows.tolist()}, because documents do "
-            "not run on into the next row"
+            f"{name} must have a border at every row's end, at {T}, {2 * T} and so on, because "
+            "documents do not run on into the next row"
         )
     if B > 1 and mask is not None and not bool((mask != 0).all()):
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 from transformers import GenerationConfig, PretrainedConfig
 
@@ -13,6 +13,7 @@ from recollect.blocks.files import read_mixer
 from recollect.blocks.mixers import Leaf, Mixer, mixer_of
 from recollect.choices.member import RecipeError
 from recollect.engines.select import select
+from recollect.fields import as_whole
 from recollect.layer.blocks import mlp_width
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.checkpoint import check_json
@@ -327,9 +328,11 @@ def _check_fields(config: RecollectConfig) -> None:
     for name in (*_SIZES, *_OPTIONAL):
         value = getattr(config, name)
         most = _DEEPEST if name == "num_hidden_layers" else _LARGEST
-        fits = _whole(value) and 1 <= value <= most
+        number = as_whole(value)
+        fits = number is not None and 1 <= number <= most
         if not fits and not (value is None and name in _OPTIONAL):
             refuse(name, f"a whole number from 1 to {most:,}")
+        setattr(config, name, number)
     for name in ("rms_norm_eps", "initializer_range"):
         value = getattr(config, name)
         fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e3
@@ -344,7 +347,8 @@ def _check_fields(config: RecollectConfig) -> None:
         value = getattr(config, name)
         several = isinstance(value, list) and name == "eos_token_id"
         for token in value if several else [value]:
-            if token is not None and not (_whole(token) and 0 <= token < config.vocab_size):
+            number = as_whole(token)
+            if token is not None and (number is None or not 0 <= number < config.vocab_size):
                 refuse(name, f"a token from 0 to {config.vocab_size - 1}")
     if not isinstance(config.recipes, Mapping):
         refuse("recipes", "a mapping of names to recipes")
@@ -353,10 +357,6 @@ def _check_fields(config: RecollectConfig) -> None:
         isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     ):
         refuse("layers", "a list of names of recipes")
-
-
-def _whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _arguments() -> list[str]:

@@ -279,7 +279,8 @@ def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) 
     read = partial(read_rows, tokenizer=tokenizer, context=data.context)
     heldout, tally = [], None
     if data.heldout or data.heldout_split is not None:
-        heldout, tally = read(_documents(plan, bad, heldout=True), what="the held-out text")
+        what = _named_text(plan, heldout=True)
+        heldout, tally = read(_documents(plan, bad, heldout=True), what=what)
     if data.streams:
         stream = RowStream(
             _documents(plan, bad),
@@ -288,9 +289,10 @@ def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) 
             length=length,
             shuffle=data.shuffle,
             seed=run.seed,
+            what=_named_text(plan),
         )
         return Stock(stream, _spread(heldout, run.heldout_rows), _ratio(tally))
-    rows, read_all = read(_documents(plan, bad))
+    rows, read_all = read(_documents(plan, bad), what=_named_text(plan))
     if data.heldout_share:
         every = round(1 / data.heldout_share)
         heldout, tally = rows[every - 1 :: every], read_all
@@ -339,6 +341,15 @@ def _documents(plan: TrainPlan, bad: BadLines, *, heldout: bool = False) -> Iter
     key = "heldout" if heldout else "train"
     files = find_files(data.heldout if heldout else data.train, key=key)
     return Source(files=files, column=data.column, separator=data.separator, bad=bad)
+
+
+def _named_text(plan: TrainPlan, *, heldout: bool = False) -> str:
+    """What a message calls a plan's text: by its files, as the plan has them, or its dataset."""
+    data, what = plan.data, "held-out text" if heldout else "text"
+    if data.dataset is not None and not (heldout and data.heldout):
+        return f"the {what} of dataset {data.dataset!r}"
+    first, *more = data.heldout if heldout else data.train
+    return f"the {what} in {first}" + (f" and {len(more)} more" if more else "")
 
 
 def tokenizer_of(
