@@ -96,16 +96,16 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
 def yaad() -> tuple[Recipe, LayerOptions]:
     """Least squares for ordinary tokens, only the sign of the error for extreme ones."""
     recipe = Recipe(memory=_MEMORY, bias=Huber(), retention=_CHANNELS, algorithm=_NORMALISED)
-    # The norm makes whatever the last map says as long as a value, so the memory says nothing until
-    # something is written (last_map=0). A share that closed would not open again: it stays above a
-    # fifth of the limit.
+    # The norm makes whatever the last map says as long as a value, so the memory says next to
+    # nothing until something is written (last_map), and steps beyond the limit do not diverge. A
+    # share that closed would not open again: it stays above a fifth of the limit.
     gates = {
-        "lr": GateOptions(unit="share", init=0.9, low=0.2),
+        "lr": GateOptions(unit="share", init=1.5, low=0.2, high=2.0),
         "log_decay": SLOW,
         "norm_weight": _AS_VALUES,
         "threshold": GateOptions(unit="rms", init=4.0),
     }
-    return recipe, LayerOptions(gates=gates, last_map=0.0)
+    return recipe, LayerOptions(gates=gates, last_map=0.01)
 
 
 @preset(
