@@ -81,10 +81,7 @@ def eval(  # noqa: A001
             watcher=progress,
         )
     except KeyboardInterrupt:
-        said(
-            f"interrupted: {progress.done} of {progress.count} tasks are measured and kept, and "
-            "the same command goes on after them"
-        )
+        said(f"interrupted: {progress.kept()}")
         raise typer.Exit(INTERRUPTED) from None
     papers = beside(result)
     if as_json:
@@ -101,6 +98,15 @@ class _Progress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self.done, self.count = 0, 0
+
+    def kept(self) -> str:
+        """What an end leaves behind."""
+        if not self.count:
+            return "no task was begun"
+        return (
+            f"{self.done} of {self.count} tasks are measured and kept, and the same command goes "
+            "on after them"
+        )
 
     def begin(self, task: str, index: int, count: int) -> None:
         self.count = self.count or self.done + count

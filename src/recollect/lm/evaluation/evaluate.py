@@ -102,7 +102,17 @@ def evaluate(
         ImportError: lm-eval is not installed.
 
     Examples:
-        >>> result = rc.lm.evaluate("runs/mine/model", ["local_text"])  # doctest: +SKIP
+        >>> from recollect.lm.data.tokenizers import byte_tokenizer
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gated_delta_net", vocab_size=257, hidden_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> result = rc.lm.evaluate(
+        ...     rc.lm.RecollectForCausalLM(config), "local_babi_1", tokenizer=byte_tokenizer(),
+        ...     limit=3, context=600,
+        ... )
+        >>> list(result["local_babi_1"].metrics), result["local_babi_1"].documents
+        (['acc'], 3)
     """
     from recollect.lm.evaluation import harness  # which needs the extra
     from recollect.lm.evaluation.names import index_of, load
@@ -281,16 +291,15 @@ def _context(model: Any) -> int:
 
 @contextlib.contextmanager
 def _saved(tokenizer: Any) -> Iterator[tuple[str, str]]:
-    """The tokenizer in a folder of its own, from which tasks load it, and the files' digest.
+    """The tokenizer in a folder of its own, from which tasks load it, and a digest of it.
 
     A folder of the model's could hold code, which lm-eval's RULER tasks would run.
     """
     with tempfile.TemporaryDirectory(prefix="recollect-") as place:
         tokenizer.save_pretrained(place)
-        total = hashlib.sha256()
-        for path in sorted(Path(place).iterdir()):
-            total.update(path.name.encode() + path.read_bytes())
-        yield place, total.hexdigest()
+        whole = Path(place, "tokenizer.json")  # the others say where it was loaded from
+        files = [whole] if whole.exists() else sorted(Path(place).iterdir())
+        yield place, hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 @contextlib.contextmanager

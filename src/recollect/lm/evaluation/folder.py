@@ -39,8 +39,8 @@ def finished(folder: Path, settings: Mapping[str, Any]) -> dict[str, TaskResult]
     found: dict[str, TaskResult] = {}
     for path in sorted((folder / "tasks").glob("*.json")):
         result = _read(path)
-        for name in settings.keys() & result.settings.keys():
-            if settings[name] != result.settings[name]:
+        for name in settings:
+            if settings[name] != result.settings.get(name, settings[name]):
                 raise ValueError(
                     f"{folder} holds an evaluation with {_told(name, result.settings)} and this "
                     f"one has {_told(name, settings)}: give another --out, or delete that folder"

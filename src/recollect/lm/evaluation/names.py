@@ -77,10 +77,9 @@ def _manager(everything: bool) -> Any:
     from lm_eval import tasks
 
     with harness.quiet():
+        told: dict[str, Any] = {"context": 0}  # an empty mapping it would replace
         return tasks.TaskManager(
-            include_path=str(local_folder()),
-            include_defaults=everything,
-            metadata={"context": 0},  # an empty one it would replace
+            include_path=str(local_folder()), include_defaults=everything, metadata=told
         )
 
 
