@@ -540,6 +540,27 @@ def test_without_the_extra(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what is shown ---------------------------------------------------------------------------------
 
 
+def test_numbers_of_lm_eval_are_read_by_their_keys() -> None:
+    raw = {
+        "alias": "t",
+        "sample_len": 4,
+        "acc,none": 0.5,
+        "acc_stderr,none": 0.1,
+        "exact_match,flexible-extract": 0.25,
+        "exact_match_stderr,flexible-extract": "N/A",
+        "4096,none": -1,
+        "1024,none": 0.75,
+        "perplexity,none": 9.0,
+    }
+    more = {"task": "t", "documents": 4, "version": "1", "settings": {}}
+    one = rc.lm.TaskResult.of(raw, {"perplexity": False, "acc": True}, **more)
+    want = {"acc": 0.5, "exact_match (flexible-extract)": 0.25, "1024": 0.75, "perplexity": 9.0}
+    assert one.metrics == want and one.errors == {"acc": 0.1}
+    assert one.lower_is_better == ("perplexity",)
+    kept = {k: v for k, v in raw.items() if v != "N/A" and v != -1 and k != "alias"}
+    assert one.to_harness() == kept, "groups read what tasks gave"
+
+
 def test_results_read_as_a_table(model: Any) -> None:
     result = rc.lm.evaluate(model, "local_babi_1", tokenizer=byte_tokenizer(), limit=4, context=600)
     head, row = str(result).splitlines()

@@ -63,6 +63,8 @@ class TaskResult:
             metric, comma, way = key.partition(",")
             if not comma or not isinstance(value, int | float):
                 continue
+            if metric.isdecimal() and value == -1:  # RULER's mark of a length without documents
+                continue
             into = errors if metric.endswith("_stderr") else numbers
             metric = metric.removesuffix("_stderr")
             into[metric if way == "none" else f"{metric} ({way})"] = float(value)
