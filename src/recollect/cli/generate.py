@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 __all__ = ["generate"]
 
 INTERRUPTED = 130
-BYTES = (256, 257)  # vocabularies of bytes, without and with an end of the document
 
 
 def generate(
-    checkpoint: Annotated[str, typer.Argument(help="Folder of a saved model, or a hub name.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder of a saved model or its run, or a hub name.")
+    ],
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
     tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 200,
     temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the likeliest.")] = 0.8,
@@ -47,13 +48,14 @@ def generate(
     from transformers import TextStreamer
     from transformers.utils import logging
 
+    from recollect.lm.loading import load_saved
     from recollect.lm.model.model import RecollectForCausalLM
 
     _check(tokens, temperature, top_p, top_k, beams)
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
     logging.disable_progress_bar()
-    model, tokenizer = _loaded(checkpoint)
+    model, tokenizer = load_saved(checkpoint)
     model.to(device)  # type: ignore[arg-type]
     inputs = _inputs(model, tokenizer, prompt, from_state, save_state)
     if isinstance(model, RecollectForCausalLM):
@@ -114,73 +116,6 @@ def _check(
     ):
         if not fits:
             raise ValueError(f"--{name} must be {wanted}, not {value}")
-
-
-def _loaded(checkpoint: str) -> tuple[RecollectForCausalLM, Any]:
-    """Model and tokenizer; a folder without one, of a vocabulary of bytes, means bytes."""
-    from transformers import AutoTokenizer
-
-    from recollect.lm.data.tokenizers import byte_tokenizer
-    from recollect.lm.hub import hub_options
-
-    folder = Path(checkpoint)
-    if not folder.is_dir() and (folder.exists() or folder.is_absolute() or checkpoint[:1] == "."):
-        raise ValueError(f"there is no folder {checkpoint!r}: name that of a saved model")
-    try:
-        model = _model_class(folder).from_pretrained(checkpoint).eval()
-    except OSError as error:
-        if not folder.is_dir():
-            raise ValueError(
-                f"there is no folder {checkpoint!r}, and no model of that name can be fetched from "
-                "the hub: name the folder of a saved model, such as runs/train/model"
-            ) from None
-        raise ValueError(f"{checkpoint} cannot be loaded: {_first(error)}") from None
-    has = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
-    if folder.is_dir() and not has:
-        if model.config.vocab_size in BYTES:
-            return model, byte_tokenizer()
-        raise ValueError(
-            f"{checkpoint} has no tokenizer, and {model.config.vocab_size} tokens are not bytes: "
-            "save its tokenizer beside the model (tokenizer.save_pretrained)"
-        )
-    try:
-        return model, AutoTokenizer.from_pretrained(
-            checkpoint, trust_remote_code=False, **hub_options(checkpoint)
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the tokenizer of {checkpoint} cannot be loaded: {_first(error)}"
-        ) from None
-
-
-def _model_class(folder: Path) -> Any:
-    """What loads a folder's model: ours, or a decoder whose layers were replaced.
-
-    Raises:
-        ValueError: it holds another model.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from recollect.lm.model.checkpoint import check_json
-    from recollect.lm.model.model import RecollectForCausalLM
-    from recollect.lm.swap_config import SWAPPED
-
-    if not (folder / "config.json").exists():
-        return RecollectForCausalLM  # which says what is missing, or is on the hub
-    kind = check_json(folder / "config.json").get("model_type")
-    if kind == SWAPPED:
-        return AutoModelForCausalLM
-    own = RecollectForCausalLM.config_class.model_type
-    if kind != own:
-        raise ValueError(
-            f"{folder} holds a model of type {kind!r}: generate takes one that recollect has "
-            "trained, or a decoder whose layers rc.lm.replace_attention replaced"
-        )
-    return RecollectForCausalLM
-
-
-def _first(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _inputs(
