@@ -101,8 +101,8 @@ def check_shapes(title: str, shapes: object) -> tuple[Shapes, str | None]:
     except TypeError:
         made = []
     stated = tuple(tuple(size for size in shape if size is not None) for shape in made)
-    least = min((size for shape in stated for size in shape), default=1)
-    if stated and least >= 1 and list(map(len, stated)) == list(map(len, made)):
+    real = all(size >= 1 for shape in stated for size in shape)
+    if stated and real and list(map(len, stated)) == list(map(len, made)):
         return stated, None
     return (), (
         f"{title}.shapes must return one tuple of sizes for each of its weights, such as "

@@ -85,7 +85,6 @@ ENGINES: tuple[Engine, ...] = (
         run=least_squares.run,
         cost=least_squares.flops,
         shows_nan=True,
-        rounded=True,
         inner_gradients=False,
     ),
     Engine(
@@ -98,7 +97,6 @@ ENGINES: tuple[Engine, ...] = (
         cost=kernel.flops,
         read=kernel.read,
         shows_nan=True,
-        rounded=True,
     ),
     Engine(
         name="deep",
