@@ -248,6 +248,7 @@ def reading(
         ValueError: an unknown method.
 
     Examples:
+        >>> from recollect.cost import reading
         >>> reading(rc.Recipe(), 10, K=16, V=16, T=128)
         5120
     """
