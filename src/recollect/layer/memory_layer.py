@@ -1,7 +1,5 @@
 """`MemoryLayer`: projections, gates, convolution and normalisation around a recipe."""
 
-# More than 400 lines: the layer in the order in which a call goes through it.
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,7 @@
 """The configuration: recipes and options in full, as JSON, and the sizes of the backbone."""
 
+# More than 400 lines: every field of the configuration, with its check and what refuses it.
+
 from __future__ import annotations
 
 import inspect
