@@ -1,5 +1,7 @@
 """The configuration: recipes and options in full, as JSON, and the sizes of the backbone."""
 
+# More than 400 lines: every field of the configuration, with its check and what refuses it.
+
 from __future__ import annotations
 
 import inspect
@@ -74,6 +76,8 @@ class RecollectConfig(PretrainedConfig):
         initializer_range: standard deviation of linear maps and embeddings; hidden_size^(−1/2) when
             omitted, which is the customary 0.02 at 2500.
         tie_word_embeddings: whether the output reads the embedding.
+        router_aux_loss_coef: ≥ 0, what the training loss adds of the load-balancing loss, where
+            tokens are routed to memories (`recollect.blocks.Routed`); 0.01 as in Du et al. 2025.
         use_cache: whether a forward pass out of training returns states.
         pad_token_id, bos_token_id, eos_token_id: of the tokenizer.
 
@@ -112,6 +116,7 @@ class RecollectConfig(PretrainedConfig):
         rms_norm_eps: float = 1e-6,
         initializer_range: float | None = None,
         tie_word_embeddings: bool = False,
+        router_aux_loss_coef: float = 0.01,
         use_cache: bool = True,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
@@ -144,6 +149,7 @@ class RecollectConfig(PretrainedConfig):
         self.rms_norm_eps = rms_norm_eps
         self.initializer_range = initializer_range
         self.tie_word_embeddings = tie_word_embeddings
+        self.router_aux_loss_coef = router_aux_loss_coef
         self.use_cache = use_cache
         self.pad_token_id, self.bos_token_id = pad_token_id, bos_token_id
         self.eos_token_id = eos_token_id
@@ -338,6 +344,9 @@ def _check_fields(config: RecollectConfig) -> None:
         fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e3
         if not fits and not (value is None and name == "initializer_range"):
             refuse(name, "a number above 0 and below 1000")
+    share = config.router_aux_loss_coef
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1e3:
+        refuse("router_aux_loss_coef", "a number from 0 and below 1000")
     for name in ("tie_word_embeddings", "use_cache"):
         if not isinstance(getattr(config, name), bool):
             refuse(name, "True or False")

@@ -14,7 +14,8 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerFast
 
-from recollect.blocks.files import read_mixer
+from recollect.blocks.compositions import SEVERAL
+from recollect.blocks.files import KINDS, read_mixer
 from recollect.blocks.mixers import Mixer, mixer_of
 from recollect.layer.options import LayerOptions
 from recollect.lm.data.rows import Row, Rows, RowStream, Tally, read_rows
@@ -242,11 +243,13 @@ def _composition(value: dict[str, Any], options: dict[str, Any] | None) -> Mixer
         return mixer_of(_recipe(stated, None)).to_dict()
 
     written = dict(value)
-    for name in ("memory", "attention"):
-        if name in written:
-            written[name] = part(written[name])
-    if isinstance(written.get("parts"), list):
-        written["parts"] = [part(one) for one in written["parts"]]
+    kind = written.get("mixer")
+    for name in KINDS[kind].holds if isinstance(kind, str) and kind in KINDS else ():
+        several = written.get(name)
+        if isinstance(several, list):
+            written[name] = [part(one) for one in several]
+        elif name in written and name not in SEVERAL:
+            written[name] = part(several)
     return read_mixer(written)
 
 
