@@ -102,7 +102,7 @@ def test_gated_delta_net() -> None:
         "write    W_t = α_t W_(t−1) − η_t (α_t W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ",
         "read     y_t = W_t q_t",
         "engine   linear (triangular solve)",
-        "         torch.compile may break the graph; fullgraph=True says whether it does",
+        "         torch.compile may break the graph of rc.recall; a layer's call is one operation",
         "needs    gate log_decay [B, T, H] ≤ 0",
         "         gate lr [B, T, H] ≥ 0",
         "state    W [64×64]: 16 KiB per row and head at K = V = 64",

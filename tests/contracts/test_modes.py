@@ -31,6 +31,10 @@ PRESETS = {name: rc.zoo.get(name).recipe for name in rc.zoo.names()}
 DRAWN = {f"{index}": recipe for index, recipe in generate.valid(CI, seed=7)}
 METHODS = ("auto", "reference")
 
+ROUNDED_OFTEN = ("atlas_per_token", "memora_per_token")
+"""Their gradients go back through Newton–Schulz, or a softmax of logits times 64, at every token,
+in products that are torch's own and that autocast rounds."""
+
 
 def inputs(recipe: rc.Recipe, name: str) -> generate.Inputs:
     if name in PRESETS:
@@ -62,6 +66,26 @@ def test_autocast_copies_and_subsets(name: str, recipe: rc.Recipe) -> None:
     x = inputs(recipe, name)
     check_autocast(recipe, x)
     check_copies(recipe, x)
+
+
+@pytest.mark.parametrize(("name", "recipe"), every(PRESETS))
+def test_a_gradient_asked_for_inside_of_autocast(name: str, recipe: rc.Recipe) -> None:
+    """Written-out backward passes keep their precision; torch rounds the products of its own."""
+    K, V = generate.sizes(recipe, random.Random(0))
+    x = generate.inputs(recipe, B=1, T=5, H=2, K=K, V=V, dtype=torch.float32).leaves()
+    y, _ = generate.run(recipe, x)
+    leaves = [x.q, x.k, x.v]
+    outside = torch.autograd.grad(y.square().sum(), leaves, retain_graph=True, allow_unused=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+    for a, b in zip(inside, outside, strict=True):
+        assert (a is None) == (b is None)
+        if a is None or b is None:
+            continue
+        assert a.isfinite().all()
+        assert a.dtype == b.dtype
+        if name not in ROUNDED_OFTEN:
+            torch.testing.assert_close(a, b, rtol=0, atol=0.05 * float(b.abs().amax()) + 1e-6)
 
 
 @pytest.mark.parametrize(("name", "recipe"), every(DRAWN))

@@ -18,9 +18,32 @@ from torch import Tensor
 
 from recollect.choices.member import RecipeError
 
-__all__ = ["again", "leaves_of", "once", "once_through", "places"]
+__all__ = ["again", "at_full_precision", "leaves_of", "once", "once_through", "places"]
 
 Backward = Callable[..., Any]
+
+
+def at_full_precision(backward: Backward) -> Backward:
+    """A written-out backward pass without autocast, as its forward pass was.
+
+    Whoever calls ``loss.backward()`` inside of ``torch.autocast`` would have its products rounded,
+    and in-place ones refused, where autograd's own formulas see to their types themselves.
+
+    Args:
+        backward: of a ``torch.autograd.Function``, below ``@staticmethod``.
+    """
+
+    @functools.wraps(backward)
+    def exact(ctx: Any, *grads: Tensor | None) -> Any:
+        device = next((g.device.type for g in grads if g is not None), None)
+        if device is None or not torch.amp.is_autocast_available(device):
+            return backward(ctx, *grads)
+        if not torch.is_autocast_enabled(device):
+            return backward(ctx, *grads)
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *grads)
+
+    return exact
 
 
 def places(tensors: Sequence[Tensor | None]) -> list[Any]:
@@ -113,6 +136,7 @@ def once(what: str, instead: str = _REFERENCE) -> Callable[[Backward], Backward]
     """
 
     def decorate(backward: Backward) -> Backward:
+        @at_full_precision
         @functools.wraps(backward)
         def wrapped(ctx: Any, *above: Tensor) -> Any:
             saved = ctx.saved_tensors

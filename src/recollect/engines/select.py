@@ -48,6 +48,9 @@ class Engine:
         shows_nan: whether a NaN that goes in always comes out (no comparison swallows it), so that
             looking at the outputs is enough.
         compiles: whether one graph of `torch.compile` holds a call, whatever the numbers are.
+        follows: whether a compiled layer lets the compiler follow calls of a recipe with so many
+            tokens (its sizes, the tokens), as it can; ``None`` lets it follow none, and hands each
+            over as one operation (`recollect.recall.one_operation`).
         rounded: whether it goes on from a memory whose tensors were rounded to half precision.
         inner_gradients: whether it may take inner gradients by autograd, which inference mode
             forbids.
@@ -66,6 +69,7 @@ class Engine:
     inner_gradients: bool = True
     plan: Callable[[SizedRecipe], Any] | None = None
     token: Callable[..., tuple[Tensor, State] | None] | None = None
+    follows: Callable[[SizedRecipe, int], bool] | None = None
 
 
 ENGINES: tuple[Engine, ...] = (
@@ -76,6 +80,7 @@ ENGINES: tuple[Engine, ...] = (
         run=linear.run,
         plan=linear.plan,
         token=linear.token,
+        follows=linear.follows,
         cost=linear.flops,
         reading=linear.reading,
         shows_nan=True,
@@ -99,6 +104,7 @@ ENGINES: tuple[Engine, ...] = (
         run=kernel.run,
         plan=kernel.plan,
         token=kernel.token,
+        follows=kernel.follows,
         cost=kernel.flops,
         reading=kernel.reading,
         read=kernel.read,

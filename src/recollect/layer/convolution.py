@@ -7,6 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recollect.choices.gradients import at_full_precision
+
 __all__ = ["ShortConvolution"]
 
 
@@ -25,6 +27,7 @@ class _Slide(torch.autograd.Function):
         return _convolved(x, weight)
 
     @staticmethod
+    @at_full_precision
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         (x, weight), (dy,) = ctx.saved_tensors, gradients
         T = dy.shape[1]

@@ -333,6 +333,8 @@ class GateProjection(nn.Module):
 
     def initial(self) -> Tensor:
         """Values at a zero input ``[H, (n,) *axes]``, in float64 on the CPU; drawn ones anew."""
+        if torch.compiler.is_compiling():  # of models that are built: no device is being built on
+            return self._initial()
         # Whatever device a model is being built on (meta, while a checkpoint is loaded).
         with torch.device("cpu"):
             return self._initial()

@@ -18,6 +18,7 @@ from recollect.layer.state import Associations, LayerState
 from recollect.layer.ties import OWNED, Ties
 from recollect.recall.bound import Bound, bind
 from recollect.recall.call import Call
+from recollect.recall.one_operation import memorise_as_one, suits
 from recollect.recall.packing import CompactedBatch
 from recollect.recall.recall import memorise
 from recollect.recipe.limit import step_limit
@@ -289,26 +290,27 @@ class RecipeNumbers(nn.Module):
             borders: ``[N + 1]`` borders of N documents packed in one row.
             output_state: False returns ``None`` in place of the state.
         """
-        return memorise(
-            Call(
-                bound=self._bound,
-                q=inputs.q,
-                k=inputs.k,
-                v=inputs.v,
-                gates=inputs.gates,
-                params=inputs.params,
-                init=self.initial_memory if state is None else None,
-                state=None if state is None else state.memory,
-                cu_seqlens=borders,
-                chunk_size=self.chunk_size,
-                output_state=output_state,
-                lengths=None if batch is None else batch.lengths,
-                places=None if batch is None else batch.index,
-                # A decoded token's numbers come from where the prompt's did, which were checked.
-                sure=state is not None and inputs.q.shape[1] == 1,
-                sources=self._sources(),
-            )
+        call = Call(
+            bound=self._bound,
+            q=inputs.q,
+            k=inputs.k,
+            v=inputs.v,
+            gates=inputs.gates,
+            params=inputs.params,
+            init=self.initial_memory if state is None else None,
+            state=None if state is None else state.memory,
+            cu_seqlens=borders,
+            chunk_size=self.chunk_size,
+            output_state=output_state,
+            lengths=None if batch is None else batch.lengths,
+            places=None if batch is None else batch.index,
+            # A decoded token's numbers come from where the prompt's did, which were checked.
+            sure=state is not None and inputs.q.shape[1] == 1,
+            sources=self._sources(),
         )
+        if torch.compiler.is_compiling() and suits(call):
+            return memorise_as_one(call)
+        return memorise(call)
 
     def _sources(self) -> Sequence[Tensor]:
         """What the recipe's params are made of."""

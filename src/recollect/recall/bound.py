@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ from recollect.engines.select import Engine
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.sized import SizedRecipe, sized
 
-__all__ = ["Bound", "bind"]
+__all__ = ["Bound", "bind", "bound_of"]
 
 KEPT = 512
 """Bindings that are kept for `recollect.recall`; beyond it all are made anew."""
@@ -29,12 +31,15 @@ class Bound:
         method: as asked for, e.g. ``"auto"``.
         engine: the engine that runs it.
         plan: what that engine derived from ``sized`` (`Engine.plan`).
+        name: by which `bound_of` finds it as long as somebody keeps it; ``None`` of one that was
+            made while a compiler looked on, and is made anew by every call.
     """
 
     sized: SizedRecipe
     method: str
     engine: Engine
     plan: Any
+    name: str | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         # Saved and copied as what it was made of: functions and plans of engines are no data.
@@ -44,6 +49,8 @@ class Bound:
 
 _Key = tuple[Recipe, int, int, int, str]
 _kept: dict[_Key, tuple[tuple[Engine, ...], Bound]] = {}
+_named: weakref.WeakValueDictionary[str, Bound] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def bind(recipe: Recipe, *, H: int, K: int, V: int, method: str = "auto") -> Bound:
@@ -79,7 +86,20 @@ def _bind(recipe: Recipe, H: int, K: int, V: int, method: str) -> Bound:
     at = sized(recipe, H=H, K=K, V=V)
     engine = engines.select(recipe, method).engine
     plan = None if engine.plan is None else engine.plan(at)
-    return Bound(sized=at, method=method, engine=engine, plan=plan)
+    if torch.compiler.is_compiling():
+        return Bound(sized=at, method=method, engine=engine, plan=plan)
+    bound = Bound(sized=at, method=method, engine=engine, plan=plan, name=str(next(_numbers)))
+    _named[str(bound.name)] = bound
+    return bound
+
+
+def bound_of(name: str) -> Bound:
+    """What is bound under a name: compiled operations take no objects, and text.
+
+    Args:
+        name: `Bound.name` of one that somebody keeps.
+    """
+    return _named[name]
 
 
 def _again(recipe: Recipe, H: int, K: int, V: int, method: str) -> Bound:

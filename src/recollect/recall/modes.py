@@ -28,6 +28,7 @@ __all__ = [
     "ordinary_problem",
     "refuse_transforms",
     "under_autocast",
+    "with_autograd",
 ]
 
 
@@ -111,3 +112,18 @@ def refuse_transforms(given: Iterable[object]) -> None:
 
 def _is_dual(x: object) -> bool:
     return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
+@contextmanager
+def with_autograd() -> Generator[None]:
+    """Let operations of one's own take gradients inside: torch runs them where none are recorded.
+
+    What is excluded on the way into an operation (the keys of autograd) is taken back; whether
+    gradients are wanted is still a matter of ``torch.enable_grad``.
+    """
+    kept = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        kept = kept.remove(getattr(torch._C.DispatchKey, key))
+    kept = kept.remove(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), kept):
+        yield

@@ -37,8 +37,11 @@ class Similar(Context):
     @property
     def _keeping(self) -> Context | None:
         """The part that lets most associations go."""
-        some = [part for part in self.within if part.keeps is not None]
-        return min(some, key=lambda part: part.keeps or 0) if some else None
+        fewest: Context | None = None  # a loop: torch.compile follows no min(key=)
+        for part in self.within:
+            if part.keeps is not None and (fewest is None or part.keeps < (fewest.keeps or 0)):
+                fewest = part
+        return fewest
 
     @property
     def keeps(self) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.devices import constant
+from recollect.choices.gradients import at_full_precision
 
 
 def _weights(K: int, degree: int) -> Tensor:
@@ -48,6 +49,7 @@ class _Times(torch.autograd.Function):
         ctx.save_for_backward(x, lower)
 
     @staticmethod
+    @at_full_precision
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (x, lower), (dy,) = ctx.saved_tensors, gradients
         sizes = _starts(x.shape[-1], ctx.degree)

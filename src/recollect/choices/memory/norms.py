@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recollect.choices.gradients import at_full_precision
+
 __all__ = ["NORM_EPS", "layer_norm"]
 
 NORM_EPS = 1e-6
@@ -49,6 +51,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @at_full_precision
     def backward(ctx: Any, *above: Tensor) -> Tensor:
         h, y, mean, r = ctx.saved_tensors
         if torch.is_grad_enabled():
@@ -66,6 +69,7 @@ class _Slope(torch.autograd.Function):
         return Jg
 
     @staticmethod
+    @at_full_precision
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         (u,), (g, h, y, mean, r, Jg) = above, ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again: nothing is a constant

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import leaves_of
+from recollect.choices.gradients import at_full_precision, leaves_of
 
 __all__ = ["multiplier", "weighed"]
 
@@ -66,6 +66,7 @@ class _Root(torch.autograd.Function):
         return high
 
     @staticmethod
+    @at_full_precision
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         W, step, zeta = ctx.saved_tensors
         outer = torch.is_grad_enabled()

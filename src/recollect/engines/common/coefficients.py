@@ -18,6 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from recollect.choices.gradients import at_full_precision
+
 __all__ = [
     "Coefficients",
     "coefficients",
@@ -55,6 +57,7 @@ class _Cumulated(torch.autograd.Function):
         return log_decay.double().clamp_min(FORGOTTEN).cumsum(dim)
 
     @staticmethod
+    @at_full_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (log_decay,) = ctx.saved_tensors
         later = grad + (grad.sum(ctx.dim, keepdim=True) - grad.cumsum(ctx.dim))
@@ -116,6 +119,7 @@ class _Products(torch.autograd.Function):
         return P
 
     @staticmethod
+    @at_full_precision
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         x, P = ctx.saved_tensors
         if torch.is_grad_enabled():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import again
+from recollect.choices.gradients import again, at_full_precision
 
 __all__ = ["Part", "Plan", "run"]
 
@@ -105,6 +105,7 @@ class _Groups(torch.autograd.Function):
         return y, *(x.clone() for x in memory)
 
     @staticmethod
+    @at_full_precision
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.plan
         flat = list(ctx.saved_tensors)

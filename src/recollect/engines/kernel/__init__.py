@@ -1,13 +1,24 @@
 """Engine ``kernel``: memories that keep associations, in one of several forms; see `engine`."""
 
 from recollect.engines.kernel.cost import flops, reading
-from recollect.engines.kernel.engine import FORMS, Form, describes, plan, read, refuses, run, token
+from recollect.engines.kernel.engine import (
+    FORMS,
+    Form,
+    describes,
+    follows,
+    plan,
+    read,
+    refuses,
+    run,
+    token,
+)
 
 __all__ = [
     "FORMS",
     "Form",
     "describes",
     "flops",
+    "follows",
     "plan",
     "read",
     "reading",

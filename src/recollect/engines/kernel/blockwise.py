@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.features.base import Kernel
-from recollect.choices.gradients import again
+from recollect.choices.gradients import again, at_full_precision
 
 __all__ = ["Spec", "apply_rows", "solve_rows"]
 
@@ -234,6 +234,7 @@ class _SolveRows(torch.autograd.Function):
         return u
 
     @staticmethod
+    @at_full_precision
     def backward(ctx: Any, *outer: Tensor) -> Any:
         *inputs, u = ctx.saved_tensors
         spec: Spec = ctx.spec
@@ -304,6 +305,7 @@ class _ApplyRows(torch.autograd.Function):
         return _products(spec, *inputs)
 
     @staticmethod
+    @at_full_precision
     def backward(ctx: Any, *outer: Tensor) -> Any:
         inputs, spec = ctx.saved_tensors, cast(Spec, ctx.spec)
         (dy,), needs = outer, ctx.needs_input_grad[1:]

@@ -22,7 +22,18 @@ if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
     from recollect.recipe.sized import SizedRecipe
 
-__all__ = ["FORMS", "Form", "KernelPlan", "describes", "plan", "read", "refuses", "run", "token"]
+__all__ = [
+    "FORMS",
+    "Form",
+    "KernelPlan",
+    "describes",
+    "follows",
+    "plan",
+    "read",
+    "refuses",
+    "run",
+    "token",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +135,17 @@ class KernelPlan:
 def plan(sized: SizedRecipe) -> KernelPlan:
     """What of a recipe decides how it runs."""
     return KernelPlan(form_of(sized.recipe), softmax.plain_scale(sized))
+
+
+def follows(sized: SizedRecipe, tokens: int) -> bool:
+    """Whether a compiler follows calls of a recipe: attention to associations as they are.
+
+    Args:
+        sized: the recipe.
+        tokens: of a call.
+    """
+    del tokens
+    return form_of(sized.recipe).run is attention.run
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:

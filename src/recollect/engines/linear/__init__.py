@@ -2,11 +2,19 @@
 
 from recollect.engines.linear.cost import flops, reading
 from recollect.engines.linear.decode import plan, token
-from recollect.engines.linear.engine import describes, per_value_systems, refuses, run, scans
+from recollect.engines.linear.engine import (
+    describes,
+    follows,
+    per_value_systems,
+    refuses,
+    run,
+    scans,
+)
 
 __all__ = [
     "describes",
     "flops",
+    "follows",
     "per_value_systems",
     "plan",
     "reading",

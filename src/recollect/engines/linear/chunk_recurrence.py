@@ -33,7 +33,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import again
+from recollect.choices.gradients import again, at_full_precision
 from recollect.engines.common.linalg import baddbmm, bmm, plus
 
 __all__ = ["Pieces", "Plan", "run_chunks"]
@@ -251,6 +251,7 @@ class _ChunkRecurrence(torch.autograd.Function):
         return y, end
 
     @staticmethod
+    @at_full_precision
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         dy, dZ = grad_outputs
         plan: Plan = ctx.plan

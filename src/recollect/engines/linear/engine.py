@@ -23,8 +23,9 @@ from recollect.state.state import State
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
+    from recollect.recipe.sized import SizedRecipe
 
-__all__ = ["describes", "per_value_systems", "refuses", "run", "scans"]
+__all__ = ["describes", "follows", "per_value_systems", "refuses", "run", "scans"]
 
 Solved = tuple[Tensor, Tensor, Tensor | None]
 """Outputs ``[B, T, H, G, V]``, A and S (``None`` without momentum) after all tokens."""
@@ -101,6 +102,16 @@ def describes(recipe: Recipe) -> str:
     if split:
         return "one triangular solve per value channel"
     return "triangular solve"
+
+
+def follows(sized: SizedRecipe, tokens: int) -> bool:
+    """Whether a compiler follows calls of a recipe: single tokens, which are a few products.
+
+    Args:
+        sized: the recipe.
+        tokens: of a call.
+    """
+    return tokens == 1 and not sized.normalised and not sized.stabilised
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:

@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import again
+from recollect.choices.gradients import again, at_full_precision
 
 __all__ = ["GROUP", "ScanInputs", "scan"]
 
@@ -273,6 +273,7 @@ class _Scan(torch.autograd.Function):
         return y, A
 
     @staticmethod
+    @at_full_precision
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy, dA), plan = gradients, cast(_Plan, ctx.plan)
         dy = dy.contiguous()  # of a sum it is one number, on which products are slow

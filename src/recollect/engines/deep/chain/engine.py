@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.bias.base import Bias
-from recollect.choices.gradients import again
+from recollect.choices.gradients import again, at_full_precision
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.backward import backward
 from recollect.engines.deep.chain.forward import (
@@ -239,6 +239,7 @@ class _ChainFunction(torch.autograd.Function):
         return torch.cat(outputs), *(w.clone() for w in memory)
 
     @staticmethod
+    @at_full_precision
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         spec: ChainSpec = ctx.spec
         flat = ctx.saved_tensors

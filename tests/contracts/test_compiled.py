@@ -1,0 +1,186 @@
+"""`torch.compile` of layers: one graph, and what it computes is what is computed without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect as rc
+
+# The compiler warns of its own doings, and the first graph of a process takes seconds.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+QUICK = ("gated_delta_net", "mamba2", "rwkv7", "titans", "softmax_attention")
+B, T, D = 2, 20, 32
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> None:
+    torch._dynamo.reset()
+
+
+def every(*quick: str) -> list[Any]:
+    slow = [name for name in rc.zoo.names() if name not in quick]
+    return [*quick, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
+
+
+def built(name: str, heads: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return rc.zoo.get(name).build(d_model=D, heads=heads)
+
+
+def compiled(module: nn.Module, *, fullgraph: bool = True) -> Callable[..., Any]:
+    return torch.compile(module, backend="aot_eager", fullgraph=fullgraph)
+
+
+def pulled(call: Callable[..., Any], layer: nn.Module, x: Tensor, **more: Any) -> list[Tensor]:
+    """Outputs, and gradients of the input and of every parameter that has one."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y, _ = call(x, output_state=False, **more)
+    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+
+
+def kept(state: rc.LayerState) -> list[Tensor]:
+    """What a state must hold; what one engine may spare the next does not go through a graph."""
+    return replace(state.memory, cache={}).tensors()
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        scale = 1 + float(b.double().abs().max()) if b.numel() else 1.0
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("name", every(*QUICK))
+def test_one_graph_and_its_gradients(name: str) -> None:
+    layer, x = built(name), torch.randn(B, T, D)
+    same(pulled(compiled(layer), layer, x), pulled(layer, layer, x))
+
+
+@pytest.mark.parametrize("name", every("gated_delta_net", "titans"))
+def test_states_go_in_and_come_out(name: str) -> None:
+    layer, x = built(name), torch.randn(B, T, D)
+    if name in ("performer", "rfa"):
+        layer.eval()
+    with torch.no_grad():
+        wanted, end = layer(x)
+        call = compiled(layer)
+        first, state = call(x[:, :11])
+        second, after = call(x[:, 11:], state)
+        third, last = layer(x[:, 11:], state)  # one continues what the other left
+    same([torch.cat([first, second], 1), third], [wanted, wanted[:, 11:]])
+    same(kept(after), kept(last))
+    assert after.memory.written_by == end.memory.written_by
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "titans", "mamba2", "rwkv7"])
+def test_a_block_breaks_nowhere(name: str) -> None:
+    config = rc.lm.RecollectConfig.from_recipes(
+        name, hidden_size=D, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
+    )
+    block = rc.lm.RecollectForCausalLM(config).model.blocks[0]
+    told = torch._dynamo.explain(block)(torch.randn(B, T, D))
+    assert told.graph_break_count == 0, [str(reason.reason) for reason in told.break_reasons]
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "titans"])
+def test_a_model_trains_as_it_does_without(name: str) -> None:
+    """Three steps of a compiled language model, two layers of one recipe among them."""
+
+    def trained(how: Callable[[nn.Module], Callable[..., Any]]) -> list[Tensor]:
+        torch.manual_seed(0)
+        config = rc.lm.RecollectConfig.from_recipes(
+            name, hidden_size=D, num_hidden_layers=2, num_attention_heads=2, vocab_size=16
+        )
+        model = rc.lm.RecollectForCausalLM(config).train()
+        call, ids = how(model), torch.randint(16, (B, T))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            call(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    same(trained(lambda model: compiled(model, fullgraph=False)), trained(lambda model: model))
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "titans"])
+def test_padding_and_documents(name: str) -> None:
+    layer, x = built(name), torch.randn(B, T, D)
+    mask = torch.ones(B, T, dtype=torch.bool)
+    mask[0, :3], mask[1, 15:] = False, False
+    call = compiled(layer, fullgraph=False)
+    same(pulled(call, layer, x, attention_mask=mask), pulled(layer, layer, x, attention_mask=mask))
+    row, borders = torch.randn(1, T, D), torch.tensor([0, 7, 7, T])
+    packed = {"cu_seqlens": borders}
+    same(pulled(call, layer, row, **packed), pulled(layer, layer, row, **packed))
+    with torch.no_grad():
+        same(kept(call(row, **packed)[1]), kept(layer(row, **packed)[1]))
+
+
+def test_shapes_of_another_batch() -> None:
+    layer = built("titans")
+    call = compiled(layer)
+    for b, t in ((2, 20), (3, 33), (1, 1)):
+        x = torch.randn(b, t, D)
+        with torch.no_grad():
+            same([call(x)[0]], [layer(x)[0]])
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "ttt_mlp", "titans"])
+def test_modes(name: str) -> None:
+    """Inference mode and autocast, also for engines that take inner gradients by autograd."""
+    layer, x = built(name), torch.randn(B, T, D)
+    call = compiled(layer)
+    with torch.inference_mode():
+        same([call(x)[0]], [layer(x)[0]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, wanted = pulled(call, layer, x), pulled(layer, layer, x)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=0, atol=0.02 * (1 + float(b.abs().max())))
+
+
+def test_what_is_refused_is_refused_in_the_same_words() -> None:
+    layer, x = built("gated_delta_net"), torch.randn(B, T, D)
+    x[1, 3] = float("nan")
+    with pytest.raises(ValueError, match="NaN at row 1") as plain:
+        layer(x)
+    call = compiled(layer)
+    with pytest.raises(ValueError, match="NaN at row 1") as found:
+        call(x)
+    assert str(found.value) == str(plain.value)
+
+
+class Softplus(rc.bias.L2):
+    """A bias of one's own."""
+
+
+def test_members_of_ones_own() -> None:
+    recipe = rc.Recipe(
+        memory=rc.memory.MLP(),
+        bias=Softplus(),
+        algorithm=rc.algorithm.GradientDescent(batch=4),
+    )
+    torch.manual_seed(0)
+    layer, x = rc.MemoryLayer(D, 2, recipe), torch.randn(B, T, D)
+    same(pulled(compiled(layer), layer, x), pulled(layer, layer, x))
+
+
+def test_a_second_gradient_is_refused_by_torch_and_not_wrong() -> None:
+    layer, x = built("gated_delta_net"), torch.randn(1, 5, D, requires_grad=True)
+    y, _ = compiled(layer)(x, output_state=False)
+    (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        slope.sum().backward()
