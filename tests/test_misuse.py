@@ -471,12 +471,12 @@ def test_infinities_are_refused_with_their_place(name: str) -> None:
         rc.recall(rc.Recipe(), given["q"], given["k"], given["v"], {"lr": given["lr"]})
 
 
-@pytest.mark.parametrize("recipe", ["gla", None, rc.bias.L2()])
+@pytest.mark.parametrize("recipe", [3, None, rc.bias.L2()])
 def test_what_is_no_recipe_is_refused(recipe: object) -> None:
     q = torch.randn(1, 3, 1, 4)
-    with pytest.raises(rc.RecipeError, match=r"recipe must be an rc\.Recipe"):
+    with pytest.raises(rc.RecipeError, match=r"rc\.recall takes an rc\.Recipe, or the name"):
         rc.recall(recipe, q, q, q)  # type: ignore[arg-type]
-    with pytest.raises(rc.RecipeError, match=r"recipe must be an rc\.Recipe"):
+    with pytest.raises(rc.RecipeError, match=r"rc\.read takes an rc\.Recipe, or the name"):
         rc.read(recipe, q, init=torch.zeros(1, 4, 4))  # type: ignore[arg-type]
 
 

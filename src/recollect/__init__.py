@@ -52,6 +52,7 @@ from recollect.state.state import State
 if TYPE_CHECKING:
     from recollect import blocks, experiments, lm, tasks, testing, theory, zoo
     from recollect.experiments import compare, reproduce
+    from recollect.zoo.preset import Preset
 
 __version__ = "0.1.0"
 
@@ -110,11 +111,11 @@ _MODULES = ("blocks", "experiments", "lm", "tasks", "testing", "theory", "zoo")
 _EXPERIMENTS = ("compare", "reproduce")
 
 
-def _of_the_zoo(name: str) -> Recipe:
+def _of_the_zoo(name: str) -> Preset:
     """What a name means where a recipe is taken."""
     from recollect.zoo.preset import get
 
-    return get(name).recipe
+    return get(name)
 
 
 names_stand_for(_of_the_zoo)

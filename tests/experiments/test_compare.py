@@ -51,7 +51,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(
     models: Sequence[Any], tasks: Sequence[str], text: str, **options: Any
 ) -> rc.experiments.Comparison:
-    return compare(models, tasks, text=text, sizes=SMALL, **options)
+    read = text if "text" in tasks else None
+    return compare(models, tasks, text=read, sizes=SMALL, **options)
 
 
 def test_models_meet_on_equal_terms_and_everything_is_reported(text: str, tmp_path: Path) -> None:
@@ -305,6 +306,13 @@ def test_an_interrupt_stops_every_process_and_keeps_what_was_measured(text: str)
     assert result.interrupted
     assert 1 <= len(result.runs) <= 2, "the third never began"
     assert all(not r.finished and r.tokens < 3000 * 4 * 48 for r in result.runs)
+
+
+def test_the_sizes_of_one_task_may_be_given_alone() -> None:
+    alone = compare("gla", "mqar", sizes=SMALL["mqar"])
+    by_task = compare("gla", "mqar", sizes=SMALL)
+    assert alone.sizes == by_task.sizes == {"mqar": SMALL["mqar"]}
+    assert alone.runs[0].value == by_task.runs[0].value
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,12 @@ R = rc.Recipe()
 LAYER = rc.MemoryLayer(8, 2, R)
 
 
+def _sizes() -> rc.experiments.Sizes:
+    return rc.experiments.Sizes(
+        width=16, depth=1, heads=1, length=48, schedule=rc.experiments.Schedule(steps=1, batch=1)
+    )
+
+
 def _q() -> Tensor:
     return torch.zeros(1, 3, 1, 4)
 
@@ -108,8 +114,12 @@ LAYERS: dict[str, tuple[Callable[[], object], str]] = {
         for x in ("2", 1.5, 0, -1)
     },
     "kv_heads 3": (lambda: rc.MemoryLayer(16, 4, R, kv_heads=3), "multiple of kv_heads"),
-    "a name": (lambda: rc.MemoryLayer(16, 4, "gla"), "needs an rc.Recipe, not 'gla'"),  # type: ignore[arg-type]
-    "no recipe": (lambda: rc.MemoryLayer(16, 4, None), "needs an rc.Recipe"),  # type: ignore[arg-type]
+    "another name": (lambda: rc.MemoryLayer(16, 4, "glaa"), "did you mean gla"),
+    "a hybrid": (lambda: rc.MemoryLayer(16, 4, "titans_mac"), "rc.zoo.find('titans_mac')"),
+    "learned pairs": (lambda: rc.MemoryLayer(16, 4, "ffn_relu"), "rc.zoo.get('ffn_relu').build"),
+    "no recipe": (lambda: rc.MemoryLayer(16, 4, None), "takes an rc.Recipe"),  # type: ignore[arg-type]
+    "the recipe first": (lambda: rc.MemoryLayer(R, 16, 4), "width, heads and recipe in this order"),  # type: ignore[arg-type]
+    "the name first": (lambda: rc.MemoryLayer("gla", 16, 4), "width, heads and recipe in this"),  # type: ignore[arg-type]
     "options in a dict": (lambda: rc.MemoryLayer(16, 4, R, {"conv": 0}), "rc.LayerOptions"),  # type: ignore[arg-type]
     "another method": (lambda: rc.MemoryLayer(16, 4, R, method="fast"), "'fast' is unknown"),
     "an override": (lambda: rc.zoo.get("gla").build(8, 2, foo=1), "no override 'foo'"),
@@ -194,6 +204,15 @@ NAMES: dict[str, tuple[Callable[[], object], str]] = {
     "compare a number": (lambda: rc.compare([3]), "a zoo name, a preset or (name, recipe)"),  # type: ignore[list-item]
     "compare twice": (lambda: rc.compare(["gla", "gla"]), "named twice"),
     "an unknown task": (lambda: rc.compare("gla", ["texts"]), "unknown task 'texts'"),
+    "a text nobody reads": (
+        lambda: rc.compare("gla", "mqar", text="none.txt"),
+        "text is read by the task text alone",
+    ),
+    "one size, two tasks": (
+        lambda: rc.compare("gla", ["mqar", "capacity"], sizes=_sizes()),
+        "sizes={'mqar': Sizes(...)}",
+    ),
+    "sizes in numbers": (lambda: rc.compare("gla", "mqar", sizes=3), "an rc.experiments.Sizes"),  # type: ignore[arg-type]
     "one unknown task": (lambda: rc.compare("gla", "texts"), "unknown task 'texts'"),
     "tasks None": (lambda: rc.compare("gla", None), "tasks must be a list"),  # type: ignore[arg-type]
     **{

@@ -20,6 +20,7 @@ from recollect.layer.checks import (
     check_sizes,
     check_state,
     check_tokens,
+    stated_layer,
 )
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import GateProjection, limit_of_rate, scaled
@@ -42,6 +43,7 @@ from recollect.recall.call import Call
 from recollect.recall.modes import refuse_transforms
 from recollect.recall.packing import CompactedBatch, compact, scatter
 from recollect.recall.recall import memorise
+from recollect.recipe.argument import Stated
 from recollect.recipe.limit import step_limit
 from recollect.recipe.recipe import Recipe
 
@@ -60,8 +62,9 @@ class MemoryLayer(nn.Module):
     Args:
         d_model: width of the tokens.
         heads: query heads.
-        recipe: the regression problem each head solves.
-        options: what is not regression.
+        recipe: the regression problem each head solves; the name of an architecture, or a preset,
+            will do.
+        options: what is not regression. Default: the preset's own, `LayerOptions` of a recipe.
         kv_heads: H, number of memories, of which ``heads`` is a multiple (grouped heads). Default:
             heads.
         head_dim: K, size of queries and keys. Default: d_model / heads.
@@ -91,7 +94,7 @@ class MemoryLayer(nn.Module):
         self,
         d_model: int,
         heads: int,
-        recipe: Recipe,
+        recipe: Stated,
         options: LayerOptions | None = None,
         *,
         kv_heads: int | None = None,
@@ -102,7 +105,7 @@ class MemoryLayer(nn.Module):
         depth: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__()
-        options = LayerOptions() if options is None else options
+        recipe, options = stated_layer(d_model, recipe, options)
         check_sizes(d_model, heads, kv_heads, head_dim, value_dim, recipe, options)
         check_depth(depth)
         self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads or heads
