@@ -467,7 +467,7 @@ def test_a_mask_of_other_numbers_than_0_and_1_is_refused(value: float) -> None:
 def test_infinities_are_refused_with_their_place(name: str) -> None:
     given = {x: torch.randn(1, 3, 1, 4) for x in ("q", "k", "v")} | {"lr": torch.rand(1, 3, 1)}
     given[name][0, 1] = float("inf")
-    with pytest.raises(ValueError, match="infinity at row 0, token 1"):
+    with pytest.raises(ValueError, match="has an infinity at row 0, token 1"):
         rc.recall(rc.Recipe(), given["q"], given["k"], given["v"], {"lr": given["lr"]})
 
 

@@ -25,7 +25,7 @@ from recollect.cli.compare import _show
 from recollect.cli.progress import CompareDisplay
 from recollect.experiments import Schedule, Sizes, compare, save_comparison
 from recollect.experiments.comparison.jobs import Job, run_jobs
-from recollect.experiments.comparison.report import measured_on
+from recollect.experiments.comparison.report import measured_on, table
 from recollect.experiments.comparison.results import DEFAULTS, ModelRun, Nobody
 from recollect.experiments.comparison.tasks import RECALLS
 from recollect.experiments.comparison.training import History
@@ -417,6 +417,7 @@ def test_where_curves_end_is_told_as_it_is_printed(
         environment=describe_environment(),
         measured={"mqar": (64, 256)},
     )
+    assert "channels. Trained on" in table(made, "mqar").caption, "of one head"
     ends = f"a curve may end elsewhere ({says})." if says else "a curve may end elsewhere."
     assert ends in measured_on(made, "mqar")
 

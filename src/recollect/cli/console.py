@@ -85,6 +85,21 @@ def nobody_reads() -> bool:
     return closed
 
 
+def ready(stream: Any, seconds: float) -> bool:
+    """Whether a stream has something to read, or has ended, within so many seconds.
+
+    Args:
+        stream: of text; one that is no file of the system always is.
+        seconds: to wait for it.
+    """
+    look = select.poll()
+    try:
+        look.register(stream.fileno(), select.POLLIN)
+    except (AttributeError, OSError, ValueError):
+        return True
+    return bool(look.poll(1000 * seconds))
+
+
 def said(sentence: str) -> None:
     """A sentence on the standard error, if anybody reads it."""
     with contextlib.suppress(OSError):

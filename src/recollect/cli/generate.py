@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from recollect.cli.console import INTERRUPTED, ready, said
 
 if TYPE_CHECKING:
     import torch
@@ -18,14 +21,26 @@ if TYPE_CHECKING:
 
 __all__ = ["generate"]
 
-INTERRUPTED = 130
+PATIENCE = 1.0
+"""Seconds of silence after which whoever waits is told that the standard input is read."""
+
 BYTES = (256, 257)  # vocabularies of bytes, without and with an end of the document
 
 
 def generate(
-    checkpoint: Annotated[str, typer.Argument(help="Folder of a saved model, or a hub name.")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
-    tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 200,
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder of a saved model or of a run, or a hub name.")
+    ],
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            help="Text to go on from; - is the standard input, which is read without this option "
+            "too where it is no terminal."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "--max-new-tokens", help="New tokens at most.")
+    ] = 200,
     temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the likeliest.")] = 0.8,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the likeliest that make up this share.")
@@ -53,7 +68,8 @@ def generate(
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
     logging.disable_progress_bar()
-    model, tokenizer = _loaded(checkpoint)
+    prompt = _prompt(prompt)
+    model, tokenizer = _loaded(_of_a_run(checkpoint))
     model.to(device)  # type: ignore[arg-type]
     inputs = _inputs(model, tokenizer, prompt, from_state, save_state)
     if isinstance(model, RecollectForCausalLM):
@@ -114,6 +130,50 @@ def _check(
     ):
         if not fits:
             raise ValueError(f"--{name} must be {wanted}, not {value}")
+
+
+def _prompt(given: str | None) -> str:
+    """The prompt: as it was given, or what the standard input holds where it is no terminal.
+
+    A line's end that ``echo`` puts behind it is no part of it.
+    """
+    if given not in (None, "-"):
+        return given
+    if sys.stdin is None or (given is None and sys.stdin.isatty()):
+        return ""
+    if not ready(sys.stdin, PATIENCE):
+        said('reading the prompt from the standard input (--prompt "" is none)')
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("the prompt on the standard input is no UTF-8 text: convert it") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _of_a_run(checkpoint: str) -> str:
+    """The folder of a model; of the folder of a run, the one in it that holds its model.
+
+    Raises:
+        ValueError: a run that has not saved its model yet, or an adapter without its model.
+    """
+    folder = Path(checkpoint)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise ValueError(
+            f"{checkpoint} holds an adapter of PEFT and no model: merge it into its own, by "
+            f"PeftModel.from_pretrained(model, {checkpoint!r}).merge_and_unload(), save that with "
+            "save_pretrained, its tokenizer beside it, and name that folder"
+        )
+    if (folder / "config.json").exists() or not (folder / "plan.json").exists():
+        return checkpoint
+    if (folder / "model" / "config.json").exists():
+        return str(folder / "model")
+    from recollect.lm.training.atomic_checkpoints import last_checkpoint
+
+    last = last_checkpoint(folder)
+    raise ValueError(
+        f"{checkpoint} is a run that has not come to its end"
+        + (f": name its last checkpoint, {last}" if last else ", and has no checkpoint yet")
+    )
 
 
 def _loaded(checkpoint: str) -> tuple[RecollectForCausalLM, Any]:

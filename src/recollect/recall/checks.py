@@ -350,13 +350,13 @@ def refuse_nan(call: Call) -> None:
         bad = ~(x < torch.inf) if name.startswith("gate 'log_") else ~x.isfinite()
         if not bool(bad.any()):
             continue
-        what = "NaN" if bool(x.isnan().any()) else "infinity"
+        what = "a NaN" if bool(x.isnan().any()) else "an infinity"
         if name.startswith("param"):
-            raise ValueError(f"{name} has a {what}: every output would be one; mend its source")
+            raise ValueError(f"{name} has {what}: every output would be one; mend its source")
         row, token = (bad.nonzero()[0, :2]).tolist()
         if call.places is not None:
             token = int(call.places[row, token])
         raise ValueError(
-            f"{name} has a {what} at row {0 if call.documents else row}, token {token}: the memory "
+            f"{name} has {what} at row {0 if call.documents else row}, token {token}: the memory "
             "would carry it to every later token; mask that token or mend its source"
         )

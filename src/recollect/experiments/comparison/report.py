@@ -104,8 +104,9 @@ def _caption(comparison: Outcomes, task: str) -> str:
     if task in RECALLS:
         recall = RECALLS[task]
         channels = size.head_dim or size.width // size.heads
+        each = f", in each of {size.heads} heads" if size.heads > 1 else ""
         return (
-            f"Keys and values have {channels} channels, in each of {size.heads} heads. "
+            f"Keys and values have {channels} channels{each}. "
             f"Trained on {', '.join(map(str, recall.trained))} pairs; more are asked without "
             f"training. Guessing among the values is right {recall.chance:.1%} of the time. Every "
             f"model has a short convolution, as in the benchmark. {shape}"
