@@ -48,6 +48,7 @@ from recollect.recipe.files import load_recipe
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
+from recollect.wording import suggests
 
 if TYPE_CHECKING:
     from recollect import blocks, experiments, lm, tasks, testing, theory, zoo
@@ -136,7 +137,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"recollect.{name}")
     if name in _EXPERIMENTS:
         return getattr(importlib.import_module("recollect.experiments"), name)
-    raise AttributeError(f"module 'recollect' has no attribute {name!r}")
+    return suggests("recollect", __all__)(name)
 
 
 def __dir__() -> list[str]:

@@ -45,7 +45,7 @@ RECALLS: dict[str, tuple[dict[str, Any], str]] = {
     **{f"flat {x}": ({x: _q()[0]}, f"{x} must have shape") for x in "qkv"},
     **{f"meta {x}": ({x: _q().to("meta")}, "one device") for x in "kv"},
     **{f"nan {x}": ({x: _q() + torch.nan}, f"{x} has a NaN") for x in "qkv"},
-    **{f"inf {x}": ({x: _q() + torch.inf}, f"{x} has a infinity") for x in "qkv"},
+    **{f"inf {x}": ({x: _q() + torch.inf}, f"{x} has an infinity") for x in "qkv"},
     "gates in a list": ({"gates": [1]}, "gates must map names to tensors"),
     "gates in a tensor": ({"gates": _q()}, "gates must map names to tensors"),
     "no gates": ({"gates": None}, "gate 'lr' is missing"),
@@ -177,6 +177,65 @@ DIAGNOSED: dict[str, tuple[Callable[[], object], str]] = {
 def test_diagnose(what: str) -> None:
     call, says = DIAGNOSED[what]
     refuses(call, says, error=ValueError)
+
+
+def test_a_gate_under_another_name_is_told_the_nearest() -> None:
+    """Beside what the one that is missing should be."""
+    recipe = rc.Recipe(retention=rc.retention.Decay())
+    gate = torch.zeros(1, 3, 1)
+    for given, says in (
+        ({"lr": gate, "logdecay": gate}, "'logdecay' is unknown to this recipe"),
+        ({"lrr": gate, "log_decay": gate}, "did you mean 'lr'?"),
+        ({"lr": gate, "log_decay": gate, "colour": gate}, "which needs: log_decay, lr"),
+        ({"lr": gate}, "gate 'log_decay' is missing: retention.Decay"),
+        ({"lr": gate, "logdecay": gate}, "gate 'log_decay' is missing: retention.Decay"),
+        ({"lr": gate, "hue": gate}, "'hue' is unknown to this recipe"),
+    ):
+        told = refuses(
+            lambda given=given: rc.recall(recipe, _q(), _q(), _q(), given), says, error=ValueError
+        )
+        assert ("did you mean" in told) == ("lrr" in given or "logdecay" in given)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "near"),
+    [
+        (rc.memory, "Matriks", "Matrix"),
+        (rc.features, "Polynomal", "Polynomial"),
+        (rc.bias, "Hubber", "Huber"),
+        (rc.context, "Windows", "Window"),
+        (rc.retention, "Decayed", "Decay"),
+        (rc.algorithm, "GradientDecent", "GradientDescent"),
+        (rc, "MemoryLayr", "MemoryLayer"),
+        (rc.experiments, "compair", "compare"),
+    ],
+)
+def test_a_name_that_a_module_lacks_is_told_the_nearest(module: Any, name: str, near: str) -> None:
+    refuses(
+        lambda: getattr(module, name), f"{name!r}; did you mean {near!r}?", error=AttributeError
+    )
+    told = refuses(lambda: module.qqqqqqqq, "no attribute 'qqqqqqqq'", error=AttributeError)
+    assert "did you mean" not in told
+    assert not hasattr(module, "__nothing__")
+
+
+PLACES = {
+    "a word": (("nowhere else",), RuntimeError, "nowhere"),
+    "a number": ((1.5,), ValueError, "takes a device, a dtype or a tensor"),
+    "nothing": ((None,), ValueError, "not None"),
+    "two dtypes": ((torch.float32, torch.float64), ValueError, "two of dtype"),
+}
+
+
+@pytest.mark.parametrize("what", PLACES)
+def test_where_a_state_cannot_go(what: str) -> None:
+    where, error, says = PLACES[what]
+    _, state = LAYER(torch.zeros(1, 3, 8))
+    for one in (state, state.memory):
+        with pytest.raises(error, match=says):
+            one.to(*where)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="two of device"):
+        state.to("cpu", device="cpu")
 
 
 NAMES: dict[str, tuple[Callable[[], object], str]] = {

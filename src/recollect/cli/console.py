@@ -32,7 +32,7 @@ INTERRUPTED = 130
 """Exit status after an interrupt, as shells have it."""
 
 
-def console_of_page(width: int = WIDE, *, stderr: bool = False) -> Console:
+def console_of_page(width: int = WIDE, *, stderr: bool = False) -> Page:
     """The terminal, or a page so wide where there is none.
 
     Args:

@@ -21,6 +21,7 @@ from recollect.recipe.normal_form import differing
 from recollect.recipe.sized import SizedNumber, SizedRecipe
 from recollect.state.state import State
 from recollect.typing import Init, Params
+from recollect.wording import nearest
 
 FEW = 64
 """Numbers that are looked at one by one sooner than by an operation on all of them."""
@@ -206,17 +207,23 @@ def _check_numbers(
     like: Tensor,
 ) -> None:
     missing, unknown = numbers.keys() - given.keys(), given.keys() - numbers.keys()
+    stray = ""
+    if unknown:
+        wrong = sorted(unknown)[0]
+        near = nearest(wrong, sorted(missing or numbers))
+        hint = f"; {near}" if near.startswith("did") else ""
+        stray = f"{wrong!r} is unknown to this recipe"
+        if not missing:
+            needs = ", ".join(sorted(numbers)) or "none"
+            raise RecipeError(f"{kind} {stray}, which needs: {needs}{hint}")
+        stray = f"; {stray}{hint}"
     if missing:
         name = sorted(missing)[0]
         declared, shape = numbers[name].declared, [*lead, *numbers[name].shape]
         values = f", values {declared.range}" if isinstance(declared, Gate) else ""
         raise RecipeError(
             f"{kind} {name!r} is missing: {declared.owner} needs it with shape {shape}{values}"
-        )
-    if unknown:
-        needs = ", ".join(sorted(numbers)) or "none"
-        raise RecipeError(
-            f"{kind} {sorted(unknown)[0]!r} is unknown to this recipe, which needs: {needs}"
+            f"{stray}"
         )
     for name, number in numbers.items():
         x, shape = given[name], [*lead, *number.shape]
