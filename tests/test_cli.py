@@ -314,6 +314,7 @@ NEEDS_TRANSFORMERS = (
     ("train", "run.toml"),
     ("sizes",),
     ("generate", "folder"),
+    ("eval", "folder", "--tasks", "local_text"),
     ("bench", "--suite", "train"),
 )
 WITHOUT_TRANSFORMERS = """

@@ -59,6 +59,11 @@ SMOKE = {
     "--parameters 3000000 --tokens 1000000 --rows": (
         "--parameters 3000000 --tokens 2048 --length 64 --rows"
     ),
+    "local_niah_single_2 --context 2048": "local_niah_single_2 --context 512 --limit 2",
+    "--tasks wikitext,piqa,hellaswag,arc_easy --device cuda": "--tasks local_babi_1 --limit 2",
+    'evaluate("runs/mine/model", ["local_babi_1", "local_text"], limit=50)': (
+        'evaluate("runs/mine/model", ["local_babi_1", "local_text"], limit=2, context=600)'
+    ),
     "parameters = 3_000_000": "parameters = 100_000\nwidth = 64\ndepth = 2\nheads = 2",
     "context = 512": "context = 64",
     "tokens = 1_000_000": "tokens = 512",
@@ -90,9 +95,7 @@ def _smoke(text: str) -> str:
 
 def _given(page: str) -> None:
     """What a page takes as given, in the current folder."""
-    if page == "docs/language-models.md":
-        from transformers import LlamaConfig, LlamaForCausalLM
-
+    if page in ("docs/eval.md", "docs/language-models.md"):
         from recollect.lm.data.tokenizers import byte_tokenizer
 
         config = rc.lm.RecollectConfig.from_recipes(
@@ -100,6 +103,9 @@ def _given(page: str) -> None:
         )
         rc.lm.RecollectForCausalLM(config).save_pretrained("runs/mine/model")
         byte_tokenizer().save_pretrained("runs/mine/model")
+    if page == "docs/language-models.md":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
         LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=64,

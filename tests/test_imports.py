@@ -159,3 +159,20 @@ def test_the_package_itself_uses_no_old_path() -> None:
         warnings.simplefilter("error", DeprecationWarning)
         for name in ("recollect.lm", "recollect.experiments", "recollect.cli"):
             importlib.import_module(name)
+
+
+def test_commands_import_no_benchmark_before_one_is_asked_for() -> None:
+    code = (
+        "import sys, recollect.cli.app; "
+        "print([m for m in sys.modules if m.startswith('recollect.bench')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_names_of_benchmarks_are_those_of_the_suites() -> None:
+    from recollect.bench.suites import SUITES
+
+    assert (*SUITES, "train") == importlib.import_module("recollect.cli.bench")._NAMES

@@ -352,11 +352,11 @@ def test_low_rank_and_fixed_numbers() -> None:
         ),
         (
             lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(gates={"lr": GateOptions(low=-1)})),
-            "leaves the values",
+            "gives values",
         ),
         (
             lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(gates={"lr": GateOptions(init=3)})),
-            "init 3 is outside",
+            "init must be in",
         ),
         (
             lambda: MemoryLayer(

@@ -45,7 +45,7 @@ from recollect.report.units import readable
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["Cost", "cost"]
+__all__ = ["Cost", "cost", "reading"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,9 +180,9 @@ def cost(
         257
     """
     given = {"K": K, "V": V, "H": H, "B": B, "G": G, "dtype_bytes": dtype_bytes}
-    for name, size in given.items():
-        held(name, whole(1), size)
-    held("T", whole(), T)
+    sizes = {name: held(name, whole(1), size) for name, size in given.items()}
+    K, V, H, B, G, dtype_bytes = sizes.values()
+    T = held("T", whole(), T)
     if dtype_bytes not in (2, 4, 8):
         raise ValueError(f"dtype_bytes must be 2, 4 or 8, not {dtype_bytes}")
     selection = select(recipe, method)
@@ -215,6 +215,51 @@ def cost(
         moved=inputs * dtype_bytes + 2 * borders * weights,
         notes=notes,
     )
+
+
+@takes_recipe
+def reading(
+    recipe: Recipe,
+    queries: int,
+    *,
+    K: int = 64,
+    V: int = 64,
+    H: int = 1,
+    T: int = 4096,
+    B: int = 1,
+    G: int = 1,
+    method: str = "auto",
+) -> int:
+    """FLOPs of one call of `recollect.read`: queries that read and write nothing.
+
+    Args:
+        recipe: the regression problem.
+        queries: of every row, ≥ 0.
+        K: key channels, ≥ 1.
+        V: value channels, ≥ 1.
+        H: memories, ≥ 1.
+        T: tokens that the memory has learned, ≥ 0.
+        B: rows, ≥ 1.
+        G: query heads per memory, ≥ 1.
+        method: as for `recollect.recall`.
+
+    Raises:
+        RecipeError: an engine that does not state what a read costs.
+        ValueError: an unknown method.
+
+    Examples:
+        >>> from recollect.cost import reading
+        >>> reading(rc.Recipe(), 10, K=16, V=16, T=128)
+        5120
+    """
+    engine = select(recipe, method).engine
+    if engine.reading is None:
+        raise RecipeError(
+            f"rc.cost has no price for reads of the engine {engine.name!r}, which runs this recipe"
+        )
+    s = Sizes.of(recipe, K=K, V=V, H=H, T=T, B=B, G=G)
+    lifts = recipe.features.flops(K) * G * H if recipe.features.finite else 0
+    return (engine.reading(recipe, s, queries) + lifts * queries) * B
 
 
 # -- state ---------------------------------------------------------------------------------------

@@ -5,10 +5,13 @@ metadata says what it may hold. Members of a recipe and whatever extends `Valida
 they are made.
 """
 
+# More than 400 lines: the kinds of fields, one after the other, and what they share.
+
 from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -138,6 +141,21 @@ def domain(field: dataclasses.Field[Any]) -> Domain | None:
     return field.metadata.get(DOMAIN)
 
 
+def as_whole(value: object) -> int | None:
+    """The int that a value is, of whatever kind of whole number; ``None`` for others and booleans.
+
+    Numbers of numpy are of kinds of their own, which JSON and torch's sizes do not take.
+
+    Args:
+        value: of any kind.
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return None
+    return int(value)
+
+
 def whole(at_least: int = 0, at_most: int | None = None) -> Callable[[Any], int]:
     """What checks whole numbers.
 
@@ -148,12 +166,12 @@ def whole(at_least: int = 0, at_most: int | None = None) -> Callable[[Any], int]
     bounds = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
 
     def check(value: Any) -> int:
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-        if not good or (at_most is not None and value > at_most):
+        number = as_whole(value)
+        if number is None or number < at_least or (at_most is not None and number > at_most):
             raise ValueError(f"must be a whole number {bounds}, not {shown(value)}")
-        if value > LARGEST:
+        if number > LARGEST:
             raise ValueError(f"must be a whole number of at most 64 bits, not {shown(value)}")
-        return value
+        return number
 
     return check
 

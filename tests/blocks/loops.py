@@ -1,4 +1,4 @@
-"""MAC, MAG and MAL written out token by token, for plain memories: no code of `recollect.blocks`.
+"""Compositions written out token by token, for plain memories: no code of `recollect.blocks`.
 
 A layer's weights are taken by name. Its memory is a linear one with a rate and a decay per token
 (Gated DeltaNet), its attention has no positions, and neither has a convolution, so that each
@@ -148,3 +148,70 @@ def mal(layer: Any, x: Tensor, window: int) -> Tensor:
         seen = [z for j, z in enumerate(y[: i + 1]) if j < len(before) or j > i - window]
         said.append(attend(layer.parts["1"], token, seen))
     return torch.stack(said[len(before) :])
+
+
+def together(layer: Any, x: Tensor, window: int) -> Tensor:
+    """A memory of everything and attention to the latest, summed."""
+    learned, before = Memory(layer.parts["0"]), tokens_before(layer)
+    stream, said = [*before, *x], []
+    for i, token in enumerate(stream):
+        learned.learn(token)
+        seen = [z for j, z in enumerate(stream[: i + 1]) if j < len(before) or j > i - window]
+        said.append(learned.read(token) + attend(layer.parts["1"], token, seen))
+    return torch.stack(said[len(before) :])
+
+
+def boosted(layer: Any, x: Tensor, *, clip: float, published: bool) -> Tensor:
+    """A second delta rule learns the residuals of the first.
+
+    Args:
+        clip: of each channel of a residual.
+        published: as Lai et al. have it: y = α M_(t−1) q + γ R_t q, and the first memory's α for
+            both; else y = M_t q + R_t q, each with gates of its own.
+    """
+    inner, second = layer.parts["first"], layer.parts["second"]
+    first = Memory(inner)
+    M = [inner.out.weight.new_zeros(first.V, first.K) for _ in range(first.H)]
+    R, said = list(M), []
+    for token in x:
+        q, k, v, beta, alpha = first.numbers(token)
+        own = {name: made(token.view(1, 1, -1))[0, 0] for name, made in second.gates.items()}
+        gamma = own["lr"]
+        forget = alpha if published else list(own["log_decay"].exp())
+        read = []
+        for h in range(first.H):
+            before = M[h]
+            r = (v[h] - before @ k[h]).clamp(-clip, clip)
+            kept = alpha[h] * before
+            M[h] = kept - beta[h] * torch.outer(kept @ k[h] - v[h], k[h])
+            kept = forget[h] * R[h]
+            R[h] = kept - gamma[h] * torch.outer(kept @ k[h] - r, k[h])
+            if published:
+                y = alpha[h] * before @ q[h] + gamma[h] * R[h] @ q[h]
+            else:
+                y = M[h] @ q[h] + R[h] @ q[h]
+            read.append(rms(y, inner.norm.weight))
+        gate_ = nn.functional.silu(inner.output_gate.weight @ token)
+        said.append(inner.out.weight @ (torch.cat(read) * gate_))
+    return torch.stack(said)
+
+
+def routed(layer: Any, x: Tensor, top: int) -> Tensor:
+    """Each token is learned and read by ``top`` memories, and by the shared one."""
+    names = [name for name in layer.parts if name != "shared"]
+    memories = {name: Memory(layer.parts[name]) for name in layer.parts}
+    said = []
+    for token in x:
+        p = (layer.router.scores.weight @ token).softmax(0)
+        best = sorted(range(len(names)), key=lambda j: -float(p[j].detach()))[:top]
+        total = sum(p[j] for j in best)
+        y = torch.zeros_like(token)
+        for j in best:
+            memory = memories[names[j]]
+            memory.learn(token)
+            y = y + p[j] / total * memory.read(token)
+        if "shared" in memories:
+            memories["shared"].learn(token)
+            y = y + memories["shared"].read(token)
+        said.append(y)
+    return torch.stack(said)

@@ -1,4 +1,4 @@
-"""MAC, MAG and MAL are their equations, token by token, and what they become at special values."""
+"""Compositions are their equations, token by token, and what they become at special values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.blocks import loops
 from torch import Tensor
 
 import recollect as rc
-from recollect.blocks import AsContext, Chain, Gated, build
+from recollect.blocks import AsContext, Boosted, Chain, Gated, Routed, Together, build
 
 # A dozen tokens through sums of a few dozen products of order 1 in float64: 1e-13 is what rounding
 # leaves, and a wrong mask or order changes the first digit.
@@ -43,6 +43,37 @@ CASES: dict[str, tuple[Any, Callable[[Any, Tensor], Tensor]]] = {
     "mal with persistent tokens": (
         Chain(loops.memory(), loops.attention(WINDOW, 2), persistent=2),
         lambda layer, x: loops.mal(layer, x, WINDOW),
+    ),
+    "together": (
+        Together(loops.memory(), loops.attention(WINDOW)),
+        lambda layer, x: loops.together(layer, x, WINDOW),
+    ),
+    "together with persistent tokens": (
+        Together(loops.memory(), loops.attention(WINDOW, 2), persistent=2),
+        lambda layer, x: loops.together(layer, x, WINDOW),
+    ),
+    "boosted": (
+        Boosted(loops.memory(), loops.memory(), clip=100.0),
+        lambda layer, x: loops.boosted(layer, x, clip=100.0, published=False),
+    ),
+    "boosted as published": (
+        Boosted(
+            *(loops.memory(), loops.memory()),
+            clip=0.2,
+            read="before",
+            share=["log_decay"],
+            weigh_first="log_decay",
+            weigh_second="lr",
+        ),
+        lambda layer, x: loops.boosted(layer, x, clip=0.2, published=True),
+    ),
+    "routed": (
+        Routed([loops.memory()] * 3, top=2),
+        lambda layer, x: loops.routed(layer, x, 2),
+    ),
+    "routed beside a shared one": (
+        Routed([loops.memory()] * 4, top=2, shared=loops.memory()),
+        lambda layer, x: loops.routed(layer, x, 2),
     ),
 }
 
@@ -183,3 +214,74 @@ def test_a_sink_window_is_a_band_and_a_front(
     assert state.buffer.k.shape[1] == size + first
     again = rc.read(recipe, q[:, -1:], state=state)
     torch.testing.assert_close(again, expected[:, -1:], **TOL)
+
+
+def test_a_sink_window_compares_each_token_with_a_window_and_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pairs of query and key that attention meets: twice the tokens, twice as many."""
+    from recollect.engines.kernel import attention
+
+    met = 0
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        nonlocal met
+        met += q.shape[0] * q.shape[2] * k.shape[2]
+        return sdpa(q, k, v, **how)
+
+    sdpa = attention.sdpa
+    monkeypatch.setattr(attention, "sdpa", counted)
+    recipe, found = loops.attention(16, 4)[0], {}
+    for T in (512, 1024):
+        met = 0
+        q, k, v = torch.randn(3, 1, T, 1, 4, dtype=torch.float64)
+        y, state = rc.recall(recipe, q, k, v)
+        found[T] = met
+        assert rc.cost(recipe, K=4, V=4, T=T).forward["attention"] == 4 * 4 * met
+        more = torch.randn(3, 1, 256, 1, 4, dtype=torch.float64)
+        met = 0
+        rest, _ = rc.recall(recipe, *more, state=state)
+        assert met <= 256 * (2 * 64 + 24), "a prompt that is read on compares as few"
+        joined = [
+            torch.cat([a, b], 1).transpose(1, 2) for a, b in zip((q, k, v), more, strict=True)
+        ]
+        i = torch.arange(T + 256)
+        mask = (i <= i[:, None]) & ((i < 4) | (i > i[:, None] - 16))
+        whole = torch.nn.functional.scaled_dot_product_attention(*joined, attn_mask=mask)
+        torch.testing.assert_close(torch.cat([y, rest], 1), whole.transpose(1, 2), **TOL)
+    assert found[1024] == 2 * found[512]
+    assert found[512] <= 512 * (2 * 64 + 4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_sink_window_of_padded_rows(side: str) -> None:
+    """Rows of any length, whose first associations come with the prompt or after it."""
+    recipe, T, lengths = loops.attention(5, 4)[0], 40, (40, 2, 0, 17)
+    q, k, v = torch.randn(3, 4, T, 2, 4, dtype=torch.float64)
+    q2, k2, v2 = torch.randn(3, 4, 20, 2, 4, dtype=torch.float64)
+    mask = torch.zeros(4, T)
+    for row, n in enumerate(lengths):
+        mask[row, T - n if side == "left" else 0 : T if side == "left" else n] = 1
+    leaves = [x.requires_grad_() for x in (q, k, v, q2, k2, v2)]
+    y, state = rc.recall(recipe, q, k, v, attention_mask=mask)
+    more, _ = rc.recall(recipe, q2, k2, v2, state=state)
+    expected, after = [torch.zeros_like(y[row]) for row in range(4)], []
+    for row, n in enumerate(lengths):
+        real = mask[row].bool()
+        a, b, c = (
+            torch.cat([x[row, real], z[row]]).transpose(0, 1)
+            for x, z in ((q, q2), (k, k2), (v, v2))
+        )
+        i = torch.arange(n + 20)
+        seen = (i <= i[:, None]) & ((i < 4) | (i > i[:, None] - 5))
+        out = torch.nn.functional.scaled_dot_product_attention(a, b, c, attn_mask=seen)
+        expected[row] = expected[row].index_put((real.nonzero()[:, 0],), out.transpose(0, 1)[:n])
+        after.append(out.transpose(0, 1)[n:])
+    torch.testing.assert_close(y, torch.stack(expected), **TOL)
+    torch.testing.assert_close(more, torch.stack(after), **TOL)
+    ours = torch.autograd.grad(y.sin().sum() + more.sin().sum(), leaves)
+    theirs = torch.autograd.grad(
+        torch.stack(expected).sin().sum() + torch.stack(after).sin().sum(), leaves
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, **TOL)

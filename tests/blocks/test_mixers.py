@@ -11,7 +11,18 @@ import torch
 from tests.blocks import loops
 
 import recollect as rc
-from recollect.blocks import AsContext, Chain, Gated, Leaf, build, mixer_of, read_mixer
+from recollect.blocks import (
+    AsContext,
+    Boosted,
+    Chain,
+    Gated,
+    Leaf,
+    Routed,
+    Together,
+    build,
+    mixer_of,
+    read_mixer,
+)
 
 
 def sinks(first: int) -> rc.Recipe:
@@ -32,6 +43,18 @@ DEEP = Chain(Gated("titans", "softmax_attention", persistent=2), AsContext("gla"
         Gated("titans", "sliding_window_attention"),
         AsContext("titans", "softmax_attention", segment=16, persistent=4),
         DEEP,
+        Together("gla", DEEP, persistent=1),
+        Boosted("gla", "delta_net"),
+        Boosted(
+            *("gated_delta_net", "gated_delta_net"),
+            clip=0.5,
+            read="before",
+            share=["log_decay"],
+            weigh_first="log_decay",
+            weigh_second="lr",
+        ),
+        Routed(["gla", DEEP, Boosted("gla", "gla")], top=2),
+        Routed(["gla", "gla"], top=1, shared="titans"),
     ],
 )
 def test_a_mixer_is_what_its_json_says(mixer: Any) -> None:

@@ -10,7 +10,16 @@ from tests.blocks import loops
 from torch import Tensor
 
 import recollect as rc
-from recollect.blocks import AsContext, Chain, Gated, MixerState, build
+from recollect.blocks import (
+    AsContext,
+    Boosted,
+    Chain,
+    Gated,
+    MixerState,
+    Routed,
+    Together,
+    build,
+)
 
 TOL = {"atol": 1e-9, "rtol": 1e-9}  # float64, sums of order 1
 T, D = 17, 8
@@ -31,6 +40,29 @@ MIXERS: dict[str, Any] = {
     ),
     "chain around a context": Chain(
         AsContext("hgrn2", "softmax_attention", segment=4, persistent=1), "gla", persistent=2
+    ),
+    "together behind tokens": Together("gated_delta_net", loops.attention(3, 2), persistent=2),
+    "boosted": Boosted(
+        "gated_delta_net",
+        "gated_delta_net",
+        clip=0.5,
+        read="before",
+        share=["log_decay"],
+        weigh_first="log_decay",
+        weigh_second="lr",
+    ),
+    "boosted attention": Boosted("softmax_attention", "titans"),
+    "routed": Routed(["gated_delta_net", "titans", "softmax_attention"], top=2),
+    "routed beside a shared one": Routed(
+        ["gla", loops.attention(3), Chain("delta_net", loops.attention(2, 1), persistent=1)],
+        top=1,
+        shared="softmax_attention",
+    ),
+    "context around the new": AsContext(
+        "gla",
+        Routed(["softmax_attention", Boosted("softmax_attention", "gla")], top=1),
+        segment=3,
+        persistent=1,
     ),
 }
 EVERY = pytest.mark.parametrize("name", MIXERS)

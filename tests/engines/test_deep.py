@@ -32,6 +32,10 @@ algorithm, context, features = rc.algorithm, rc.context, rc.features
 
 # The same float64 sums in another order. Where p < 2, |e|^(p − 2) amplifies rounding near e = 0.
 EXACT, ROUGH = 1e-10, 1e-8
+# Where the definition itself moves by more when its inputs move by their last digit, no order of
+# sums is nearer: five iterations of Newton-Schulz behind a proximal step in draw 93 move a gradient
+# by 1.4e-9. The largest of four such moves is a sample of the condition, not its bound.
+AMPLIFIED = 4
 CI, ALL = 25, 240
 
 MEMORIES = (
@@ -126,6 +130,34 @@ def recipes(count: int) -> Iterator[tuple[int, rc.Recipe]]:
             return
 
 
+def moved(recipe: rc.Recipe, x: generate.Inputs) -> float:
+    """How far the reference's answers move when every input moves by its last digit."""
+    y, state, slopes = generate.gradients(recipe, x, method="reference")
+    most = 0.0
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+
+        def nudged(a: Tensor, g: torch.Generator = g) -> Tensor:
+            digit = torch.randint(-1, 2, a.shape, generator=g).to(a)
+            return a * (1 + torch.finfo(a.dtype).eps * digit)
+
+        near = dataclasses.replace(
+            x,
+            q=nudged(x.q),
+            k=nudged(x.k),
+            v=nudged(x.v),
+            gates={name: nudged(gate) for name, gate in x.gates.items()},
+        )
+        y2, state2, slopes2 = generate.gradients(recipe, near, method="reference")
+        most = max(
+            most,
+            generate.error(y2, y),
+            generate.worst(generate.parts(state2), generate.parts(state))[0],
+            generate.worst(slopes2, slopes)[0],
+        )
+    return most
+
+
 def check(recipe: rc.Recipe, index: int) -> None:
     """Outputs, state and gradients equal the reference's, whole and split between engines."""
     x = generate.small_inputs(recipe, index, longest=15)
@@ -139,6 +171,9 @@ def check(recipe: rc.Recipe, index: int) -> None:
     tolerance = ROUGH if rough else EXACT
     chunk = 1 + index % 9
     y, state, found = generate.gradients(recipe, x, method="deep", chunk_size=chunk)
+    wrong = max(generate.error(y, expected), generate.worst(found, slopes)[0])
+    if tolerance <= wrong < ROUGH:  # measured only where it decides: four runs of the reference
+        tolerance = max(tolerance, AMPLIFIED * moved(recipe, x))
     assert generate.error(y, expected) < tolerance
     for what, a, b in (
         ("state", generate.parts(state), generate.parts(kept)),

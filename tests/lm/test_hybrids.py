@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 
 from tests.lm.families import padded, text
 
-from recollect.blocks import AsContext, Chain, Gated
+from recollect.blocks import AsContext, Boosted, Chain, Gated, Routed
+from recollect.blocks.routed import watched_routers
 from recollect.lm import Prompt, RecollectConfig, RecollectForCausalLM, count_parameters
 
 VOCAB = 24
@@ -191,3 +192,76 @@ def test_whether_a_cache_grows_is_known() -> None:
     assert not model("titans_mac").cache_grows
     assert model(Chain("gla", "softmax_attention")).cache_grows
     assert not model("samba").cache_grows
+
+
+def test_a_training_loss_has_its_share_of_the_balance_loss() -> None:
+    net = model({"a": Routed(["gla"] * 3, top=1), "b": "delta_net"}, router_aux_loss_coef=0.5)
+    ids, mask = padded()
+    with watched_routers(net) as seen:
+        held_out = net(ids, attention_mask=mask, labels=ids)
+    routers = [block.layer.router for block in net.model.blocks if "0" in _parts(block.layer)]
+    assert len(seen) == len(routers) == 2  # layers a, b, a
+    losses = []
+    for routing in seen:
+        real = mask.bool()
+        count = torch.nn.functional.one_hot(routing.chosen[real][:, 0], 3).double().mean(0)
+        losses.append(3 * (count * routing.probabilities[real].double().mean(0)).sum())
+    torch.testing.assert_close(held_out.aux_loss.double(), torch.stack(losses).mean(), **TOL)
+    plain = torch.nn.functional.cross_entropy(
+        held_out.logits[:, :-1].flatten(0, 1),
+        ids[:, 1:].masked_fill(mask[:, :-1] == 0, -100).flatten(),
+    )
+    torch.testing.assert_close(held_out.loss, plain, **TOL)
+    net.train()
+    trained = net(ids, attention_mask=mask, labels=ids)
+    torch.testing.assert_close(trained.loss, plain + 0.5 * held_out.aux_loss, **TOL)
+    trained.loss.backward()
+    gradients = [router.scores.weight.grad.clone() for router in routers]
+    # The weight of a single memory is 1: a router learns from the balance alone.
+    assert all(gradient.abs().max() > 0 for gradient in gradients)
+    net.zero_grad()
+    half = net(ids, attention_mask=mask, labels=ids, num_items_in_batch=2 * int(_asked(ids, mask)))
+    torch.testing.assert_close(half.loss, trained.loss / 2, **TOL)
+    assert model("gla")(ids, labels=ids).get("aux_loss") is None
+
+
+def test_checkpointed_layers_have_the_same_balance_gradient() -> None:
+    net, ids = model(Routed(["gla"] * 3, top=2)).train(), text(2, 9)
+    found = []
+    for checkpointed in (False, True):
+        net.model.gradient_checkpointing = checkpointed
+        net.zero_grad()
+        if checkpointed:
+            net.activation_checkpointing_enable()
+        net(ids, labels=ids).loss.backward()
+        found.append({name: p.grad.clone() for name, p in net.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], **TOL)
+
+
+def _parts(layer: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    return dict(getattr(layer, "parts", {}))
+
+
+def _asked(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return mask[:, :-1].sum()
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        Boosted("titans", "gla", clip=0.5),
+        Boosted("rls", "delta_net", read="before"),
+        Routed(["titans", "gla", "softmax_attention"], top=2),
+        Routed(["gla", Gated("gla", "sliding_window_attention")], top=1, shared="delta_net"),
+    ],
+)
+def test_numbers_of_the_new_compositions_are_counted(mixer: object) -> None:
+    config = small(mixer)
+    weights = sum(p.numel() for p in RecollectForCausalLM(config).parameters())
+    assert sum(count_parameters(config).values()) == weights
+
+
+def test_a_share_of_the_balance_loss_is_a_number() -> None:
+    with pytest.raises(rc.RecipeError, match=r"router_aux_loss_coef.* must be a number from 0"):
+        small("gla", router_aux_loss_coef=-1.0)

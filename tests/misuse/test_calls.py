@@ -346,7 +346,7 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
     "two sizes": (lambda: _state() | {"sizes": torch.tensor([1, 2])}, "H, K, V"),
     "a strange name": (lambda: _state() | {"weight": _q()}, "'weight' is no part"),
     "a strange number": (lambda: _state() | {"weights.x": _q()}, "'weights.x' is no part"),
-    "a gap": (lambda: _state() | {"weights.5": _q()}, "lacks a tensor"),
+    "a gap": (lambda: _state() | {"weights.5": _q()}, "lacks the tensor weights.1"),
     "a writer in numbers": (lambda: _state() | {"written_by": _q()}, "'written_by' of a state"),
     "a writer in Latin": (
         lambda: _state() | {"written_by": torch.tensor([233], dtype=torch.uint8)},

@@ -182,14 +182,21 @@ def test_places_that_are_no_plan(tmp_path: Path) -> None:
 # What is refused only once the texts are read, before a step is taken.
 RUNS: dict[str, tuple[Tables, tuple[str, ...]]] = {
     "no such text": ({"data": {"train": "none.txt"}}, ("[data] train", "'none.txt'")),
-    "an empty text": ({"data": {"train": "empty.txt"}}, ("the text does not fill one row",)),
+    "an empty text": (
+        {"data": {"train": "empty.txt"}},
+        ("the text in empty.txt does not fill one row",),
+    ),
     "an empty held-out text": (
         {"data": {"heldout": "empty.txt"}},
-        ("the held-out text does not fill one row of 16 tokens",),
+        ("the held-out text in empty.txt does not fill one row of 16 tokens",),
     ),
     "a short held-out text": (
         {"data": {"heldout": "short.txt"}},
-        ("the held-out text does not fill one row of 16 tokens",),
+        ("the held-out text in short.txt does not fill one row of 16 tokens",),
+    ),
+    "several short texts": (
+        {"data": {"train": ["empty.txt", "short.txt"]}},
+        ("the text in empty.txt and 1 more does not fill one row of 16 tokens",),
     ),
     "no held-out text": ({"data": {"heldout": "none.txt"}}, ("[data] heldout", "'none.txt'")),
     "a context longer than the text": (

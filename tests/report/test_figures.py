@@ -12,6 +12,7 @@ pytest.importorskip("matplotlib")
 
 from recollect.report import FigureFiles, Series, bar_figure, line_figure
 from recollect.report import figures as module
+from recollect.report.figures import log_ticks
 
 
 def lines(count: int, points: int = 5) -> list[Series]:
@@ -130,3 +131,14 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"recollect\[plot\]"):
         line_figure(lines(1), x="x", y="y", title="T")
+
+
+def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other() -> None:
+    kept = [5256 / 1024, 13496 / 1024, 17548 / 1024, 70791 / 1024]
+    assert log_ticks(kept, room=45) == [8, 16, 32, 64]
+    assert log_ticks([4, 8, 16, 32, 48], room=45) == [4, 8, 16, 32, 48]
+    assert log_ticks([0.0, 2.0, 4.0], room=45) == [2, 4]
+    assert log_ticks([0.0], room=45) == []
+    for values in (range(1, 200), [2.0**n for n in range(40)], [1000.0, 1001.0, 1002.0]):
+        labels = [f"{value:g}" for value in log_ticks(list(values), room=45)]
+        assert len(labels) >= 2 and len("".join(labels)) <= 45

@@ -17,17 +17,21 @@ Examples:
 from __future__ import annotations
 
 from recollect.blocks.build import build, received
+from recollect.blocks.compositions import AsContext, Boosted, Chain, Gated, Routed, Together
 from recollect.blocks.files import read_mixer
-from recollect.blocks.mixers import AsContext, Chain, Gated, Leaf, Mixer, mixer_of
+from recollect.blocks.mixers import Leaf, Mixer, mixer_of
 from recollect.blocks.state import MixerState
 
 __all__ = [
     "AsContext",
+    "Boosted",
     "Chain",
     "Gated",
     "Leaf",
     "Mixer",
     "MixerState",
+    "Routed",
+    "Together",
     "build",
     "mixer_of",
     "read_mixer",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect.blocks.composed import Composed, GateOf, PersistentTokens, initial_memory_of, kept
-from recollect.blocks.mixers import AsContext
+from recollect.blocks.compositions import AsContext
 from recollect.blocks.state import MixerState
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.state import LayerState

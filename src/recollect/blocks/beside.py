@@ -1,4 +1,4 @@
-"""Layers of mixers that all see the text: one after the other, or one as the other's gate.
+"""Layers of mixers that all see the text: in turn, summed, or one as the other's gate.
 
 Learned tokens stand before every document, as if they were its first: the parts memorise them and
 attend to them like any other, and their outputs are dropped. Rows that are in the middle of their
@@ -15,16 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from recollect.blocks.composed import Composed, GateOf, PersistentTokens, begins
-from recollect.blocks.mixers import Chain, Gated
+from recollect.blocks.compositions import Chain, Gated, Together
 from recollect.blocks.state import AnyState, MixerState
 
-__all__ = ["ChainLayer", "GatedLayer"]
+__all__ = ["ChainLayer", "GatedLayer", "TogetherLayer"]
 
 
 class _Beside(Composed):
     """Parts that see the same columns, behind learned tokens."""
 
-    def __init__(self, d_model: int, mixer: Chain | Gated, parts: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, d_model: int, mixer: Chain | Gated | Together, parts: Mapping[str, nn.Module]
+    ) -> None:
         super().__init__(d_model, mixer, parts)
         self.clock = next(iter(self.parts))
         self.persistent = PersistentTokens(mixer.persistent, d_model) if mixer.persistent else None
@@ -77,6 +79,20 @@ class ChainLayer(_Beside):
         for name, part in self.parts.items():
             x, after[name] = part(x, before[name], **how)
         return x, after
+
+
+class TogetherLayer(_Beside):
+    """The layer of `Together`: y = m_1(x) + … + m_n(x)."""
+
+    def through(
+        self, x: Tensor, before: Mapping[str, Any], **how: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        after: dict[str, Any] = {}
+        said: list[Tensor] = []
+        for name, part in self.parts.items():
+            y, after[name] = part(x, before[name], **how)
+            said.append(y)
+        return torch.stack(said).sum(0), after
 
 
 class GatedLayer(_Beside):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from recollect.choices.devices import looks
 from recollect.layer.checks import check_tokens
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.memory_layer import NORM_EPS, MemoryLayer
+from recollect.layer.numbers import RecipeNumbers
 
 __all__ = [
     "Composed",
@@ -51,7 +52,7 @@ def initial_memory_of(layer: nn.Module) -> Any:
     """What ``state.reset`` takes to begin rows of this layer anew."""
     if isinstance(layer, Composed):
         return layer.initial_memory
-    return layer.initial_memory if isinstance(layer, MemoryLayer) else None
+    return layer.initial_memory if isinstance(layer, RecipeNumbers) else None
 
 
 class PersistentTokens(nn.Module):
@@ -112,6 +113,7 @@ class Composed(nn.Module):
     """
 
     keeps_attention = False  # whether its attention begins anew by itself, and is trimmed then
+    reads_itself: Sequence[str] = ()  # parts that learn its own tokens without being called
 
     def __init__(self, d_model: int, mixer: Mixer, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -212,7 +214,7 @@ def kept(layer: nn.Module, state: Any, n: int) -> Any:
         state: after at most n tokens of every row since it began.
         n: tokens.
     """
-    if isinstance(layer, MemoryLayer):
+    if isinstance(layer, RecipeNumbers):
         grows = layer.recipe.span is None or layer.recipe.dual
         return state.last(n) if grows else state
     if not isinstance(layer, Composed):

@@ -2,53 +2,48 @@
 
 ==========  =====================================================================================
 Chain       every part over T tokens, and the persistent ones
-Gated       the same
-AsContext   the memory over T tokens, and as many reads again; the attention over ⌈T/C⌉ rows of
-            2C tokens and the persistent ones; of the state, the memory twice (as it is, and as it
-            stood when the segment began) and the attention when a segment is full
+Gated       the same, and so Together
+AsContext   the memory over T tokens, and as many reads of it as it stood when their segment
+            began; the attention over ⌈T/C⌉ rows of 2C tokens and the persistent ones; of the
+            state, the memory twice (as it is, and as it stood when the segment began) and the
+            attention when a segment is full
+Boosted     both over T tokens, the first with one more query per token, which is the key
+Routed      the shared one over T tokens, each of M memories over ⌈T k / M⌉
 ==========  =====================================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recollect.blocks.mixers import AsContext, Chain, Gated, Leaf, Mixer, mixer_of
-from recollect.cost import Cost
+from recollect.blocks.mixers import Leaf, Mixer, Stream, mixer_of
+from recollect.cost import Cost, reading
 from recollect.cost import cost as cost_of_recipe
 
-__all__ = ["EARLIER", "Stream", "cost", "streams"]
+__all__ = ["EARLIER", "LeafStream", "cost", "priced", "retrieval", "streams"]
 
 EARLIER = " when the segment began"
 """Ends the names of what is kept of a memory as it stood earlier."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream:
-    """What one recipe of a composition runs over, for a text of T tokens.
+class LeafStream:
+    """What one recipe of a composition runs over.
 
     Attributes:
         name: of the recipe, as in `Mixer.leaves`.
         leaf: the recipe.
-        rows: streams beside or after each other, per text.
-        tokens: of each.
-        per_token: of this recipe, for each token of the text.
-        asks: whether every token also reads the memory without writing.
-        fresh: whether each of the rows begins anew, and only the last is remembered.
+        stream: rows and tokens, all compositions around it counted.
     """
 
     name: str
     leaf: Leaf
-    rows: int
-    tokens: int
-    per_token: int = 1
-    asks: bool = False
-    fresh: bool = False
+    stream: Stream
 
 
-def streams(mixer: Mixer, T: int) -> Iterator[Stream]:
+def streams(mixer: Mixer, T: int) -> Iterator[LeafStream]:
     """The streams of all recipes of a mixer.
 
     Args:
@@ -56,27 +51,21 @@ def streams(mixer: Mixer, T: int) -> Iterator[Stream]:
         T: tokens of the text.
     """
     if isinstance(mixer, Leaf):
-        yield Stream(name="", leaf=mixer, rows=1, tokens=T)
+        yield LeafStream(name="", leaf=mixer, stream=Stream(tokens=T))
         return
-    for name, child in mixer.children.items():
-        rows, tokens, each, asks = 1, T, 1, False
-        if isinstance(mixer, Chain | Gated):
-            tokens += mixer.persistent
-        elif isinstance(mixer, AsContext) and name == "attention":
-            rows, each = max(1, -(-T // mixer.segment)), 2
-            tokens = mixer.persistent + 2 * min(mixer.segment, T)
-        else:
-            asks = True
-        for inner in streams(child, tokens):
-            yield Stream(
-                name=f"{name}.{inner.name}" if inner.name else name,
-                leaf=inner.leaf,
-                rows=rows * inner.rows,
+    for name, outer in mixer.streams(T).items():
+        for found in streams(mixer.children[name], outer.tokens):
+            inner = found.stream
+            stream = Stream(
+                rows=outer.rows * inner.rows,
                 tokens=inner.tokens,
-                per_token=each * inner.per_token,
-                asks=asks or inner.asks,
-                fresh=each > 1 or inner.fresh,
+                per_token=outer.per_token * inner.per_token,
+                queries=outer.queries + inner.queries,
+                asks=outer.asks or inner.asks,
+                fresh=outer.fresh or inner.fresh,
             )
+            path = f"{name}.{found.name}" if found.name else name
+            yield LeafStream(name=path, leaf=found.leaf, stream=stream)
 
 
 def cost(recipe: Any, *, T: int = 4096, B: int = 1, **sizes: Any) -> Cost:
@@ -106,25 +95,30 @@ def cost(recipe: Any, *, T: int = 4096, B: int = 1, **sizes: Any) -> Cost:
     state: dict[str, int] = {}
     training = decode = grows = moved = 0
     hows, notes = list[str](), list[str]()
-    for stream in streams(mixer, T):
-        recipe = stream.leaf.recipe
-        if stream.leaf.options.persistent:
+    for found in streams(mixer, T):
+        recipe, stream = found.leaf.recipe, found.stream
+        if found.leaf.options.persistent:
             continue  # learned pairs are weights, like those of an MLP
-        price = cost_of_recipe(recipe, T=stream.tokens, B=B * stream.rows, **sizes)
-        held = cost_of_recipe(recipe, T=stream.tokens, B=B, **sizes)
-        more = price.forward.get("read", 0) if stream.asks else 0
-        forward |= {f"{stream.name} {part}": flops for part, flops in price.forward.items()}
-        if more:
-            forward[f"{stream.name} retrieval"] = more
-        state |= {f"{stream.name} {part}": size for part, size in held.state.items()}
+        price = priced(found, B=B, **sizes)
+        held = cost_of_recipe(recipe, T=stream.tokens, B=B, **more_queries(stream, sizes))
+        more, last = retrieval(found, B=B, **sizes), 0
         if stream.asks:
-            state |= {f"{stream.name} {part}{EARLIER}": x for part, x in held.state.items()}
+            began = stream.tokens - stream.tokens % stream.asks
+            read = {name: size for name, size in sizes.items() if name != "dtype_bytes"}
+            last = reading(recipe, 1, T=began, B=B, **read)
+        forward |= {f"{found.name} {part}": flops for part, flops in price.forward.items()}
+        if more:
+            forward[f"{found.name} retrieval"] = more
+        state |= {f"{found.name} {part}": size for part, size in held.state.items()}
+        if stream.asks:
+            state |= {f"{found.name} {part}{EARLIER}": x for part, x in held.state.items()}
         training += price.training + 3 * more
-        decode += held.decode * stream.per_token + more // max(1, T)
-        grows += 0 if stream.fresh else held.grows * (1 + stream.asks)
+        decode += round((held.decode + last) * stream.per_token)
+        if not stream.fresh:
+            grows += round(held.grows * (1 + bool(stream.asks)) * stream.per_token)
         moved += price.moved
-        hows.append(f"{stream.name}: {held.engine} ({held.how})")
-        notes += [f"{stream.name}: {note}" for note in held.notes]
+        hows.append(f"{found.name}: {held.engine} ({held.how})")
+        notes += [f"{found.name}: {note}" for note in held.notes]
     return Cost(
         engine=type(mixer).__name__,
         how="; ".join(hows),
@@ -137,6 +131,44 @@ def cost(recipe: Any, *, T: int = 4096, B: int = 1, **sizes: Any) -> Cost:
         moved=moved,
         notes=tuple(notes),
     )
+
+
+def more_queries(stream: Stream, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes with the further queries of a stream.
+
+    Args:
+        stream: of a recipe.
+        sizes: as in `recollect.cost.cost`.
+    """
+    return {**sizes, "G": sizes.get("G", 1) + stream.queries}
+
+
+def priced(found: LeafStream, *, B: int = 1, **sizes: Any) -> Cost:
+    """The price of a recipe on all rows of its stream, without what is read beside.
+
+    Args:
+        found: the recipe and its stream.
+        B: texts.
+        **sizes: as in `recollect.cost.cost`.
+    """
+    stream = found.stream
+    sizes = more_queries(stream, sizes)
+    return cost_of_recipe(found.leaf.recipe, T=stream.tokens, B=B * stream.rows, **sizes)
+
+
+def retrieval(found: LeafStream, *, B: int = 1, dtype_bytes: int = 4, **sizes: Any) -> int:
+    """FLOPs of what all tokens of a stream read without writing, segment by segment.
+
+    Args:
+        found: a recipe and its stream; 0 where nothing asks.
+        B: texts.
+        dtype_bytes: does not matter here.
+        **sizes: K, V, H, G and method, as in `recollect.cost.cost`.
+    """
+    recipe, T, C = found.leaf.recipe, found.stream.tokens, found.stream.asks
+    rows = B * found.stream.rows
+    starts = range(0, T, C) if C else ()
+    return sum(reading(recipe, min(C, T - at), T=at, B=rows, **sizes) for at in starts)
 
 
 def _composition(value: Any) -> Mixer | None:

@@ -6,15 +6,27 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from recollect.blocks.mixers import AsContext, Chain, Gated, Leaf, Mixer
-from recollect.choices.member import RecipeError
+from recollect.blocks.compositions import (
+    SEVERAL,
+    AsContext,
+    Boosted,
+    Chain,
+    Gated,
+    Routed,
+    Together,
+)
+from recollect.blocks.mixers import Leaf, Mixer
+from recollect.choices.member import RecipeError, not_too_deep
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.wording import shown
 
-__all__ = ["read_mixer"]
+__all__ = ["KINDS", "read_mixer"]
 
-_KINDS: Mapping[str, type[Mixer]] = {cls.kind: cls for cls in (Chain, Gated, AsContext)}
+KINDS: Mapping[str, type[Mixer]] = {
+    cls.kind: cls for cls in (Chain, Gated, AsContext, Together, Boosted, Routed)
+}
+"""Compositions by their names in JSON."""
 
 
 def read_mixer(data: Any) -> Mixer:
@@ -25,13 +37,19 @@ def read_mixer(data: Any) -> Mixer:
             composition.
 
     Raises:
-        RecipeError: an unknown kind or field, one that is missing, or a value that it refuses.
+        RecipeError: an unknown kind or field, one that is missing, a value that it refuses, or
+            mixers nested deeper than Python can follow.
 
     Examples:
         >>> gated = rc.blocks.Gated("gated_delta_net", "sliding_window_attention")
         >>> rc.blocks.read_mixer(gated.to_dict()) == gated
         True
     """
+    with not_too_deep("mixers"):
+        return _read(data)
+
+
+def _read(data: Any) -> Mixer:
     if not isinstance(data, Mapping):
         raise RecipeError(f"a mixer is a mapping of fields, not {shown(data)}")
     if "mixer" not in data:
@@ -47,9 +65,9 @@ def read_mixer(data: Any) -> Mixer:
             options=LayerOptions.from_dict(data.get("options", {})),
         )
     kind, fields = data["mixer"], {name: value for name, value in data.items() if name != "mixer"}
-    cls = _KINDS.get(kind) if isinstance(kind, str) else None
+    cls = KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise RecipeError(f"there is no mixer {shown(kind)}; there are {', '.join(_KINDS)}")
+        raise RecipeError(f"there is no mixer {shown(kind)}; there are {', '.join(KINDS)}")
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in fields:
         if name not in known:
@@ -57,12 +75,14 @@ def read_mixer(data: Any) -> Mixer:
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.default is dataclasses.MISSING and field.name not in fields:
             raise RecipeError(f"{cls.__name__} needs {field.name}, which is missing")
-    for name in ("memory", "attention"):
-        if name in fields:
-            fields[name] = read_mixer(fields[name])
-    if cls is Chain:
-        parts = fields.pop("parts")
-        if not isinstance(parts, list | tuple):
-            raise RecipeError(f"Chain: parts must be a list of mixers, not {shown(parts)}")
-        return Chain(*(read_mixer(part) for part in parts), **fields)
-    return cls(**fields)
+    for name in cls.holds:
+        value = fields.get(name)
+        if isinstance(value, list | tuple):
+            fields[name] = [_read(one) for one in value]  # pyright: ignore[reportUnknownVariableType]
+        elif name in SEVERAL:
+            raise RecipeError(
+                f"{cls.__name__}: {name} must be a list of mixers, not {shown(value)}"
+            )
+        elif value is not None:
+            fields[name] = _read(value)
+    return cls.rebuilt(fields)

@@ -26,7 +26,8 @@ class MixerState:
     Attributes:
         parts: the states of the parts by name.
         tensors: what the composition keeps beside them, rows first.
-        clock: the part that sees every token of the text.
+        clock: the part that sees every token of the text; where none does, the tensor that counts
+            them.
         prefix: learned tokens that this part saw before the text.
 
     Examples:
@@ -44,21 +45,25 @@ class MixerState:
     prefix: int = 0
 
     @property
+    def _counter(self) -> AnyState | None:
+        return self.parts.get(self.clock)
+
+    @property
     def position(self) -> Tensor:
         """Tokens of the text that were seen ``[B]``."""
-        seen = self.parts[self.clock].position
+        seen = self._counter.position if self._counter else self.tensors[self.clock]
         return (seen - self.prefix).clamp_min(0) if self.prefix else seen
 
     @property
     def seen(self) -> int | None:
         """Tokens that every row has seen, where the host knows it (`State.seen`)."""
-        seen = self.parts[self.clock].seen
+        seen = self._counter.seen if self._counter else None
         return None if seen is None else max(seen - self.prefix, 0)
 
     @property
     def rows(self) -> int:
         """B."""
-        return self.parts[self.clock].rows
+        return self._counter.rows if self._counter else self.tensors[self.clock].shape[0]
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +175,7 @@ class MixerState:
                 tensors[rest] = x
             elif name not in ("clock", "prefix"):
                 raise ValueError(f"{name!r} is no part of a composition's state")
-        if clock not in inner or prefix is None:
+        if clock is None or (clock not in inner and clock not in tensors) or prefix is None:
             raise ValueError("this is no state of a composition: its clock or prefix is missing")
         return cls(
             parts={name: state_from(part) for name, part in inner.items()},

@@ -11,11 +11,11 @@ import itertools
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake  # pyright: ignore[reportUnknownVariableType]
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["constant", "lasts", "looks", "room", "stamp"]
+__all__ = ["constant", "holds", "lasts", "looks", "room", "stamp"]
 
 KEPT = 512
 """Constants that are kept at a time; more sizes than that in one process are made anew."""
@@ -27,9 +27,23 @@ _made: dict[_Key, Tensor] = {}
 def looks(x: Tensor) -> bool:
     """Whether numbers may be looked at, token by token.
 
-    A GPU would have to wait at each; a compiled graph would break.
+    A GPU would have to wait at each; a compiled graph would break; where there are none
+    (`holds`), nobody could answer.
     """
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return type(x) in _ORDINARY or not is_fake(x)  # asked for every token: the type tells sooner
+
+
+_ORDINARY = (Tensor, nn.Parameter)
+
+
+def holds(x: Tensor) -> bool:
+    """Whether a tensor has numbers: those of the meta device, and fake ones, have shapes alone.
+
+    A graph that is being compiled will have them.
+    """
+    return torch.compiler.is_compiling() or not (x.is_meta or bool(is_fake(x)))
 
 
 DEVICE_ROOM = 2**32
@@ -52,7 +66,13 @@ def room(x: Tensor) -> int:
 
 def lasts(x: Tensor) -> bool:
     """Whether a tensor may be kept for later calls: it holds numbers, and stands for no other."""
-    return not (torch.compiler.is_compiling() or x.is_meta or bool(is_fake(x)))
+    return holds(x) and not torch.compiler.is_compiling()
+
+
+def _fake_mode() -> bool:
+    """Whether tensors that are made now are fake, beside which kept ones are refused."""
+    key = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore[reportPrivateUsage]
+    return torch._C._get_dispatch_mode(key) is not None  # pyright: ignore
 
 
 def constant(
@@ -69,7 +89,7 @@ def constant(
         device: where the constant is needed.
         dtype: of the constant; what ``make`` gives when omitted.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _fake_mode():
         return make(*sizes).to(device=device, dtype=dtype)
     key = (make, sizes, device, dtype)
     if key in _made:

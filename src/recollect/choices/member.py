@@ -21,7 +21,8 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
@@ -61,6 +62,7 @@ __all__ = [
     "flag",
     "integer",
     "member",
+    "not_too_deep",
     "number",
     "option",
     "quantity",
@@ -420,6 +422,22 @@ def all_members() -> dict[str, type[Member]]:
     return dict(_REGISTRY)
 
 
+@contextmanager
+def not_too_deep(what: str) -> Generator[None, None, None]:
+    """Inside, nested data are followed; deeper than Python can, one sentence says so.
+
+    Args:
+        what: is nested, in the plural.
+
+    Raises:
+        RecipeError: in place of a RecursionError.
+    """
+    try:
+        yield
+    except RecursionError:
+        raise RecipeError(f"{what} are nested too deep: use fewer") from None
+
+
 def decode(data: Any) -> Any:
     """Rebuild members from `Member.to_dict` data; plain values pass through.
 
@@ -440,7 +458,15 @@ def decode(data: Any) -> Any:
         said = shown(unknown[0])
         hint = nearest(str(unknown[0]), sorted(names))
         raise RecipeError(f"{cls.__name__} has no field {said}; {hint}")
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        given = (
+            field.default is not dataclasses.MISSING
+            or field.default_factory is not dataclasses.MISSING
+        )
+        if field.init and not given and field.name not in data:
+            raise RecipeError(f"{cls.__name__} needs {field.name}, which is missing")
     try:
         return cls(**{key: decode(value) for key, value in data.items() if key != "member"})
     except TypeError as error:
-        raise RecipeError(f"{cls.__name__}: {error}") from None
+        said = str(error).removeprefix(f"{cls.__name__}.__init__() ")
+        raise RecipeError(f"{cls.__name__}: {said}") from None

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect.fields import as_whole
+
 __all__ = ["Handed", "check_forward", "check_phi", "check_shapes", "outside", "tried", "undeclared"]
 
 SIZE = 4
@@ -95,13 +97,13 @@ def check_shapes(title: str, shapes: object) -> tuple[Shapes, str | None]:
         shapes: what its `shapes` returned.
     """
     try:
-        made = tuple(tuple(shape) for shape in shapes)  # type: ignore[union-attr,attr-defined]
+        made = [[as_whole(size) for size in shape] for shape in shapes]  # type: ignore[union-attr,attr-defined]
     except TypeError:
-        made = ()
-    if isinstance(shapes, str) or not made:
-        made = ()
-    if made and all(type(size) is int and size >= 1 for shape in made for size in shape):
-        return made, None
+        made = []
+    stated = tuple(tuple(size for size in shape if size is not None) for shape in made)
+    real = all(size >= 1 for shape in stated for size in shape)
+    if stated and real and list(map(len, stated)) == list(map(len, made)):
+        return stated, None
     return (), (
         f"{title}.shapes must return one tuple of sizes for each of its weights, such as "
         f"((V, F),), and not {shapes!r}"

@@ -38,11 +38,12 @@ if typer is not None:
     from recollect.cli.bench import bench
     from recollect.cli.compare import compare
     from recollect.cli.describe import explain, sizes, zoo
+    from recollect.cli.eval import eval  # noqa: A004
     from recollect.cli.generate import generate
     from recollect.cli.reproduce import reproduce
     from recollect.cli.train import train
 
-    COMMANDS = (zoo, explain, compare, reproduce, train, sizes, generate, bench)
+    COMMANDS = (zoo, explain, compare, reproduce, train, sizes, generate, eval, bench)
 
 __all__ = ["COMMANDS", "build", "load_recipe", "main"]
 
@@ -57,6 +58,7 @@ _IMPORT_IT = (
 _EXTRAS = {
     "accelerate": "lm",
     "datasets": "lm",
+    "lm_eval": "eval",
     "matplotlib": "plot",
     "safetensors": "lm",
     "tokenizers": "lm",
@@ -139,7 +141,8 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
             except (ValueError, OSError) as error:  # a RecipeError is a ValueError
                 if isinstance(error, BrokenPipeError) and nobody_reads():
                     return  # as with `| head`: the work is done, and nobody wants to hear more
-                _say(f"recollect {name}: {_to_import(error)}")
+                # A function that names itself to its caller says it once here.
+                _say(f"recollect {name}: {_to_import(error).removeprefix(f'{name}: ')}")
                 raise typer.Exit(2) from None
             except ImportError as error:
                 _say(f"recollect {name}: {_to_install(error)}")

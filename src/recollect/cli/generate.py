@@ -24,8 +24,6 @@ __all__ = ["generate"]
 PATIENCE = 1.0
 """Seconds of silence after which whoever waits is told that the standard input is read."""
 
-BYTES = (256, 257)  # vocabularies of bytes, without and with an end of the document
-
 
 def generate(
     checkpoint: Annotated[
@@ -62,6 +60,7 @@ def generate(
     from transformers import TextStreamer
     from transformers.utils import logging
 
+    from recollect.lm.loading import load_saved
     from recollect.lm.model.model import RecollectForCausalLM
 
     _check(tokens, temperature, top_p, top_k, beams)
@@ -69,7 +68,7 @@ def generate(
         raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
     logging.disable_progress_bar()
     prompt = _prompt(prompt)
-    model, tokenizer = _loaded(_of_a_run(checkpoint))
+    model, tokenizer = load_saved(checkpoint)
     model.to(device)  # type: ignore[arg-type]
     inputs = _inputs(model, tokenizer, prompt, from_state, save_state)
     if isinstance(model, RecollectForCausalLM):
@@ -148,99 +147,6 @@ def _prompt(given: str | None) -> str:
     except UnicodeDecodeError:
         raise ValueError("the prompt on the standard input is no UTF-8 text: convert it") from None
     return text.removesuffix("\n").removesuffix("\r")
-
-
-def _of_a_run(checkpoint: str) -> str:
-    """The folder of a model; of the folder of a run, the one in it that holds its model.
-
-    Raises:
-        ValueError: a run that has not saved its model yet, or an adapter without its model.
-    """
-    folder = Path(checkpoint)
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        raise ValueError(
-            f"{checkpoint} holds an adapter of PEFT and no model: merge it into its own, by "
-            f"PeftModel.from_pretrained(model, {checkpoint!r}).merge_and_unload(), save that with "
-            "save_pretrained, its tokenizer beside it, and name that folder"
-        )
-    if (folder / "config.json").exists() or not (folder / "plan.json").exists():
-        return checkpoint
-    if (folder / "model" / "config.json").exists():
-        return str(folder / "model")
-    from recollect.lm.training.atomic_checkpoints import last_checkpoint
-
-    last = last_checkpoint(folder)
-    raise ValueError(
-        f"{checkpoint} is a run that has not come to its end"
-        + (f": name its last checkpoint, {last}" if last else ", and has no checkpoint yet")
-    )
-
-
-def _loaded(checkpoint: str) -> tuple[RecollectForCausalLM, Any]:
-    """Model and tokenizer; a folder without one, of a vocabulary of bytes, means bytes."""
-    from transformers import AutoTokenizer
-
-    from recollect.lm.data.tokenizers import byte_tokenizer
-    from recollect.lm.hub import hub_options
-
-    folder = Path(checkpoint)
-    if not folder.is_dir() and (folder.exists() or folder.is_absolute() or checkpoint[:1] == "."):
-        raise ValueError(f"there is no folder {checkpoint!r}: name that of a saved model")
-    try:
-        model = _model_class(folder).from_pretrained(checkpoint).eval()
-    except OSError as error:
-        if not folder.is_dir():
-            raise ValueError(
-                f"there is no folder {checkpoint!r}, and no model of that name can be fetched from "
-                "the hub: name the folder of a saved model, such as runs/train/model"
-            ) from None
-        raise ValueError(f"{checkpoint} cannot be loaded: {_first(error)}") from None
-    has = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
-    if folder.is_dir() and not has:
-        if model.config.vocab_size in BYTES:
-            return model, byte_tokenizer()
-        raise ValueError(
-            f"{checkpoint} has no tokenizer, and {model.config.vocab_size} tokens are not bytes: "
-            "save its tokenizer beside the model (tokenizer.save_pretrained)"
-        )
-    try:
-        return model, AutoTokenizer.from_pretrained(
-            checkpoint, trust_remote_code=False, **hub_options(checkpoint)
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the tokenizer of {checkpoint} cannot be loaded: {_first(error)}"
-        ) from None
-
-
-def _model_class(folder: Path) -> Any:
-    """What loads a folder's model: ours, or a decoder whose layers were replaced.
-
-    Raises:
-        ValueError: it holds another model.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from recollect.lm.model.checkpoint import check_json
-    from recollect.lm.model.model import RecollectForCausalLM
-    from recollect.lm.swap_config import SWAPPED
-
-    if not (folder / "config.json").exists():
-        return RecollectForCausalLM  # which says what is missing, or is on the hub
-    kind = check_json(folder / "config.json").get("model_type")
-    if kind == SWAPPED:
-        return AutoModelForCausalLM
-    own = RecollectForCausalLM.config_class.model_type
-    if kind != own:
-        raise ValueError(
-            f"{folder} holds a model of type {kind!r}: generate takes one that recollect has "
-            "trained, or a decoder whose layers rc.lm.replace_attention replaced"
-        )
-    return RecollectForCausalLM
-
-
-def _first(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _inputs(

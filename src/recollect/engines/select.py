@@ -41,11 +41,14 @@ class Engine:
             ``None``, or a result of ``None``, leaves it to `run`.
         cost: FLOPs of a call of these sizes, and what they rest on; ``None`` where nobody has
             counted them, so that `recollect.cost` refuses to guess.
+        reading: FLOPs of so many queries per row and query head that read in one call and write
+            nothing, of a row that has learned ``T`` tokens; ``None`` as for ``cost``.
         read: outputs of queries that only read, given the numbers they ask with; ``None`` (or a
             result of ``None``) leaves it to the reference.
         shows_nan: whether a NaN that goes in always comes out (no comparison swallows it), so that
             looking at the outputs is enough.
         compiles: whether one graph of `torch.compile` holds a call, whatever the numbers are.
+        rounded: whether it goes on from a memory whose tensors were rounded to half precision.
         inner_gradients: whether it may take inner gradients by autograd, which inference mode
             forbids.
     """
@@ -55,9 +58,11 @@ class Engine:
     describes: Callable[[Recipe], str]
     run: Callable[[Problem], tuple[Tensor, State]]
     cost: Callable[[Recipe, Sizes], Counted] | None = None
+    reading: Callable[[Recipe, Sizes, int], int] | None = None
     read: Callable[[Problem, Mapping[str, Tensor]], Tensor | None] | None = None
     shows_nan: bool = False
     compiles: bool = False
+    rounded: bool = False
     inner_gradients: bool = True
     plan: Callable[[SizedRecipe], Any] | None = None
     token: Callable[..., tuple[Tensor, State] | None] | None = None
@@ -72,7 +77,9 @@ ENGINES: tuple[Engine, ...] = (
         plan=linear.plan,
         token=linear.token,
         cost=linear.flops,
+        reading=linear.reading,
         shows_nan=True,
+        rounded=True,
         inner_gradients=False,
     ),
     Engine(
@@ -81,6 +88,7 @@ ENGINES: tuple[Engine, ...] = (
         describes=least_squares.describes,
         run=least_squares.run,
         cost=least_squares.flops,
+        reading=least_squares.reading,
         shows_nan=True,
         inner_gradients=False,
     ),
@@ -92,6 +100,7 @@ ENGINES: tuple[Engine, ...] = (
         plan=kernel.plan,
         token=kernel.token,
         cost=kernel.flops,
+        reading=kernel.reading,
         read=kernel.read,
         shows_nan=True,
     ),
@@ -103,6 +112,7 @@ ENGINES: tuple[Engine, ...] = (
         plan=deep.plan,
         token=deep.token,
         cost=deep.flops,
+        reading=deep.reading,
     ),
     Engine(
         name="reference",
@@ -110,6 +120,7 @@ ENGINES: tuple[Engine, ...] = (
         describes=lambda recipe: "token by token, inner gradient by autograd",
         run=reference.run,
         cost=reference.flops,
+        reading=reference.reading,
     ),
 )
 

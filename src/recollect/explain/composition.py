@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -134,8 +135,13 @@ class Composition:
 
 def _typed(mixer: Mixer) -> str:
     """A composition with its sizes, its parts by their names."""
-    sizes = {name: getattr(mixer, name, None) for name in ("segment", "persistent")}
-    said = [*mixer.children, *(f"{name}={n}" for name, n in sizes.items() if n is not None)]
+    said = [*mixer.children]
+    for field in dataclasses.fields(mixer):  # type: ignore[arg-type]
+        value = getattr(mixer, field.name)
+        several: tuple[Any, ...] = value if isinstance(value, tuple) else ()
+        if any(isinstance(one, Mixer) for one in (value, *several)) or value in (None, ()):
+            continue
+        said.append(f"{field.name}={value}")
     return f"{type(mixer).__name__}({', '.join(said)})"
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from recollect.choices.fields import Param
 from recollect.choices.member import RecipeError
 from recollect.choices.memory.base import Stack
+from recollect.fields import as_whole
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.layer.state import LayerState
 from recollect.layer.ties import check_ties
@@ -77,17 +78,26 @@ def check_sizes(
     value_dim: int | None,
     recipe: Recipe,
     options: LayerOptions,
-) -> None:
-    """Whether a layer can have these sizes."""
+) -> tuple[int, int, int | None, int | None, int | None]:
+    """The sizes, of whatever kind of whole number they are given, if a layer can have them.
+
+    Raises:
+        RecipeError: it cannot.
+    """
     sizes = {"d_model": d_model, "heads": heads, "kv_heads": kv_heads}
     for name, size in {**sizes, "head_dim": head_dim, "value_dim": value_dim}.items():
         # How large the others must be is said with what they must divide.
         if size is None and name not in ("d_model", "heads"):
             continue
-        if type(size) is not int or (size < 1 and name.endswith("_dim")):
+        number = as_whole(size)
+        if number is None or (number < 1 and name.endswith("_dim")):
             raise RecipeError(f"{word_for(name)} must be a whole number >= 1, not {shown(size)}")
-        if size > LARGEST:
+        if number > LARGEST:
             raise RecipeError(f"{word_for(name)} must be at most {LARGEST:,}, not {shown(size)}")
+    d_model, heads = int(d_model), int(heads)
+    kv_heads, head_dim, value_dim = (
+        None if size is None else int(size) for size in (kv_heads, head_dim, value_dim)
+    )
     free = word_for("head_dim")
     check_heads(d_model, heads, divide=head_dim is None, instead=free and f", or give {free}")
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
@@ -103,6 +113,7 @@ def check_sizes(
             "LayerOptions(rope=...) turns pairs of channels and needs an even "
             f"{own if head_dim or options.key_dim else shared}, not {key_dim}"
         )
+    return d_model, heads, kv_heads, head_dim, value_dim
 
 
 def check_heads(d_model: int, heads: int, *, divide: bool = True, instead: str = "") -> None:
@@ -230,23 +241,25 @@ def check_tokens(
             "attention_mask and cu_seqlens exclude each other: packed rows have no padding"
         )
     if mask is not None:
-        check_mask(mask, x.shape[0], x.shape[1])
+        check_mask(mask, x)
     if borders is not None:
         check_borders(borders, x)
 
 
-def check_depth(depth: Any) -> None:
-    """That a layer's place is its index and the number of layers.
+def check_depth(depth: Any) -> tuple[int, int]:
+    """A layer's place: its index and the number of layers.
 
     Raises:
         RecipeError: something else, or an index beyond the last layer.
     """
-    pair = isinstance(depth, tuple | list) and len(depth) == 2
-    if not pair or not all(type(n) is int for n in depth) or not 0 <= depth[0] < depth[1]:
+    pair = depth if isinstance(depth, tuple | list) and len(depth) == 2 else (None, None)
+    index, layers = map(as_whole, pair)
+    if index is None or layers is None or not 0 <= index < layers:
         raise RecipeError(
             "depth must be (index of this layer, number of layers), such as (0, 12), not "
             f"{shown(depth)}"
         )
+    return index, layers
 
 
 def check_state(

@@ -128,7 +128,7 @@ class FeedForward(nn.Module):
             raise ValueError(f"x must have shape [B, T, {self.d_model}], not {list(x.shape)}")
         B, T = x.shape[:2]
         if attention_mask is not None:
-            check_mask(attention_mask, B, T)
+            check_mask(attention_mask, x)
             x = torch.where(attention_mask[..., None] != 0, x, 0.0)
         q = x.flatten(0, 1).unflatten(-1, (self.heads, self.head_dim)).unsqueeze(0)
         gates = {name: q for part in self.recipe.context.within for name in part.reads}

@@ -19,6 +19,8 @@ way (6 to 400 tokens), so that some heads remember long and some forget soon. Pr
 small: a token of unit root mean square moves z by about 0.2.
 """
 
+# More than 400 lines: a number's squashing, projection and start, which follow from each other.
+
 from __future__ import annotations
 
 import math
@@ -33,6 +35,7 @@ from torch.nn import functional
 from recollect.choices.devices import constant, lasts
 from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
+from recollect.fields import Range
 from recollect.layer.options import GateOptions
 from recollect.recall.modes import under_autocast
 from recollect.recipe.initial_params import start
@@ -101,13 +104,21 @@ class Squash:
             return (self.high - values).clamp_min(1e-4).log()
         return values
 
+    @property
+    def ends(self) -> tuple[float | None, float | None]:
+        """What values approach from above and from below; ``None`` where they have no end."""
+        low = self.low if self.kind in ("sigmoid", "softplus", "exp") else None
+        return low, self.high if self.kind in ("sigmoid", "logsigmoid", "minus_exp") else None
+
     def reaches(self, value: float) -> bool:
         """Whether a value lies within the ends, included."""
-        if self.kind == "sigmoid":
-            return self.low <= value <= self.high
-        if self.kind in ("softplus", "exp"):
-            return value >= self.low
-        return self.kind not in ("logsigmoid", "minus_exp") or value <= self.high
+        bottom, top = self.ends
+        return (bottom is None or value >= bottom) and (top is None or value <= top)
+
+    def said(self, unit: float) -> str:
+        """The ends as a message has them, ``unit`` being what its reader counts as 1."""
+        low, high = (None if end is None else end / unit for end in self.ends)
+        return str(Range(low=low, high=high))
 
 
 def _unsoftplus(y: Tensor) -> Tensor:
@@ -120,8 +131,13 @@ def _source(declared: Gate | Param) -> str:
     return "learned" if declared.learned else "fixed"
 
 
-def squash_of(declared: Gate | Param, options: GateOptions) -> Squash:
+def squash_of(declared: Gate | Param, options: GateOptions, *, unit: float = 1.0) -> Squash:
     """The squashing of a declared number; see the module's docstring.
+
+    Args:
+        declared: the number.
+        options: in its own unit.
+        unit: that of whoever wrote the options: a message speaks in it.
 
     Raises:
         RecipeError: ends that leave the declared range.
@@ -148,16 +164,14 @@ def squash_of(declared: Gate | Param, options: GateOptions) -> Squash:
             0.0 if kind in ("logsigmoid", "minus_exp") else low + (1.0 if start < 1 else 2 * start)
         )
     squash = Squash(kind=kind, low=low, high=high, temperature=options.temperature)
-    ends = {"sigmoid": (low, high), "softplus": (low, None), "logsigmoid": (None, high)}
-    ends |= {"exp": (low, None), "minus_exp": (None, high)}
-    bottom, top = ends.get(kind, (None, None))
+    bottom, top = squash.ends
     fits = (span.low is None or (bottom is not None and bottom >= span.low)) and (
         span.high is None or (top is not None and top <= span.high)
     )
     if not fits:
         raise RecipeError(
-            f"options of {name!r}: {kind} between {bottom} and {top} leaves the values that "
-            f"{declared.owner} allows, {span}: choose another squash, low or high"
+            f"options of {name!r}: {kind} gives values {squash.said(unit)}, and {declared.owner} "
+            f"allows {span}: choose another squash, low or high"
         )
     return squash
 
@@ -231,6 +245,8 @@ class GateProjection(nn.Module):
         heads: H, number of memories.
         depth: (index of this layer, number of layers), for schedules.
         recipe: whose number it is.
+        unit: what counts as 1 for whoever wrote the options, which come in the number's own unit
+            (`GateOptions.lengths`): messages speak in it.
 
     Raises:
         RecipeError: options that do not fit the declaration.
@@ -246,6 +262,7 @@ class GateProjection(nn.Module):
         heads: int,
         depth: tuple[int, int],
         recipe: Recipe,
+        unit: float = 1.0,
     ) -> None:
         super().__init__()
         self.declared, self.options = declared, options
@@ -280,13 +297,13 @@ class GateProjection(nn.Module):
                 f"options of {declared.name!r}: {declared.owner} draws it, so init and squash have "
                 "no place; only source may be given, 'learned' or 'fixed'"
             )
-        self.squash = squash_of(declared, options)
+        self.squash = squash_of(declared, options, unit=unit)
         self.key = self.squash.kind == "identity" and declared.axes[-1:] == ("K",)
         rank = options.rank
         if rank is None:
             rank = RANK if inner and "c" not in declared.axes and not self.key else 0
         self.rank = rank if rank < min(d_model, math.prod(self.shape)) else 0
-        self._check_init()
+        self._check_init(unit)
 
         self.weight = self.down = self.bias = None
         # A fixed number follows from the options: no buffer, which half precision would round
@@ -305,13 +322,13 @@ class GateProjection(nn.Module):
         self.source = source
         self.reset_parameters()
 
-    def _check_init(self) -> None:
+    def _check_init(self, unit: float) -> None:
         given = self.options.init
         for value in given if isinstance(given, tuple) else (given,):
             if value is not None and not self.squash.reaches(value):
                 raise RecipeError(
-                    f"options of {self.declared.name!r}: init {value:g} is outside of "
-                    f"{self.squash.low:g} to {self.squash.high:g}"
+                    f"options of {self.declared.name!r}: init must be {self.squash.said(unit)}, "
+                    f"not {value / unit:g}"
                 )
 
     def initial(self) -> Tensor:

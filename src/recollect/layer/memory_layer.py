@@ -1,19 +1,15 @@
 """`MemoryLayer`: projections, gates, convolution and normalisation around a recipe."""
 
-# More than 400 lines: the layer in the order in which a call goes through it.
-
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recollect.choices.fields import Gate, Param
 from recollect.layer.checks import (
     check_depth,
     check_options,
@@ -23,8 +19,8 @@ from recollect.layer.checks import (
     stated_layer,
 )
 from recollect.layer.convolution import ShortConvolution
-from recollect.layer.gates import GateProjection, limit_of_rate, scaled
-from recollect.layer.initial_memory import InitialMemory, InitialPairs, read_widths
+from recollect.layer.gates import scaled
+from recollect.layer.numbers import RecipeNumbers
 from recollect.layer.options import LayerOptions
 from recollect.layer.rotation import (
     Phase,
@@ -32,27 +28,20 @@ from recollect.layer.rotation import (
     check_phase,
     positions,
     rotate,
-    shares_angle,
     turn,
 )
 from recollect.layer.state import Associations, LayerState
-from recollect.layer.ties import OWNED, Ties
 from recollect.layer.token_shift import TokenShift
-from recollect.recall.bound import bind
-from recollect.recall.call import Call
 from recollect.recall.modes import refuse_transforms
 from recollect.recall.packing import CompactedBatch, compact, scatter
-from recollect.recall.recall import memorise
 from recollect.recipe.argument import Stated
-from recollect.recipe.limit import step_limit
-from recollect.recipe.recipe import Recipe
 
 __all__ = ["MemoryLayer"]
 
 NORM_EPS = 1e-6
 
 
-class MemoryLayer(nn.Module):
+class MemoryLayer(RecipeNumbers):
     """A sequence layer whose memory is a recipe.
 
     x → linear q, k, v → causal depthwise convolution → SiLU → (RoPE) → L2 norm of q and k per head
@@ -106,8 +95,10 @@ class MemoryLayer(nn.Module):
     ) -> None:
         super().__init__()
         recipe, options = stated_layer(d_model, recipe, options)
-        check_sizes(d_model, heads, kv_heads, head_dim, value_dim, recipe, options)
-        check_depth(depth)
+        d_model, heads, kv_heads, head_dim, value_dim = check_sizes(
+            d_model, heads, kv_heads, head_dim, value_dim, recipe, options
+        )
+        depth = check_depth(depth)
         self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads or heads
         self.head_dim = head_dim or options.key_dim or d_model // heads
         self.value_dim = value_dim or head_dim or d_model // heads
@@ -123,7 +114,7 @@ class MemoryLayer(nn.Module):
             per_memory * self.value_dim,
         ]
         self.sharing = [heads, per_memory]  # query heads, and keys of a token
-        self.ties = Ties(options, heads=self.kv_heads, key_dim=self.head_dim)
+        self._make_ties()
         if options.qk == "ones":
             self.sizes[:2] = 0, 0
         elif self.ties.makes_keys:
@@ -139,11 +130,7 @@ class MemoryLayer(nn.Module):
         gated = options.output_gate == "silu"
         self.output_gate = nn.Linear(d_model, width, bias=False) if gated else None
         self.out = nn.Linear(width, d_model, bias=False)
-        declared = (*recipe.gates(), *recipe.params())
-        self.shared_angles = {d.name for d in declared if shares_angle(d, recipe, options)}
-        self.gates, self.params = self._numbers(recipe.gates()), self._numbers(recipe.params())
-        self.limit = step_limit(recipe) if options.gate("lr").unit == "share" else None
-        self.key_gates = [name for name, number in self.gates.items() if number.key]
+        self._make_numbers()
         self.phase = None
         if options.phase != "none":
             size = self.value_dim if recipe.memory.diagonal else self.head_dim
@@ -157,76 +144,7 @@ class MemoryLayer(nn.Module):
         self.skip = (
             nn.Parameter(torch.ones(self.kv_heads, self.value_dim)) if options.skip else None
         )
-        shapes = recipe.shapes(self.head_dim, self.value_dim) if recipe.needs_init() else ()
-        self.memory: InitialMemory | InitialPairs | None = None
-        if shapes:
-            inputs = read_widths(recipe, self.head_dim, self.value_dim)
-            self.memory = InitialMemory(
-                self.kv_heads, shapes, options.memory_scale, inputs, options.last_map
-            )
-        if recipe.dual and recipe.needs_init():
-            self.memory = InitialPairs(
-                self.kv_heads,
-                recipe,
-                K=self.head_dim,
-                V=self.value_dim,
-                pairs=options.anchors,
-                length=1.0 if options.qk_norm == "l2" else math.sqrt(self.head_dim),
-            )
-
-    def _numbers(self, declarations: Sequence[Gate] | Sequence[Param]) -> nn.ModuleDict:
-        """One `GateProjection` for each, by name, but for those that a tie makes of another.
-
-        A gate tied to another's rate is learned, and its tie makes it move.
-        """
-        rules = {tie.target: tie.rule for tie in self.options.ties}
-        made: dict[str, nn.Module] = {}
-        for declared in declarations:
-            options = self.options.gate(declared.name)
-            rule = rules.get(declared.name, OWNED[0])
-            if rule not in OWNED:
-                continue
-            if declared.name in rules and rule == "rate":
-                options = replace(options, source="learned")
-            if options.unit == "rms" and isinstance(declared.init, int | float):
-                options = options.lengths(self.value_dim, declared.init)
-            length = {"l2": 1.0, "rms": math.sqrt(self.head_dim)}.get(self.options.qk_norm)
-            beside = isinstance(declared, Param) and declared.beside_key
-            if beside and length is not None and options.init is None:
-                options = replace(options, init=length / math.sqrt(self.value_dim))
-            sizes = self.recipe.axes(self.head_dim, self.value_dim)
-            if declared.name in self.shared_angles:
-                sizes = {axis: max(1, size // 2) for axis, size in sizes.items()}
-            made[declared.name] = GateProjection(
-                declared,
-                options,
-                sizes=sizes,
-                d_model=self.d_model,
-                heads=self.kv_heads,
-                depth=self.depth,
-                recipe=self.recipe,
-            )
-        return nn.ModuleDict(made)
-
-    @property
-    def recipe(self) -> Recipe:
-        """The regression problem; gates and weights are made for it, so it cannot be changed."""
-        return self._recipe
-
-    @property
-    def method(self) -> str:
-        """Engine: ``"auto"``, ``"reference"`` or a name; set it to run the same layer otherwise."""
-        return self._bound.method
-
-    @method.setter
-    def method(self, name: str) -> None:
-        sizes = {"H": self.kv_heads, "K": self.head_dim, "V": self.value_dim}
-        self._bound = bind(self.recipe, **sizes, method=name)
-
-    @property
-    def initial_memory(self) -> tuple[Tensor, ...] | None:
-        """A₀ of every memory, ``[H, *shape]`` per map; ``None`` where memories start at zero."""
-        return None if self.memory is None else self.memory()
+        self.memory = self._initial_memory()
 
     def reset_parameters(self) -> None:
         """Draw all weights anew."""
@@ -305,7 +223,7 @@ class MemoryLayer(nn.Module):
         qk, v = u.split_with_sizes([self.sizes[0] + self.sizes[1], self.sizes[2]], dim=-1)
         lead = (self.kv_heads, n) if n > 1 else (self.kv_heads,)
         v = v.view(*x.shape[:2], *lead, self.value_dim)
-        values = self._values(x, seen)
+        values = self.values(x, seen)
         # Queries, then keys. Where both are projected they are heads of one tensor: what is done
         # to each vector is done at once.
         if options.qk == "ones":
@@ -341,9 +259,7 @@ class MemoryLayer(nn.Module):
             values = self.ties.numbers(values, k, self.gates)
         if self.ties.key is not None and not self.ties.makes_keys:
             k = self.ties.keys(k, values, q)
-        if self.limit is not None:
-            values = {**values, "lr": values["lr"] * limit_of_rate(self.limit, values)}
-        params = {name: values.pop(name) for name in self._bound.sized.params}
+        values, params = self._limited(values)
         return Associations(
             q=q,
             k=k,
@@ -377,25 +293,8 @@ class MemoryLayer(nn.Module):
         """Rows without padding, or padded on the right only."""
         lengths = None if batch is None else batch.lengths
         inputs = self.associations(x, state, lengths, borders)
-        y, memory = memorise(
-            Call(
-                bound=self._bound,
-                q=inputs.q,
-                k=inputs.k,
-                v=inputs.v,
-                gates=inputs.gates,
-                params=inputs.params,
-                init=self.initial_memory if state is None else None,
-                state=None if state is None else state.memory,
-                cu_seqlens=borders,
-                chunk_size=self.chunk_size,
-                output_state=output_state,
-                lengths=lengths,
-                places=None if batch is None else batch.index,
-                # A decoded token's numbers come from where the prompt's did, which were checked.
-                sure=state is not None and x.shape[1] == 1,
-                sources=self._sources(),
-            )
+        y, memory = self.learn(
+            inputs, state, batch=batch, borders=borders, output_state=output_state
         )
         after = None
         if memory is not None:
@@ -424,12 +323,6 @@ class MemoryLayer(nn.Module):
             y = y * functional.silu(gate(inputs.gated))
         return self.out(y)
 
-    def _sources(self) -> Sequence[Tensor]:
-        """What the recipe's params are made of."""
-        if not self._bound.sized.params:
-            return ()
-        return [*self.params.parameters(), *self.ties.parameters()]
-
     def _streams(
         self, x: Tensor, state: LayerState | None, lengths: Tensor | None, borders: Tensor | None
     ) -> tuple[Mapping[str, Tensor], Tensor | None]:
@@ -449,16 +342,6 @@ class MemoryLayer(nn.Module):
         parts = zip("qkv", weights, biases, strict=True)
         seen_by = [functional.linear(seen[name], w, b) for name, w, b in parts if w.numel()]
         return torch.cat(seen_by, -1)
-
-    def _values(self, x: Tensor, seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Every number that the layer makes, before ties."""
-        values: dict[str, Tensor] = {}
-        for numbers in (self.gates, self.params):
-            for name, number in numbers.items():
-                value = number(seen.get(name, x))
-                paired = name in self.shared_angles
-                values[name] = torch.cat([value, value], dim=-1) if paired else value
-        return values
 
     def extra_repr(self) -> str:
         """Sizes, and the engine that runs the recipe."""

@@ -7,7 +7,6 @@ happens to the output, is said here, as plain data beside the recipe.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -160,14 +159,13 @@ class GateOptions(Options):
                 f"GateOptions(schedule={self.schedule!r}) gives the values: drop init and spread"
             )
 
-    def lengths(self, value_dim: int, init: float) -> GateOptions:
+    def lengths(self, length: float, init: float) -> GateOptions:
         """The same numbers, stated in √V, in the number's own unit.
 
         Args:
-            value_dim: V.
+            length: √V.
             init: where the number begins, in √V, if these options do not say it.
         """
-        length = math.sqrt(value_dim)
         given = init if self.init is None else self.init
         return dataclasses.replace(
             self,

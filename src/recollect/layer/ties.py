@@ -62,7 +62,8 @@ def _misfit(
     if tie.rule == "rate" and not (tie.source in gates and tie.target in gates):
         return "needs two gates"
     if tie.rule in ("negative", "variance") and source != target:
-        return f"needs numbers of one shape, not axes {list(target or ())} and {list(source or ())}"
+        both = [f"[{', '.join(('H', *(axes or ())))}]" for axes in (target, source)]
+        return f"needs numbers of one shape, not {' and '.join(both)}"
     if tie.rule == "negative" and not (tie.source in gates and tie.target in gates):
         return "needs two gates"
     if tie.rule == "variance" and "decay" not in tie.source:

@@ -31,6 +31,9 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from recollect.lm.evaluation.evaluate import EvaluationWatcher, evaluate
+from recollect.lm.evaluation.local_tasks import local_tasks
+from recollect.lm.evaluation.results import Evaluation, TaskResult
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.checkpoint import CheckpointError
 from recollect.lm.model.classification import RecollectForSequenceClassification
@@ -50,6 +53,8 @@ __all__ = [
     "PAPER_SIZES",
     "CheckpointError",
     "Diverged",
+    "Evaluation",
+    "EvaluationWatcher",
     "Header",
     "PaperSize",
     "Progress",
@@ -59,10 +64,13 @@ __all__ = [
     "RecollectForCausalLM",
     "RecollectForSequenceClassification",
     "RecollectModel",
+    "TaskResult",
     "TrainPlan",
     "Trained",
     "count_parameters",
+    "evaluate",
     "load_plan",
+    "local_tasks",
     "match_parameters",
     "paper_config",
     "parameter_count",

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import holds, looks
 from recollect.recipe.recipe import Recipe
 from recollect.typing import Gates, Params
 from recollect.wording import shown
@@ -26,6 +27,10 @@ __all__ = [
 ]
 
 
+_SHAPES_ALONE = (
+    "{name} moves tokens by its numbers, and tensors of the meta device and fake ones have shapes "
+    "alone: leave it out, or give real tensors throughout"
+)
 DENSE = "give x.to_dense(), or x.to_padded_tensor(0) with an attention_mask"
 
 
@@ -127,18 +132,22 @@ def named(given: Gates | Params | None, what: str) -> Mapping[str, Tensor]:
     return given
 
 
-def check_mask(mask: object, B: int, T: int) -> None:
-    """That an attention mask says which tokens are real, and nothing else.
+def check_mask(mask: object, like: Tensor) -> None:
+    """That an attention mask says which tokens of ``like [B, T, ...]`` are real, and nothing else.
 
     Raises:
-        ValueError: another shape, or values other than 0 and 1 (looked at on the CPU).
+        ValueError: another shape, values other than 0 and 1 (looked at on the CPU), or tensors that
+            hold none.
     """
+    B, T = like.shape[:2]
     if not isinstance(mask, Tensor) or tuple(mask.shape) != (B, T):
         given = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask must have shape {[B, T]} [B, T], not {given}")
     if mask.layout is not torch.strided:
         raise ValueError(f"attention_mask must be a dense tensor, not {layout(mask)}: {DENSE}")
-    if mask.device.type != "cpu" or mask.dtype == torch.bool or torch.compiler.is_compiling():
+    if not (holds(mask) and holds(like)):
+        raise ValueError(_SHAPES_ALONE.format(name="attention_mask"))
+    if mask.dtype == torch.bool or not looks(mask):
         return
     odd = mask[(mask != 0) & (mask != 1)]
     if odd.numel():
@@ -159,6 +168,8 @@ def check_borders(borders: Tensor, k: Tensor) -> int:
     tensor = isinstance(borders, Tensor)
     if not tensor or borders.dim() != 1 or borders.numel() < 2 or borders.is_floating_point():
         raise ValueError("cu_seqlens must be a tensor of whole numbers [N + 1], from 0 to T")
+    if not (holds(borders) and holds(k)):
+        raise ValueError(_SHAPES_ALONE.format(name="cu_seqlens"))
     ends = borders.tolist()
     if ends[0] != 0 or ends[-1] != k.shape[1] or any(a > b for a, b in itertools.pairwise(ends)):
         raise ValueError(

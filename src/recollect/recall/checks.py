@@ -3,6 +3,8 @@
 # What a caller hands over is not what its annotation says.
 # pyright: reportUnnecessaryIsInstance=none
 
+# More than 400 lines: every check of a call, in the order in which they are made.
+
 from __future__ import annotations
 
 import math
@@ -11,18 +13,21 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import holds, looks
 from recollect.choices.fields import Gate
 from recollect.choices.member import RecipeError
 from recollect.engines.common.problem import state_dtype
+from recollect.engines.select import Engine
 from recollect.fields import held, whole
 from recollect.recall.arguments import check_borders, check_mask
 from recollect.recall.call import Call
-from recollect.recipe.normal_form import differing
+from recollect.recipe.normal_form import differing, is_normal_form
 from recollect.recipe.sized import SizedNumber, SizedRecipe
 from recollect.state.state import State
 from recollect.typing import Init, Params
-from recollect.wording import nearest
+from recollect.wording import nearest, shown
 
+_HALF = (torch.bfloat16, torch.float16)
 FEW = 64
 """Numbers that are looked at one by one sooner than by an operation on all of them."""
 
@@ -55,12 +60,12 @@ def check_call(call: Call) -> None:
             "attention_mask and cu_seqlens exclude each other: packed rows have no padding"
         )
     if mask is not None:
-        check_mask(mask, call.k.shape[0], call.k.shape[1])
+        check_mask(mask, call.k)
     rows = call.k.shape[0] if borders is None else check_borders(borders, call.k)
     if state is not None:
         _check_row_state(state, rows, call)
     if chunk is not None:
-        held("chunk_size", whole(1), chunk)
+        call.chunk_size = held("chunk_size", whole(1), chunk)
     at = call.bound.sized
     if not call.sure:
         _check_numbers("gate", at.gates, call.gates, lead=list(call.k.shape[:2]), like=call.q)
@@ -88,20 +93,37 @@ def _check_row_state(state: State, rows: int, call: Call) -> None:
             f"the state is on {state.position.device} and k on {call.k.device}: use "
             "state.to(device=...)"
         )
+    if state.seen is None and not holds(state.position):
+        raise ValueError(
+            "rows of this state have come differently far, which decides shapes, and on the meta "
+            "device nobody knows how far: begin without a state"
+        )
     check_state(at, state)
-    check_precision(state, state_dtype(call.q, call.k, call.v))
+    check_precision(state, state_dtype(call.q, call.k, call.v), call.bound.engine)
 
 
-def check_precision(state: State, dtype: torch.dtype) -> None:
+def check_precision(state: State, dtype: torch.dtype, engine: Engine) -> None:
     """That no digit of a state is dropped in silence; float64 inputs widen one of float32.
 
     Args:
         state: of an earlier call.
         dtype: what the inputs ask for.
+        engine: that goes on from it.
 
     Raises:
-        ValueError: a state of float64 for inputs that are not.
+        ValueError: a state of float64 for inputs that are not, or one that was rounded to half
+            precision for an engine that needs its digits.
     """
+    if not engine.rounded:
+        several = (state.weights, *state.slots.values())
+        for tensors in several if state.dual is None else (*several, state.dual.rows):
+            for x in tensors:
+                if x.dtype in _HALF:
+                    raise ValueError(
+                        f"tensors of this state were rounded to {x.dtype}, and the {engine.name} "
+                        f"engine goes on from {dtype}: keep the state as a call returned it, or "
+                        f"widen it by state.to(dtype={dtype})"
+                    )
     if dtype == torch.float32 and state.dtype == torch.float64:
         raise ValueError(
             "the state is float64 and the inputs are not: give float64 inputs, or drop its digits "
@@ -134,6 +156,11 @@ def check_state(sized: SizedRecipe, state: State) -> None:
     """
     recipe, buffer = sized.recipe, state.buffer
     if state.written_by != sized.written and state.written_by is not None:
+        if not is_normal_form(state.written_by):
+            raise RecipeError(
+                f"written_by of this state names no recipe, and is {shown(state.written_by)}: it "
+                "was altered after it was saved, so begin without a state"
+            )
         choice, theirs, ours = differing(state.written_by, sized.written)
         raise RecipeError(
             f"this state belongs to another recipe: its {choice} is {theirs}, and this one's is "
@@ -146,16 +173,16 @@ def check_state(sized: SizedRecipe, state: State) -> None:
     shapes: list[list[int]] = []
     for w in state.weights:  # called for every token: no generators
         shapes.append(list(w.shape[2:]))
-    declared = sorted(sized.gates)
-    gates = declared if buffer is None else sorted(sized.gates.keys() & buffer.rates.keys())
+    declared = sized.gates.keys() | sized.constants.keys()
+    numbers = declared if buffer is None else declared & buffer.rates.keys()
     pairs = (
-        ("weights of shapes", shapes, list(map(list, sized.weights))),
-        ("slots", sorted(slots), sorted(sized.slots)),
+        ("weights of shapes", _listed(shapes), _listed([list(shape) for shape in sized.weights])),
+        ("slots", _listed(slots), _listed(sized.slots)),
         ("a memory of ones", state.ones is not None, sized.normalised),
         ("rows by key", state.dual is not None, recipe.dual),
         ("a scale", state.log_scale is not None, sized.stabilised),
         ("associations kept", buffered, buffered if buffer is None else recipe.span or buffered),
-        ("gates kept", gates, declared),
+        ("numbers kept", _listed(numbers), _listed(declared)),
     )
     for what, has, needs in pairs:
         if has != needs:
@@ -163,6 +190,12 @@ def check_state(sized: SizedRecipe, state: State) -> None:
                 f"this state belongs to another recipe: it has {what} {has}, and this one needs "
                 f"{needs}"
             )
+
+
+def _listed(items: Iterable[object]) -> str:
+    """Names in their order, or shapes, as a sentence has them."""
+    several = items if isinstance(items, list) else sorted(items, key=str)
+    return ", ".join(map(str, several)) or "none"
 
 
 def _plainly(sized: SizedRecipe, state: State) -> bool:
@@ -174,8 +207,10 @@ def _plainly(sized: SizedRecipe, state: State) -> bool:
         if w.shape[2:] != shape:
             return False
     if buffer is not None:
-        span = sized.recipe.span
-        if sized.gates.keys() - buffer.rates.keys() or span not in (None, 0, buffer.k.shape[1]):
+        span, kept = sized.recipe.span, buffer.rates.keys()
+        if sized.gates.keys() - kept or sized.constants.keys() - kept:
+            return False
+        if span not in (None, 0, buffer.k.shape[1]):
             return False
     return (
         state.ones is None
@@ -253,8 +288,10 @@ def check_values(sized: SizedRecipe, gates: Mapping[str, Tensor], params: Params
     """
     for kind, numbers, given in (("gate", sized.gates, gates), ("param", sized.params, params)):
         for name, number in numbers.items():
-            x = given[name]
+            x = given[name].detach()
             if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
+                continue
+            if type(x) is not Tensor and not looks(x):
                 continue
             low, high, span = *_ends(x), number.declared.range
             bad = (
@@ -276,7 +313,7 @@ def check_values(sized: SizedRecipe, gates: Mapping[str, Tensor], params: Params
 def _ends(x: Tensor) -> tuple[float, float]:
     """Least and most of a tensor; of a decoded token's few numbers without an operation."""
     if x.numel() > FEW:
-        least, most = x.detach().aminmax()
+        least, most = x.aminmax()
         return least.item(), most.item()
     values = x.tolist()
     while isinstance(values[0], list):
@@ -295,8 +332,12 @@ def suspicious(tensors: Iterable[Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return False
     for x in tensors:  # called for every token: no generators
-        on_cpu = x.device.type == "cpu" and x.is_floating_point()
-        if on_cpu and not math.isfinite((x.detach() if x.requires_grad else x).sum().item()):
+        if x.device.type != "cpu" or not x.is_floating_point():
+            continue
+        total = (x.detach() if x.requires_grad else x).sum()
+        # In a mode of shapes alone, what is made of real parameters is fake.
+        seen = type(total) is Tensor or looks(total)
+        if seen and not math.isfinite(total.item()):
             return True
     return False
 
@@ -311,14 +352,14 @@ def refuse_long(call: Call) -> None:
         ValueError: the longest of them, and how long it may be.
     """
     recipe, dtype = call.bound.sized.recipe, state_dtype(call.q, call.k, call.v)
-    if recipe.memory.read.normalize != "sum" or torch.compiler.is_compiling():
+    if recipe.memory.read.normalize != "sum":
         return
     features = recipe.features
     end = features.longest(call.k.shape[-1], dtype)
     if end is None:
         return
     for name, x in (("key", call.k), ("query", call.q)):
-        if x.device.type != "cpu" or not x.numel():
+        if not looks(x) or not x.numel():
             continue
         lengths = x.detach().to(dtype).norm(dim=-1).amax(-1)  # [B, T]
         if call.lengths is not None:  # padding may hold anything

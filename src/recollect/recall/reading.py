@@ -109,7 +109,7 @@ def read(
     H, held_k, V = state.sizes
     bound = bind(recipe, H=H, K=held_k, V=V)
     check_state(bound.sized, state)
-    check_precision(state, state_dtype(q))
+    check_precision(state, state_dtype(q), bound.engine)
     if state.dtype == torch.float32 and q.dtype == torch.float64:
         state = state.to(dtype=torch.float64)
     if held_k != K:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import holds
 from recollect.engines.common.problem import Problem, resolve, state_dtype
 from recollect.engines.select import Engine
 from recollect.recall.arguments import check_flags, check_tensors, named
@@ -209,7 +210,11 @@ def _run(call: Call) -> tuple[Tensor, State]:
             y, after = _solve(ordinary_problem(problem), engine, causal=call.causal)
     else:
         y, after = _solve(problem, engine, causal=call.causal)
-    if call.init is not None and not torch.compiler.is_compiling():
+    if (
+        call.init is not None
+        and not torch.compiler.is_compiling()
+        and (type(y) is Tensor or holds(y))
+    ):
         after = _own(after, tensors_of(call.init))
     # Without padding the last token has read all of the memory, and what is wrong there shows.
     read = call.lengths is None and at.recipe.memory.read.when == "after"

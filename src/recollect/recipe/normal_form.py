@@ -10,7 +10,7 @@ from typing import Any
 from recollect.choices.member import Member
 from recollect.wording import shown
 
-__all__ = ["differing", "normal_form"]
+__all__ = ["differing", "is_normal_form", "normal_form"]
 
 
 def normal_form(members: Mapping[str, Member]) -> str:
@@ -24,6 +24,15 @@ def normal_form(members: Mapping[str, Member]) -> str:
     """
     plain = {choice: _plain(member) for choice, member in members.items()}
     return json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
+
+
+def is_normal_form(text: object) -> bool:
+    """Whether something that may come from a file says what a recipe's choices are.
+
+    Args:
+        text: anything.
+    """
+    return isinstance(text, str) and bool(_choices(text))
 
 
 def differing(old: str, new: str) -> tuple[str, str, str]:
@@ -67,7 +76,10 @@ def _said(member: Any) -> str:
 
 
 def _typed(value: Any, depth: int = 0) -> str:
-    if not isinstance(value, dict) or "member" not in value or depth > 3:
+    if not isinstance(value, dict) or depth > 3:
+        return shown(value)
+    # What is typed are words; text of a file that was altered may hold anything, line ends too.
+    if not all(isinstance(x, str) and x.isidentifier() for x in (*value, value.get("member"))):
         return shown(value)
     fields = [f"{k}={_typed(v, depth + 1)}" for k, v in value.items() if k != "member"]
     return f"{value['member']}({', '.join(fields)})"

@@ -24,12 +24,12 @@ from recollect.choices.context.windows import Online
 from recollect.choices.features.base import Features
 from recollect.choices.features.finite import Identity
 from recollect.choices.fields import Gate, Param
-from recollect.choices.member import Member, RecipeError, decode
+from recollect.choices.member import Member, RecipeError, decode, not_too_deep
 from recollect.choices.memory.base import Memory, Stack
 from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Keep, Retention
 from recollect.choices.trial import check_shapes
-from recollect.fields import LARGEST
+from recollect.fields import LARGEST, as_whole
 from recollect.recipe.json_text import read_json
 from recollect.recipe.normal_form import normal_form
 from recollect.recipe.rewrites import REWRITES
@@ -246,8 +246,7 @@ class Recipe:
         Raises:
             RecipeError: a size that is no whole number of at least 1, or the memory needs K = V.
         """
-        check_size("K", K)
-        check_size("V", V)
+        K, V = check_size("K", K), check_size("V", V)
         if self.memory.residual and K != V:
             raise RecipeError(
                 f"{self.memory.title}(residual=True) adds the key to the prediction and needs K "
@@ -308,12 +307,13 @@ class Recipe:
         Raises:
             RecipeError: a number that is no whole number of at least 1, or the memory needs K = V.
         """
-        if type(pairs) is not int or not 0 <= pairs <= LARGEST:
+        count = as_whole(pairs)
+        if count is None or not 0 <= count <= LARGEST:
             raise RecipeError(
                 f"pairs must be a whole number >= 0 of at most 64 bits, not {shown(pairs)}"
             )
         widths = (K, *self.row_widths(V)) if self.dual else ()
-        return (*((pairs, width) for width in widths), *self.shapes(K, V))
+        return (*((count, width) for width in widths), *self.shapes(K, V))
 
     starts = init_shapes  # its former name
 
@@ -368,10 +368,8 @@ class Recipe:
             raise RecipeError(
                 f"a recipe has no choice {shown(unknown[0])}; it has {', '.join(CHOICES)}"
             )
-        try:
+        with not_too_deep("members of a recipe"):
             return cls(**{name: decode(data[name]) for name in CHOICES if name in data})
-        except RecursionError:
-            raise RecipeError("members are nested too deep for a recipe: use fewer") from None
 
     def to_json(self, indent: int | None = None) -> str:
         """`to_dict` as JSON text."""

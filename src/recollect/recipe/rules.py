@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from recollect.choices.features.finite import Identity
 from recollect.choices.member import Member, RecipeError
 from recollect.choices.memory.base import Read, Stack
-from recollect.fields import LARGEST
+from recollect.fields import LARGEST, as_whole
 from recollect.typing import is_size
 from recollect.wording import shown
 
@@ -30,8 +30,8 @@ _READ_FROM = {
 """The choice whose member engines mean by a name."""
 
 
-def check_size(name: str, size: object) -> None:
-    """That a number of heads or channels can be that.
+def check_size(name: str, size: object) -> int:
+    """A number of heads or channels, if it can be that.
 
     Args:
         name: of the size.
@@ -40,10 +40,16 @@ def check_size(name: str, size: object) -> None:
     Raises:
         RecipeError: it is no whole number, below 1, or beyond all tensors.
     """
-    if not is_size(size):
+    number = as_whole(size)
+    if number is None:
+        if not is_size(size):
+            raise RecipeError(f"{name} must be a whole number >= 1, not {shown(size)}")
+        return size  # type: ignore[return-value]  # a size of a graph that is being compiled
+    if number < 1:
         raise RecipeError(f"{name} must be a whole number >= 1, not {shown(size)}")
-    if isinstance(size, int) and size > LARGEST:
+    if number > LARGEST:
         raise RecipeError(f"{name} must be a whole number of at most 64 bits, not {shown(size)}")
+    return number
 
 
 def joint_rules(recipe: RecipeLike) -> Iterator[str]:

@@ -121,7 +121,8 @@ def line_figure(
         y: the vertical axis with its unit, as in ``"held-out bits per byte"``.
         title: what the figure shows.
         baselines: horizontal dashed lines by name, such as a bigram's bits per byte.
-        log_x: whether the horizontal axis is logarithmic (base 2), with a tick at each value.
+        log_x: whether the horizontal axis is logarithmic (base 2), with a tick at each value,
+            or at powers of two where those would run into each other.
         log_y: whether the vertical axis is logarithmic (base 10).
         y_range: bottom and top of the vertical axis; by default what the data needs.
 
@@ -146,12 +147,9 @@ def line_figure(
                 linestyle=("--", ":", "-.")[index % 3],
                 linewidth=1.4,
             )
-        ticks = sorted({value for line in series for value in line.x})
         if log_x:
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
-            axes.minorticks_off()
-        elif max(map(abs, ticks)) >= 10_000:
+            draw_log_x(axes, series, room=45)
+        elif max(abs(value) for line in series for value in line.x) >= 10_000:
             axes.xaxis.set_major_formatter(_engineering())
         if log_y:
             axes.set_yscale("log")
@@ -253,6 +251,48 @@ def draw_line(
         markevery=max(1, len(line.x) // marks),
         linewidth=linewidth,
     )
+
+
+def draw_log_x(axes: Axes, series: Sequence[Series], *, room: int) -> None:
+    """A horizontal axis of base 2, with the ticks of `log_ticks`.
+
+    Args:
+        axes: where the lines are drawn.
+        series: the lines.
+        room: about how many digits have room beside each other below the axis.
+    """
+    ticks = log_ticks([value for line in series for value in line.x], room=room)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
+    axes.minorticks_off()
+
+
+def log_ticks(values: Sequence[float], *, room: int) -> list[float]:
+    """Ticks of a logarithmic axis: at its values if their labels fit, else at powers of two.
+
+    Args:
+        values: those above 0 have a place on it.
+        room: about how many digits have room beside each other below the axis.
+    """
+    ticks = sorted({value for value in values if value > 0})
+    if not ticks:
+        return []
+    span = math.log2(ticks[-1] / ticks[0])
+
+    def fit(some: Sequence[float]) -> bool:
+        labels = [f"{value:g}" for value in some]
+        places = [room * math.log2(value / ticks[0]) / span if span else 0.0 for value in some]
+        near = zip(places, places[1:], labels, labels[1:], strict=False)
+        return all(b - a > 1 + (len(x) + len(y)) / 2 for a, b, x, y in near)
+
+    if fit(ticks):
+        return ticks
+    low, high = math.ceil(math.log2(ticks[0])), math.floor(math.log2(ticks[-1]))
+    for step in range(1, max(high - low, 1) + 1):
+        powers = [2.0**power for power in range(low, high + 1, step)]
+        if powers and fit(powers):
+            return powers
+    return [ticks[0], ticks[-1]]  # no two powers of two between them
 
 
 @contextmanager

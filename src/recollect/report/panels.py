@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from recollect.report.figures import FigureFiles, Series, draw_line, figure_files, new_canvas
+from recollect.report.figures import (
+    FigureFiles,
+    Series,
+    draw_line,
+    draw_log_x,
+    figure_files,
+    new_canvas,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,14 +126,7 @@ def _draw_panel(axes: Axes, panel: Panel, looks: Mapping[str, int], *, solo: boo
                 color="0.35",
             )
     if panel.log_x:
-        ticks = sorted({value for line in panel.series for value in line.x})
-        if len(ticks) > 9:
-            low, high = math.ceil(math.log2(ticks[0])), math.floor(math.log2(ticks[-1]))
-            ticks = [2.0**power for power in range(low, high + 1)]
-        ticks = ticks[:: 1 + len(ticks) // (12 if solo else 8)]
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
-        axes.minorticks_off()
+        draw_log_x(axes, panel.series, room=45 if solo else 30)
     if panel.y_range is not None:
         axes.set_ylim(*panel.y_range)
     if panel.title:

@@ -12,8 +12,11 @@ from recollect.wording import shown
 
 __all__ = ["check_names", "numbered", "read_text", "text_tensor"]
 
-PARTS = ("position", "sizes", "ones", "log_scale", "written_by")
-GROUPS = ("weights.", "slots.", "buffer.", "dual.")
+PARTS = (
+    *("position", "sizes", "ones", "log_scale", "written_by"),
+    *("buffer.k", "buffer.v", "buffer.mask", "dual.k", "dual.mass", "dual.mask"),
+)
+GROUPS = ("weights.", "slots.", "buffer.rates.", "dual.rows.", "dual.slots.")
 
 
 def check_names(flat: Mapping[str, Tensor]) -> None:
@@ -58,8 +61,10 @@ def numbered(flat: Mapping[str, Tensor], prefix: str) -> Weights:
             if not index.isdecimal():
                 raise ValueError(f"{name!r} is no part of a recollect state")
             by_index[int(index)] = x
-    if sorted(by_index) != [*range(len(by_index))]:
-        raise ValueError(f"this state lacks a tensor: it has {prefix}{sorted(by_index)}")
+    for index in range(len(by_index)):
+        if index not in by_index:
+            beside = f"{prefix}{max(by_index)}"
+            raise ValueError(f"this state lacks the tensor {prefix}{index}: it has {beside}")
     return tuple(by_index[i] for i in sorted(by_index))
 
 

@@ -14,6 +14,7 @@ Examples:
 
 from recollect.tasks.cues import CueConfig, cues
 from recollect.tasks.exchange import Exchange, exchange, spread_keys
+from recollect.tasks.extraction import Extraction, ExtractionConfig, extractions
 from recollect.tasks.learnability import Mapping, MappingConfig, mapping
 from recollect.tasks.mad import (
     MadCompression,
@@ -40,12 +41,24 @@ from recollect.tasks.text import (
     heldout_windows,
     load_text,
 )
+from recollect.tasks.tracking import (
+    CommonWordsConfig,
+    FrequentWordsConfig,
+    VariableConfig,
+    common_words,
+    frequent_words,
+    variable_prompts,
+)
 from recollect.tasks.word_problem import WordConfig, word_problem, words
 
 __all__ = [
     "IGNORE",
+    "CommonWordsConfig",
     "CueConfig",
     "Exchange",
+    "Extraction",
+    "ExtractionConfig",
+    "FrequentWordsConfig",
     "MadCompression",
     "MadConfig",
     "MadCopying",
@@ -67,11 +80,15 @@ __all__ = [
     "Switching",
     "SwitchingConfig",
     "TextCorpus",
+    "VariableConfig",
     "WordConfig",
     "batches",
     "bigram_bits_per_byte",
+    "common_words",
     "cues",
     "exchange",
+    "extractions",
+    "frequent_words",
     "heldout_windows",
     "load_text",
     "mad",
@@ -89,6 +106,7 @@ __all__ = [
     "story_prompts",
     "swaps",
     "switching",
+    "variable_prompts",
     "word_problem",
     "words",
 ]

@@ -1,4 +1,4 @@
-"""A needle in a haystack: find one sentence in a long text (S-NIAH 1 to 3 of RULER).
+"""Needles in a haystack: find sentences in a long text (the NIAH tasks of RULER).
 
 | task | haystack | value |
 |---|---|---|
@@ -11,18 +11,23 @@ value of that key. Keys are pairs of an adjective and a noun. Depths are 40, eve
 beginning to the end. The structure follows RULER (Hsieh et al. 2024), the words are our own and the
 haystack is a text of this machine, so scores compare models with each other and not with RULER's.
 MIRAS table 3 and ATLAS table 3 call the tasks S-NIAH-PK, -N and -W.
+
+RULER's other kinds are the same with more needles: several keys of which one is asked for
+(``keys``; multikey 1), a haystack that is all needles (``distractors``; multikey 2, with
+``uuid_keys`` multikey 3), several values of one key (``values``), several keys that are all asked
+for (``queries``). The answer then names all values, with a comma between two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from recollect.fields import Validated, held, integer, option, whole
+from recollect.fields import Validated, checked, flag, held, integer, option, whole
 from recollect.tasks.prompts import Dice, Prompt, as_bytes, hide
 
 __all__ = ["NeedleConfig", "NeedleName", "needle_prompts", "needles"]
@@ -34,15 +39,18 @@ def _list(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
-_FILLER = (
+FILLER = (
     "The river is wide.",
     "The hills are far away.",
     "A train goes by.",
     "It comes back in the evening.",
 )
 _HEAD = "A secret is hidden in this text. Remember it."
+_HEAD_MANY = "Secrets are hidden in this text. Remember them."
 _NEEDLE = "The secret of the {key} is {value}."
 _QUESTION = "What is the secret of the {key}? The secret of the {key} is"
+_VALUES = "What are all secrets of the {key}? The secrets of the {key} are"
+_QUERIES = "What are the secrets of {keys}? The secrets of {keys} are"
 _DEPTHS = 40
 _ADJECTIVES = _list(
     "amber bold brisk calm clever copper curious dusty early eager faint gentle golden "
@@ -59,18 +67,32 @@ _NOUNS = _list(
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleConfig(Validated):
-    """Which haystack and value.
+    """Which haystack and value, and how many needles.
 
     Args:
         name: one of the three.
         length: bytes of the prompt with its answer, at least 300.
+        keys: how many different keys have needles; those that are not asked for mislead.
+        values: needles of each key.
+        queries: how many of the keys are asked for.
+        distractors: whether the haystack is made of needles of other keys.
+        uuid_keys: whether keys are UUIDs in place of words.
 
     Raises:
-        ValueError: another name, or too short a text.
+        ValueError: another name, too short a text, more queries than keys, or more keys than there
+            are.
     """
 
     name: NeedleName = option("passkey", *get_args(NeedleName))
     length: int = integer(1024, at_least=300)
+    keys: int = checked(1, whole(1, 100))
+    values: int = integer(1, at_least=1)
+    queries: int = integer(1, at_least=1)
+    distractors: bool = flag(False)
+    uuid_keys: bool = flag(False)
+
+    def validate(self) -> None:
+        held(self.said("queries"), whole(1, self.keys), self.queries)
 
     @property
     def vocab(self) -> int:
@@ -79,8 +101,14 @@ class NeedleConfig(Validated):
 
 
 def _value(name: NeedleName, dice: Dice) -> str:
-    if name != "uuid":
-        return str(1_000_000 + dice.below(9_000_000))
+    return _uuid(dice) if name == "uuid" else str(1_000_000 + dice.below(9_000_000))
+
+
+def _key(config: NeedleConfig, dice: Dice) -> str:
+    return _uuid(dice) if config.uuid_keys else f"{dice.one(_ADJECTIVES)} {dice.one(_NOUNS)}"
+
+
+def _uuid(dice: Dice) -> str:
     digits = [f"{dice.below(16):x}" for _ in range(32)]
     digits[12], digits[16] = "4", f"{8 + dice.below(4):x}"  # version 4, of RFC 9562
     text = "".join(digits)
@@ -113,26 +141,57 @@ def needle_prompts(
     """
     held("needles: batch", whole(), batch)
     dice = Dice(generator)
-    hay = _FILLER if config.name == "passkey" else tuple(haystack)
-    if not hay:
+    hay = FILLER if config.name == "passkey" else tuple(haystack)
+    if not hay and not config.distractors:
         raise ValueError("needles: the haystack has no sentences; give rc.tasks.sentences(corpus)")
-    found: list[Prompt] = []
-    for _ in range(batch):
-        key = f"{dice.one(_ADJECTIVES)} {dice.one(_NOUNS)}"
-        value = _value(config.name, dice)
-        found.append(
-            hide(
-                [_NEEDLE.format(key=key, value=value)],
-                [dice.below(_DEPTHS) / (_DEPTHS - 1)],
-                hay,
-                start=0 if config.name == "passkey" else dice.below(len(hay)),
-                head=_HEAD,
-                question=_QUESTION.format(key=key),
-                answer=f"{value}.",
-                length=config.length,
-            )
-        )
-    return tuple(found)
+    return tuple(_prompt(config, hay, dice) for _ in range(batch))
+
+
+def _prompt(config: NeedleConfig, hay: Sequence[str], dice: Dice) -> Prompt:
+    """One prompt: keys and values, their order, where they stand, where the haystack begins."""
+    values: dict[str, list[str]] = {}
+    while len(values) < config.keys:
+        key = _key(config, dice)
+        if key not in values:
+            values[key] = [_value(config.name, dice) for _ in range(config.values)]
+    needles = [_NEEDLE.format(key=key, value=x) for key, own in values.items() for x in own]
+    if len(needles) > 1:
+        needles = [needles[i] for i in dice.order(len(needles))]
+    depths = sorted(dice.below(_DEPTHS) / (_DEPTHS - 1) for _ in needles)
+    if config.distractors:
+        hay, start = _other_needles(config, values, dice), 0
+    else:
+        start = 0 if config.name == "passkey" else dice.below(len(hay))
+    asked = list(values)[: config.queries]
+    return hide(
+        needles,
+        depths,
+        hay,
+        start=start,
+        head=_HEAD if len(needles) == 1 else _HEAD_MANY,
+        question=_question(asked, config.values),
+        answer=f"{', '.join(x for key in asked for x in values[key])}.",
+        length=config.length,
+    )
+
+
+def _question(asked: Sequence[str], values: int) -> str:
+    if len(asked) == 1:
+        return (_QUESTION if values == 1 else _VALUES).format(key=asked[0])
+    *first, last = [f"the {key}" for key in asked]
+    return _QUERIES.format(keys=f"{', '.join(first)} and {last}")
+
+
+def _other_needles(config: NeedleConfig, taken: Collection[str], dice: Dice) -> list[str]:
+    """Needles of keys that are not taken, enough for the length."""
+    found: list[str] = []
+    size = 0
+    while size < config.length:
+        key = _key(config, dice)
+        if key not in taken:
+            found.append(_NEEDLE.format(key=key, value=_value(config.name, dice)))
+            size += len(found[-1]) + 1
+    return found
 
 
 def needles(

@@ -89,10 +89,7 @@ def load_text(path: str | PathLike[str] | None = None) -> TextCorpus:
         ('text.txt', True)
     """
     if path is None:
-        source = (
-            f"documentation of Python {platform.python_version()} and torch {torch.__version__}"
-        )
-        return _split(documentation(), source=source, limit=_LIMIT)
+        return _split(documentation(), source=default_source(), limit=_LIMIT)
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"load_text: {path} is a directory; give one text file")
@@ -110,6 +107,11 @@ def load_text(path: str | PathLike[str] | None = None) -> TextCorpus:
             f"load_text: {path} is not UTF-8 at byte {error.start}; convert it to UTF-8 first"
         ) from None
     return _split(_paragraphs(text), source=str(path), limit=None)
+
+
+def default_source() -> str:
+    """Where the default text comes from; equal words mean equal texts."""
+    return f"documentation of Python {platform.python_version()} and torch {torch.__version__}"
 
 
 def bigram_bits_per_byte(corpus: TextCorpus) -> float:

@@ -131,7 +131,10 @@ def error(found: Tensor, expected: Tensor) -> float:
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
     """The largest error among tensors of the same names, and whose it is."""
     if found.keys() != expected.keys():
-        raise AssertionError(f"there are {sorted(found)} and should be {sorted(expected)}")
+        raise AssertionError(
+            f"there are {', '.join(sorted(found)) or 'none'} and should be "
+            f"{', '.join(sorted(expected)) or 'none'}"
+        )
     return max(((error(found[n], expected[n]), n) for n in expected), default=(0.0, ""))
 
 

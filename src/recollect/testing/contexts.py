@@ -59,7 +59,8 @@ def check_context(context: Context) -> None:
     title = context.title
     gates = {gate.name for gate in context.gates()}
     unknown = sorted(set(context.reads) - gates)
-    require(not unknown, f"{title} reads the gate {unknown[:1]}, which it does not ask for")
+    for name in unknown:
+        raise AssertionError(f"{title} reads the gate {name!r}, which it does not ask for")
     if context.kernel is not None:
         return
     visible = _visible(context)

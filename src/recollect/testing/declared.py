@@ -170,7 +170,8 @@ def check_numbers(made: Member) -> None:
     names += [param.name for param in params]
     names += [name.removeprefix("log_") for name in made.constants()]
     twice = sorted({name for name in names if names.count(name) > 1})
-    require(not twice, f"{made.title} asks for the number {twice[:1]} more than once")
+    for name in twice:
+        raise AssertionError(f"{made.title} asks for the number {name!r} more than once")
     for gate in gates:
         inside = gate.range.contains(gate.init)
         require(inside, f"{made.title}: the gate {gate.name!r} starts outside of its range")

@@ -301,7 +301,7 @@ def check_refusal(recipe: Recipe, engine: select.Engine) -> None:
     """A method asked for by name that cannot run a recipe says why, and which can."""
     reasons = engine.refuses(recipe)
     said = bool(reasons) and all(isinstance(one, str) and len(one) > 10 for one in reasons)
-    require(said, f"engine {engine.name} refuses a recipe without a reason: {reasons}")
+    require(said, f"engine {engine.name} refuses a recipe without a reason that is a sentence")
     try:
         run(recipe, fitting(recipe, B=1, T=1), method=engine.name)
     except RecipeError as problem:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recollect.blocks.mixers import AsContext, Chain, Gated, Mixer
+from recollect.blocks.compositions import AsContext, Boosted, Chain, Gated, Routed
+from recollect.blocks.mixers import Mixer
 from recollect.choices.algorithm.closed_form import Analytic
 from recollect.choices.context.restrictions import SinkWindow
 from recollect.choices.context.similar import Similar
@@ -33,7 +34,9 @@ __all__ = [
     "gated_delta_net_h1",
     "gated_delta_net_h2",
     "memora_h",
+    "mixture_of_memories",
     "moneta_h",
+    "residual_delta_net",
     "samba",
     "titans_mac",
     "titans_mag",
@@ -246,3 +249,59 @@ def yaad_h() -> Mapping[str, Any]:
 def memora_h() -> Mapping[str, Any]:
     """MEMORA and sliding-window attention in turns."""
     return _alternating(memora=memora())
+
+
+@hybrid(
+    "Residual Delta Net (RDN)",
+    row=78,
+    rule="r_t = clip(v_t − M_(t−1) k_t, ±1),  M, R delta rules of v and r,  "
+    "y_t = α_t M_(t−1) q_t + γ_t R_t q_t",
+    references=(
+        Reference(
+            paper="Lai et al., Enhancing linear attention with residual learning",
+            year=2025,
+            where="arXiv 2509.25223, section 3",
+        ),
+    ),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="Lai et al., Residual Delta Net: α for both memories, β for M, γ for R",
+        note="what stands around the memories is that of gated_delta_net, and so is "
+        "log α = logsigmoid(linear(x)) instead of −a softplus(linear(x))",
+    ),
+)
+def residual_delta_net() -> Mixer:
+    """A second delta rule learns what the first one gets wrong."""
+    return Boosted(
+        gated_delta_net(),
+        gated_delta_net(),
+        clip=1.0,
+        read="before",
+        share=("log_decay",),
+        weigh_first="log_decay",
+        weigh_second="lr",
+    )
+
+
+@hybrid(
+    "Mixture of memories (MoM)",
+    row=79,
+    rule="p = softmax(W x),  S = top 2 of 4,  y = Σ_(j ∈ S) p_j M_j(x) / Σ_(j ∈ S) p_j + M_0(x)",
+    references=(
+        Reference(
+            paper="Du et al., MoM: linear sequence modeling with mixture-of-memories",
+            year=2025,
+            where="arXiv 2502.13685, section 3.2",
+        ),
+    ),
+    fidelity=Fidelity(
+        kind="approximation",
+        source="Du et al. section 3.2, with Gated DeltaNet as the memories",
+        note="every memory is a layer with its own queries, convolution, norm, gate and output "
+        "map, and what they say is summed; the paper shares these, sums what is read and norms the "
+        "sum",
+    ),
+)
+def mixture_of_memories() -> Mixer:
+    """Each token is written to and read from two of four memories, and one that sees all."""
+    return Routed([gated_delta_net()] * 4, top=2, shared=gated_delta_net())

@@ -64,7 +64,10 @@ def moneta() -> tuple[Recipe, LayerOptions]:
         kind="exact",
         source="the mirror map of ½‖W‖²_(q/(q−1)), of which MIRAS eq. 24 prints a simplification",
         note="the link acts at every token: it holds small weights down so much (W is some hundred "
-        "times smaller than A) that a step of A added to W would drown it. Gradients are taken at "
+        "times smaller than A) that a step of A added to W would drown it. Its steps are not "
+        "measured by the errors that they correct, and errors count by their cubes: inputs some "
+        "thirty to a hundred times too long can diverge, which a forward pass does not look for "
+        "and rc.diagnose says; moneta measures its steps. Gradients are taken at "
         f"the start of inner batches of 16 tokens. {_HEADS}{COMMON}",
     ),
 )
@@ -93,16 +96,16 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
 def yaad() -> tuple[Recipe, LayerOptions]:
     """Least squares for ordinary tokens, only the sign of the error for extreme ones."""
     recipe = Recipe(memory=_MEMORY, bias=Huber(), retention=_CHANNELS, algorithm=_NORMALISED)
-    # The norm makes whatever the last map says as long as a value, so the memory says nothing until
-    # something is written (last_map=0). A share that closed would not open again: it stays above a
-    # fifth of the limit.
+    # The norm makes whatever the last map says as long as a value, so the memory says next to
+    # nothing until something is written (last_map), and steps beyond the limit do not diverge. A
+    # share that closed would not open again: it stays above a fifth of the limit.
     gates = {
-        "lr": GateOptions(unit="share", init=0.9, low=0.2),
+        "lr": GateOptions(unit="share", init=1.5, low=0.2, high=2.0),
         "log_decay": SLOW,
         "norm_weight": _AS_VALUES,
         "threshold": GateOptions(unit="rms", init=4.0),
     }
-    return recipe, LayerOptions(gates=gates, last_map=0.0)
+    return recipe, LayerOptions(gates=gates, last_map=0.01)
 
 
 @preset(

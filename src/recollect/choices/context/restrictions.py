@@ -208,7 +208,7 @@ class SinkWindow(_Restriction):
             log = torch.zeros(shown.shape, dtype=visible.q.dtype, device=shown.device)
             return log.masked_fill(~shown, -torch.inf)[:, None, None]
 
-        return ContextWeights(log=log_weight, hard=True)
+        return ContextWeights(log=log_weight, hard=True, band=(self.first, self.size))
 
     def notes(self) -> tuple[str, ...]:
         return (

@@ -55,6 +55,7 @@ class ContextWeights:
         of_key: ``[B, n, H]`` when the logarithm is this plus something of the query alone.
         hard: whether they are 0 or 1 (no gradient flows through them).
         hides: whether all of a query's associations may weigh 0, its own included.
+        band: (n, c), where exactly the first n associations of a document and the last c weigh 1.
     """
 
     log: Piece | None = None
@@ -62,3 +63,4 @@ class ContextWeights:
     of_key: Tensor | None = None
     hard: bool = False
     hides: bool = False
+    band: tuple[int, int] | None = None

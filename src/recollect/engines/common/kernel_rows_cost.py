@@ -22,7 +22,7 @@ from recollect.engines.common.sizes import Counted, Sizes
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["kernel_rows_flops", "row_bytes"]
+__all__ = ["kernel_rows_flops", "reading_of_rows", "row_bytes"]
 
 
 def row_bytes(recipe: Recipe, s: Sizes, state_size: int) -> int:
@@ -62,3 +62,18 @@ def kernel_rows_flops(recipe: Recipe, s: Sizes) -> Counted:
     replay = (measure * T + maps) * (b - 1) // 2
     more = ("decoding replays the open inner batch, half of it on average",) if b > 1 else ()
     return parts, token + replay, -(-T // b), (*notes, *more)
+
+
+def reading_of_rows(recipe: Recipe, s: Sizes, queries: int) -> int:
+    """FLOPs of queries that read the rows of all closed inner batches and write nothing.
+
+    Args:
+        recipe: of a memory over a kernel's features.
+        s: sizes.
+        queries: per row and query head.
+    """
+    tokens = s.T * recipe.associations
+    rows = tokens - tokens % recipe.algorithm.batch
+    M = sum(recipe.row_widths(s.V))
+    w = sum(out * inp for out, inp in recipe.shapes(s.K, s.V))
+    return 2 * s.G * ((s.K + M) * rows + w) * s.H * queries

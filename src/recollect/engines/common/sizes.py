@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["Counted", "Sizes", "numel_of"]
+__all__ = ["Counted", "Sizes", "numel_of", "reading_of_weights"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +67,19 @@ def numel_of(shape: tuple[int, ...]) -> int:
 
 Counted = tuple[dict[str, int], int, int, tuple[str, ...]]
 """FLOPs of one row by part, of one decoded token, states that cross a border, notes."""
+
+
+def reading_of_weights(recipe: Recipe, s: Sizes, queries: int) -> int:
+    """FLOPs of queries that read weights and write nothing: 2 G times the weights, each.
+
+    An inner batch that is open is replayed once per call, which is not counted.
+
+    Args:
+        recipe: of a finite memory.
+        s: sizes.
+        queries: per row and query head.
+    """
+    if recipe.memory.diagonal:
+        return 0  # elementwise
+    ones = s.F if recipe.memory.read.normalize != "none" else 0
+    return 2 * s.G * (s.weights + ones) * s.H * queries

@@ -1,7 +1,7 @@
 """Engine ``deep``: memories made of linear maps, by coefficient matrices; see `engine`."""
 
 from recollect.engines.deep.chain.token import token
-from recollect.engines.deep.cost import flops
+from recollect.engines.deep.cost import flops, reading
 from recollect.engines.deep.engine import describes, plan, refuses, run, way
 
-__all__ = ["describes", "flops", "plan", "refuses", "run", "token", "way"]
+__all__ = ["describes", "flops", "plan", "reading", "refuses", "run", "token", "way"]

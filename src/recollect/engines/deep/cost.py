@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from recollect.choices.memory.base import LinearMap, Stack
-from recollect.engines.common.sizes import Counted, Sizes
+from recollect.engines.common.sizes import Counted, Sizes, reading_of_weights
 from recollect.engines.deep.engine import chain_of, rule_of, way
 from recollect.report.units import readable
 
@@ -103,3 +103,6 @@ def _segment(
         "coefficients": small,
         "Newton–Schulz": step,
     }
+
+
+reading = reading_of_weights

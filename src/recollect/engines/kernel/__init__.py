@@ -1,6 +1,17 @@
 """Engine ``kernel``: memories that keep associations, in one of several forms; see `engine`."""
 
-from recollect.engines.kernel.cost import flops
+from recollect.engines.kernel.cost import flops, reading
 from recollect.engines.kernel.engine import FORMS, Form, describes, plan, read, refuses, run, token
 
-__all__ = ["FORMS", "Form", "describes", "flops", "plan", "read", "refuses", "run", "token"]
+__all__ = [
+    "FORMS",
+    "Form",
+    "describes",
+    "flops",
+    "plan",
+    "read",
+    "reading",
+    "refuses",
+    "run",
+    "token",
+]

@@ -5,7 +5,7 @@ through the platform's `scaled_dot_product_attention`:
 
 * the whole past: one causal call;
 * a window of c: queries in chunks, each with the keys of its own and the chunks before it, T·c
-  pairs in one batched call;
+  pairs in one batched call; with the first n associations beside it, T·(n + c);
 * weights of other contexts, a cache, padding: queries in pieces, each with the keys up to it, the
   logarithms of the weights added to the logits.
 
@@ -20,6 +20,8 @@ Where decays are all the weights, keys that have decayed to nothing are left out
 What is no softmax (a plain sum, a kernel that is no exponential) is two products per piece. Pieces
 are recomputed in the backward pass, so that memory stays O(T).
 """
+
+# More than 400 lines: the ways to run one attention, which share their pairs and masks.
 
 from __future__ import annotations
 
@@ -172,6 +174,10 @@ def _softmax(
         y = sdpa(q, k, v, scale=scale)
     elif horizon is not None and not weights and not reading and T > 1:
         y = _banded(q, k, v, visible.valid, visible.first, horizon, scale)
+    elif horizon is None and len(weights) == 1 and weights[0].band and not reading and T > 1:
+        first, last = weights[0].band
+        seen_first = _front(visible, first, last)
+        y = _banded(q, k, v, visible.valid, visible.first, last, scale, seen_first)
     else:
         y = _pieces(problem, visible, (q, k, v), weights, scale, horizon, cutoff)
     return y[..., :V].transpose(1, 2).unflatten(2, (-1, G))
@@ -199,10 +205,37 @@ def _is_gentle(visible: VisibleAssociations, of_key: Tensor, dtype: torch.dtype)
     return float(torch.stack(moved).max()) * torch.finfo(dtype).eps < GENTLE
 
 
+def _front(visible: VisibleAssociations, first: int, c: int) -> Tensor:
+    """``[B, T, F]``: which of the first F slots a query sees beside the last c associations.
+
+    A document's first associations stand in slots of earlier calls, or follow them.
+    """
+    F = min(visible.first + first, visible.valid.shape[1])
+    slot = torch.arange(F, device=visible.valid.device)
+    kept = visible.valid[:, :F] & (visible.position[:, :F] < first)  # [B, F]
+    return kept[:, None] & (slot <= visible.slots[:, None] - c)
+
+
 def _banded(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor, first: int, c: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor,
+    first: int,
+    c: int,
+    scale: float,
+    front: Tensor | None = None,
 ) -> Tensor:
-    """The last c associations: chunks of C queries with the keys of m chunks before, T·(m + 1)C."""
+    """The last c associations: chunks of C queries with the keys of m chunks before, T·(m + 1)C.
+
+    Args:
+        q: queries ``[B, H G, T, K]``. k: keys ``[B, H, n, K]``. v: values.
+        valid: ``[B, n]``, False where a slot holds nothing.
+        first: slot of the first query's own association.
+        c: of the window.
+        scale: of the logits.
+        front: ``[B, T, F]``, which of the first F slots each query sees beside the window.
+    """
     B, T = q.shape[0], q.shape[2]
     n = k.shape[2]
     C, m, N = chunking(c, T)
@@ -224,7 +257,16 @@ def _banded(
     # A query without an association of its own is padding and sees itself: no softmax is empty.
     mask = (band & real.unsqueeze(2)) | own
     queries = functional.pad(q, (0, 0, 0, right)).unflatten(2, (N, C)).transpose(1, 2)
-    y = sdpa(queries.flatten(0, 1), chunks(k), chunks(v), scale=scale, mask=mask)
+    keys, stored = chunks(k), chunks(v)
+    if front is not None:
+        F = front.shape[2]
+        ahead = functional.pad(front, (0, 0, 0, right)).unflatten(1, (N, C)).flatten(0, 1)
+        mask = torch.cat([ahead[:, None], mask.expand(B * N, 1, -1, -1)], dim=-1)
+        keys, stored = (
+            torch.cat([x[:, None, :, :F].expand(-1, N, -1, -1, -1).flatten(0, 1), each], dim=2)
+            for x, each in ((k, keys), (v, stored))
+        )
+    y = sdpa(queries.flatten(0, 1), keys, stored, scale=scale, mask=mask)
     return y.unflatten(0, (B, N)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
 
@@ -234,15 +276,19 @@ def chunking(c: int, T: int) -> tuple[int, int, int]:
     return C, -(-(c - 1) // C), -(-T // C)
 
 
-def pairs(T: int, horizon: int | None, *, banded: bool, size: int) -> int:
+def pairs(T: int, horizon: int | None, *, banded: bool, size: int, front: int = 0) -> int:
     """Pairs of query and key that T tokens without a past are compared in.
 
     Args:
+        T: tokens.
+        horizon: of a window.
         banded: chunks of a window; else pieces of ``size`` queries with every key up to their last.
+        size: of a piece.
+        front: first associations that every chunk sees beside its window.
     """
-    if banded and horizon is not None and horizon < T:
+    if banded and horizon is not None and (horizon < T or front):
         C, m, N = chunking(horizon, T)
-        return N * C * (m + 1) * C
+        return N * C * ((m + 1) * C + min(front, T))
     total = 0
     for start in range(0, T, size):
         stop = min(start + size, T)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from recollect.engines.common.kernel_rows_cost import kernel_rows_flops
+from recollect.engines.common.kernel_rows_cost import kernel_rows_flops, reading_of_rows
 from recollect.engines.common.sizes import Counted, Sizes
 from recollect.engines.kernel import attention, local_regression
 from recollect.engines.kernel.pieces import PIECE, piece_size
@@ -21,6 +22,24 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
     return gram_flops(recipe, s) if recipe.solves_from_gram else local_flops(recipe, s)
 
 
+def reading(recipe: Recipe, s: Sizes, queries: int) -> int:
+    """FLOPs of queries that read and write nothing.
+
+    Args:
+        recipe: of a memory that keeps associations, or rows for them.
+        s: sizes.
+        queries: per row and query head.
+    """
+    if recipe.dual:
+        return reading_of_rows(recipe, s, queries)
+    if recipe.solves_from_gram:  # the factor is kept
+        return s.T * (s.T + 2 * (s.K + s.V)) * s.G * s.H * queries
+    kept = recipe.context.keeps
+    seen = s.T if kept is None else min(kept, s.T)
+    # A decoded token reads what is kept and its own association: one more than is kept.
+    return local_flops(recipe, replace(s, T=seen - 1))[1] * queries if seen else 0
+
+
 STEPS = 8  # of conjugate gradients, where nothing is known of their number
 
 
@@ -28,8 +47,11 @@ def local_flops(recipe: Recipe, s: Sizes) -> Counted:
     """FLOPs of one row by part, of one decoded token after T, 0, and notes."""
     horizon, rows, heads = recipe.context.horizon, s.B * s.H * s.G, s.H * s.G
     names = [part.title for part in recipe.context.within]
-    banded = len(names) == 1 and horizon is not None
-    window = horizon is not None and horizon < s.T
+    context, band, first = recipe.context, horizon, 0
+    if horizon is None and context.keeps is not None:
+        band, first = context.keeps - context.first, context.first
+    banded = len(names) == 1 and band is not None
+    window = band is not None and (band < s.T or first > 0)
     kept = recipe.context.keeps
     last = s.T + 1 if kept is None else min(kept, s.T) + 1  # the cache, and the token itself
     if recipe.memory.degree:
@@ -46,13 +68,13 @@ def local_flops(recipe: Recipe, s: Sizes) -> Counted:
         weighed = bool(names) and not banded
         seen = s.T * (s.T + 1) // 2
         if weighed or window:
-            seen = attention.pairs(s.T, horizon, banded=banded, size=size)
+            seen = attention.pairs(s.T, band, banded=banded, size=size, front=first)
     forward, decode = {"attention": each * seen * heads}, each * last * heads
     more = sum(2 * s.K for part in recipe.context.within for _ in part.reads)
     if more:
         forward["gates"], decode = more * seen * s.H, decode + more * last * s.H
     notes: list[str] = []
-    if horizon is None:
+    if horizon is None and not (banded and exponent is not None):
         notes.append("every token is compared with all before it: twice the tokens, four times")
     return forward, decode, 0, tuple(notes)
 

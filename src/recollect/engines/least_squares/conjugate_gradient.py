@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import holds
 from recollect.choices.gradients import once
 from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
@@ -267,6 +268,8 @@ def _steps(system: Callable[[Tensor], Tensor], q: Tensor, steps: int) -> Tensor:
 
 def _solve(system: Callable[[Tensor], Tensor], q: Tensor, tolerance: float, limit: int) -> Tensor:
     """z with ‖system(z) − q‖ ≤ tolerance ‖q‖ for every token, as far as the limit allows."""
+    if not holds(q):  # whether more steps are needed is in the numbers; the shape is not
+        return system(q)
     z, r, p = torch.zeros_like(q), q.clone(), q.clone()
     size = _dot(r, r)
     enough = tolerance**2 * size

@@ -50,3 +50,23 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         if not kind:
             notes = ("counted as 30 iterations; they stop at the tolerance (rc.watch_solves)",)
     return parts, step * H, N, notes
+
+
+def reading(recipe: Recipe, s: Sizes, queries: int) -> int:
+    """FLOPs of queries that read and write nothing; where no map is kept, it is solved for first.
+
+    Args:
+        recipe: of least squares over all of the past.
+        s: sizes.
+        queries: per row and query head.
+    """
+    inverse, F, V = recipe.algorithm.inverse, s.F, s.V
+    assert inverse is not None  # least_squares.refuses
+    each, once = 2 * s.G * F * V, 0
+    if inverse.kind == "exact" and not inverse.recurs:
+        once = 2 * F**3 // 3 + 2 * F * F * V  # one factor for all queries
+    elif inverse.kind == "spectral":
+        each += 10 * F**3
+    elif inverse.kind == "conjugate_gradient":
+        each += 2 * F * F * s.G * inverse.steps
+    return (each * queries + once) * s.H

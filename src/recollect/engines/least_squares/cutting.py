@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import holds
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.resolution import RESET
 
@@ -39,6 +40,8 @@ class Facts:
 def read_facts(problem: Problem, logs: Tensor, tokens: Iterable[int], *, every: int) -> Facts:
     """Look at log decays ``[B, T, H]`` and positions once: a GPU has to wait for it."""
     logs, tokens = logs.detach().double(), sorted(set(tokens))
+    if not holds(logs):  # shapes alone: any cut has them
+        return Facts(anew=False, in_step=True, most=dict.fromkeys(tokens, 0.0))
     anew = logs < RESET
     total = torch.nn.functional.pad(logs.masked_fill(anew, 0.0).cumsum(1), (0, 0, 1, 0))
     steps = [min(n, logs.shape[1]) for n in tokens]
@@ -101,7 +104,7 @@ def cut(problem: Problem, tokens: int, *, every: int, in_step: bool, anew: Tenso
     steps = torch.arange(T, device=problem.k.device)
     index = problem.state.position[:, None] + steps
     stands = every == 0 or T == 1 or (in_step and (every >= T or every % chunk == 0))
-    if anew is not None or not stands:
+    if holds(index) and (anew is not None or not stands):
         starts = index % every == 0 if every else torch.zeros_like(index, dtype=torch.bool)
         starts = starts if anew is None else starts | anew.any(-1)
         # Many new starts leave many gaps; shorter chunks leave fewer.

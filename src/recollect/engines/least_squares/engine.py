@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.closed_form import smallest_ridge
-from recollect.choices.devices import looks
+from recollect.choices.devices import lasts, looks
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.resolution import RESET, Unresolved, loss, refuse, unresolved
 from recollect.engines.least_squares.conjugate_gradient import approximate, how
@@ -122,7 +122,7 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     wide, narrow = torch.float64, p.k.dtype
     step = tokens == 1 and not p.wants_gradient()
     compiling = torch.compiler.is_compiling()
-    looked = forgets and (looks(p.k) or (tokens > 1 and not compiling))
+    looked = forgets and (looks(p.k) or (tokens > 1 and lasts(p.k)))
     # What a chunk loses of its own, single tokens do not.
     ways = [(narrow, size), (wide, size), (wide, 1)]
     bound = DOUBTFUL if compiling else HOPELESS
@@ -212,7 +212,7 @@ def _step(problem: Problem, every: int, p: RidgeProblem) -> Solved:
         inverse = P.diagonal(dim1=-2, dim2=-1).sum(-1)
         fixed = fixed | (size * inverse > STALE * P.shape[-1] ** 2)
     lost = kappa.new_zeros(0, *kappa.shape)
-    if D.device.type != "cpu" or bool(fixed.any()):
+    if not looks(D) or bool(fixed.any()):
         G = D + torch.diag_embed(target.unsqueeze(-1) * ridge)
         fresh = torch.cholesky_inverse(torch.linalg.cholesky_ex(G)[0])
         raised = torch.where(least > kappa, least, 0.0) * ridge.mean(-1)

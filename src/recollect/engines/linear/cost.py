@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recollect.engines.common.sizes import Counted, Sizes
+from recollect.engines.common.sizes import Counted, Sizes, reading_of_weights
 from recollect.engines.linear.chunked import chunk_length
 from recollect.engines.linear.engine import per_value_systems, scans
 from recollect.engines.linear.scan import GROUP
@@ -120,3 +120,6 @@ def _general_chunk_flops(
         read += 2 * J * R * (F + V)
     parts = {"gram": gram, "inverse": inverse, "solve": solve}
     return {**parts, "state": state, "scan": scan, "read": read}
+
+
+reading = reading_of_weights

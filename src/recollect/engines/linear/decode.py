@@ -98,6 +98,8 @@ def token(
 ) -> tuple[Tensor, State] | None:
     """`one_token` of a `bare` recipe, of numbers that nobody has to look at; else ``None``.
 
+    ``None`` too where a gate has another type than the memory.
+
     What lies between a caller and an engine (constants, names, sizes, records of them) takes as
     long as one token's products.
 
@@ -113,6 +115,9 @@ def token(
     (A,) = state.weights if plan.bare else (None,)
     if A is None or not (q.dtype == k.dtype == v.dtype == A.dtype == state_dtype(q)):
         return None
+    lr, log_decay = gates["lr"], gates.get("log_decay")
+    if lr.dtype != A.dtype or (log_decay is not None and log_decay.dtype != A.dtype):
+        return None  # the general way converts them
     B, H, V, F = A.shape
     P = B * H
     y, after = _step(
@@ -122,8 +127,8 @@ def token(
         k.reshape(P, 1, F),
         v.reshape(P, 1, V),
         A.reshape(P, V, F),
-        gates["lr"],
-        gates.get("log_decay"),
+        lr,
+        log_decay,
     )
     return y.view(B, 1, q.shape[2], V), state.moved(
         weights=(after.view(B, H, V, F),), written_by=sized.written

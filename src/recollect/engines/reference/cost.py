@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from recollect.choices.memory.base import Stack
-from recollect.engines.common.kernel_rows_cost import kernel_rows_flops
-from recollect.engines.common.sizes import Counted, Sizes, numel_of
+from recollect.engines.common.kernel_rows_cost import kernel_rows_flops, reading_of_rows
+from recollect.engines.common.sizes import Counted, Sizes, numel_of, reading_of_weights
 from recollect.report.units import readable
 
 if TYPE_CHECKING:
@@ -63,6 +63,22 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         notes.append("decoding replays the open inner batch, half of it on average")
     counted = {name: n * s.T * s.H for name, n in parts.items()}
     return counted, decode, s.T, tuple(notes)
+
+
+def reading(recipe: Recipe, s: Sizes, queries: int) -> int:
+    """FLOPs of queries that read and write nothing.
+
+    Args:
+        recipe: any.
+        s: sizes.
+        queries: per row and query head.
+    """
+    if recipe.dual:
+        return reading_of_rows(recipe, s, queries)
+    if recipe.nonparametric or recipe.solves_from_gram:
+        seen = min(s.T, recipe.context.keeps or s.T)
+        return 2 * (s.K + s.V) * s.H * s.G * seen * queries
+    return reading_of_weights(recipe, s, queries)
 
 
 def _firsts(recipe: Recipe, s: Sizes) -> tuple[tuple[int, ...], ...]:

@@ -126,7 +126,7 @@ def compare(
     chosen = [named(model) for model in models]
     names = [name for name, _ in chosen]
     if not chosen:
-        raise ValueError("compare needs at least one model")
+        raise ValueError("compare: give at least one model")
     if len(set(names)) < len(names):
         raise ValueError(f"compare: a model is named twice in {', '.join(names)}")
     for task in tasks:

@@ -181,10 +181,10 @@ def _recall_by_state(comparison: Outcomes, task: str) -> Figure | None:
     size = comparison.sizes[task]
     files = line_figure(
         [
-            Series(name=one.model, x=[one.runs[0].state_bytes], y=[one.by_pairs[most][0]])
+            Series(name=one.model, x=[one.runs[0].state_bytes / 1024], y=[one.by_pairs[most][0]])
             for one in models
         ],
-        x=f"bytes of state per sequence after {size.length} tokens",
+        x=f"KiB of state per sequence after {size.length} tokens",
         y=f"accuracy at {most} pairs",
         title="What is kept, and what is recalled of it",
         log_x=True,

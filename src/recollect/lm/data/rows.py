@@ -127,6 +127,7 @@ class RowStream(IterableDataset[Row]):
         length: how many to give.
         shuffle: how many rows the buffer holds, of which one is drawn; 1 keeps the order.
         seed: of the draws.
+        what: names the documents in a message.
 
     Raises:
         ValueError: documents that fill no row, when the first is asked for.
@@ -141,8 +142,10 @@ class RowStream(IterableDataset[Row]):
         length: int,
         shuffle: int,
         seed: int,
+        what: str = "the text",
     ) -> None:
         self.documents, self.tokenizer, self.context = documents, tokenizer, context
+        self.what = what
         self.length, self.shuffle, self.seed = length, shuffle, seed
         self.tally = Tally()
 
@@ -163,7 +166,7 @@ class RowStream(IterableDataset[Row]):
                 if len(buffer) >= self.shuffle:
                     yield _drawn(buffer, draw)
             if not made:
-                raise ValueError(_TOO_SHORT.format(what="the text", context=self.context))
+                raise ValueError(_TOO_SHORT.format(what=self.what, context=self.context))
             while buffer:
                 yield _drawn(buffer, draw)
 

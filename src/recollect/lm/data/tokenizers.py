@@ -23,15 +23,19 @@ _FILES = ("tokenizer.json", "tokenizer_config.json")
 """One of them is in every folder that holds a tokenizer."""
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(*, end: bool = True) -> PreTrainedTokenizerFast:
     """One token per byte of UTF-8, its number that of the byte, and 256 for the end of a document.
 
     It saves and loads as any tokenizer of Hugging Face does, without code of ours, and pads on the
     left, as `generate` needs it of a batch.
+
+    Args:
+        end: whether there is a token 256; without, for a vocabulary of 256, the byte 0 ends a
+            document, because no text holds it.
     """
     alphabet = _byte_letters()
     model = models.BPE(vocab={letter: byte for byte, letter in enumerate(alphabet)}, merges=[])
-    return _wrapped(Tokenizer(model))
+    return _wrapped(Tokenizer(model), END if end else alphabet[0])
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
@@ -120,14 +124,14 @@ def is_bytes(tokenizer: PreTrainedTokenizerFast) -> bool:
     return known
 
 
-def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+def _wrapped(tokenizer: Tokenizer, end: str = END) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END])
+    tokenizer.add_special_tokens([end])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=END,
+        eos_token=end,
+        pad_token=end,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )

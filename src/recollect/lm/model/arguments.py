@@ -28,7 +28,7 @@ class ForwardArguments(TypedDict, total=False):
         seq_idx: ``[B, T]``, the number of each token's document.
         max_length_q, max_length_k: of the longest document; nothing needs it.
         output_attentions: not true, because there are no attention weights.
-        output_router_logits: not true, because there are no experts.
+        output_router_logits: not true: what routers of memories cost is in ``aux_loss``.
         is_causal: not false, because a memory knows only the past.
         token_type_ids: zeros, because there is one kind of token.
         return_dict: false gives a tuple in place of an output object.
@@ -60,7 +60,10 @@ class HeadlessArguments(ForwardArguments, total=False):
 
 _REFUSED: dict[str, tuple[Any, str]] = {
     "output_attentions": (True, "a memory has no attention weights to give: leave it out"),
-    "output_router_logits": (True, "there are no experts and no router: leave it out"),
+    "output_router_logits": (
+        True,
+        "logits of routers are not handed out: leave it out, and read aux_loss",
+    ),
     "is_causal": (False, "a memory knows only the past: leave it out"),
 }
 
@@ -187,8 +190,8 @@ def _one(found: Mapping[str, Tensor], mask: Tensor | None, B: int, T: int) -> Te
     rows = torch.arange(0, (B + 1) * T, T)
     if B > 1 and not set(rows.tolist()) <= set(borders.tolist()):
         raise ValueError(
-            f"{name} must have a border at every row's end, {rows.tolist()}, because documents do "
-            "not run on into the next row"
+            f"{name} must have a border at every row's end, at {T}, {2 * T} and so on, because "
+            "documents do not run on into the next row"
         )
     if B > 1 and mask is not None and not bool((mask != 0).all()):
         raise ValueError(

@@ -84,7 +84,9 @@ def check_folder(
             cannot be read.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in _weights(folder):
+    files = _weights(folder)
+    where = str(files[0] if len(files) == 1 else folder)
+    for path in files:
         for name, (kind, shape) in _header(path).items():
             if kind not in REAL:
                 raise CheckpointError(
@@ -101,7 +103,7 @@ def check_folder(
     shapes = _renamed(shapes, wanted, head)
     tied = _aliases(model)
     check_names(
-        str(folder),
+        where,
         missing=[
             name
             for name in wanted
@@ -114,7 +116,7 @@ def check_folder(
     for name, shape in shapes.items():
         if name in wanted and shape != wanted[name]:
             raise CheckpointError(
-                f"{folder}: the weight {name!r} has shape {list(shape)} and config.json asks for "
+                f"{where}: the weight {name!r} has shape {list(shape)} and config.json asks for "
                 f"{list(wanted[name])}: they are not of one model"
             )
 

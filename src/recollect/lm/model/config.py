@@ -1,11 +1,13 @@
 """The configuration: recipes and options in full, as JSON, and the sizes of the backbone."""
 
+# More than 400 lines: every field of the configuration, with its check and what refuses it.
+
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 from transformers import GenerationConfig, PretrainedConfig
 
@@ -13,6 +15,7 @@ from recollect.blocks.files import read_mixer
 from recollect.blocks.mixers import Leaf, Mixer, mixer_of
 from recollect.choices.member import RecipeError
 from recollect.engines.select import select
+from recollect.fields import as_whole
 from recollect.layer.blocks import mlp_width
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.checkpoint import check_json
@@ -73,6 +76,8 @@ class RecollectConfig(PretrainedConfig):
         initializer_range: standard deviation of linear maps and embeddings; hidden_size^(−1/2) when
             omitted, which is the customary 0.02 at 2500.
         tie_word_embeddings: whether the output reads the embedding.
+        router_aux_loss_coef: ≥ 0, what the training loss adds of the load-balancing loss, where
+            tokens are routed to memories (`recollect.blocks.Routed`); 0.01 as in Du et al. 2025.
         use_cache: whether a forward pass out of training returns states.
         pad_token_id, bos_token_id, eos_token_id: of the tokenizer.
 
@@ -111,6 +116,7 @@ class RecollectConfig(PretrainedConfig):
         rms_norm_eps: float = 1e-6,
         initializer_range: float | None = None,
         tie_word_embeddings: bool = False,
+        router_aux_loss_coef: float = 0.01,
         use_cache: bool = True,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
@@ -143,6 +149,7 @@ class RecollectConfig(PretrainedConfig):
         self.rms_norm_eps = rms_norm_eps
         self.initializer_range = initializer_range
         self.tie_word_embeddings = tie_word_embeddings
+        self.router_aux_loss_coef = router_aux_loss_coef
         self.use_cache = use_cache
         self.pad_token_id, self.bos_token_id = pad_token_id, bos_token_id
         self.eos_token_id = eos_token_id
@@ -327,14 +334,19 @@ def _check_fields(config: RecollectConfig) -> None:
     for name in (*_SIZES, *_OPTIONAL):
         value = getattr(config, name)
         most = _DEEPEST if name == "num_hidden_layers" else _LARGEST
-        fits = _whole(value) and 1 <= value <= most
+        number = as_whole(value)
+        fits = number is not None and 1 <= number <= most
         if not fits and not (value is None and name in _OPTIONAL):
             refuse(name, f"a whole number from 1 to {most:,}")
+        setattr(config, name, number)
     for name in ("rms_norm_eps", "initializer_range"):
         value = getattr(config, name)
         fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e3
         if not fits and not (value is None and name == "initializer_range"):
             refuse(name, "a number above 0 and below 1000")
+    share = config.router_aux_loss_coef
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1e3:
+        refuse("router_aux_loss_coef", "a number from 0 and below 1000")
     for name in ("tie_word_embeddings", "use_cache"):
         if not isinstance(getattr(config, name), bool):
             refuse(name, "True or False")
@@ -344,7 +356,8 @@ def _check_fields(config: RecollectConfig) -> None:
         value = getattr(config, name)
         several = isinstance(value, list) and name == "eos_token_id"
         for token in value if several else [value]:
-            if token is not None and not (_whole(token) and 0 <= token < config.vocab_size):
+            number = as_whole(token)
+            if token is not None and (number is None or not 0 <= number < config.vocab_size):
                 refuse(name, f"a token from 0 to {config.vocab_size - 1}")
     if not isinstance(config.recipes, Mapping):
         refuse("recipes", "a mapping of names to recipes")
@@ -353,10 +366,6 @@ def _check_fields(config: RecollectConfig) -> None:
         isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     ):
         refuse("layers", "a list of names of recipes")
-
-
-def _whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _arguments() -> list[str]:

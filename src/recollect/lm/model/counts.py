@@ -6,10 +6,12 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from recollect.blocks.mixers import AsContext, Chain, Gated, Leaf, Mixer
+from recollect.blocks.compositions import Boosted
+from recollect.blocks.mixers import Leaf, Mixer
 from recollect.choices.fields import Gate, Param
 from recollect.layer.gates import RANK, squash_of
 from recollect.layer.options import LayerOptions
@@ -69,13 +71,15 @@ def _mixer(config: RecollectConfig, mixer: Mixer) -> dict[str, int]:
     """A layer's numbers by part: those of its recipes, and of what composes them."""
     if isinstance(mixer, Leaf):
         return _layer(config, mixer.recipe, mixer.options)
-    D, total = config.hidden_size, Counter[str]()
-    for child in mixer.children.values():
-        total.update(_mixer(config, child))
-    if isinstance(mixer, Gated | AsContext):
-        total["norms"] += 2 * D
-    if isinstance(mixer, Chain | Gated | AsContext):
-        total["other"] += D * mixer.persistent
+    total = Counter[str](mixer.own_parameters(config.hidden_size))
+    for name, child in mixer.children.items():
+        if isinstance(mixer, Boosted) and name == "second":
+            first = mixer.first
+            assert isinstance(first, Leaf) and isinstance(child, Leaf)
+            options = replace(child.options, key_dim=first.options.key_dim)
+            total.update(_learned(config, child.recipe, options, without=mixer.share))
+        else:
+            total.update(_mixer(config, child))
     return dict(total)
 
 
@@ -95,24 +99,37 @@ def _layer(config: RecollectConfig, recipe: Recipe, options: LayerOptions) -> di
         streams["k"] = 0
     qkv, width = sum(streams.values()), heads * V
     gated = options.output_gate == "silu"
-    numbers = list(_numbers(recipe, options, D=D, N=N, K=K, V=V))
-    counts = {
+    counts = _learned(config, recipe, options)
+    counts |= {
         "maps": D * qkv + width * D * (2 if gated else 1),
         "convolution": (options.conv or 0) * qkv,
-        "gates": sum(count for count, _ in numbers),
-        "other": V if options.output_norm == "rms" else 0,
+        "other": counts["other"] + (V if options.output_norm == "rms" else 0),
     }
     if options.phase != "none":
         size = V if recipe.memory.diagonal else K
         counts["other"] += N * (size // 2) * (1 + (D if options.phase == "input" else 0))
     if options.shift != "none":
+        numbers = _numbers(recipe, options, D=D, N=N, K=K, V=V)
         made = sum(from_input for _, from_input in numbers)
         n = sum(1 for size in streams.values() if size) + made + gated
         rank = min(SHIFT_RANK, D)
         counts["other"] += n * D + (D + 2 * n * D * rank if options.shift == "input" else 0)
     if options.skip:
         counts["other"] += N * V
-    counts["other"] += sum(N * K for tie in options.ties if tie.rule in ("blend", "direction"))
+    return counts
+
+
+def _learned(
+    config: RecollectConfig, recipe: Recipe, options: LayerOptions, without: Sequence[str] = ()
+) -> dict[str, int]:
+    """What belongs to the recipe itself: its gates and params, ties, and the initial memory."""
+    D, heads = config.hidden_size, config.num_attention_heads
+    N = config.num_key_value_heads
+    K = config.head_dim or options.key_dim or D // heads
+    V = config.value_dim or config.head_dim or D // heads
+    numbers = _numbers(recipe, options, D=D, N=N, K=K, V=V, without=without)
+    counts = {"gates": sum(count for count, _ in numbers)}
+    counts["other"] = sum(N * K for tie in options.ties if tie.rule in ("blend", "direction"))
     if recipe.needs_init():
         shapes = recipe.shapes(K, V)
         if recipe.dual:
@@ -122,14 +139,21 @@ def _layer(config: RecollectConfig, recipe: Recipe, options: LayerOptions) -> di
 
 
 def _numbers(
-    recipe: Recipe, options: LayerOptions, *, D: int, N: int, K: int, V: int
+    recipe: Recipe,
+    options: LayerOptions,
+    *,
+    D: int,
+    N: int,
+    K: int,
+    V: int,
+    without: Sequence[str] = (),
 ) -> Iterator[tuple[int, bool]]:
     """Of every gate and param that a layer makes: trained numbers, and whether tokens make it."""
     rules = {tie.target: tie.rule for tie in options.ties}
     axes = recipe.axes(K, V)
     for item in (*recipe.gates(), *recipe.params()):
         rule = rules.get(item.name)
-        if rule is not None and rule not in OWNED:
+        if (rule is not None and rule not in OWNED) or item.name in without:
             continue
         own = options.gate(item.name)
         if isinstance(item, Gate):

@@ -1,18 +1,27 @@
 """The model: Llama's backbone with memory layers."""
 
+# More than 400 lines: a body and a head, with every argument explained where it is taken.
+
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+)
 from transformers.utils.generic import can_return_tuple
 
 from recollect.blocks.build import build
 from recollect.blocks.mixers import Mixer
+from recollect.blocks.routed import Router, Routing, watched_routers
 from recollect.layer.blocks import Block
 from recollect.lm.model.arguments import ForwardArguments, HeadlessArguments, document_borders
 from recollect.lm.model.cache import RecollectCache
@@ -177,8 +186,11 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
         **others: Unpack[ForwardArguments],
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Logits, and the loss when there are labels.
+
+        Where tokens are routed to memories, ``aux_loss`` is the mean load-balancing loss of the
+        routers; in training, and only then, the loss contains ``router_aux_loss_coef`` times it.
 
         Args:
             input_ids: ``[B, T]``, int64; this or ``inputs_embeds``.
@@ -211,15 +223,17 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                 cu_seqlens = document_borders(
                     others, shape, seen=seen, mask=attention_mask, cu_seqlens=cu_seqlens
                 )
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            cu_seqlens=cu_seqlens,
-            output_hidden_states=output_hidden_states,
-        )
+        routed = labels is not None and self.routed
+        with watched_routers(self.model) if routed else nullcontext([]) as routings:
+            outputs = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                cu_seqlens=cu_seqlens,
+                output_hidden_states=output_hidden_states,
+            )
         x = outputs.last_hidden_state
         columns = (
             slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -234,8 +248,40 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                 )
             targets = _targets(labels, attention_mask, cu_seqlens)
             loss = _loss(logits, targets, num_items_in_batch)
+            if routed:
+                return self._balanced(outputs, logits, loss, routings, targets, num_items_in_batch)
         return CausalLMOutputWithPast(
             loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    @property
+    def routed(self) -> bool:
+        """Whether tokens are routed to memories somewhere."""
+        return any(isinstance(module, Router) for module in self.model.modules())
+
+    def _balanced(
+        self,
+        outputs: BaseModelOutputWithPast,
+        logits: Tensor,
+        loss: Tensor,
+        routings: Sequence[Routing],
+        targets: Tensor,
+        items: int | Tensor | None,
+    ) -> MoeCausalLMOutputWithPast:
+        """The outputs with the routers' mean balance loss, which a training loss adds a share of.
+
+        A batch counts by its tokens where a step takes several.
+        """
+        aux = torch.stack([routing.balance_loss.to(loss) for routing in routings]).mean()
+        if self.training and self.config.router_aux_loss_coef:
+            part = 1.0 if items is None else (targets != IGNORE).sum().to(loss) / items
+            loss = loss + self.config.router_aux_loss_coef * part * aux
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=aux,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from recollect.blocks.composed import PersistentTokens
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import GateProjection
-from recollect.layer.initial_memory import InitialMemory
+from recollect.layer.numbers import InitialMemory
 from recollect.lm.hub import hub_options
 from recollect.lm.model.checkpoint import (
     AGAIN,

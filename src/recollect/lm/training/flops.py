@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import Any
 
 import torch
 
-from recollect.blocks.cost import streams
-from recollect.cost import cost
+from recollect.blocks.cost import priced, retrieval, streams
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import count_parameters
 
@@ -30,25 +30,16 @@ def model_flops(config: RecollectConfig, *, context: int) -> float:
     maps = sum(parts.get(name, 0) for name in ("mlp", "maps", "gates"))
     maps += config.vocab_size * config.hidden_size
     total = 6.0 * maps
-    for stream in (each for mixer, _ in config.mixed for each in streams(mixer, context)):
-        recipe, options = stream.leaf.recipe, stream.leaf.options
+    for found in (each for mixer, _ in config.mixed for each in streams(mixer, context)):
+        options = found.leaf.options
         if options.persistent:
             continue  # its pairs are among the maps
         heads, memories = config.num_attention_heads, config.num_key_value_heads
         K = config.head_dim or options.key_dim or config.hidden_size // heads
         V = config.value_dim or config.head_dim or config.hidden_size // heads
-        price = cost(
-            recipe,
-            K=K,
-            V=V,
-            H=memories,
-            T=stream.tokens,
-            G=max(1, heads // memories),
-            method=config.method,
-        )
-        total += price.training * stream.rows / context
-        if stream.asks:  # read once more, by every token
-            total += 3.0 * price.forward.get("read", 0) * stream.rows / context
+        sizes: dict[str, Any] = {"K": K, "V": V, "H": memories, "G": max(1, heads // memories)}
+        sizes["method"] = config.method
+        total += (priced(found, **sizes).training + 3 * retrieval(found, **sizes)) / context
     return total
 
 

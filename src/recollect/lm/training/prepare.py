@@ -14,7 +14,8 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerFast
 
-from recollect.blocks.files import read_mixer
+from recollect.blocks.compositions import SEVERAL
+from recollect.blocks.files import KINDS, read_mixer
 from recollect.blocks.mixers import Mixer, mixer_of
 from recollect.layer.options import LayerOptions
 from recollect.lm.data.rows import Row, Rows, RowStream, Tally, read_rows
@@ -242,11 +243,13 @@ def _composition(value: dict[str, Any], options: dict[str, Any] | None) -> Mixer
         return mixer_of(_recipe(stated, None)).to_dict()
 
     written = dict(value)
-    for name in ("memory", "attention"):
-        if name in written:
-            written[name] = part(written[name])
-    if isinstance(written.get("parts"), list):
-        written["parts"] = [part(one) for one in written["parts"]]
+    kind = written.get("mixer")
+    for name in KINDS[kind].holds if isinstance(kind, str) and kind in KINDS else ():
+        several = written.get(name)
+        if isinstance(several, list):
+            written[name] = [part(one) for one in several]
+        elif name in written and name not in SEVERAL:
+            written[name] = part(several)
     return read_mixer(written)
 
 
@@ -279,7 +282,8 @@ def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) 
     read = partial(read_rows, tokenizer=tokenizer, context=data.context)
     heldout, tally = [], None
     if data.heldout or data.heldout_split is not None:
-        heldout, tally = read(_documents(plan, bad, heldout=True), what="the held-out text")
+        what = _named_text(plan, heldout=True)
+        heldout, tally = read(_documents(plan, bad, heldout=True), what=what)
     if data.streams:
         stream = RowStream(
             _documents(plan, bad),
@@ -288,9 +292,10 @@ def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) 
             length=length,
             shuffle=data.shuffle,
             seed=run.seed,
+            what=_named_text(plan),
         )
         return Stock(stream, _spread(heldout, run.heldout_rows), _ratio(tally))
-    rows, read_all = read(_documents(plan, bad))
+    rows, read_all = read(_documents(plan, bad), what=_named_text(plan))
     if data.heldout_share:
         every = round(1 / data.heldout_share)
         heldout, tally = rows[every - 1 :: every], read_all
@@ -347,6 +352,15 @@ def _documents(plan: TrainPlan, bad: BadLines, *, heldout: bool = False) -> Iter
     key = "heldout" if heldout else "train"
     files = find_files(data.heldout if heldout else data.train, key=key)
     return Source(files=files, column=data.column, separator=data.separator, bad=bad)
+
+
+def _named_text(plan: TrainPlan, *, heldout: bool = False) -> str:
+    """What a message calls a plan's text: by its files, as the plan has them, or its dataset."""
+    data, what = plan.data, "held-out text" if heldout else "text"
+    if data.dataset is not None and not (heldout and data.heldout):
+        return f"the {what} of dataset {data.dataset!r}"
+    first, *more = data.heldout if heldout else data.train
+    return f"the {what} in {first}" + (f" and {len(more)} more" if more else "")
 
 
 def tokenizer_of(

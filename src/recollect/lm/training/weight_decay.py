@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from torch import nn
 
 from recollect.blocks.composed import PersistentTokens
+from recollect.blocks.routed import Router
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import GateProjection
-from recollect.layer.initial_memory import InitialMemory, InitialPairs
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.layer.numbers import InitialMemory, InitialPairs
 from recollect.layer.rotation import Phase
 from recollect.layer.ties import Ties
 from recollect.layer.token_shift import TokenShift
@@ -22,6 +23,7 @@ __all__ = ["decayed_names", "parameter_groups"]
 _KEPT = (
     *(GateProjection, Ties, InitialMemory, InitialPairs, Phase, TokenShift, ShortConvolution),
     PersistentTokens,
+    Router,
 )
 
 
@@ -30,8 +32,9 @@ def parameter_groups(model: nn.Module, *, weight_decay: float = 0.1) -> list[dic
 
     Matrices of linear maps, embeddings and the learned pairs of feed-forward memories decay. Gates
     and their projections, norms, biases, initial memories, decays, phases, token shifts, skips,
-    short convolutions and persistent tokens do not. Frozen parameters are left out, tied ones stand
-    once. Works for any module: what is not recollect's own decays when it has two axes or more.
+    short convolutions, persistent tokens and routers do not. Frozen parameters are left out, tied
+    ones stand once. Works for any module: what is not recollect's own decays when it has two axes
+    or more.
 
     Args:
         model: the model.

@@ -42,12 +42,21 @@ class Curve:
 
 
 @functools.cache
-def _number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _kept(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
 
 
+def _number(value: float, z: Tensor) -> Tensor:
+    """A number of the type and device of ``z``; beside one that is no ordinary tensor, made anew.
+
+    What is made beside a fake tensor is a fake one, and must not be kept for the next call.
+    """
+    make = _kept if type(z) is Tensor else _kept.__wrapped__
+    return make(value, z.dtype, z.device)
+
+
 def _gelu_rise(z: Tensor, value: Tensor, slope: Tensor) -> None:
-    half, zero = (_number(x, z.dtype, z.device) for x in (0.5, 0.0))
+    half, zero = (_number(x, z) for x in (0.5, 0.0))
     torch.erf(torch.mul(z, math.sqrt(0.5), out=value), out=value)
     torch.add(half, value, alpha=0.5, out=value)  # Φ(z)
     torch.exp(torch.addcmul(zero, z, z, value=-0.5, out=slope), out=slope)

@@ -71,8 +71,8 @@ def token(
 ) -> tuple[Tensor, State] | None:
     """`decode.follow` of a `bare` recipe, of numbers that nobody has to look at; else ``None``.
 
-    ``None`` too where rows have come differently far, and inside of an inner batch whose factors
-    nobody kept.
+    ``None`` too where a gate has another type than the memory, where rows have come differently
+    far, and inside of an inner batch whose factors nobody kept.
 
     Args:
         sized: the recipe.
@@ -89,6 +89,9 @@ def token(
         return None
     if not (q.dtype == k.dtype == v.dtype == first.dtype == state_dtype(q)):
         return None
+    for gate in gates.values():
+        if gate.dtype != first.dtype:  # the general way converts it
+            return None
     assert sized.tag is not None  # plan.bare
     P, place, own = B * H, seen % plan.b, mark(sized.tag)
     old = row = None

@@ -76,11 +76,13 @@ class Published:
             KeyError: a model, column or group that the table does not have, or several rows.
         """
         if column not in self.columns:
-            raise KeyError(f"{self.name} has no column {column!r}; it has {list(self.columns)}")
+            raise KeyError(
+                f"{self.name} has no column {column!r}; it has {', '.join(self.columns)}"
+            )
         found = [row for row in self.rows if row.model == model and group in (None, row.group)]
         if len(found) != 1:
-            models = sorted({row.model for row in self.rows})
-            many = f"{len(found)} rows: give group=, one of {list(self.groups)}"
+            models = ", ".join(sorted({row.model for row in self.rows}))
+            many = f"{len(found)} rows: give group=, one of {', '.join(self.groups)}"
             raise KeyError(
                 f"{self.name}, model {model!r}: " + (many if found else f"no row among {models}")
             )
@@ -102,7 +104,7 @@ def published(name: str) -> Published:
         ValueError: a file without source, table or units, or with a number missing.
     """
     if name not in published_names():
-        raise KeyError(f"no published table {name!r}: there are {list(published_names())}")
+        raise KeyError(f"no published table {name!r}: there are {', '.join(published_names())}")
     text = resources.files(__name__).joinpath(f"{name}.csv").read_text(encoding="utf-8")
     return _parse(name, text)
 

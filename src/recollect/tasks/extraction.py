@@ -1,0 +1,246 @@
+"""Fixtures in the shape of six real data sets that ask for what a text says (ATLAS table 5).
+
+| form | in the shape of | text, and what is asked |
+|---|---|---|
+| ``swde`` | SWDE (Lockard et al. 2019) | a page of attributes; one, to be completed |
+| ``fda`` | FDA reports (Arora et al. 2023) | a form with numbers; one, to be completed |
+| ``squad`` | SQuAD as completion (Arora et al. 2024) | paragraphs; a sentence without its end |
+| ``drop`` | DROP (Dua et al. 2019) | how a match went; a difference of two numbers |
+| ``triviaqa`` | TriviaQA (Joshi et al. 2017) | paragraphs; a question, with aliases |
+| ``nq`` | Natural Questions (Kwiatkowski et al. 2019) | paragraphs; a question, lower case |
+
+None of it is those data: all names, numbers and sentences are drawn by a generator. The fixtures
+exist so that whatever runs on the real sets can be run and tested without a network; a score on
+them says whether a model copies from its context, and cannot stand beside a published one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from recollect.fields import Validated, held, integer, option, whole
+from recollect.tasks.prompts import Dice
+
+__all__ = ["Extraction", "ExtractionConfig", "ExtractionForm", "extractions"]
+
+ExtractionForm = Literal["swde", "fda", "squad", "drop", "triviaqa", "nq"]
+
+_FIRST = ("Alba", "Bruno", "Celia", "Dario", "Edda", "Falk", "Greta", "Hugo", "Ida", "Jonas")
+_LAST = ("Arden", "Berg", "Castell", "Dorn", "Eklund", "Ferro", "Gold", "Holm", "Ivers", "Jansen")
+_TOWNS = tuple(
+    a + b
+    for a in ("Alder", "Birch", "Clear", "Dun", "Elm", "Fair", "Glen", "High", "Kings", "Lang")
+    for b in ("bury", "dale", "field", "ford", "ham", "mouth", "stead", "ton", "well", "wick")
+)
+_THINGS = ("bridge", "cathedral", "harbor", "library", "lighthouse", "market", "mill", "theater")
+_TRADES = ("cheese", "clocks", "glass", "lace", "paper", "salt", "ships", "wool")
+_SUBJECTS = ("Garden", "Harbor", "Island", "Lantern", "Mountain", "Orchard", "River", "Winter")
+_KINDS = ("drama", "comedy", "mystery", "romance", "western", "musical")
+_ASSAYS = ("glucose", "insulin", "ferritin", "cortisol", "albumin", "creatinine")
+_MATERIALS = ("serum", "plasma", "whole blood", "urine", "saliva")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractionConfig(Validated):
+    """Which of the six, and how long a text.
+
+    Args:
+        form: in whose shape.
+        length: bytes of text and question, at most; a text of towns ends with the fiftieth.
+
+    Raises:
+        ValueError: another form, or too short a text.
+    """
+
+    form: ExtractionForm = option("squad", *get_args(ExtractionForm))
+    length: int = integer(1024, at_least=600)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extraction:
+    """A text, a question, and what answers it.
+
+    Attributes:
+        text: what is read.
+        question: what is asked; for ``swde`` and ``fda`` the name of an attribute, for ``squad``
+            the beginning of a sentence.
+        answers: whatever counts as right, the usual one first.
+    """
+
+    text: str
+    question: str
+    answers: tuple[str, ...]
+
+
+def extractions(
+    config: ExtractionConfig, batch: int, generator: torch.Generator
+) -> tuple[Extraction, ...]:
+    """Draw fixtures.
+
+    Args:
+        config: which, and how long.
+        batch: how many.
+        generator: the only source of randomness, on the CPU.
+
+    Raises:
+        ValueError: a negative batch.
+
+    Examples:
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> (one,) = rc.tasks.extractions(rc.tasks.ExtractionConfig(form="swde"), 1, draw)
+        >>> f"{one.question}: {one.answers[0]}" in one.text
+        True
+    """
+    held("extractions: batch", whole(), batch)
+    dice = Dice(generator)
+    return tuple(_MAKERS[config.form](config.length, dice) for _ in range(batch))
+
+
+def _person(dice: Dice) -> str:
+    return f"{dice.one(_FIRST)} {dice.one(_LAST)}"
+
+
+def _year(dice: Dice) -> str:
+    return str(1200 + dice.below(800))
+
+
+def _attributes(pairs: dict[str, str], length: int, dice: Dice, *, title: str) -> Extraction:
+    """A page of attributes, an attribute a line, of which one is asked for."""
+    names = [name for name in pairs if len(pairs[name]) > 2]
+    asked = dice.one(names)
+    keep = {asked}
+    order = [list(pairs)[i] for i in dice.order(len(pairs))]
+    size = len(title) + 2 * len(asked) + len(pairs[asked]) + 5
+    for name in order:
+        line = len(name) + len(pairs[name]) + 3
+        if name not in keep and size + line <= length:
+            keep.add(name)
+            size += line
+    lines = [f"{name}: {pairs[name]}" for name in pairs if name in keep]
+    return Extraction(text="\n".join([title, *lines]), question=asked, answers=(pairs[asked],))
+
+
+def _page(length: int, dice: Dice) -> Extraction:
+    """A film's page: facts, then reviews as far as there is room."""
+    film = f"The {dice.one(_SUBJECTS)} of {dice.one(_TOWNS)}"
+    pairs = {
+        "Title": film,
+        "Director": _person(dice),
+        "Writer": _person(dice),
+        "Genre": dice.one(_KINDS),
+        "Year": _year(dice),
+        "Filmed in": dice.one(_TOWNS),
+        "Running time": f"{60 + dice.below(120)} minutes",
+        "Music by": _person(dice),
+    }
+    for number in range(1, length // 30):
+        pairs[f"Review {number}"] = (
+            f"{dice.one(_KINDS)} by {_person(dice)}, {1 + dice.below(9)} of 9"
+        )
+    return _attributes(pairs, length, dice, title=f"{film} - films A to Z")
+
+
+def _report(length: int, dice: Dice) -> Extraction:
+    """A form about a device: numbers and sections."""
+    assay = dice.one(_ASSAYS)
+    pairs = {
+        "Number": f"K{100_000 + dice.below(900_000)}",
+        "Applicant": f"{dice.one(_LAST)} Diagnostics",
+        "Analyte": assay,
+        "Type of test": f"quantitative, {dice.one(_MATERIALS)}",
+        "Contact": _person(dice),
+        "Linearity": f"{1 + dice.below(9)} to {100 + dice.below(900)} units per milliliter",
+        "Product code": "".join(dice.one("ABCDEFGHJKLMNPQR") for _ in range(3)),
+    }
+    for number in range(1, length // 30):
+        measured, deviation = f"{dice.below(1000)}.{dice.below(10)}", f"0.{1 + dice.below(9)}"
+        pairs[f"Sample {number}"] = f"{measured} units, deviation {deviation} units"
+    return _attributes(pairs, length, dice, title=f"Summary of a decision on an {assay} test")
+
+
+def _town(town: str, dice: Dice) -> tuple[str, list[tuple[str, str, str]]]:
+    """A paragraph on a town, and (question, beginning of a sentence, answer) for what it says."""
+    founded, mayor, trade = _year(dice), _person(dice), dice.one(_TRADES)
+    thing, built, builder = dice.one(_THINGS), _year(dice), _person(dice)
+    text = (
+        f"{town} was founded in the year {founded}. For long its people lived on {trade}. Its "
+        f"{thing} was built in {built} by {builder}. The mayor of {town} is {mayor}."
+    )
+    return text, [
+        (f"In which year was {town} founded?", f"{town} was founded in the year", founded),
+        (f"Who is the mayor of {town}?", f"The mayor of {town} is", mayor),
+        (f"What did the people of {town} live on?", f"The people of {town} lived on", trade),
+        (f"Who built the {thing} of {town}?", f"The {thing} of {town} was built by", builder),
+    ]
+
+
+def _towns(length: int, dice: Dice) -> tuple[str, tuple[str, str, str]]:
+    """Paragraphs on different towns in as many bytes, and something about one of them."""
+    paragraphs, asked = [], []
+    size = 120  # for the question
+    for town in dice.some(_TOWNS, len(_TOWNS)):
+        text, facts = _town(town, dice)
+        if paragraphs and size + len(text) + 1 > length:
+            break
+        paragraphs.append(text)
+        asked.append(facts)
+        size += len(text) + 1
+    facts = asked[dice.below(len(asked))]
+    return "\n".join(paragraphs), facts[dice.below(len(facts))]
+
+
+def _completion(length: int, dice: Dice) -> Extraction:
+    text, (_, beginning, answer) = _towns(length, dice)
+    return Extraction(text=text, question=beginning, answers=(answer,))
+
+
+def _trivia(length: int, dice: Dice) -> Extraction:
+    text, (question, _, answer) = _towns(length, dice)
+    return Extraction(
+        text=text, question=question, answers=tuple(dict.fromkeys((answer, answer.split()[-1])))
+    )
+
+
+def _search(length: int, dice: Dice) -> Extraction:
+    text, (question, _, answer) = _towns(length, dice)
+    return Extraction(text=text, question=question.rstrip("?").lower(), answers=(answer,))
+
+
+def _match(length: int, dice: Dice) -> Extraction:
+    """A match told round by round: points, of which two are to be subtracted."""
+    home, guest = dice.some(_TOWNS, 2)
+    points: dict[str, list[int]] = {home: [], guest: []}
+    lines: list[str] = []
+    size = 160  # for the question
+    while True:
+        scored = [dice.below(30) for _ in points]
+        line = (
+            f"In round {len(lines) + 1} {home} scored {scored[0]} points and {guest} {scored[1]}."
+        )
+        if len(lines) >= 2 and size + len(line) + 1 > length:
+            break
+        lines.append(line)
+        size += len(line) + 1
+        for town, now in zip(points, scored, strict=True):
+            points[town].append(now)
+    at = dice.below(len(lines))
+    more, less = sorted(points, key=lambda town: -points[town][at])
+    return Extraction(
+        text=" ".join(lines),
+        question=f"How many more points did {more} score than {less} in round {at + 1}?",
+        answers=(str(points[more][at] - points[less][at]),),
+    )
+
+
+_MAKERS: dict[str, Callable[[int, Dice], Extraction]] = {
+    "swde": _page,
+    "fda": _report,
+    "squad": _completion,
+    "drop": _match,
+    "triviaqa": _trivia,
+    "nq": _search,
+}

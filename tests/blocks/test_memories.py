@@ -1,0 +1,206 @@
+"""Boosted and Routed around every kind of memory, against the parts run by themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tests.blocks import loops
+from torch import Tensor
+
+import recollect as rc
+from recollect.blocks import Boosted, Routed, Together, build
+from recollect.blocks.routed import watched_routers
+
+TOL = {"atol": 1e-9, "rtol": 1e-9}  # float64, sums of order 1
+
+
+def tokens(rows: int, length: int) -> Tensor:
+    return torch.randn(rows, length, 8, dtype=torch.float64)
+
+
+def boosted_by_recall(layer: Any, x: Tensor) -> Tensor:
+    """One token at a time: `rc.read` of the key, then `rc.recall` of both memories."""
+    first, second = layer.first, layer.second
+    inputs = first.associations(x)
+    begun = first(x[:, :0])[1].memory
+    learned, said = None, []
+    for t in range(x.shape[1]):
+        at = slice(t, t + 1)
+        q, k, v = inputs.q[:, at], inputs.k[:, at], inputs.v[:, at]
+        gates = {name: gate[:, at] for name, gate in inputs.gates.items()}
+        params = inputs.params or None
+        r = v - rc.read(first.recipe, k, state=begun, params=params)
+        y, begun = rc.recall(first.recipe, q, k, v, gates, params=params, state=begun)
+        values = second.values(x[:, at], {})
+        if second.limit is not None:
+            values, _ = second._limited(values)
+        of_params = {p.name: values.pop(p.name) for p in second.recipe.params()} or None
+        init = second.initial_memory if learned is None else None
+        more, learned = rc.recall(
+            second.recipe, q, k, r, values, params=of_params, init=init, state=learned
+        )
+        said.append(y + more)
+    return first.outputs(torch.cat(said, 1), inputs)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("titans", "gla"),
+        ("gated_delta_net", "titans"),
+        ("softmax_attention", "delta_net"),
+        ("sliding_window_attention", "retnet"),
+        ("delta_net", "softmax_attention"),
+        ("rls", "delta_net"),
+        ("normalized_linear_attention", "linear_attention"),
+        ("ttt_linear", "delta_net"),
+    ],
+)
+def test_the_second_memory_learns_what_is_read_before_a_token_is_written(
+    first: str, second: str
+) -> None:
+    layer = build(Boosted(first, second), 8, 2).double()
+    x = tokens(2, 21).requires_grad_()
+    y, expected = layer(x)[0], boosted_by_recall(layer, x)
+    torch.testing.assert_close(y, expected, **TOL)
+    weights, leaves = torch.randn_like(y), [x, *layer.parameters()]
+    ours = torch.autograd.grad((y * weights).sum(), leaves, allow_unused=True)
+    theirs = torch.autograd.grad((expected * weights).sum(), leaves, allow_unused=True)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None or not a.any()) if b is None else True
+        if b is not None:
+            torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
+
+
+def test_a_second_memory_of_rate_0_leaves_the_first_as_it_is() -> None:
+    silent = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=0.0))
+    layer = build(Boosted("gated_delta_net", silent), 8, 2).double()
+    x = tokens(2, 13)
+    torch.testing.assert_close(layer(x)[0], layer.first(x)[0], **TOL)
+
+
+def test_what_the_first_memory_knows_is_no_residual() -> None:
+    """An association that is written wholly, and comes again, leaves the second nothing to learn.
+
+    By a rate of 1 and a key of length 1, W k = v after one write.
+    """
+    exact = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=1.0))
+    layer = build(Boosted((exact, loops.MEMORY), (exact, loops.MEMORY)), 8, 2).double()
+    token = tokens(1, 1)
+    _, once = layer(token)
+    _, often = layer(token.expand(1, 6, 8))
+    torch.testing.assert_close(
+        often.parts["second"].memory.weights[0], torch.zeros(1, 2, 4, 4).double(), **TOL
+    )
+    assert once.parts["second"].memory.weights[0].abs().max() > 1e-3
+
+
+ROUTED = ["gated_delta_net", "titans", "softmax_attention", "sliding_window_attention", "rwkv7"]
+
+
+@pytest.mark.parametrize("shared", [None, "gla"])
+def test_a_memory_runs_over_the_tokens_that_came_to_it_alone(shared: str | None) -> None:
+    """With convolutions, positions, windows, token shifts and inner batches of all kinds."""
+    layer = build(Routed(ROUTED, top=2, shared=shared), 8, 2).double()
+    x = tokens(3, 40)
+    with watched_routers(layer) as seen:
+        y, state = layer(x)
+    (routing,) = seen
+    p = (x @ layer.router.scores.weight.T).softmax(-1)
+    expected = torch.zeros_like(x) if shared is None else layer.parts["shared"](x)[0]
+    counts = torch.zeros(3, len(ROUTED), dtype=torch.long)
+    for row in range(3):
+        best = p[row].topk(2, dim=-1)
+        for index in range(len(ROUTED)):
+            at = (best.indices == index).any(-1).nonzero().squeeze(1)
+            counts[row, index] = len(at)
+            alone = layer.parts[str(index)](x[row : row + 1, at])[0][0]
+            share = p[row, at, index] / best.values[at].sum(-1)
+            expected[row, at] += share[:, None] * alone
+    assert counts.min() >= 1, "every memory is to be tried"
+    torch.testing.assert_close(y, expected, **TOL)
+    for index in range(len(ROUTED)):
+        assert torch.equal(state.parts[str(index)].position, counts[:, index])
+    assert torch.equal(state.position, torch.full((3,), 40))
+    f, P = counts.sum(0).double() / 120, p.mean((0, 1))
+    torch.testing.assert_close(routing.balance_loss, len(ROUTED) * (f * P).sum(), **TOL)
+
+
+def test_a_mixture_of_all_memories_is_their_weighted_sum() -> None:
+    layer = build(Routed(["gla", "delta_net"], top=2), 8, 2).double()
+    x = tokens(2, 9)
+    p = (x @ layer.router.scores.weight.T).softmax(-1)
+    parts = [layer.parts[name](x)[0] for name in ("0", "1")]
+    torch.testing.assert_close(layer(x)[0], p[..., :1] * parts[0] + p[..., 1:] * parts[1], **TOL)
+
+
+def test_the_balance_loss_is_k_when_balanced_and_more_when_not() -> None:
+    layer = build(Routed(["gla"] * 4, top=1), 8, 2).double()
+    x = torch.eye(8, dtype=torch.float64)[:4].repeat(3, 1)[None]
+    with torch.no_grad():
+        layer.router.scores.weight.copy_(50 * torch.eye(4, 8))  # token j to memory j
+    with watched_routers(layer) as seen:
+        layer(x)
+        layer(x[:, :1].expand(1, 12, 8))
+        layer(x, None, (torch.arange(12) < 8)[None])
+        layer(x, None, (torch.arange(12) % 4 == 0)[None])
+    losses = [routing.balance_loss.item() for routing in seen]
+    for loss, known in zip(losses, (1.0, 4.0, 1.0, 4.0), strict=True):
+        assert math.isclose(loss, known, rel_tol=1e-12)
+
+
+def test_slots_that_other_rows_fill_do_not_pile_up() -> None:
+    """Rows that get few tokens leave empty slots in a cache of associations: they are cut off."""
+    layer = build(Routed(["softmax_attention"] * 4, top=1), 8, 2)
+    state = None
+    with torch.no_grad():
+        for _ in range(40):
+            _, state = layer(torch.randn(3, 1, 8), state)
+    for part in state.parts.values():
+        assert part.memory.buffer.k.shape[1] <= int(part.position.max())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Routed(["gla"], top=2), "Routed(top=2) chooses among 1 memories"),
+        (lambda: Routed(["gla"], top=0), "must be a whole number >= 1, not 0"),
+        (lambda: Routed([], top=1), "needs at least one mixer"),
+        (lambda: Routed("gla", top=1), "needs at least one mixer"),
+        (lambda: Together(), "needs at least one mixer"),
+        (lambda: Together("sliding_window_attention", persistent=2), "SinkWindow("),
+        (
+            lambda: Boosted("rwkv6", "gla"),
+            "reads the token's own association with a bonus: take another first memory",
+        ),
+        (lambda: Boosted("elastic_net", "gla"), "weighed by the reading token's own tau"),
+        (
+            lambda: Boosted(Together("gla"), "gla"),
+            "rc.blocks.Together is no single memory",
+        ),
+        (lambda: Boosted("gla", Together("gla")), "needs one recipe that is written"),
+        (lambda: Boosted("delta_product", "gla"), "Boosted takes one association per token"),
+        (lambda: Boosted("gla", "delta_product"), "Boosted takes one association per token"),
+        (lambda: Boosted("gla", "rg_lru"), "take two of a kind"),
+        (lambda: Boosted("gla", "gla", clip=0), "must be a finite number > 0, not 0"),
+        (lambda: Boosted("gla", "gla", share=["lr"]), "which is no gate of both memories"),
+        (lambda: Boosted("gla", "gla", share="lr"), "must be a list of names of gates"),
+        (
+            lambda: Boosted("gla", "delta_net", weigh_first="log_decay"),
+            "no gate of that memory with one number per head; it has: none",
+        ),
+        (lambda: Boosted("gla", "gla", read="never"), "must be one of 'after', 'before'"),
+    ],
+)
+def test_what_cannot_be_composed_is_one_sentence(make: Any, said: str) -> None:
+    with pytest.raises(rc.RecipeError) as caught:
+        make()
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_second_memory_with_keys_of_its_own_is_refused() -> None:
+    with pytest.raises(rc.RecipeError, match="has the keys of the first"):
+        build(Boosted("gla", "hgrn2"), 8, 2)

@@ -1,0 +1,76 @@
+"""Fixtures in the shape of real data: what is asked for stands in the text."""
+
+from __future__ import annotations
+
+import re
+from typing import get_args
+
+import pytest
+import torch
+
+from recollect.tasks import Extraction, ExtractionConfig, extractions
+from recollect.tasks.extraction import ExtractionForm
+
+FORMS = get_args(ExtractionForm)
+
+
+def some(form: str, length: int = 900, seed: int = 0) -> tuple[Extraction, ...]:
+    config = ExtractionConfig(form=form, length=length)  # type: ignore[arg-type]
+    return extractions(config, 12, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("length", [600, 3000])
+def test_texts_fill_what_they_may(form: str, length: int) -> None:
+    made = some(form, length)
+    sizes = [len(f"{one.text}\n{one.question}:".encode()) for one in made]
+    assert max(sizes) <= length
+    assert min(sizes) > length - 350
+    assert len({one.text for one in made}) == len(made)
+    assert len({one.answers for one in made}) > 3
+
+
+@pytest.mark.parametrize("form", ["swde", "fda"])
+def test_attributes_stand_on_lines_of_their_own(form: str) -> None:
+    for one in some(form):
+        values = dict(line.split(": ", 1) for line in one.text.splitlines()[1:])
+        assert one.answers == (values[one.question],)
+
+
+def test_a_completion_goes_on_as_the_text_does() -> None:
+    for one in some("squad"):
+        town = re.search(r"\b[A-Z][a-z]+(?=\b.*$)", one.question.replace("The ", ""))
+        assert town is not None and town[0] in one.text
+        assert one.answers[0] in one.text
+
+
+def test_a_difference_is_one_of_two_numbers_of_the_text() -> None:
+    for one in some("drop"):
+        asked = re.fullmatch(
+            r"How many more points did (\w+) score than (\w+) in round (\d+)\?", one.question
+        )
+        assert asked is not None
+        more, less, number = asked.groups()
+        (line,) = re.findall(rf"In round {number} [^.]*\.", one.text)
+        numbers = re.fullmatch(r"In round \d+ (\w+) scored (\d+) points and (\w+) (\d+)\.", line)
+        assert numbers is not None
+        points = {numbers[1]: int(numbers[2]), numbers[3]: int(numbers[4])}
+        assert one.answers == (str(points[more] - points[less]),)
+        assert points[more] >= points[less]
+
+
+@pytest.mark.parametrize("form", ["triviaqa", "nq"])
+def test_questions_are_answered_by_the_paragraph_of_their_town(form: str) -> None:
+    for one in some(form, 1500):
+        asked = one.question.lower()
+        (paragraph,) = (x for x in one.text.splitlines() if x.split()[0].lower() in asked)
+        assert one.answers[0] in paragraph
+        if form == "nq":
+            assert one.question == asked and not asked.endswith("?")
+        else:
+            assert one.answers[-1] == one.answers[0].split()[-1]
+
+
+def test_another_form_is_refused() -> None:
+    with pytest.raises(ValueError, match="form"):
+        ExtractionConfig(form="race")  # type: ignore[arg-type]

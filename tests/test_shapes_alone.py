@@ -1,0 +1,67 @@
+"""Tensors without numbers, fake or of the meta device: layers run, and nothing of them stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.misuse.sentences import refuses
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import recollect as rc
+
+# Constants of rotations, monomials, sketches and activations; solvers that look at numbers.
+NAMES = (
+    "softmax_attention",
+    "gated_delta_net",
+    "based",
+    "dijiang",
+    "titans",
+    "atlas",
+    "rls",
+    "geometric_rls",
+    "mesa_net",
+    "kernel_regression_attention",
+    "delta_former",
+)
+
+
+def _built(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return rc.zoo.get(name).build(d_model=16, heads=2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_tensors_run_and_leave_nothing_behind(name: str) -> None:
+    """Before a real call, which would meet what they left, and after one, whose they meet."""
+    x = torch.randn(1, 5, 16)
+    layer = _built(name)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        shapes, state = layer(mode.from_tensor(x))
+        with torch.no_grad():
+            layer(mode.from_tensor(x[:, :1]), state)
+    y, _ = layer(x)
+    assert type(y) is torch.Tensor and bool(y.isfinite().all()) and shapes.shape == y.shape
+    with FakeTensorMode():
+        fake = _built(name)
+        fake(torch.randn(1, 5, 16))[0].sum().backward()
+    assert torch.equal(layer(x)[0], y)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_meta_device_has_shapes(name: str) -> None:
+    with torch.device("meta"):
+        layer, x = _built(name), torch.empty(2, 5, 16)
+        y, state = layer(x)
+        after, _ = layer(x[:, :1], state)
+    assert y.is_meta and y.shape == x.shape and after.shape == (2, 1, 16)
+
+
+def test_what_numbers_would_decide_is_refused() -> None:
+    with torch.device("meta"):
+        layer, x = _built("titans"), torch.empty(2, 5, 16)
+        says = "have shapes alone"
+        refuses(lambda: layer(x, attention_mask=torch.ones(2, 5)), says, error=ValueError)
+        borders = torch.tensor([0, 2, 5])
+        refuses(lambda: layer(x[:1], cu_seqlens=borders), says, error=ValueError)
+        state = layer(x)[1].reset(torch.empty(2, dtype=torch.bool))
+        refuses(lambda: layer(x, state), "begin without a state", error=ValueError)
