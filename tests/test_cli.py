@@ -189,6 +189,20 @@ def test_a_reason_that_several_failures_share_is_said_once() -> None:
     assert str(made).count("no room") == 2
 
 
+def test_an_explanation_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one is stated; a pipe gets its lines whole."""
+    whole = call("explain", "titans").stdout
+    assert whole == f"{rc.explain('titans')}\n"
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = call("explain", "titans").stdout
+    assert max(map(len, whole.splitlines())) > 60 >= max(map(len, narrow.splitlines()))
+    assert narrow.split() == whole.split()
+    labels = [line[:9] for line in whole.splitlines()[1:]]
+    assert [x[:9] for x in narrow.splitlines() if x[:9].strip()][-3:] == [
+        x for x in labels if x.strip()
+    ][-3:]
+
+
 def test_zoo_as_json() -> None:
     rows = {row["name"]: row for row in json.loads(call("zoo", "--json").stdout)}
     assert list(rows) == [*rc.zoo.names(), *rc.zoo.hybrids()]

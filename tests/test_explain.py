@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -594,3 +595,28 @@ def test_the_pages_count_the_presets_that_there_are() -> None:
     assert said and set(said) == {str(count)}
     readme = (root / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"in (\d+) presets", readme) == [str(count)]
+
+
+def test_the_readme_names_the_layers_that_it_says() -> None:
+    """Its recipe, with the choices of each row, is what `explain` names; and its first lines."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^gated_delta_net = .*?^\)$", readme, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {"rc": rc}
+    exec(code, names)
+    base = names["gated_delta_net"]
+    first = re.search(r"```text\n(.*?)\n```", readme, re.DOTALL)
+    assert first is not None
+    assert str(explain(base)).startswith(first[1] + "\n")
+    assert [x.name for x in explain(base).named] == ["gated_delta_net"]
+
+    _, _, below = readme.partition("| choices | layer |\n|---|---|\n")
+    table, _, _ = below.partition("\n\n")
+    rows = re.findall(r"^\| (the same with )?`(.*?)` \| (`(\w+)`|none .*) \|$", table, re.MULTILINE)
+    assert len(rows) == len(table.splitlines()) >= 6
+    recipe, named = base, []
+    for same, changes, _, name in rows:
+        given = eval(f"dict({changes})", {"rc": rc})
+        recipe = (recipe if same else base).but(**given)
+        named.append([x.name for x in explain(recipe).named if not x.apart] == [name] * bool(name))
+        rc.MemoryLayer(16, 2, recipe)
+    assert all(named), list(zip(rows, named, strict=True))

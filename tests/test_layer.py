@@ -337,7 +337,7 @@ def test_low_rank_and_fixed_numbers() -> None:
         (lambda: MemoryLayer(D, 3, rc.Recipe()), "multiple of heads = 3"),
         (lambda: MemoryLayer(D, 4, rc.Recipe(), kv_heads=3), "kv_heads = 3"),
         (lambda: MemoryLayer(D, 0, rc.Recipe()), "at least 1"),
-        (lambda: MemoryLayer(D, 2, "delta_net"), "rc.Recipe"),  # type: ignore[arg-type]
+        (lambda: MemoryLayer(D, 2, 3), "rc.Recipe"),  # type: ignore[arg-type]
         (lambda: MemoryLayer(D, 2, rc.Recipe(), {"conv": 4}), "LayerOptions"),  # type: ignore[arg-type]
         (lambda: MemoryLayer(D, 2, rc.Recipe(memory=rc.memory.MLP()), value_dim=4), "K = V"),
         (
@@ -410,3 +410,19 @@ def test_drawing_weights_anew_is_like_making_the_layer() -> None:
     layer.reset_parameters()
     for name, weight in layer.state_dict().items():
         assert torch.equal(weight, first[name])
+
+
+@pytest.mark.parametrize("name", ["titans", "gla", "delta_product", "longhorn"])
+def test_a_layer_by_name_is_the_systems_own(name: str) -> None:
+    """With the system's options, as `Preset.build` has them: a recipe alone is not the system."""
+    preset = rc.zoo.get(name)
+    built = preset.build(16, 2)
+    for stated in (name, preset, built):
+        layer = rc.MemoryLayer(16, 2, stated)
+        assert (layer.recipe, layer.options) == (preset.recipe, preset.options)
+        layer.load_state_dict(built.state_dict())
+        x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(layer(x)[0], built(x)[0])
+    own = rc.LayerOptions(conv=2)
+    assert rc.MemoryLayer(16, 2, name, own).options == own
+    assert rc.MemoryLayer(16, 2, preset.recipe).options == rc.LayerOptions()

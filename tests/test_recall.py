@@ -655,3 +655,15 @@ def test_query_heads_share_memories() -> None:
         memory = slice(head // 2, head // 2 + 1)
         alone, _ = rc.recall(recipe, q[:, :, head : head + 1], k[:, :, memory], v[:, :, memory])
         torch.testing.assert_close(y[:, :, head : head + 1], alone, **TOL)
+
+
+def test_a_name_or_what_has_a_recipe_will_do() -> None:
+    preset = rc.zoo.get("delta_net")
+    layer = preset.build(8, 2)
+    q, k, v = (normal(1, T, 2, K, seed=seed) for seed in (40, 41, 42))
+    gates = {"lr": uniform(0, 1, 1, T, 2, seed=43)}
+    expected, state = rc.recall(preset.recipe, q, k, v, gates)
+    for stated in ("delta_net", preset, layer):
+        y, after = rc.recall(stated, q, k, v, gates)
+        assert torch.equal(y, expected)
+        assert torch.equal(rc.read(stated, q, state=after), rc.read(preset.recipe, q, state=state))

@@ -125,3 +125,52 @@ def test_a_saved_state_has_no_names_that_only_begin_like_its_own(name: str) -> N
         rc.State.from_dict({**flat, name: torch.zeros(1)})
     with pytest.raises(ValueError, match="'written_by' of a state must be text"):
         rc.State.from_dict({**flat, "written_by": torch.zeros(0, dtype=torch.uint8)})
+
+
+LAYERS = {
+    **{name: rc.MemoryLayer(8, 2, recipe) for name, recipe in RECIPES.items()},
+    "titans": rc.MemoryLayer(8, 2, "titans"),
+    "chain": rc.blocks.build(rc.blocks.Chain("gla", "softmax_attention"), 8, 2),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_state_is_shown_by_its_shapes(name: str) -> None:
+    """On one line, without a number of its tensors: it prints as fast, and as short, when large."""
+    lines = []
+    for rows in (1, 64):
+        _, state = LAYERS[name](torch.randn(rows, 5, 8))
+        assert state is not None
+        told = repr(state)
+        lines.append(told)
+        assert told == str(state) and "\n" not in told and "tensor(" not in told
+        assert len(told) < 1500, len(told)
+        assert f"position=int64[{rows}]" in told
+    assert len(lines[1]) < len(lines[0]) + 60
+    if name == "matrix":
+        assert lines[0] == (
+            "LayerState(memory=State(weights=(float32[1, 2, 4, 4],), position=int64[1], "
+            "sizes=(2, 4, 4)), conv=float32[1, 3, 24])"
+        )
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_state_goes_where_tensors_go(name: str) -> None:
+    _, state = LAYERS[name](torch.randn(1, 5, 8))
+    assert state is not None
+    like = torch.zeros(1, dtype=torch.float64)
+    wanted = state.to(dtype=torch.float64)
+    assert str(wanted) == str(state).replace("float32", "float64") != str(state)
+    for moved in (
+        state.to(torch.float64),
+        state.to("cpu", torch.float64),
+        state.to(torch.device("cpu"), dtype=torch.float64),
+        state.to(like),
+    ):
+        assert repr(moved) == repr(wanted)
+        for a, b in zip(moved.to_dict().values(), wanted.to_dict().values(), strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+    stays = state.to("cpu")
+    assert repr(stays) == repr(state)
+    away = state.to("meta")
+    assert {x.device.type for x in away.to_dict().values() if x.is_floating_point()} == {"meta"}

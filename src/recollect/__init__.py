@@ -48,10 +48,12 @@ from recollect.recipe.files import load_recipe
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
 from recollect.state.state import State
+from recollect.wording import suggests
 
 if TYPE_CHECKING:
     from recollect import blocks, experiments, lm, tasks, testing, theory, zoo
     from recollect.experiments import compare, reproduce
+    from recollect.zoo.preset import Preset
 
 __version__ = "0.1.0"
 
@@ -110,11 +112,11 @@ _MODULES = ("blocks", "experiments", "lm", "tasks", "testing", "theory", "zoo")
 _EXPERIMENTS = ("compare", "reproduce")
 
 
-def _of_the_zoo(name: str) -> Recipe:
+def _of_the_zoo(name: str) -> Preset:
     """What a name means where a recipe is taken."""
     from recollect.zoo.preset import get
 
-    return get(name).recipe
+    return get(name)
 
 
 names_stand_for(_of_the_zoo)
@@ -135,7 +137,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"recollect.{name}")
     if name in _EXPERIMENTS:
         return getattr(importlib.import_module("recollect.experiments"), name)
-    raise AttributeError(f"module 'recollect' has no attribute {name!r}")
+    return suggests("recollect", __all__)(name)
 
 
 def __dir__() -> list[str]:

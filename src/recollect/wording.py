@@ -6,12 +6,12 @@ import difflib
 import functools
 import inspect
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-__all__ = ["named_arguments", "nearest", "shown", "word_for", "worded"]
+__all__ = ["named_arguments", "nearest", "shown", "suggests", "word_for", "worded"]
 
 _WORDS: ContextVar[Mapping[str, str]] = ContextVar("words", default={})  # noqa: B039
 
@@ -70,6 +70,29 @@ def nearest(name: str, known: Sequence[str]) -> str:
     if near:
         return f"did you mean {near[0]!r}?"
     return f"it has {', '.join(known)}" if known else "it has none"
+
+
+def suggests(module: str, known: Sequence[str]) -> Callable[[str], Any]:
+    """A module's ``__getattr__``, which tells who mistypes a name the nearest one.
+
+    Checkers of types must not see it: to them a module that has one has every name.
+
+    Args:
+        module: its name.
+        known: the names that it has.
+
+    Examples:
+        >>> rc.bias.Hubber
+        Traceback (most recent call last):
+        AttributeError: ... has no attribute 'Hubber'; did you mean 'Huber'?
+    """
+
+    def __getattr__(name: str) -> Any:
+        near = nearest(name, known)
+        hint = f"; {near}" if near.startswith("did") and name[:1] != "_" else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+
+    return __getattr__
 
 
 def shown(value: object) -> str:

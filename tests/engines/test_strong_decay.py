@@ -234,7 +234,7 @@ def test_a_decay_of_zero_starts_anew(reset: float, dtype: torch.dtype, method: s
 def test_infinite_keys_are_refused_for_what_they_are() -> None:
     q, k, v, logs = draw(20, 4, 0.5)
     k[0, 3] = math.inf
-    with pytest.raises(ValueError, match="k has a infinity at row 0, token 3"):
+    with pytest.raises(ValueError, match="k has an infinity at row 0, token 3"):
         recall((q, k, v, logs), torch.float32)
 
 

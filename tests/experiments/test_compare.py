@@ -25,9 +25,11 @@ from recollect.cli.compare import _show
 from recollect.cli.progress import CompareDisplay
 from recollect.experiments import Schedule, Sizes, compare, save_comparison
 from recollect.experiments.comparison.jobs import Job, run_jobs
+from recollect.experiments.comparison.report import measured_on, table
 from recollect.experiments.comparison.results import DEFAULTS, ModelRun, Nobody
 from recollect.experiments.comparison.tasks import RECALLS
 from recollect.experiments.comparison.training import History
+from recollect.report import describe_environment
 
 SMALL = {
     "text": Sizes(width=16, depth=1, heads=2, length=32, schedule=Schedule(steps=4, batch=2)),
@@ -51,7 +53,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(
     models: Sequence[Any], tasks: Sequence[str], text: str, **options: Any
 ) -> rc.experiments.Comparison:
-    return compare(models, tasks, text=text, sizes=SMALL, **options)
+    read = text if "text" in tasks else None
+    return compare(models, tasks, text=read, sizes=SMALL, **options)
 
 
 def test_models_meet_on_equal_terms_and_everything_is_reported(text: str, tmp_path: Path) -> None:
@@ -307,6 +310,13 @@ def test_an_interrupt_stops_every_process_and_keeps_what_was_measured(text: str)
     assert all(not r.finished and r.tokens < 3000 * 4 * 48 for r in result.runs)
 
 
+def test_the_sizes_of_one_task_may_be_given_alone() -> None:
+    alone = compare("gla", "mqar", sizes=SMALL["mqar"])
+    by_task = compare("gla", "mqar", sizes=SMALL)
+    assert alone.sizes == by_task.sizes == {"mqar": SMALL["mqar"]}
+    assert alone.runs[0].value == by_task.runs[0].value
+
+
 @pytest.mark.parametrize(
     ("models", "tasks", "says"),
     [
@@ -370,6 +380,46 @@ def test_several_seeds_are_told_by_mean_and_spread(text: str, tmp_path: Path) ->
     assert first["min"] <= first["value"] <= first["max"] and first["sd"] > 0
     rows = list(csv.DictReader(paths["csv"].read_text().splitlines()))
     assert [int(row["seed"]) for row in rows] == [3, 3, 4, 4, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("curves", "values", "says"),
+    [
+        ([0.8341], [0.8339], ""),
+        ([0.834], [0.821], "gla ends at 0.834 there and at 0.821 here"),
+        ([0.5, 0.7], [0.6, 0.8], "gla's mean ends at 0.600 there and at 0.700 here"),
+        ([0.5, 0.7], [0.7, 0.5], ""),
+    ],
+)
+def test_where_curves_end_is_told_as_it_is_printed(
+    curves: list[float], values: list[float], says: str
+) -> None:
+    """One number beside another that reads the same, or of one seed beside a mean, misleads."""
+    runs = tuple(
+        ModelRun(
+            task="mqar",
+            model="gla",
+            parameters=1,
+            state_bytes=1,
+            grows=False,
+            value=value,
+            curve=((9, end),),
+            tokens=9,
+            seed=seed if len(curves) > 1 else None,
+        )
+        for seed, (end, value) in enumerate(zip(curves, values, strict=True))
+    )
+    made = rc.experiments.Comparison(
+        runs=runs,
+        sizes={"mqar": SMALL["mqar"]},
+        seed=0,
+        seeds=len(curves),
+        environment=describe_environment(),
+        measured={"mqar": (64, 256)},
+    )
+    assert "channels. Trained on" in table(made, "mqar").caption, "of one head"
+    ends = f"a curve may end elsewhere ({says})." if says else "a curve may end elsewhere."
+    assert ends in measured_on(made, "mqar")
 
 
 def test_two_seeds_are_told_by_both_values() -> None:

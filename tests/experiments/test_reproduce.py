@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import functools
+import html
 import importlib
 import json
 import math
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +37,10 @@ from recollect.experiments.framework.experiment import SCALES, Work, judged
 from recollect.experiments.framework.price import plan
 from recollect.experiments.framework.processes import Lost
 from recollect.experiments.framework.records import Missing, Record, plain
+from recollect.experiments.framework.report import save_run
+from recollect.experiments.framework.run import command_of
 from recollect.experiments.gallery import save_gallery, save_gallery_markdown
+from recollect.experiments.papers.ttr.recall import _range
 from recollect.report import FigureFiles, Series, line_figure
 
 ROWS = (
@@ -206,6 +211,51 @@ def test_rules_that_changed_since_the_measurement_are_told(tmp_path: Path) -> No
     run = reproduce(replace(toy(), claims=(claim,)), out=tmp_path)
     assert run.verdicts[0][1].status == "does not hold"
     assert "changed since" in page.read_text()
+
+
+def test_a_report_prints_the_command_that_repeats_it(tmp_path: Path) -> None:
+    """As it was run, with a folder that a shell has to be told in quotes."""
+    out = tmp_path / "my runs"
+    invoked = invoke(
+        *("reproduce", "ttr-fig2", "--scale", "smoke", "--seeds", "1", "--out", str(out))
+    )
+    assert invoked.exit_code == 0, invoked.output
+    page = html.unescape((out / "ttr-fig2" / "report.html").read_text("utf-8"))
+    command = f"recollect reproduce ttr-fig2 --scale smoke --seeds 1 --out '{out}'"
+    assert command in page
+    again = invoke(*shlex.split(command)[1:])
+    assert "measured earlier" in again.output
+
+    run = reproduce(toy(), scale="smoke", out=tmp_path)
+    spent = f"{run.results.seconds:,.0f} s, summed over the cells"
+    alone = save_run(run)["report"].read_text("utf-8")
+    assert spent in alone and "at a time" not in alone
+    beside = save_run(replace(run, jobs=2))["report"].read_text("utf-8")
+    assert f"{spent}, of which 2 were measured at a time" in beside
+
+
+@pytest.mark.parametrize(("least", "bottom", "top"), [(0.95, 0.9, 1.005), (0.07, 0.0, 1.05)])
+def test_recall_near_one_fills_its_panels(least: float, bottom: float, top: float) -> None:
+    rows = [
+        ({"kind": kind, "layer": layer, "P": P, "T": T}, 0, {"accuracy": least if P > 8 else 1.0})
+        for kind in ("trained", "untrained")
+        for layer in ("linear attention", "RLS")
+        for P in (8, 16)
+        for T in (32, 64)
+    ]
+    found = _range(Results.of(rows, config={"width": 8}))
+    assert found == pytest.approx((bottom, top))
+    assert found[0] < least < 1 < found[1]
+
+
+def test_a_command_leaves_out_what_is_as_by_default() -> None:
+    plain: dict[str, Any] = {"seeds": None, "jobs": 1, "device": "cpu", "out": "runs"}
+    assert command_of("mad", scale="small", **plain) == "recollect reproduce mad --scale small"
+    other: dict[str, Any] = {"seeds": 3, "jobs": 2, "device": "cuda", "out": "other"}
+    assert command_of("mad", scale="paper", **other) == (
+        "recollect reproduce mad --scale paper --launch --seeds 3 --jobs 2 --device cuda "
+        "--out other"
+    )
 
 
 @pytest.mark.slow  # each process imports everything anew

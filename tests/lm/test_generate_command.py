@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import re
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ from typer.testing import CliRunner
 
 import recollect as rc
 from recollect.cli import build
+from recollect.cli import generate as command
 from recollect.lm import RecollectConfig, RecollectForCausalLM
 from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer
 from recollect.lm.hub import hub_options
@@ -98,6 +103,100 @@ def test_refusals_are_one_sentence(saved: Path, tmp_path: Path) -> None:
         assert says in said
         assert said.startswith("recollect generate: ")
         assert said.count("\n") == 1
+
+
+def test_a_prompt_is_read_from_what_is_piped_in(saved: Path) -> None:
+    """As it would be given; a terminal is not read, and an option comes before a pipe."""
+
+    def piped(given: bytes, *arguments: str) -> dict[str, object]:
+        asked = ["generate", str(saved), *arguments, *TOKENS, "--temperature", "0", "--json"]
+        result = CliRunner().invoke(build(), asked, input=given)
+        assert result.exit_code == 0, (result.output, result.exception)
+        return json.loads(result.stdout)
+
+    for typed in ("hello", "größer\nals", ""):
+        wanted = text(saved, "--prompt", typed, "--temperature", 0)
+        for given in (typed, typed + "\n", typed + "\r\n"):
+            for arguments in ((), ("--prompt", "-")):
+                read = piped(given.encode(), *arguments)
+                assert (read["prompt"], read["text"]) == (typed, wanted["text"])
+    assert piped(b"hello", "--prompt", "other")["prompt"] == "other"
+    assert piped(b"hello", "--prompt", "")["prompt"] == ""
+    result = CliRunner().invoke(build(), ["generate", str(saved)], input=b"\xff\xfe")
+    assert result.exit_code == 2
+    assert "standard input is no UTF-8 text" in result.stderr
+
+
+def test_a_terminal_is_not_read_and_a_silent_pipe_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    primary, terminal = os.openpty()
+    with os.fdopen(terminal) as typed:
+        monkeypatch.setattr("sys.stdin", typed)
+        assert command._prompt(None) == ""
+    os.close(primary)
+
+    reading, writing = os.pipe()
+    monkeypatch.setattr(command, "PATIENCE", 0.0)
+    with os.fdopen(reading) as pipe:
+        monkeypatch.setattr("sys.stdin", pipe)
+        late = threading.Timer(0.2, lambda: (os.write(writing, b"late\n"), os.close(writing)))
+        late.start()
+        assert command._prompt(None) == "late"
+        late.join()
+    assert "reading the prompt from the standard input" in capsys.readouterr().err
+
+
+def test_a_run_stands_for_its_model(saved: Path, tmp_path: Path) -> None:
+    run_folder = tmp_path / "mine"
+    shutil.copytree(saved, run_folder / "model")
+    (run_folder / "plan.json").write_text("{}")
+    asked = ("--prompt", "The", "--temperature", 0)
+    assert text(run_folder, *asked)["text"] == text(saved, *asked)["text"]
+    (run_folder / "model").rename(run_folder / "checkpoint-3")
+    (run_folder / "checkpoint-3" / "trainer_state.json").write_text("{}")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (run_folder / "checkpoint-3" / name).write_bytes(b"")
+    _, told = run(run_folder, code=2)
+    assert "has not come to its end: name its last checkpoint" in told
+    assert str(run_folder / "checkpoint-3") in told
+    shutil.rmtree(run_folder / "checkpoint-3")
+    assert "and has no checkpoint yet" in run(run_folder, code=2)[1]
+
+
+def test_an_adapter_is_told_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    _, told = run(tmp_path, code=2)
+    assert "holds an adapter of PEFT" in told and "merge_and_unload()" in told
+    assert told.count("\n") == 1
+
+
+def test_new_tokens_have_the_name_that_transformers_gives_them(saved: Path) -> None:
+    asked = (saved, "--prompt", "The", "--temperature", 0, "--json")
+    short, same = (run(*asked, option, 3)[0] for option in ("--tokens", "--max-new-tokens"))
+    assert json.loads(short)["text"] == json.loads(same)["text"]
+    assert json.loads(same)["tokens"] == 3
+
+
+def test_the_size_of_the_cache_on_the_page_is_that_of_its_model() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "language-models.md").read_text(encoding="utf-8")
+    said = re.search(
+        r"model of `(\w+)` with (\d+) layers of\s+width (\d+) and (\d+) heads that is\n\n +(.*)",
+        page,
+    )
+    assert said is not None
+    name, depth, width, heads, line = said.groups()
+    config = RecollectConfig.from_recipes(
+        name,
+        vocab_size=257,
+        hidden_size=int(width),
+        num_hidden_layers=int(depth),
+        num_attention_heads=int(heads),
+    )
+    model = RecollectForCausalLM(config).eval()
+    with torch.no_grad():
+        cache = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+    assert str(command._cache_size(model, cache)) == line
 
 
 def test_a_model_of_bytes_needs_no_tokenizer(saved: Path, tmp_path: Path) -> None:

@@ -186,8 +186,8 @@ def test_a_plan_that_was_deleted_is_still_known(
     assert train(same, resume=True, say=said.append).steps == 0
     count = len(list((run / "checkpoint-2").iterdir())) - 1
     assert said == [
-        f"going on from {run / 'checkpoint-2'}: its {count} files are as they were written, plan "
-        "and texts those that the run was begun with"
+        f"the run is finished, and more steps in its plan extend it; {run / 'checkpoint-2'}: its "
+        f"{count} files are as they were written, plan and texts those that the run was begun with"
     ]
     assert json.loads((run / "plan.json").read_text())["optimizer"]["lr"] == 0.01
 
@@ -370,3 +370,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_extended(text: Path, tmp_pat
     longer = plan(text, tmp_path, optimizer={"steps": 2}, **tables)
     with pytest.raises(ValueError, match=r"holds a finished run and no checkpoint that more steps"):
         train(longer, resume=True)
+    before = digests(tmp_path)
+    with pytest.raises(ValueError, match=r"holds the finished run of this plan, and no checkpoint"):
+        train(plan(text, tmp_path, optimizer={"steps": 1}, **tables), resume=True)
+    assert digests(tmp_path) == before

@@ -17,6 +17,12 @@ R = rc.Recipe()
 LAYER = rc.MemoryLayer(8, 2, R)
 
 
+def _sizes() -> rc.experiments.Sizes:
+    return rc.experiments.Sizes(
+        width=16, depth=1, heads=1, length=48, schedule=rc.experiments.Schedule(steps=1, batch=1)
+    )
+
+
 def _q() -> Tensor:
     return torch.zeros(1, 3, 1, 4)
 
@@ -39,7 +45,7 @@ RECALLS: dict[str, tuple[dict[str, Any], str]] = {
     **{f"flat {x}": ({x: _q()[0]}, f"{x} must have shape") for x in "qkv"},
     **{f"meta {x}": ({x: _q().to("meta")}, "one device") for x in "kv"},
     **{f"nan {x}": ({x: _q() + torch.nan}, f"{x} has a NaN") for x in "qkv"},
-    **{f"inf {x}": ({x: _q() + torch.inf}, f"{x} has a infinity") for x in "qkv"},
+    **{f"inf {x}": ({x: _q() + torch.inf}, f"{x} has an infinity") for x in "qkv"},
     "gates in a list": ({"gates": [1]}, "gates must map names to tensors"),
     "gates in a tensor": ({"gates": _q()}, "gates must map names to tensors"),
     "no gates": ({"gates": None}, "gate 'lr' is missing"),
@@ -108,8 +114,12 @@ LAYERS: dict[str, tuple[Callable[[], object], str]] = {
         for x in ("2", 1.5, 0, -1)
     },
     "kv_heads 3": (lambda: rc.MemoryLayer(16, 4, R, kv_heads=3), "multiple of kv_heads"),
-    "a name": (lambda: rc.MemoryLayer(16, 4, "gla"), "needs an rc.Recipe, not 'gla'"),  # type: ignore[arg-type]
-    "no recipe": (lambda: rc.MemoryLayer(16, 4, None), "needs an rc.Recipe"),  # type: ignore[arg-type]
+    "another name": (lambda: rc.MemoryLayer(16, 4, "glaa"), "did you mean gla"),
+    "a hybrid": (lambda: rc.MemoryLayer(16, 4, "titans_mac"), "rc.zoo.find('titans_mac')"),
+    "learned pairs": (lambda: rc.MemoryLayer(16, 4, "ffn_relu"), "rc.zoo.get('ffn_relu').build"),
+    "no recipe": (lambda: rc.MemoryLayer(16, 4, None), "takes an rc.Recipe"),  # type: ignore[arg-type]
+    "the recipe first": (lambda: rc.MemoryLayer(R, 16, 4), "width, heads and recipe in this order"),  # type: ignore[arg-type]
+    "the name first": (lambda: rc.MemoryLayer("gla", 16, 4), "width, heads and recipe in this"),  # type: ignore[arg-type]
     "options in a dict": (lambda: rc.MemoryLayer(16, 4, R, {"conv": 0}), "rc.LayerOptions"),  # type: ignore[arg-type]
     "another method": (lambda: rc.MemoryLayer(16, 4, R, method="fast"), "'fast' is unknown"),
     "an override": (lambda: rc.zoo.get("gla").build(8, 2, foo=1), "no override 'foo'"),
@@ -169,6 +179,65 @@ def test_diagnose(what: str) -> None:
     refuses(call, says, error=ValueError)
 
 
+def test_a_gate_under_another_name_is_told_the_nearest() -> None:
+    """Beside what the one that is missing should be."""
+    recipe = rc.Recipe(retention=rc.retention.Decay())
+    gate = torch.zeros(1, 3, 1)
+    for given, says in (
+        ({"lr": gate, "logdecay": gate}, "'logdecay' is unknown to this recipe"),
+        ({"lrr": gate, "log_decay": gate}, "did you mean 'lr'?"),
+        ({"lr": gate, "log_decay": gate, "colour": gate}, "which needs: log_decay, lr"),
+        ({"lr": gate}, "gate 'log_decay' is missing: retention.Decay"),
+        ({"lr": gate, "logdecay": gate}, "gate 'log_decay' is missing: retention.Decay"),
+        ({"lr": gate, "hue": gate}, "'hue' is unknown to this recipe"),
+    ):
+        told = refuses(
+            lambda given=given: rc.recall(recipe, _q(), _q(), _q(), given), says, error=ValueError
+        )
+        assert ("did you mean" in told) == ("lrr" in given or "logdecay" in given)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "near"),
+    [
+        (rc.memory, "Matriks", "Matrix"),
+        (rc.features, "Polynomal", "Polynomial"),
+        (rc.bias, "Hubber", "Huber"),
+        (rc.context, "Windows", "Window"),
+        (rc.retention, "Decayed", "Decay"),
+        (rc.algorithm, "GradientDecent", "GradientDescent"),
+        (rc, "MemoryLayr", "MemoryLayer"),
+        (rc.experiments, "compair", "compare"),
+    ],
+)
+def test_a_name_that_a_module_lacks_is_told_the_nearest(module: Any, name: str, near: str) -> None:
+    refuses(
+        lambda: getattr(module, name), f"{name!r}; did you mean {near!r}?", error=AttributeError
+    )
+    told = refuses(lambda: module.qqqqqqqq, "no attribute 'qqqqqqqq'", error=AttributeError)
+    assert "did you mean" not in told
+    assert not hasattr(module, "__nothing__")
+
+
+PLACES = {
+    "a word": (("nowhere else",), RuntimeError, "nowhere"),
+    "a number": ((1.5,), ValueError, "takes a device, a dtype or a tensor"),
+    "nothing": ((None,), ValueError, "not None"),
+    "two dtypes": ((torch.float32, torch.float64), ValueError, "two of dtype"),
+}
+
+
+@pytest.mark.parametrize("what", PLACES)
+def test_where_a_state_cannot_go(what: str) -> None:
+    where, error, says = PLACES[what]
+    _, state = LAYER(torch.zeros(1, 3, 8))
+    for one in (state, state.memory):
+        with pytest.raises(error, match=says):
+            one.to(*where)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="two of device"):
+        state.to("cpu", device="cpu")
+
+
 NAMES: dict[str, tuple[Callable[[], object], str]] = {
     "get": (lambda: rc.zoo.get("glaa"), "did you mean gla"),
     **{
@@ -194,6 +263,15 @@ NAMES: dict[str, tuple[Callable[[], object], str]] = {
     "compare a number": (lambda: rc.compare([3]), "a zoo name, a preset or (name, recipe)"),  # type: ignore[list-item]
     "compare twice": (lambda: rc.compare(["gla", "gla"]), "named twice"),
     "an unknown task": (lambda: rc.compare("gla", ["texts"]), "unknown task 'texts'"),
+    "a text nobody reads": (
+        lambda: rc.compare("gla", "mqar", text="none.txt"),
+        "text is read by the task text alone",
+    ),
+    "one size, two tasks": (
+        lambda: rc.compare("gla", ["mqar", "capacity"], sizes=_sizes()),
+        "sizes={'mqar': Sizes(...)}",
+    ),
+    "sizes in numbers": (lambda: rc.compare("gla", "mqar", sizes=3), "an rc.experiments.Sizes"),  # type: ignore[arg-type]
     "one unknown task": (lambda: rc.compare("gla", "texts"), "unknown task 'texts'"),
     "tasks None": (lambda: rc.compare("gla", None), "tasks must be a list"),  # type: ignore[arg-type]
     **{

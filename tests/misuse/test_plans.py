@@ -264,8 +264,15 @@ def test_runs_that_cannot_begin(what: str, place: Path) -> None:
     changes, says = RUNS[what]
     before = digests(place)
     refuses(lambda: rc.lm.train(plan_of(changes)), *says, error=ValueError)
-    after = digests(place)
-    assert {name: after.get(name) for name in before} == before
+    assert digests(place) == before, "nothing is lost, and nothing is left"
+
+
+def test_a_run_that_is_refused_leaves_no_folder(place: Path) -> None:
+    """Before its first step there is nothing to keep; what stood there stays, and its parents."""
+    for out, made in (("new", False), ("out", True)):
+        run = plan_of({"model": {"width": 10_000_000}, "run": {"out": out}})
+        refuses(lambda run=run: rc.lm.train(run), "[model] has", error=ValueError)
+        assert (place / out).exists() == made
 
 
 def test_a_start_from_nowhere(place: Path) -> None:
@@ -281,6 +288,14 @@ def test_held_out_text_that_is_trained_on_is_said(place: Path) -> None:
     (note,) = trained.notes
     is_one_sentence(note)
     assert "text.txt is held out and trained on" in note
+    (place / "copy.txt").write_bytes((place / "text.txt").read_bytes())
+    told: list[str] = []
+    copied = plan_of({"data": {"heldout": ["copy.txt"]}, "run": {"out": "copied"}})
+    trained = rc.lm.train(copied, say=told.append, begins=lambda header: told.append("begins"))
+    (note,) = trained.notes
+    is_one_sentence(note)
+    assert "copy.txt (it is text.txt, word for word) is held out and trained on" in note
+    assert told == [note, "begins"]
     apart = place / "other.txt"
     apart.write_text("other words for other ends. " * 20)
     plan = plan_of({"data": {"heldout": ["other.txt"]}, "run": {"out": "apart"}})

@@ -144,3 +144,20 @@ def test_a_ragged_table_is_refused() -> None:
 def test_saving(tmp_path: Path) -> None:
     path = Report(title="Größe").save(tmp_path / "runs" / "report.html")
     assert path.read_text("utf-8") == Report(title="Größe").render()
+
+
+def test_numbers_that_are_written_out_stand_to_the_right() -> None:
+    cells = {
+        "0.834": "0.834 ± 0.012",
+        "12,345": "1,085,536",
+        "14.1 KiB": "30.2 KiB, grows",
+        "0.5 (0.4–0.6)": "0.97 (0.9 … 1), 1 diverged",
+        "1e-05": "−3",
+        "41 %": "7 s",
+    }
+    words = {"gla": "3 of 3 seeds", "1.2.3": "4", "diverged": "0.1", "seed 3": "2 more"}
+    for right, every in ((True, cells), (False, words)):
+        for pair in every.items():
+            drawn = Table(columns=["x"], rows=[[cell] for cell in (*pair, None)]).render()
+            assert (drawn.count(' class="number"') == 4) is right, pair
+            assert (' class="number"' in drawn) is right, pair

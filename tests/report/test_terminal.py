@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 from rich.cells import cell_len
 from rich.console import Console
 
-from recollect.report.terminal import Column, TerminalTable
+from recollect.report.terminal import Column, TerminalTable, hung
 
 NUMBERS = ("1.9132", "4,261,920", "299,040")
 TABLE = TerminalTable(
@@ -88,3 +88,15 @@ def test_a_page_that_nothing_bounds_has_every_column() -> None:
 def test_a_ragged_table_is_refused() -> None:
     with pytest.raises(ValueError, match="row 0 has 1 cells for 2 columns"):
         TerminalTable(columns=(Column(name="a"), Column(name="b")), rows=[["x"]])
+
+
+def test_lines_that_are_too_long_hang_below_their_text() -> None:
+    text = (
+        "engine   linear (triangular solve)\nneeds    gate log_decay [B, T, H] ≤ 0, for each token"
+    )
+    assert hung(text, None) == text == hung(text, 200)
+    lines = hung(text, 30).splitlines()
+    assert lines[:2] == ["engine   linear (triangular", "         solve)"]
+    assert max(map(len, lines)) <= 30
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split()), "nothing is lost"
+    assert all(line.startswith("  ") for line in hung(text, 12).splitlines()[1:3])

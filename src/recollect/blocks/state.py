@@ -11,6 +11,7 @@ from torch import Tensor
 
 from recollect.layer.state import LayerState
 from recollect.state.flat import read_text, text_tensor
+from recollect.state.moving import brief, mover
 
 __all__ = ["AnyState", "MixerState", "state_from"]
 
@@ -97,17 +98,26 @@ class MixerState:
         return self.map(lambda x: x.repeat_interleave(n, dim=0))
 
     def to(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        *where: torch.device | str | torch.dtype | Tensor,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> MixerState:
-        """Move; ``dtype`` applies to floating-point tensors.
+        """Move, as `torch.Tensor.to` does; a dtype applies to floating-point tensors.
 
         Args:
+            where: a device, a dtype, or a tensor that has both.
             device: where tensors go; they stay when omitted.
             dtype: of floating-point tensors; theirs when omitted.
+
+        Raises:
+            ValueError: something else, or one of them twice.
         """
-        return self.map(
-            lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None)
-        )
+        return self.map(mover(where, device, dtype))
+
+    def __repr__(self) -> str:
+        """Types and shapes, and no numbers."""
+        return brief(self)
 
     def reset(self, mask: Tensor, init: Mapping[str, Any] | None = None) -> MixerState:
         """Rows where ``mask [B]`` is True start anew.

@@ -35,9 +35,12 @@ def compare(
         str, typer.Option(help="Zoo names or recipe files (.json, .toml), separated by commas.")
     ],
     task: Annotated[list[str], typer.Option(help="text, mqar, capacity.")] = ["text"],  # noqa: B006
-    text: Annotated[str | None, typer.Option(help="A text file of your own.")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="A text file of your own, of the task text.")
+    ] = None,
     dataset: Annotated[
-        str | None, typer.Option(help="A hub dataset with a 'text' column, streamed.")
+        str | None,
+        typer.Option(help="A hub dataset with a 'text' column, in place of --text."),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per model.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
@@ -77,11 +80,14 @@ def compare(
     """Train models at equal parameters and tokens, and report."""
     import recollect.experiments as experiments
     from recollect.experiments.comparison.results import DEFAULTS
+    from recollect.experiments.comparison.tasks import check_text_is_read
     from recollect.lm.data.streaming import stream_text
 
     chosen = [stated(name.strip()) for name in models.split(",") if name.strip()]
     if text is not None and dataset is not None:
         raise ValueError("--text and --dataset exclude each other: give one text")
+    with worded({"corpus": "--dataset", "text": "--text", "tasks": "--task"}):
+        check_text_is_read(task, text=text, corpus=dataset)
     corpus = None if dataset is None else stream_text(dataset)
     sizes = {
         name: DEFAULTS[name].but(

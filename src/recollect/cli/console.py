@@ -32,7 +32,7 @@ INTERRUPTED = 130
 """Exit status after an interrupt, as shells have it."""
 
 
-def console_of_page(width: int = WIDE, *, stderr: bool = False) -> Console:
+def console_of_page(width: int = WIDE, *, stderr: bool = False) -> Page:
     """The terminal, or a page so wide where there is none.
 
     Args:
@@ -83,6 +83,21 @@ def nobody_reads() -> bool:
             os.dup2(nowhere, number)
             os.close(nowhere)
     return closed
+
+
+def ready(stream: Any, seconds: float) -> bool:
+    """Whether a stream has something to read, or has ended, within so many seconds.
+
+    Args:
+        stream: of text; one that is no file of the system always is.
+        seconds: to wait for it.
+    """
+    look = select.poll()
+    try:
+        look.register(stream.fileno(), select.POLLIN)
+    except (AttributeError, OSError, ValueError):
+        return True
+    return bool(look.poll(1000 * seconds))
 
 
 def said(sentence: str) -> None:

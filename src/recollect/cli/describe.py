@@ -12,7 +12,7 @@ import typer
 import recollect as rc
 from recollect.cli.console import TABLE_COLUMNS, console_of_page, print_json
 from recollect.recipe.files import load_recipe
-from recollect.report.terminal import Column, TerminalTable
+from recollect.report.terminal import Column, TerminalTable, hung
 
 
 def zoo(
@@ -144,7 +144,8 @@ def explain(
     if as_json:
         print_json(explained.to_dict())
     else:
-        typer.echo(str(explained))
+        page = console_of_page()
+        typer.echo(hung(str(explained), page.width if page.bounded else None))
 
 
 def sizes(

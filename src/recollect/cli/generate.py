@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from recollect.cli.console import INTERRUPTED, ready, said
 
 if TYPE_CHECKING:
     import torch
@@ -18,15 +21,24 @@ if TYPE_CHECKING:
 
 __all__ = ["generate"]
 
-INTERRUPTED = 130
+PATIENCE = 1.0
+"""Seconds of silence after which whoever waits is told that the standard input is read."""
 
 
 def generate(
     checkpoint: Annotated[
-        str, typer.Argument(help="Folder of a saved model or its run, or a hub name.")
+        str, typer.Argument(help="Folder of a saved model or of a run, or a hub name.")
     ],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
-    tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 200,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            help="Text to go on from; - is the standard input, which is read without this option "
+            "too where it is no terminal."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "--max-new-tokens", help="New tokens at most.")
+    ] = 200,
     temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the likeliest.")] = 0.8,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the likeliest that make up this share.")
@@ -55,6 +67,7 @@ def generate(
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
     logging.disable_progress_bar()
+    prompt = _prompt(prompt)
     model, tokenizer = load_saved(checkpoint)
     model.to(device)  # type: ignore[arg-type]
     inputs = _inputs(model, tokenizer, prompt, from_state, save_state)
@@ -116,6 +129,24 @@ def _check(
     ):
         if not fits:
             raise ValueError(f"--{name} must be {wanted}, not {value}")
+
+
+def _prompt(given: str | None) -> str:
+    """The prompt: as it was given, or what the standard input holds where it is no terminal.
+
+    A line's end that ``echo`` puts behind it is no part of it.
+    """
+    if given not in (None, "-"):
+        return given
+    if sys.stdin is None or (given is None and sys.stdin.isatty()):
+        return ""
+    if not ready(sys.stdin, PATIENCE):
+        said('reading the prompt from the standard input (--prompt "" is none)')
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("the prompt on the standard input is no UTF-8 text: convert it") from None
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _inputs(

@@ -48,7 +48,10 @@ def train(
     console = console_of_page(stderr=True)
     page = console_of_page(stderr=as_json)
 
+    told: list[str] = []
+
     def say(sentence: str) -> None:
+        told.append(sentence)
         with contextlib.suppress(OSError):  # nobody listens, and the run goes on
             console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
@@ -82,7 +85,8 @@ def train(
         typer.echo(json.dumps(facts, indent=2))
         return
     for note in result.notes:
-        say(note)
+        if note not in told:
+            say(note)
     lost = f"; {result.skipped:,} lines were left out" if result.skipped else ""
     typer.echo(f"{result.steps:,} steps, {result.tokens:,} tokens in {result.seconds:,.0f} s{lost}")
     losses = {"": result.loss, "held-out ": result.heldout_loss}

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from recollect.experiments.comparison.results import ModelRun, Sizes, Watcher
     from recollect.experiments.comparison.table import add_rows, write_rows_table
     from recollect.experiments.comparison.training import Schedule
+from recollect.wording import suggests
 
 __all__ = [
     "EXPERIMENTS",
@@ -75,7 +76,7 @@ _TRAINING = {
 
 def __getattr__(name: str) -> Any:
     if name not in _TRAINING:
-        raise AttributeError(f"module 'recollect.experiments' has no attribute {name!r}")
+        return suggests("recollect.experiments", __all__)(name)
     importlib.import_module("recollect.lm")  # says what to install where it cannot be loaded
     return getattr(importlib.import_module(f"recollect.experiments.{_TRAINING[name]}"), name)
 

@@ -22,7 +22,7 @@ import torch
 from recollect.experiments.framework.experiment import SCALES, Experiment, Scale
 from recollect.experiments.framework.processes import Lost, in_processes
 from recollect.experiments.framework.records import Cell, Record, Results
-from recollect.experiments.framework.run import Nobody, Run, Viewer
+from recollect.experiments.framework.run import Nobody, Run, Viewer, command_of
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
 from recollect.recipe.json_text import read_json
 from recollect.report.environment import describe_environment
@@ -109,6 +109,9 @@ def reproduce(
             device=device,
             fresh=fresh,
             viewer=viewer or Nobody(),
+            command=command_of(
+                experiment.name, scale=scale, seeds=seeds, jobs=jobs, device=device, out=str(out)
+            ),
         )
 
 
@@ -122,6 +125,7 @@ def _reproduced(
     device: str,
     fresh: bool,
     viewer: Viewer,
+    command: str,
 ) -> Run:
     """`reproduce`, in a folder that is this run's own."""
     from recollect.experiments.framework.report import save_run
@@ -176,6 +180,8 @@ def _reproduced(
         environment=environment,
         complete=len(records) == len(wanted),
         folder=folder,
+        jobs=jobs,
+        command=command,
     )
     with deferred():
         save_run(run)

@@ -16,6 +16,7 @@ from recollect.layer.state import LayerState
 from recollect.layer.ties import check_ties
 from recollect.recall.arguments import DENSE, check_borders, check_mask, layout
 from recollect.recall.modes import under_autocast
+from recollect.recipe.argument import named_system, recipe_of
 from recollect.recipe.limit import step_limit
 from recollect.recipe.recipe import Recipe
 from recollect.wording import shown, word_for
@@ -27,12 +28,46 @@ __all__ = [
     "check_sizes",
     "check_state",
     "check_tokens",
+    "stated_layer",
 ]
 
 LARGEST = 2**31 - 1
 """The largest width, as of a model's configuration; a matrix of two of them has a size."""
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Types whose products are as they stand; quantised weights are multiplied in their own way."""
+
+
+def stated_layer(d_model: object, recipe: object, options: object) -> tuple[Recipe, LayerOptions]:
+    """Recipe and options that a caller means: a system's own options are part of what it is.
+
+    Args:
+        d_model: width of the tokens, or a recipe where the order of arguments was mistaken.
+        recipe: one, the name of an architecture, or what has a recipe: a preset, a layer.
+        options: in place of the system's own.
+
+    Raises:
+        RecipeError: something else, a name that nothing has, or a system that is not written to.
+    """
+    swapped = isinstance(d_model, str) and isinstance(recipe, int)
+    if swapped or isinstance(d_model, Recipe) or hasattr(d_model, "recipe"):
+        raise RecipeError(
+            "MemoryLayer takes width, heads and recipe in this order: MemoryLayer(64, 4, recipe), "
+            "or by name, MemoryLayer(recipe=..., d_model=64, heads=4)"
+        )
+    system = named_system(recipe)
+    stated = recipe_of(system, "MemoryLayer")
+    if options is None:
+        own = getattr(system, "options", None)
+        options = own if isinstance(own, LayerOptions) else LayerOptions()
+        if options.persistent:
+            name = getattr(system, "name", "preset")
+            raise RecipeError(
+                f"{name} reads learned pairs and writes none, so it is no MemoryLayer: "
+                f"rc.zoo.get({name!r}).build(d_model, heads) makes its layer"
+            )
+    if not isinstance(options, LayerOptions):
+        raise RecipeError(f"MemoryLayer needs rc.LayerOptions, not {shown(options)}")
+    return stated, options
 
 
 def check_sizes(
@@ -49,10 +84,6 @@ def check_sizes(
     Raises:
         RecipeError: it cannot.
     """
-    if not isinstance(recipe, Recipe):
-        raise RecipeError(f"MemoryLayer needs an rc.Recipe, not {recipe!r}")
-    if not isinstance(options, LayerOptions):
-        raise RecipeError(f"MemoryLayer needs rc.LayerOptions, not {options!r}")
     sizes = {"d_model": d_model, "heads": heads, "kv_heads": kv_heads}
     for name, size in {**sizes, "head_dim": head_dim, "value_dim": value_dim}.items():
         # How large the others must be is said with what they must divide.

@@ -16,6 +16,7 @@ from recollect.layer.checks import (
     check_sizes,
     check_state,
     check_tokens,
+    stated_layer,
 )
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.gates import scaled
@@ -33,7 +34,7 @@ from recollect.layer.state import Associations, LayerState
 from recollect.layer.token_shift import TokenShift
 from recollect.recall.modes import refuse_transforms
 from recollect.recall.packing import CompactedBatch, compact, scatter
-from recollect.recipe.recipe import Recipe
+from recollect.recipe.argument import Stated
 
 __all__ = ["MemoryLayer"]
 
@@ -50,8 +51,9 @@ class MemoryLayer(RecipeNumbers):
     Args:
         d_model: width of the tokens.
         heads: query heads.
-        recipe: the regression problem each head solves.
-        options: what is not regression.
+        recipe: the regression problem each head solves; the name of an architecture, or a preset,
+            will do.
+        options: what is not regression. Default: the preset's own, `LayerOptions` of a recipe.
         kv_heads: H, number of memories, of which ``heads`` is a multiple (grouped heads). Default:
             heads.
         head_dim: K, size of queries and keys. Default: d_model / heads.
@@ -81,7 +83,7 @@ class MemoryLayer(RecipeNumbers):
         self,
         d_model: int,
         heads: int,
-        recipe: Recipe,
+        recipe: Stated,
         options: LayerOptions | None = None,
         *,
         kv_heads: int | None = None,
@@ -92,7 +94,7 @@ class MemoryLayer(RecipeNumbers):
         depth: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__()
-        options = LayerOptions() if options is None else options
+        recipe, options = stated_layer(d_model, recipe, options)
         d_model, heads, kv_heads, head_dim, value_dim = check_sizes(
             d_model, heads, kv_heads, head_dim, value_dim, recipe, options
         )

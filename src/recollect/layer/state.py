@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recollect.state.moving import brief, mover
 from recollect.state.state import State
 from recollect.typing import Init
 
@@ -113,17 +114,26 @@ class LayerState:
         return self.map(lambda x: x.repeat_interleave(n, dim=0))
 
     def to(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        *where: torch.device | str | torch.dtype | Tensor,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> LayerState:
-        """Move; ``dtype`` applies to floating-point tensors.
+        """Move, as `torch.Tensor.to` does; a dtype applies to floating-point tensors.
 
         Args:
+            where: a device, a dtype, or a tensor that has both.
             device: where tensors go; they stay when omitted.
             dtype: of floating-point tensors; theirs when omitted.
+
+        Raises:
+            ValueError: something else, or one of them twice.
         """
-        return self.map(
-            lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None)
-        )
+        return self.map(mover(where, device, dtype))
+
+    def __repr__(self) -> str:
+        """Types and shapes, and no numbers."""
+        return brief(self)
 
     def reset(self, mask: Tensor, init: Init | None = None) -> LayerState:
         """Rows where ``mask [B]`` is True start anew, their memory from ``init``.

@@ -35,8 +35,8 @@ def load_saved(checkpoint: str, *, others: bool = False) -> tuple[Any, Any]:
     folder = Path(checkpoint)
     if not folder.is_dir() and (folder.exists() or folder.is_absolute() or checkpoint[:1] == "."):
         raise ValueError(f"there is no folder {checkpoint!r}: name that of a saved model")
-    if not (folder / "config.json").exists() and (folder / "model" / "config.json").exists():
-        folder, checkpoint = folder / "model", str(folder / "model")
+    checkpoint = _of_a_run(checkpoint)
+    folder = Path(checkpoint)
     kind = _model_class(folder, others=others)
     how: dict[str, Any] = {}
     if kind is not RecollectForCausalLM:
@@ -53,6 +53,34 @@ def load_saved(checkpoint: str, *, others: bool = False) -> tuple[Any, Any]:
             ) from None
         raise ValueError(f"{checkpoint} cannot be loaded: {_first(error)}") from None
     return model, load_saved_tokenizer(checkpoint, model)
+
+
+def _of_a_run(checkpoint: str) -> str:
+    """The folder of a model; of the folder of a run, the one in it that holds its model.
+
+    Raises:
+        ValueError: a run that has not saved its model yet, or an adapter without its model.
+    """
+    folder = Path(checkpoint)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise ValueError(
+            f"{checkpoint} holds an adapter of PEFT and no model: merge it into its own, by "
+            f"PeftModel.from_pretrained(model, {checkpoint!r}).merge_and_unload(), save that with "
+            "save_pretrained, its tokenizer beside it, and name that folder"
+        )
+    if (folder / "config.json").exists():
+        return checkpoint
+    if (folder / "model" / "config.json").exists():
+        return str(folder / "model")
+    if not (folder / "plan.json").exists():
+        return checkpoint
+    from recollect.lm.training.atomic_checkpoints import last_checkpoint  # the Trainer is slow
+
+    last = last_checkpoint(folder)
+    raise ValueError(
+        f"{checkpoint} is a run that has not come to its end"
+        + (f": name its last checkpoint, {last}" if last else ", and has no checkpoint yet")
+    )
 
 
 def load_saved_tokenizer(checkpoint: str, model: Any) -> Any:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from recollect.choices.devices import holds, looks
-from recollect.choices.member import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.typing import Gates, Params
 from recollect.wording import shown
@@ -22,7 +21,6 @@ __all__ = [
     "check_borders",
     "check_flags",
     "check_mask",
-    "check_recipe",
     "check_tensors",
     "layout",
     "named",
@@ -50,17 +48,6 @@ def check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if value is not True and value is not False:
             raise ValueError(f"{name} must be True or False, not {shown(value)}")
-
-
-def check_recipe(recipe: object) -> None:
-    """That a recipe is one.
-
-    Raises:
-        RecipeError: anything else, saying what to give.
-    """
-    if not isinstance(recipe, Recipe):
-        hint = f"; rc.zoo.get({recipe!r}).recipe is one" if isinstance(recipe, str) else ""
-        raise RecipeError(f"recipe must be an rc.Recipe, not {type(recipe).__name__}{hint}")
 
 
 def check_tensors(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -25,7 +25,7 @@ from recollect.recipe.normal_form import differing, is_normal_form
 from recollect.recipe.sized import SizedNumber, SizedRecipe
 from recollect.state.state import State
 from recollect.typing import Init, Params
-from recollect.wording import shown
+from recollect.wording import nearest, shown
 
 _HALF = (torch.bfloat16, torch.float16)
 FEW = 64
@@ -242,17 +242,23 @@ def _check_numbers(
     like: Tensor,
 ) -> None:
     missing, unknown = numbers.keys() - given.keys(), given.keys() - numbers.keys()
+    stray = ""
+    if unknown:
+        wrong = sorted(unknown)[0]
+        near = nearest(wrong, sorted(missing or numbers))
+        hint = f"; {near}" if near.startswith("did") else ""
+        stray = f"{wrong!r} is unknown to this recipe"
+        if not missing:
+            needs = ", ".join(sorted(numbers)) or "none"
+            raise RecipeError(f"{kind} {stray}, which needs: {needs}{hint}")
+        stray = f"; {stray}{hint}"
     if missing:
         name = sorted(missing)[0]
         declared, shape = numbers[name].declared, [*lead, *numbers[name].shape]
         values = f", values {declared.range}" if isinstance(declared, Gate) else ""
         raise RecipeError(
             f"{kind} {name!r} is missing: {declared.owner} needs it with shape {shape}{values}"
-        )
-    if unknown:
-        needs = ", ".join(sorted(numbers)) or "none"
-        raise RecipeError(
-            f"{kind} {sorted(unknown)[0]!r} is unknown to this recipe, which needs: {needs}"
+            f"{stray}"
         )
     for name, number in numbers.items():
         x, shape = given[name], [*lead, *number.shape]
@@ -392,13 +398,13 @@ def refuse_nan(call: Call) -> None:
         bad = ~(x < torch.inf) if name.startswith("gate 'log_") else ~x.isfinite()
         if not bool(bad.any()):
             continue
-        what = "NaN" if bool(x.isnan().any()) else "infinity"
+        what = "a NaN" if bool(x.isnan().any()) else "an infinity"
         if name.startswith("param"):
-            raise ValueError(f"{name} has a {what}: every output would be one; mend its source")
+            raise ValueError(f"{name} has {what}: every output would be one; mend its source")
         row, token = (bad.nonzero()[0, :2]).tolist()
         if call.places is not None:
             token = int(call.places[row, token])
         raise ValueError(
-            f"{name} has a {what} at row {0 if call.documents else row}, token {token}: the memory "
+            f"{name} has {what} at row {0 if call.documents else row}, token {token}: the memory "
             "would carry it to every later token; mask that token or mend its source"
         )

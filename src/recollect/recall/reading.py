@@ -13,7 +13,7 @@ from recollect.choices.member import RecipeError
 from recollect.engines import reference
 from recollect.engines.common.problem import Problem, resolve, state_dtype
 from recollect.engines.select import Engine
-from recollect.recall.arguments import check_recipe, named
+from recollect.recall.arguments import named
 from recollect.recall.bound import bind
 from recollect.recall.checks import check_params, check_precision, check_state, tensors_of
 from recollect.recall.lowering import lower
@@ -25,7 +25,7 @@ from recollect.recall.modes import (
     ordinary_problem,
     refuse_transforms,
 )
-from recollect.recipe.recipe import Recipe
+from recollect.recipe.argument import Stated, recipe_of
 from recollect.recipe.sized import sized
 from recollect.state.state import State, initial_state
 from recollect.typing import Gates, Init, Params
@@ -34,7 +34,7 @@ __all__ = ["read", "read_from"]
 
 
 def read(
-    recipe: Recipe,
+    recipe: Stated,
     q: Tensor,
     *,
     gates: Gates | None = None,
@@ -45,7 +45,7 @@ def read(
     """Read without writing: y_t = M(W; φ(q_t)) for every query, W the memory as it stands.
 
     Args:
-        recipe: the regression problem.
+        recipe: the regression problem; the name of an architecture, or what has a recipe, will do.
         q: queries ``[B, T, Hq, K]``.
         gates: only those of a link that has gates (a ball's radius, an elastic net's threshold).
         state: what was memorised; or
@@ -67,7 +67,7 @@ def read(
         >>> torch.allclose(last, y[:, -1:], atol=1e-6)
         True
     """
-    check_recipe(recipe)
+    recipe = recipe_of(recipe, "rc.read")
     gates, params = named(gates, "gates"), named(params, "params")
     refuse_transforms(itertools.chain((q,), gates.values(), params.values()))
     if (state is None) == (init is None):

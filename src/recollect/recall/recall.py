@@ -17,7 +17,7 @@ from torch import Tensor
 from recollect.choices.devices import holds
 from recollect.engines.common.problem import Problem, resolve, state_dtype
 from recollect.engines.select import Engine
-from recollect.recall.arguments import check_flags, check_recipe, check_tensors, named
+from recollect.recall.arguments import check_flags, check_tensors, named
 from recollect.recall.bound import bind
 from recollect.recall.call import Call
 from recollect.recall.checks import (
@@ -38,7 +38,7 @@ from recollect.recall.modes import (
 )
 from recollect.recall.packing import run_compacted, run_documents
 from recollect.recall.reading import read_from
-from recollect.recipe.recipe import Recipe
+from recollect.recipe.argument import Stated, recipe_of
 from recollect.state.state import State, initial_state
 from recollect.typing import Gates, Init, Params
 
@@ -46,7 +46,7 @@ __all__ = ["memorise", "recall"]
 
 
 def recall(
-    recipe: Recipe,
+    recipe: Stated,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -65,7 +65,7 @@ def recall(
     """Memorise each association, then read: y_t = M(W_t; φ(q_t)).
 
     Args:
-        recipe: the regression problem.
+        recipe: the regression problem; the name of an architecture, or what has a recipe, will do.
         q: queries ``[B, T, Hq, K]``; Hq is a multiple of H, and query head h reads memory
             h // (Hq / H).
         k: keys ``[B, T, H, K]`` (``[B, T, H, n, K]`` with n associations per token).
@@ -108,7 +108,7 @@ def recall(
         >>> torch.allclose(y, exact, atol=1e-5)
         True
     """
-    check_recipe(recipe)
+    recipe = recipe_of(recipe, "rc.recall")
     check_flags(causal=causal, output_state=output_state)
     gates, params = named(gates, "gates"), named(params, "params")
     refuse_transforms(itertools.chain((q, k, v), gates.values(), params.values()))

@@ -10,7 +10,15 @@ from recollect.choices.member import RecipeError
 from recollect.recipe.recipe import Recipe
 from recollect.wording import shown
 
-__all__ = ["Stated", "StatesRecipe", "TakesRecipe", "names_stand_for", "takes_recipe"]
+__all__ = [
+    "Stated",
+    "StatesRecipe",
+    "TakesRecipe",
+    "named_system",
+    "names_stand_for",
+    "recipe_of",
+    "takes_recipe",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -39,17 +47,27 @@ class TakesRecipe(Protocol[P, R]):
         ...
 
 
-_lookup: Callable[[str], Recipe] | None = None
+_lookup: Callable[[str], StatesRecipe] | None = None
 
 
-def names_stand_for(lookup: Callable[[str], Recipe]) -> None:
+def names_stand_for(lookup: Callable[[str], StatesRecipe]) -> None:
     """Say what names mean: recipes know no zoo, and whoever has one hands it in.
 
     Args:
-        lookup: the recipe of a name; raises a `RecipeError` where there is none.
+        lookup: the system of a name, which has its recipe; raises a `RecipeError` where there is
+            none.
     """
     global _lookup
     _lookup = lookup
+
+
+def named_system(given: object) -> object:
+    """The system that a name stands for; anything but a name as it is.
+
+    Raises:
+        RecipeError: a name that nothing has.
+    """
+    return _lookup(given) if isinstance(given, str) and _lookup is not None else given
 
 
 def takes_recipe(function: Callable[Concatenate[Recipe, P], R]) -> TakesRecipe[P, R]:
@@ -63,20 +81,27 @@ def takes_recipe(function: Callable[Concatenate[Recipe, P], R]) -> TakesRecipe[P
     @functools.wraps(function)
     def stated(*args: Any, **keywords: Any) -> R:
         if args:
-            return function(_recipe(args[0], name), *args[1:], **keywords)
+            return function(recipe_of(args[0], name), *args[1:], **keywords)
         if "recipe" in keywords:
-            keywords["recipe"] = _recipe(keywords["recipe"], name)
+            keywords["recipe"] = recipe_of(keywords["recipe"], name)
         return function(*args, **keywords)
 
     return cast("TakesRecipe[P, R]", stated)
 
 
-def _recipe(given: object, name: str) -> Recipe:
+def recipe_of(given: object, name: str) -> Recipe:
+    """The recipe that a caller means: one, its name, or what has one.
+
+    Args:
+        given: in its place.
+        name: of the function that takes it, for the message.
+
+    Raises:
+        RecipeError: anything else, or a name that nothing has.
+    """
     if isinstance(given, Recipe):
         return given
-    if isinstance(given, str) and _lookup is not None:
-        return _lookup(given)
-    inside = getattr(given, "recipe", None)
+    inside = getattr(named_system(given), "recipe", None)
     if isinstance(inside, Recipe):
         return inside
     raise RecipeError(

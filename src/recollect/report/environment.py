@@ -38,7 +38,7 @@ class Environment:
     def facts(self) -> dict[str, str]:
         """The same as words to print, in reading order."""
         return {
-            "device": f"{self.device}, {self.threads} CPU threads",
+            "device": f"{self.device}, {self.threads} CPU thread{'' if self.threads == 1 else 's'}",
             "software": f"torch {self.torch}, Python {self.python}, {self.system}",
             "commit": self.commit,
             "date": self.date,

@@ -52,6 +52,13 @@ figcaption, .caption { color: var(--faint); font-size: .9rem; margin: .4rem 0; }
 
 _CODE = re.compile(r"`([^`\n]+)`")
 
+_NUMERAL = r"[+−-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?"
+_WRITTEN = re.compile(
+    rf"{_NUMERAL}( ?(%|[kMGT]?B|[KMGT]iB|s))?( ± {_NUMERAL}| \({_NUMERAL} ?[–…] ?{_NUMERAL}\))?"
+    r"(, (grows|\d+ diverged))?"
+)
+"""A number as it is written out: with a unit, its spread over seeds, and a word beside it."""
+
 SENTENCE = 40
 """Characters from which a cell of a table is taken for a sentence."""
 
@@ -88,10 +95,11 @@ class Table:
 
     def render(self) -> str:
         """As HTML."""
-        # A column is a column of numbers, heading included, if nothing else is in it.
+        # A column is one of numbers, heading included, if nothing else is in it: as they are, or
+        # written out with their spread, unit or separators.
         numeric = [
-            any(_is_number(row[i]) for row in self.rows)
-            and all(row[i] is None or _is_number(row[i]) for row in self.rows)
+            any(_reads_as_number(row[i]) for row in self.rows)
+            and all(row[i] is None or _reads_as_number(row[i]) for row in self.rows)
             for i in range(len(self.columns))
         ]
         mark = [' class="number"' if flag else "" for flag in numeric]
@@ -204,6 +212,10 @@ class Report:
 
 def _is_number(cell: Cell) -> bool:
     return isinstance(cell, int | float) and not isinstance(cell, bool)
+
+
+def _reads_as_number(cell: Cell) -> bool:
+    return _is_number(cell) or (isinstance(cell, str) and _WRITTEN.fullmatch(cell) is not None)
 
 
 def _long(cell: Cell) -> str:

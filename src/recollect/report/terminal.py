@@ -6,6 +6,7 @@ them. Where not even what must stay fits, each row becomes a list of all that it
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,7 +15,36 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-__all__ = ["Column", "TerminalTable"]
+__all__ = ["Column", "TerminalTable", "hung"]
+
+
+def hung(text: str, width: int | None, *, indent: int = 9) -> str:
+    """Lines that are too long go on below, under where their text begins; words stay whole.
+
+    Args:
+        text: lines whose first words are labels of one width.
+        width: columns of the terminal; ``None`` leaves the text as it is.
+        indent: of the text behind those labels; less where the terminal is as narrow.
+
+    Examples:
+        >>> from recollect.report.terminal import hung
+        >>> print(hung("engine   one that runs all of it", 24))
+        engine   one that runs
+                 all of it
+    """
+    if width is None:
+        return text
+    behind = " " * (indent if width > 3 * indent else 2)
+    return "\n".join(
+        textwrap.fill(
+            line,
+            width,
+            subsequent_indent=behind,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.splitlines()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

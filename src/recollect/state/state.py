@@ -21,6 +21,7 @@ from recollect.state.buffer import Buffer, roll
 from recollect.state.flat import check_names, numbered, read_text, text_tensor
 from recollect.state.initial_associations import initial_associations
 from recollect.state.kernel_rows import KernelRows, initial_rows
+from recollect.state.moving import brief, mover
 from recollect.typing import Init, Weights
 
 __all__ = ["Buffer", "State", "initial_state", "join_states"]
@@ -66,7 +67,7 @@ class State:
     ones: Tensor | None = None
     log_scale: Tensor | None = None
     cache: Mapping[str, Tensor] = field(default_factory=dict)
-    written_by: str | None = None
+    written_by: str | None = field(default=None, repr=False)
     known: tuple[Tensor, int] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -159,17 +160,26 @@ class State:
         return self.map(lambda x: x.repeat_interleave(n, dim=0))
 
     def to(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        *where: torch.device | str | torch.dtype | Tensor,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> State:
-        """Move; ``dtype`` applies to floating-point tensors.
+        """Move, as `torch.Tensor.to` does; a dtype applies to floating-point tensors.
 
         Args:
+            where: a device, a dtype, or a tensor that has both.
             device: where tensors go; they stay when omitted.
             dtype: of floating-point tensors; theirs when omitted.
+
+        Raises:
+            ValueError: something else, or one of them twice.
         """
-        return self.map(
-            lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None)
-        )
+        return self.map(mover(where, device, dtype))
+
+    def __repr__(self) -> str:
+        """Types and shapes, and no numbers."""
+        return brief(self)
 
     def reset(self, mask: Tensor, init: Init | None = None) -> State:
         """Rows where ``mask [B]`` is True start anew, from ``init`` (zeros when omitted).

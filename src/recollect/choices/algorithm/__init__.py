@@ -9,6 +9,8 @@ Examples:
     ['momentum']
 """
 
+from typing import TYPE_CHECKING
+
 from recollect.choices.algorithm.base import Algorithm, Inverse, Step
 from recollect.choices.algorithm.closed_form import (
     Analytic,
@@ -19,6 +21,7 @@ from recollect.choices.algorithm.closed_form import (
 from recollect.choices.algorithm.descent import GradientDescent, Implicit, Momentum, Normalized
 from recollect.choices.algorithm.elementwise import Adam, RMSProp
 from recollect.choices.algorithm.muon import Muon, newton_schulz
+from recollect.wording import suggests
 
 __all__ = [
     "Adam",
@@ -37,3 +40,6 @@ __all__ = [
     "newton_schulz",
     "smallest_ridge",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = suggests(__name__, __all__)

@@ -10,7 +10,13 @@ Examples:
     tensor([1., 0.])
 """
 
+from typing import TYPE_CHECKING
+
 from recollect.choices.bias.base import Bias, Probe
 from recollect.choices.bias.losses import L2, DotProduct, Huber, Lp, ValueRobust
+from recollect.wording import suggests
 
 __all__ = ["L2", "Bias", "DotProduct", "Huber", "Lp", "Probe", "ValueRobust"]
+
+if not TYPE_CHECKING:
+    __getattr__ = suggests(__name__, __all__)

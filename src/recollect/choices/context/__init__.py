@@ -9,9 +9,15 @@ Examples:
     (4, 1, None)
 """
 
+from typing import TYPE_CHECKING
+
 from recollect.choices.context.base import Context
 from recollect.choices.context.restrictions import Bilinear, Blocks, SinkWindow
 from recollect.choices.context.similar import Similar
 from recollect.choices.context.windows import Online, Prefix, Window
+from recollect.wording import suggests
 
 __all__ = ["Bilinear", "Blocks", "Context", "Online", "Prefix", "Similar", "SinkWindow", "Window"]
+
+if not TYPE_CHECKING:
+    __getattr__ = suggests(__name__, __all__)

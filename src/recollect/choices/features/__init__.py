@@ -9,6 +9,8 @@ Examples:
     False
 """
 
+from typing import TYPE_CHECKING
+
 from recollect.choices.features.base import Features, Kernel
 from recollect.choices.features.finite import EluPlusOne, Identity, Polynomial, Relu, Silu, Taylor
 from recollect.choices.features.kernels import (
@@ -27,6 +29,7 @@ from recollect.choices.features.random import (
     PositiveRandom,
     RandomFourier,
 )
+from recollect.wording import suggests
 
 __all__ = [
     "Cosine",
@@ -54,3 +57,6 @@ __all__ = [
     "SwishKernel",
     "Taylor",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = suggests(__name__, __all__)

@@ -10,10 +10,13 @@ Examples:
     ((8, 4), (4, 8))
 """
 
+from typing import TYPE_CHECKING
+
 from recollect.choices.memory.base import LinearMap, Memory, Read, Stack
 from recollect.choices.memory.local import LocalConstant, LocalPolynomial
 from recollect.choices.memory.maps import MLP, GatedMLP, Matrix, Vector
 from recollect.choices.memory.module import Module, module_factory
+from recollect.wording import suggests
 
 __all__ = [
     "MLP",
@@ -29,3 +32,6 @@ __all__ = [
     "Vector",
     "module_factory",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = suggests(__name__, __all__)

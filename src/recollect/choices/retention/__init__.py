@@ -10,9 +10,12 @@ Examples:
     (True, False)
 """
 
+from typing import TYPE_CHECKING
+
 from recollect.choices.retention.base import Decay, Keep, Retention
 from recollect.choices.retention.divergence import FDivergence
 from recollect.choices.retention.links import Ball, Bregman, ElasticNet, Lq, Simplex
+from recollect.wording import suggests
 
 __all__ = [
     "Ball",
@@ -25,3 +28,6 @@ __all__ = [
     "Retention",
     "Simplex",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = suggests(__name__, __all__)

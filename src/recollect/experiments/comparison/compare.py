@@ -15,7 +15,7 @@ from recollect.experiments.comparison.results import (
     Sizes,
     Watcher,
 )
-from recollect.experiments.comparison.tasks import RECALLS, TASKS, measured
+from recollect.experiments.comparison.tasks import RECALLS, TASKS, check_text_is_read, measured
 from recollect.fields import held, whole
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.config import RecollectConfig
@@ -64,7 +64,7 @@ def compare(
     *,
     text: str | None = None,
     corpus: TextCorpus | None = None,
-    sizes: Mapping[str, Sizes] | None = None,
+    sizes: Mapping[str, Sizes] | Sizes | None = None,
     seed: int = 0,
     seeds: int = 1,
     method: str = "auto",
@@ -79,9 +79,10 @@ def compare(
         models: zoo names, presets, or ``(name, recipe)``, ``(name, recipe, options)`` or ``(name,
             mixer)`` of your own.
         tasks: out of `TASKS`; one stands for a list of one, as a name does among ``models``.
-        text: path of a text of your own; the default is the documentation installed with Python.
+        text: path of a text of your own, for the task text; the default is the documentation
+            installed with Python.
         corpus: a text already loaded, instead of ``text``.
-        sizes: per task, in place of `DEFAULTS`.
+        sizes: per task, in place of `DEFAULTS`; where there is one task, its sizes alone will do.
         seed: of initial weights, examples and their order; 0 to 2³² − 1.
         seeds: how many; every model is trained anew with ``seed``, ``seed`` + 1, ... and reported
             by mean and spread over them. Models share the examples of a seed.
@@ -100,8 +101,8 @@ def compare(
         lost.
 
     Raises:
-        ValueError: no models, a name twice, an unknown task, no process to train them in, no seed,
-            or a device that is not here.
+        ValueError: no models, a name twice, an unknown task, a text that no task reads, no process
+            to train them in, no seed, or a device that is not here.
         RecipeError: an unknown zoo name.
 
     Examples:
@@ -109,7 +110,7 @@ def compare(
         ...     width=16, depth=1, heads=1, length=48,
         ...     schedule=rc.experiments.Schedule(steps=2, batch=2, lr=1e-3),
         ... )
-        >>> found = rc.compare(["linear_attention", "delta_net"], ["mqar"], sizes={"mqar": sizes})
+        >>> found = rc.compare(["linear_attention", "delta_net"], "mqar", sizes=sizes)
         >>> [(run.model, run.finished) for run in found.of("mqar")]
         [('linear_attention', True), ('delta_net', True)]
         >>> print(str(found).splitlines()[0])
@@ -135,7 +136,9 @@ def compare(
     held(word_for("seed", "compare: seed"), whole(0, 2**32 - 1), seed)
     held(word_for("seeds", "compare: seeds"), whole(1, min(SEEDS, 2**32 - seed)), seeds)
     where = find_device(device, said=word_for("device", "compare: device"))
-    every = {task: (sizes or {}).get(task, DEFAULTS[task]) for task in dict.fromkeys(tasks)}
+    check_text_is_read(tasks, text=text, corpus=corpus)
+    by_task = _by_task(sizes, tasks)
+    every = {task: by_task.get(task, DEFAULTS[task]) for task in dict.fromkeys(tasks)}
     bigram = None
     facts: dict[str, str] = {}
     amounts: dict[str, tuple[int, int]] = {}
@@ -195,6 +198,31 @@ def compare(
         failures=tuple(sorted(failures, key=lambda failure: asked.index(failure[:2]))),
         measured=amounts,
     )
+
+
+def _by_task(
+    sizes: Mapping[str, Sizes] | Sizes | None, tasks: Sequence[str]
+) -> Mapping[str, Sizes]:
+    """Sizes by task; those of the only task may be given alone.
+
+    Raises:
+        ValueError: one for several tasks, or something else.
+    """
+    if isinstance(sizes, Sizes):
+        if len(set(tasks)) != 1:
+            raise ValueError(
+                "compare: sizes are per task where there are several: give them by task, as in "
+                f"sizes={{{next(iter(tasks), 'text')!r}: Sizes(...)}}"
+            )
+        return {tasks[0]: sizes}
+    if sizes is None:
+        return {}
+    if not isinstance(sizes, Mapping) or not all(isinstance(x, Sizes) for x in sizes.values()):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"compare: sizes are an rc.experiments.Sizes, or a dict of them by task, not "
+            f"{shown(sizes)}"
+        )
+    return sizes
 
 
 @worded(

@@ -61,11 +61,7 @@ def measured_on(comparison: Outcomes, task: str) -> str:
     glance, whole = comparison.measured.get(task, (0, 0))
     if glance == whole:
         return ""
-    first = next((run for run in comparison.of(task) if run.finished and run.curve), None)
-    ends = ""
-    if first is not None and first.value is not None:
-        at = first.curve[-1][1]
-        ends = f" ({first.model} ends at {at:.3f} there and at {first.value:.3f} here)"
+    ends = next((f" ({said})" for one in comparison.summaries(task) if (said := _ends(one))), "")
     what = "bytes of held-out text" if task == "text" else "examples of each number of pairs"
     spread = ", evenly spread" if task == "text" else ""
     said = f"Values are measured once, after training, on {whole:,} {what}; points of the learning "
@@ -73,6 +69,16 @@ def measured_on(comparison: Outcomes, task: str) -> str:
     if not all(run.finished for run in comparison.of(task)):
         said += " A model that was interrupted has its curve's last point in the table."
     return said
+
+
+def _ends(one: Summary) -> str:
+    """A model whose curve ends elsewhere than its value, as both are printed; or nothing."""
+    ended = [run for run in one.finished if run.curve]
+    if one.value is None or len(ended) < len(one.runs) or len(one.values) < len(one.runs):
+        return ""
+    there, here = f"{statistics.fmean(run.curve[-1][1] for run in ended):.3f}", f"{one.value:.3f}"
+    of = f"{one.model}'s mean" if len(ended) > 1 else one.model
+    return "" if there == here else f"{of} ends at {there} there and at {here} here"
 
 
 def _caption(comparison: Outcomes, task: str) -> str:
@@ -98,8 +104,9 @@ def _caption(comparison: Outcomes, task: str) -> str:
     if task in RECALLS:
         recall = RECALLS[task]
         channels = size.head_dim or size.width // size.heads
+        each = f", in each of {size.heads} heads" if size.heads > 1 else ""
         return (
-            f"Keys and values have {channels} channels, in each of {size.heads} heads. "
+            f"Keys and values have {channels} channels{each}. "
             f"Trained on {', '.join(map(str, recall.trained))} pairs; more are asked without "
             f"training. Guessing among the values is right {recall.chance:.1%} of the time. Every "
             f"model has a short convolution, as in the benchmark. {shape}"

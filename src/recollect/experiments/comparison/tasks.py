@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,18 @@ from torch import Tensor, nn
 from recollect.experiments.comparison.results import Sizes
 from recollect.tasks.mqar import IGNORE, MqarConfig, mqar
 from recollect.tasks.text import TextCorpus, batches, heldout_windows
+from recollect.wording import word_for
 
-__all__ = ["MEASURED", "RECALLS", "TASKS", "CompareTask", "RecallPairs", "compare_task", "measured"]
+__all__ = [
+    "MEASURED",
+    "RECALLS",
+    "TASKS",
+    "CompareTask",
+    "RecallPairs",
+    "check_text_is_read",
+    "compare_task",
+    "measured",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +72,26 @@ class CompareTask:
     examples: tuple[Tensor, Tensor]
     evaluate: Callable[[nn.Module], float]
     final: Callable[[nn.Module], tuple[float, dict[int, float]]]
+
+
+def check_text_is_read(tasks: Sequence[str], **texts: object) -> None:
+    """That a text which is given is one that a task reads.
+
+    Args:
+        tasks: of the comparison.
+        **texts: by the argument that gives it; ``None`` is no text.
+
+    Raises:
+        ValueError: no task reads it.
+    """
+    for name, text in texts.items():
+        if text is not None and "text" not in tasks:
+            said, others = word_for(name), ", ".join(dict.fromkeys(tasks))
+            raise ValueError(
+                f"{said} is read by the task text alone, and {word_for('tasks')} has only "
+                f"{others}: add the task text, compare on it in a run of its own, or leave {said} "
+                "out"
+            )
 
 
 def compare_task(task: str, size: Sizes, seed: int, corpus: TextCorpus | None) -> CompareTask:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from recollect.experiments.framework.experiment import Experiment, Scale
+from recollect.experiments.framework.run import command_of
 from recollect.report.units import readable
 
 __all__ = ["Plan", "machine_rate", "plan"]
@@ -102,10 +102,6 @@ def plan(
     """Price every cell of a configuration, and say how to launch it."""
     config = experiment.config(scale, seeds=seeds)
     works = [experiment.work(config, cell) for cell in experiment.cells(config)]
-    words = ["recollect", "reproduce", experiment.name, "--scale", scale, "--launch"]
-    if seeds is not None:
-        words += ["--seeds", str(seeds)]
-    words += ["--jobs", str(max(jobs, 1)), "--device", device, "--out", out]
     return Plan(
         experiment=experiment.name,
         scale=scale,
@@ -116,5 +112,7 @@ def plan(
         longest=max(work.flops for work in works),
         rate=machine_rate(device),
         device=device,
-        command=shlex.join(words),
+        command=command_of(
+            experiment.name, scale=scale, seeds=seeds, jobs=jobs, device=device, out=out
+        ),
     )

@@ -240,5 +240,5 @@ class Results:
 
     @property
     def seconds(self) -> float:
-        """Time that the cells took, one after the other."""
+        """Time of all cells, summed: of the clock where they ran one after the other."""
         return sum(record.seconds for record in self.records)

@@ -85,7 +85,8 @@ def _page(run: Run, figure: FigureFiles | None) -> Report:
     facts = {
         "scale": results.scale,
         "seeds": ", ".join(map(str, sorted({r.seed for r in results.records}))),
-        "wall time": f"{results.seconds:,.0f} s, cells one after the other",
+        "time": f"{results.seconds:,.0f} s, summed over the cells"
+        + (f", of which {run.jobs} were measured at a time" if run.jobs > 1 else ""),
         "device": record.device,
         "measured at commit": ", ".join(dict.fromkeys(r.commit for r in results.records)),
         "measured on": record.date,
@@ -96,7 +97,7 @@ def _page(run: Run, figure: FigureFiles | None) -> Report:
     }
     return Report(
         title=f"{experiment.name}: {experiment.title}",
-        command=f"recollect reproduce {experiment.name} --scale {results.scale}",
+        command=run.command,
         summary=f"{experiment.source}. {verdict_line(run)}.",
         facts=facts,
         sections=sections,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from recollect.experiments.framework.experiment import Claim, Experiment, Verdic
 from recollect.experiments.framework.records import Record, Results
 from recollect.report.environment import Environment
 
-__all__ = ["Nobody", "Run", "Viewer"]
+__all__ = ["Nobody", "Run", "Viewer", "command_of"]
 
 
 class Viewer(Protocol):
@@ -34,6 +35,8 @@ class Run:
     Attributes:
         complete: whether every cell was measured with every seed.
         folder: where its files are.
+        jobs: processes that measured side by side.
+        command: that repeats it.
     """
 
     experiment: Experiment
@@ -42,6 +45,8 @@ class Run:
     environment: Environment
     complete: bool
     folder: Path
+    jobs: int
+    command: str
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -67,3 +72,28 @@ class Run:
             "environment": self.environment.to_dict(),
             "records": [record.to_dict() for record in self.results.records],
         }
+
+
+def command_of(
+    name: str, *, scale: str, seeds: int | None, jobs: int, device: str, out: str
+) -> str:
+    """The command that runs an experiment so; what is as by default is left out, but for the scale.
+
+    Args:
+        name: of the experiment.
+        scale: as `recollect.experiments.reproduce` takes it, like all that follow.
+        seeds: how many; ``None`` for the scale's own.
+        jobs: processes.
+        device: where models and tensors live.
+        out: the folder of the runs.
+    """
+    words = ["recollect", "reproduce", name, "--scale", scale]
+    words += ["--launch"] if scale == "paper" else []
+    words += [] if seeds is None else ["--seeds", str(seeds)]
+    for option, value, default in (
+        ("--jobs", str(max(jobs, 1)), "1"),
+        ("--device", device, "cpu"),
+        ("--out", out, "runs"),
+    ):
+        words += [] if value == default else [option, value]
+    return shlex.join(words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -309,17 +309,25 @@ def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) 
     return Stock(order, _spread(heldout, run.heldout_rows), _ratio(tally or read_all))
 
 
-def measured_on_trained(plan: TrainPlan) -> str | None:
-    """A sentence where files are held out that are trained on, too."""
+def measured_on_trained(plan: TrainPlan, texts: Mapping[str, Any]) -> str | None:
+    """A sentence where files are held out that are trained on, too: the same, or the same text.
+
+    Args:
+        plan: of the run.
+        texts: a fingerprint of every file that it names.
+    """
     if not plan.data.heldout or not plan.data.train:
         return None
-    trained = {path.resolve() for path in find_files(plan.data.train, key="train")}
-    both = [p for p in find_files(plan.data.heldout, key="heldout") if p.resolve() in trained]
+    trained = {repr(texts[str(p)]): p for p in find_files(plan.data.train, key="train")}
+    held = find_files(plan.data.heldout, key="heldout")
+    both = [(p, trained[repr(texts[str(p)])]) for p in held if repr(texts[str(p)]) in trained]
     if not both:
         return None
     more = f" and {len(both) - 1} more" if len(both) > 1 else ""
+    path, same = both[0]
+    copied = "" if path.resolve() == same.resolve() else f" (it is {same}, word for word)"
     return (
-        f"{both[0]}{more} is held out and trained on, so what is measured says nothing of new "
+        f"{path}{copied}{more} is held out and trained on, so what is measured says nothing of new "
         "text: take it out of [data] train or heldout, or set heldout_share in their place"
     )
 

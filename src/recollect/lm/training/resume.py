@@ -34,6 +34,7 @@ __all__ = [
     "begin",
     "check_writable",
     "fingerprint",
+    "note_begun",
     "nothing_to_resume",
     "same_model",
 ]
@@ -89,8 +90,8 @@ def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Begun:
     """Where a run begins: at the beginning, or at a checkpoint of the same plan and texts.
 
     Every checkpoint keeps the plan and the `fingerprint` of every file of text that it names; for
-    whoever looks, ``plan.json`` and ``texts.json`` have them too. Whether a dataset changed is not
-    seen.
+    whoever looks, ``plan.json`` and ``texts.json`` have them too (`note_begun`). Whether a dataset
+    changed is not seen.
 
     Raises:
         ValueError: the folder holds a run, and nobody asked to go on with it, or none, and somebody
@@ -117,6 +118,11 @@ def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Begun:
             f"{out} already holds the model of another run: give another folder as out in [run], "
             f"or delete {out / 'model'} to train this one in its place"
         )
+    if resume and checkpoint is None and (out / "model").exists():
+        raise ValueError(
+            f"{out} holds the finished run of this plan, and no checkpoint: there is nothing to go "
+            "on with; leave out --resume to train it anew"
+        )
     files = 0 if checkpoint is None else check_resumable(checkpoint)
     before: dict[str, Any] = {} if checkpoint is None else check_json(checkpoint / RECORD)
     extends = None
@@ -126,10 +132,19 @@ def begin(plan: TrainPlan, out: Path, *, resume: bool) -> Begun:
     texts = _texts(plan)
     if checkpoint is not None:
         _same_texts(out, before["texts"], texts)
-    write_atomic(out / "plan.json", json.dumps(mine, indent=2) + "\n")
-    write_atomic(out / "texts.json", json.dumps(texts, indent=2) + "\n")
     record = {"plan": mine, "texts": texts}
     return Begun(checkpoint=checkpoint, files=files, record=record, extends=extends)
+
+
+def note_begun(out: Path, record: dict[str, Any]) -> None:
+    """Write plan and texts for whoever looks, once nothing is left that could refuse the run.
+
+    Args:
+        out: folder of the run.
+        record: of `Begun`.
+    """
+    for name in ("plan", "texts"):
+        write_atomic(out / f"{name}.json", json.dumps(record[name], indent=2) + "\n")
 
 
 class LongerSchedule(TrainerCallback):

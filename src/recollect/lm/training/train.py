@@ -12,7 +12,7 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -57,6 +57,7 @@ from recollect.lm.training.resume import (
     LongerSchedule,
     begin,
     check_writable,
+    note_begun,
     nothing_to_resume,
     same_model,
 )
@@ -130,10 +131,11 @@ def train(
     device = _device(plan)
     if resume and not out.exists():
         raise ValueError(nothing_to_resume(out))  # before the folder is made
+    made = not out.exists()
     check_writable(out)
     # Of many processes the first owns the folder for all.
     first = PartialState().is_main_process
-    with owned_folder(out) if first else contextlib.nullcontext():
+    with _unmade(out, made), owned_folder(out) if first else contextlib.nullcontext():
         return _trained(
             plan,
             out,
@@ -144,6 +146,18 @@ def train(
             device=device,
             kind=trainer_class or RecollectTrainer,
         )
+
+
+@contextlib.contextmanager
+def _unmade(out: Path, made: bool) -> Iterator[None]:
+    """A folder that a run made does not stay where the run was refused before it wrote there."""
+    try:
+        yield
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):  # it holds something
+                out.rmdir()
+        raise
 
 
 def _device(plan: TrainPlan) -> torch.device | None:
@@ -194,7 +208,8 @@ def _trained(
     torch.manual_seed(plan.run.seed)
     model = build_model(plan, tokenizer)
     notes: list[str] = []
-    if (doubtful := measured_on_trained(plan)) is not None:
+    if (doubtful := measured_on_trained(plan, begun.record["texts"])) is not None:
+        say(doubtful)
         notes.append(doubtful)
     reported = bad.count
     if reported:
@@ -231,14 +246,18 @@ def _trained(
             same_model(checkpoint, cast(RecollectConfig, model.config))
             if (checkpoint / "model.safetensors").exists():  # not where many devices share it
                 check_folder(checkpoint, model, head="model.")
+            where = f"going on from {checkpoint}"
+            if _taken(checkpoint) >= plan.steps:
+                where = f"the run is finished, and more steps in its plan extend it; {checkpoint}"
             say(
-                f"going on from {checkpoint}: its {begun.files} files are as they were written, "
-                "plan and texts those that the run was begun with"
+                f"{where}: its {begun.files} files are as they were written, plan and texts those "
+                "that the run was begun with"
             )
         if begun.extends is not None:
             trainer.add_callback(LongerSchedule(begun.extends, say))
-        first = 1 if checkpoint is None else 1 + int(checkpoint.name.rpartition("-")[2])
+        first = 1 if checkpoint is None else 1 + _taken(checkpoint)
         begins(header_of(plan, model, device=here, processes=processes, first=first))
+        note_begun(out, begun.record)
         began = time.perf_counter()
         with enough_memory(plan), finish_step(trainer):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -262,6 +281,11 @@ def _trained(
         skipped_lines=tuple(bad.examples),
         notes=tuple(notes),
     )
+
+
+def _taken(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 class RecollectTrainer(AtomicTrainer):

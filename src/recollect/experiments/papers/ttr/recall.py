@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -132,8 +134,17 @@ def _many(results: Results) -> Verdict:
     )
 
 
+def _range(results: Results) -> tuple[float, float]:
+    """Of the axes: both panels share one, and where all of it is near 1 the lines fill it."""
+    least = min(results.each("accuracy"))
+    if least < 0.5:
+        return 0.0, 1.05
+    low = math.floor(20 * least - 0.5) / 20  # at a multiple of 0.05, and off the axis
+    return low, 1 + 0.05 * (1 - low)
+
+
 def _draw(results: Results) -> FigureFiles:
-    panels = []
+    panels, y_range = [], _range(results)
     for P in results.along("P"):
         series = []
         for layer in ("linear attention", "RLS"):
@@ -156,7 +167,7 @@ def _draw(results: Results) -> FigureFiles:
                 y="recall accuracy",
                 series=series,
                 log_x=True,
-                y_range=(0.0, 1.05),
+                y_range=y_range,
             )
         )
     return panel_figure(
