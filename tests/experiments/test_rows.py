@@ -108,6 +108,22 @@ def test_rows_of_other_terms_are_no_table(tmp_path: Path, corpus: TextCorpus) ->
         write_rows_table(tmp_path)
 
 
+def test_a_row_older_than_a_term_that_is_null_stays_in_the_table(
+    tmp_path: Path, corpus: TextCorpus
+) -> None:
+    rows(["retnet"], tmp_path, corpus)
+    path = tmp_path / "retnet.json"
+    row = json.loads(path.read_text())
+    del row["terms"]["head_dim"]
+    path.write_text(json.dumps(row))
+    assert rows(["gla"], tmp_path, corpus) is not None
+    assert "`retnet`" in (tmp_path / "README.md").read_text()
+    row["terms"]["head_dim"] = 16
+    path.write_text(json.dumps(row))
+    with pytest.raises(ValueError, match="different terms"):
+        write_rows_table(tmp_path)
+
+
 def test_a_row_of_an_older_preset_says_so_and_fields_younger_than_a_row_are_no_change(
     tmp_path: Path, corpus: TextCorpus
 ) -> None:

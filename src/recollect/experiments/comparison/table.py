@@ -186,6 +186,11 @@ def _shared(terms: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in terms.items() if name not in PER_ROW}
 
 
+def _stated(terms: Mapping[str, Any]) -> dict[str, Any]:
+    """The same without what is null: rows are older than terms that came later."""
+    return {name: value for name, value in _shared(terms).items() if value is not None}
+
+
 def _stands(path: Path, terms: Mapping[str, Any]) -> None:
     """Refuse a row that was made under other terms."""
     row = _read(path)
@@ -253,7 +258,7 @@ def write_rows_table(folder: str | PathLike[str]) -> Path:
         raise ValueError(f"{place} has no rows")
     first = rows[0]
     for row in rows[1:]:
-        if _shared(row["terms"]) != _shared(first["terms"]):
+        if _stated(row["terms"]) != _stated(first["terms"]):
             raise ValueError(
                 f"{place}: {first['model']} and {row['model']} were made under different terms, so "
                 "they are no table"
