@@ -245,13 +245,17 @@ def reading(
 
     Raises:
         RecipeError: an engine that does not state what a read costs.
-        ValueError: an unknown method.
+        ValueError: a size that is no whole number or below its least, or an unknown method.
 
     Examples:
         >>> from recollect.cost import reading
         >>> reading(rc.Recipe(), 10, K=16, V=16, T=128)
         5120
     """
+    given = {"K": K, "V": V, "H": H, "B": B, "G": G}
+    sizes = {name: held(name, whole(1), size) for name, size in given.items()}
+    K, V, H, B, G = sizes.values()
+    T, queries = held("T", whole(), T), held("queries", whole(), queries)
     engine = select(recipe, method).engine
     if engine.reading is None:
         raise RecipeError(

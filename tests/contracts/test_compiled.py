@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect as rc
+from recollect.recall.bound import bind, bound_of, named
 
 # The compiler warns of its own doings, and the first graph of a process takes seconds.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -115,13 +121,18 @@ def test_a_model_trains_as_it_does_without(name: str) -> None:
     same(trained(lambda model: compiled(model, fullgraph=False)), trained(lambda model: model))
 
 
-@pytest.mark.parametrize("name", ["gated_delta_net", "titans"])
+@pytest.mark.parametrize("name", every("gated_delta_net", "titans"))
 def test_padding_and_documents(name: str) -> None:
     layer, x = built(name), torch.randn(B, T, D)
     mask = torch.ones(B, T, dtype=torch.bool)
     mask[0, :3], mask[1, 15:] = False, False
     call = compiled(layer, fullgraph=False)
     same(pulled(call, layer, x, attention_mask=mask), pulled(layer, layer, x, attention_mask=mask))
+    with torch.no_grad():
+        (y, state), (wanted, plain) = call(x, attention_mask=mask), layer(x, attention_mask=mask)
+        same([y, *kept(state)], [wanted, *kept(plain)])
+        more = torch.randn(B, 3, D)
+        same([call(more, state)[0]], [layer(more, plain)[0]])
     row, borders = torch.randn(1, T, D), torch.tensor([0, 7, 7, T])
     packed = {"cu_seqlens": borders}
     same(pulled(call, layer, row, **packed), pulled(layer, layer, row, **packed))
@@ -184,3 +195,64 @@ def test_a_second_gradient_is_refused_by_torch_and_not_wrong() -> None:
     (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         slope.sum().backward()
+
+
+def names_of(batches: Sequence[int]) -> list[str]:
+    made = []
+    for batch in batches:
+        algorithm = rc.algorithm.GradientDescent(batch=batch)
+        recipe = rc.Recipe(memory=rc.memory.MLP(), algorithm=algorithm)
+        made.append(str(named(bind(recipe, H=2, K=4, V=4)).name))
+    return made
+
+
+def test_a_name_says_what_is_bound_in_every_process() -> None:
+    """Compiled graphs are kept on disk with the name in them."""
+    four, eight, again = names_of([4, 8, 4])
+    assert four == again != eight
+    code = (
+        "from tests.contracts.test_compiled import names_of; "
+        "names_of([16]); print(*names_of([8, 4]))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert told.stdout.split() == [eight, four]
+
+
+def test_two_that_say_the_same_and_are_not_one_have_two_names() -> None:
+    def layer() -> rc.MemoryLayer:
+        class Own(rc.bias.L2):
+            """Written anew at every call, as in a notebook."""
+
+        return rc.MemoryLayer(D, 2, rc.Recipe(bias=Own()))
+
+    one, other = layer(), layer()
+    assert one._bound.name != other._bound.name
+    assert bound_of(str(one._bound.name)).sized.recipe is one.recipe
+    assert copy.deepcopy(one)._bound.name == one._bound.name
+
+
+INDUCTOR = """
+import sys, torch, recollect as rc
+torch.manual_seed(0)
+algorithm = rc.algorithm.GradientDescent(batch=int(sys.argv[1]))
+layer = rc.MemoryLayer(32, 2, rc.Recipe(memory=rc.memory.MLP(), algorithm=algorithm))
+x = torch.randn(2, 21, 32)
+with torch.no_grad():
+    print(float((torch.compile(layer)(x)[0] - layer(x)[0]).abs().max()))
+"""
+
+
+@pytest.mark.slow
+def test_graphs_that_another_process_left_on_disk(tmp_path: Path) -> None:
+    for batch in (4, 8):
+        told = subprocess.run(
+            [sys.executable, "-c", INDUCTOR, str(batch)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            timeout=600,
+        )
+        assert told.returncode == 0, told.stderr[-2000:]
+        assert float(told.stdout) < 1e-5

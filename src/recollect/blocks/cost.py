@@ -21,6 +21,7 @@ from typing import Any
 from recollect.blocks.mixers import Leaf, Mixer, Stream, mixer_of
 from recollect.cost import Cost, reading
 from recollect.cost import cost as cost_of_recipe
+from recollect.fields import as_whole
 
 __all__ = ["EARLIER", "LeafStream", "cost", "priced", "retrieval", "streams"]
 
@@ -122,7 +123,11 @@ def cost(recipe: Any, *, T: int = 4096, B: int = 1, **sizes: Any) -> Cost:
     return Cost(
         engine=type(mixer).__name__,
         how="; ".join(hows),
-        sizes={"B": B, "T": T, **{k: v for k, v in sizes.items() if isinstance(v, int)}},
+        sizes={
+            "B": B,
+            "T": T,
+            **{k: n for k, v in sizes.items() if (n := as_whole(v)) is not None},
+        },
         forward=forward,
         training=training,
         decode=decode,

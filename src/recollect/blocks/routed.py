@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from recollect.blocks.composed import Composed, kept
 from recollect.blocks.compositions import Routed
 from recollect.blocks.state import MixerState
+from recollect.choices.devices import holds
 from recollect.recall.packing import compact
 
 __all__ = ["RoutedLayer", "Router", "Routing", "watched_routers"]
@@ -132,6 +133,11 @@ class RoutedLayer(Composed):
         *,
         output_state: bool,
     ) -> tuple[Tensor, MixerState | None]:
+        if not holds(x):
+            raise ValueError(
+                "a router sends tokens by its numbers, and tensors of the meta device and fake "
+                "ones have shapes alone: give real tensors"
+            )
         before: Mapping[str, Any] = dict.fromkeys(self.parts) if state is None else state.parts
         routing = self.router(x, mask)
         parts: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from recollect.layer.options import LayerOptions
 from recollect.layer.rotation import shares_angle
 from recollect.layer.state import Associations, LayerState
 from recollect.layer.ties import OWNED, Ties
-from recollect.recall.bound import Bound, bind
+from recollect.recall.bound import Bound, bind, named
 from recollect.recall.call import Call
 from recollect.recall.one_operation import memorise_as_one, suits
 from recollect.recall.packing import CompactedBatch
@@ -243,7 +243,7 @@ class RecipeNumbers(nn.Module):
     @method.setter
     def method(self, name: str) -> None:
         sizes = {"H": self.kv_heads, "K": self.head_dim, "V": self.value_dim}
-        self._bound = bind(self.recipe, **sizes, method=name)
+        self._bound = named(bind(self.recipe, **sizes, method=name))
 
     @property
     def initial_memory(self) -> tuple[Tensor, ...] | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from recollect.engines.select import Engine
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.sized import SizedRecipe, sized
 
-__all__ = ["Bound", "bind", "bound_of"]
+__all__ = ["Bound", "bind", "bound_of", "named"]
 
 KEPT = 512
 """Bindings that are kept for `recollect.recall`; beyond it all are made anew."""
@@ -31,8 +30,7 @@ class Bound:
         method: as asked for, e.g. ``"auto"``.
         engine: the engine that runs it.
         plan: what that engine derived from ``sized`` (`Engine.plan`).
-        name: by which `bound_of` finds it as long as somebody keeps it; ``None`` of one that was
-            made while a compiler looked on, and is made anew by every call.
+        name: by which `bound_of` finds it, of those that layers keep (`named`).
     """
 
     sized: SizedRecipe
@@ -44,13 +42,12 @@ class Bound:
     def __reduce__(self) -> tuple[object, ...]:
         # Saved and copied as what it was made of: functions and plans of engines are no data.
         at = self.sized
-        return _again, (at.recipe, at.H, at.K, at.V, self.method)
+        return _again, (at.recipe, at.H, at.K, at.V, self.method, self.name is not None)
 
 
 _Key = tuple[Recipe, int, int, int, str]
 _kept: dict[_Key, tuple[tuple[Engine, ...], Bound]] = {}
-_named: weakref.WeakValueDictionary[str, Bound] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+_named: dict[str, Bound] = {}
 
 
 def bind(recipe: Recipe, *, H: int, K: int, V: int, method: str = "auto") -> Bound:
@@ -86,21 +83,50 @@ def _bind(recipe: Recipe, H: int, K: int, V: int, method: str) -> Bound:
     at = sized(recipe, H=H, K=K, V=V)
     engine = engines.select(recipe, method).engine
     plan = None if engine.plan is None else engine.plan(at)
-    if torch.compiler.is_compiling():
-        return Bound(sized=at, method=method, engine=engine, plan=plan)
-    bound = Bound(sized=at, method=method, engine=engine, plan=plan, name=str(next(_numbers)))
-    _named[str(bound.name)] = bound
-    return bound
+    return Bound(sized=at, method=method, engine=engine, plan=plan)
+
+
+def named(bound: Bound) -> Bound:
+    """The same with a name that says what is bound: what compiled operations take in its place.
+
+    Compiled graphs are kept on disk with the names in them, and another process finds them there
+    for its own recipe, so a name is made of what the recipe says. Where two that say the same are
+    not one (a class that was written anew in a notebook), the later name has a number more.
+
+    Args:
+        bound: to be kept by a layer.
+    """
+    at = bound.sized
+    kinds = [
+        f"{type(member).__module__}.{type(member).__qualname__}" for member in at.recipe.members()
+    ]
+    said = repr((at.recipe, kinds, at.H, at.K, at.V, bound.method))
+    digest = hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
+    name, more = digest, 0
+    while name in _named and not _same(_named[name], bound):
+        more += 1
+        name = f"{digest}-{more}"
+    if name not in _named:
+        _named[name] = replace(bound, name=name)
+    return _named[name]
+
+
+def _same(one: Bound, other: Bound) -> bool:
+    """Whether calls of one are calls of the other: one engine, and members of the same classes."""
+    pairs = zip(one.sized.recipe.members(), other.sized.recipe.members(), strict=False)
+    classes = all(type(a) is type(b) for a, b in pairs)
+    return classes and one.engine is other.engine and one.sized.recipe == other.sized.recipe
 
 
 def bound_of(name: str) -> Bound:
-    """What is bound under a name: compiled operations take no objects, and text.
+    """What is bound under a name.
 
     Args:
-        name: `Bound.name` of one that somebody keeps.
+        name: `Bound.name`.
     """
     return _named[name]
 
 
-def _again(recipe: Recipe, H: int, K: int, V: int, method: str) -> Bound:
-    return bind(recipe, H=H, K=K, V=V, method=method)
+def _again(recipe: Recipe, H: int, K: int, V: int, method: str, kept: bool) -> Bound:
+    bound = bind(recipe, H=H, K=K, V=V, method=method)
+    return named(bound) if kept else bound

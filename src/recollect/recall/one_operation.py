@@ -40,9 +40,11 @@ def suits(call: Call) -> bool:
     Args:
         call: of a layer, which keeps what it has bound.
     """
-    follows = call.bound.engine.follows
-    if call.bound.name is None:
-        return False
+    follows, recipe = call.bound.engine.follows, call.bound.sized.recipe
+    apart = call.lengths is not None or call.cu_seqlens is not None
+    grows = recipe.span is None or recipe.dual
+    if call.bound.name is None or (apart and grows and call.output_state):
+        return False  # how long the longest row is decides how long such a state is
     return follows is None or not follows(call.bound.sized, call.k.shape[1])
 
 
@@ -193,16 +195,15 @@ def _state(bound: Bound, layout: str, tensors: Iterator[Tensor]) -> State:
 # -- the operation --------------------------------------------------------------------------------
 
 
-def _memorised(form: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What comes out of the call: y, and the tensors of the state after it."""
-    y, after = memorise(_call(form, tensors))
-    return [y, *([] if after is None else replace(after, cache={}).tensors())]
-
-
 @torch.library.custom_op("recollect::memorise", mutates_args=())
 def _solve(form: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     with with_autograd():
-        return _own(_memorised(form, tensors), tensors)
+        y, after = memorise(_call(form, tensors))
+    if after is None:
+        return _own([y], tensors)
+    after = replace(after, cache={})
+    _left[form] = _layout(after)  # read where a graph had to break beside the operation
+    return _own([y, *after.tensors()], tensors)
 
 
 def _own(found: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
@@ -232,6 +233,8 @@ def _(form: str, tensors: Sequence[Tensor]) -> list[Tensor]:
             gates={name: x.expand(rows, *x.shape[1:]) for name, x in call.gates.items()},
             cu_seqlens=None,
         )
+    # How many tokens of a row are real is a number: shapes are those of full rows.
+    call = replace(call, lengths=None, places=None)
     if call.state is not None:
         # How many tokens were seen is a number too. It decides no shape: what is kept has slots.
         call = replace(call, state=call.state.stating(0))
@@ -253,7 +256,8 @@ def _pull(
         inputs = [x.detach() for x in tensors]
         for i in wanted:
             inputs[i].requires_grad_()
-        found = _memorised(form, inputs)
+        y, after = memorise(_call(form, inputs))
+        found = [y, *([] if after is None else replace(after, cache={}).tensors())]
         pairs = [(x, g) for x, g in zip(found, grads, strict=True) if x.requires_grad]
         asked = [inputs[i] for i in wanted]
         if not pairs:
