@@ -50,7 +50,7 @@ class ExtractionConfig(Validated):
 
     Args:
         form: in whose shape.
-        length: bytes of text and question, at most; a text of towns ends with the fiftieth.
+        length: bytes of text and question, at most; a text of towns ends with the hundredth.
 
     Raises:
         ValueError: another form, or too short a text.
