@@ -37,6 +37,16 @@ def test_attributes_stand_on_lines_of_their_own(form: str) -> None:
         assert one.answers == (values[one.question],)
 
 
+@pytest.mark.parametrize("form", ["swde", "fda"])
+def test_facts_are_asked_for_as_often_as_numbered_rows(form: str) -> None:
+    """However long the page, which holds about a hundred rows here and seven or eight facts."""
+    config = ExtractionConfig(form=form, length=4000)  # type: ignore[arg-type]
+    made = extractions(config, 200, torch.Generator().manual_seed(3))
+    rows = sum(bool(re.fullmatch(r"(Review|Sample) \d+", one.question)) for one in made)
+    assert 70 <= rows <= 130, "of 200 fair draws, but for one time in 40,000"
+    assert len({one.question for one in made if not one.question[-1].isdigit()}) >= 7
+
+
 def test_a_completion_goes_on_as_the_text_does() -> None:
     for one in some("squad"):
         town = re.search(r"\b[A-Z][a-z]+(?=\b.*$)", one.question.replace("The ", ""))

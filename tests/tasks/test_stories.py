@@ -48,9 +48,19 @@ def solve(facts: list[str], question: str) -> str:
     return at[asked[-1]][-1] if asked[2] == "the" else place[asked[-1]]
 
 
+BACKWARDS = {"north": "south", "south": "north", "east": "west", "west": "east"}
+STEP = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
+
+
+def backwards(fact: str) -> str:
+    """The same relation, told from the other place."""
+    _, a, _, d, *_, b = words(fact)
+    return f"The {b} is {BACKWARDS[d]} of the {a}."
+
+
 def solve_relation(facts: list[str], asked: list[str]) -> str:
     found = set()
-    for fact in facts:
+    for fact in [*facts, *(backwards(x) for x in facts if words(x)[2] == "is")]:
         told = words(fact)
         if told[2] == "is":  # The a is d of the b
             a, d, b = told[1], told[3], told[-1]
@@ -83,6 +93,34 @@ def test_readers_find_the_answer(task: int, facts: int) -> None:
         assert list(story.supports) == kept
         assert kept[-1] < len(story.facts)
     assert len(answers) > 3, "different answers"
+
+
+def test_one_place_is_in_the_direction_that_is_asked_for() -> None:
+    """On a map that the two relations draw, a step each, no other place lies straight there."""
+    kinds = set()
+    for story in stories(StoryConfig(task=4), 400, torch.Generator().manual_seed(4)):
+        told = [words(fact) for fact in story.facts]
+        at = {told[0][-1]: (0, 0)}
+        for _ in told:  # twice, as the second may have to be known first
+            for one in told:
+                (x, y), a, b = STEP[one[3]], one[1], one[-1]
+                if b in at:
+                    at.setdefault(a, (at[b][0] + x, at[b][1] + y))
+                elif a in at:
+                    at.setdefault(b, (at[a][0] - x, at[a][1] - y))
+        assert len(at) == 3
+        asked = words(story.question)
+        of_it = asked[-1] != "of"  # What is d of the b; else: what is the a d of
+        where, d = (asked[-1], asked[2]) if of_it else (asked[3], BACKWARDS[asked[4]])
+        (x, y), (east, north) = at[where], STEP[d]
+        straight = {
+            place
+            for place, (u, v) in at.items()
+            if (u - x) * east + (v - y) * north > 0 and (u - x) * north == (v - y) * east
+        }
+        assert straight == {story.answer}, (story.facts, story.question)
+        kinds.add((of_it, story.supports, len({one[3] for one in told})))
+    assert len(kinds) == 8, "both questions, of both relations, of one direction and of two"
 
 
 @pytest.mark.parametrize(("task", "most"), [(1, 1), (2, 2), (3, 4), (4, 1), (5, 1)])

@@ -116,6 +116,7 @@ class _Progress:
         self.done += 1
         how = "measured before" if before else f"{result.seconds:.1f} s, batch {result.batch}"
         numbers = ", ".join(f"{name} {result.told(name)}" for name in result.metrics)
+        numbers = numbers or "; ".join(result.notes)
         self._console.print(f"  {numbers} ({how})", soft_wrap=True, highlight=False)
 
 

@@ -50,7 +50,7 @@ class ExtractionConfig(Validated):
 
     Args:
         form: in whose shape.
-        length: bytes of text and question, at most; a text of towns ends with the fiftieth.
+        length: bytes of text and question, at most; a text of towns ends with the hundredth.
 
     Raises:
         ValueError: another form, or too short a text.
@@ -108,10 +108,15 @@ def _year(dice: Dice) -> str:
     return str(1200 + dice.below(800))
 
 
-def _attributes(pairs: dict[str, str], length: int, dice: Dice, *, title: str) -> Extraction:
-    """A page of attributes, an attribute a line, of which one is asked for."""
-    names = [name for name in pairs if len(pairs[name]) > 2]
-    asked = dice.one(names)
+def _attributes(
+    facts: dict[str, str], rows: dict[str, str], length: int, dice: Dice, *, title: str
+) -> Extraction:
+    """A page of attributes, an attribute a line, of which one is asked for.
+
+    Rows are as many as the page is long, so facts are asked for half of the time: else hardly ever.
+    """
+    pairs = facts | rows
+    asked = dice.one(list(facts if dice.below(2) else rows))
     keep = {asked}
     order = [list(pairs)[i] for i in dice.order(len(pairs))]
     size = len(title) + 2 * len(asked) + len(pairs[asked]) + 5
@@ -127,7 +132,7 @@ def _attributes(pairs: dict[str, str], length: int, dice: Dice, *, title: str) -
 def _page(length: int, dice: Dice) -> Extraction:
     """A film's page: facts, then reviews as far as there is room."""
     film = f"The {dice.one(_SUBJECTS)} of {dice.one(_TOWNS)}"
-    pairs = {
+    facts = {
         "Title": film,
         "Director": _person(dice),
         "Writer": _person(dice),
@@ -137,17 +142,17 @@ def _page(length: int, dice: Dice) -> Extraction:
         "Running time": f"{60 + dice.below(120)} minutes",
         "Music by": _person(dice),
     }
-    for number in range(1, length // 30):
-        pairs[f"Review {number}"] = (
-            f"{dice.one(_KINDS)} by {_person(dice)}, {1 + dice.below(9)} of 9"
-        )
-    return _attributes(pairs, length, dice, title=f"{film} - films A to Z")
+    reviews = {
+        f"Review {number}": f"{dice.one(_KINDS)} by {_person(dice)}, {1 + dice.below(9)} of 9"
+        for number in range(1, length // 30)
+    }
+    return _attributes(facts, reviews, length, dice, title=f"{film} - films A to Z")
 
 
 def _report(length: int, dice: Dice) -> Extraction:
     """A form about a device: numbers and sections."""
     assay = dice.one(_ASSAYS)
-    pairs = {
+    facts = {
         "Number": f"K{100_000 + dice.below(900_000)}",
         "Applicant": f"{dice.one(_LAST)} Diagnostics",
         "Analyte": assay,
@@ -156,10 +161,15 @@ def _report(length: int, dice: Dice) -> Extraction:
         "Linearity": f"{1 + dice.below(9)} to {100 + dice.below(900)} units per milliliter",
         "Product code": "".join(dice.one("ABCDEFGHJKLMNPQR") for _ in range(3)),
     }
-    for number in range(1, length // 30):
-        measured, deviation = f"{dice.below(1000)}.{dice.below(10)}", f"0.{1 + dice.below(9)}"
-        pairs[f"Sample {number}"] = f"{measured} units, deviation {deviation} units"
-    return _attributes(pairs, length, dice, title=f"Summary of a decision on an {assay} test")
+    samples = {
+        f"Sample {number}": (
+            f"{dice.below(1000)}.{dice.below(10)} units, deviation 0.{1 + dice.below(9)} units"
+        )
+        for number in range(1, length // 30)
+    }
+    return _attributes(
+        facts, samples, length, dice, title=f"Summary of a decision on an {assay} test"
+    )
 
 
 def _town(town: str, dice: Dice) -> tuple[str, list[tuple[str, str, str]]]:

@@ -307,10 +307,26 @@ def _where_before(config: StoryConfig, dice: Dice) -> Story:
 # -- task 4: places and directions -----------------------------------------------------------------
 
 
+_OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
+_Relation = tuple[str, str, str]  # (a, direction, b): a is in that direction of b
+
+
+def _closed(relations: Sequence[_Relation]) -> set[_Relation]:
+    """What relations say together: what they say backwards, and of what lies on one line."""
+    known = {*relations, *((b, _OPPOSITE[d], a) for a, d, b in relations)}
+    while True:
+        more = {(a, d, c) for a, d, b in known for x, e, c in known if (b, d) == (x, e) and a != c}
+        if more <= known:
+            return known
+        known |= more
+
+
 def _directions(config: StoryConfig, dice: Dice) -> Story:
     """Two relations that share a place; the question is about one of them.
 
-    Directions differ, or the shared place is on different sides: either way no other place answers.
+    It is drawn among those that one place answers, whichever way the relations are read: of "The
+    attic is north of the cellar." and "The cellar is south of the office." none asks what is north
+    of the cellar.
     """
     one, middle, other = dice.some(PLACES, 3)
     first, second = dice.some(DIRECTIONS, 2)
@@ -320,12 +336,14 @@ def _directions(config: StoryConfig, dice: Dice) -> Story:
         relations = [(one, first, middle), (other, second, middle)]
     order = dice.order(2)
     relations = [relations[i] for i in order]
-    at = dice.below(2)
-    a, direction, b = relations[at]
-    if dice.below(2):
-        question, answer = f"What is {direction} of the {b}?", a
-    else:
-        question, answer = f"What is the {a} {direction} of?", b
+    known = _closed(relations)
+    asked: list[tuple[str, str, int]] = []
+    for at, (a, direction, b) in enumerate(relations):
+        if sum((d, y) == (direction, b) for _, d, y in known) == 1:
+            asked.append((f"What is {direction} of the {b}?", a, at))
+        if sum((x, d) == (a, direction) for x, d, _ in known) == 1:
+            asked.append((f"What is the {a} {direction} of?", b, at))
+    question, answer, at = asked[dice.below(len(asked))]
     return Story(
         facts=tuple(f"The {x} is {d} of the {y}." for x, d, y in relations),
         question=question,

@@ -6,6 +6,7 @@ RULER's form and other words, which whoever shows them says; fixtures stand besi
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -80,6 +81,8 @@ def beside(evaluation: Evaluation) -> tuple[Beside, ...]:
     found: list[Beside] = []
     for one in evaluation.tasks:
         for metric, value in one.metrics.items():
+            if not math.isfinite(value):
+                continue
             column, tables, note = _column(one.task, metric, one.settings.get("context"))
             for name in tables:
                 table = published(name)

@@ -19,6 +19,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -46,6 +47,8 @@ CONTEXT = 2048
 PIECE = 2000  # bytes of a document of the text task, at least, where the text goes on
 _CLOSE = 0.97  # of the room; a prompt that fills so much of it is long enough
 _TRIES = 12
+_LONGEST_TOKEN = 64  # bytes that a token has on average, at most
+_GROWN = 1.5  # times the length; a document that is the same at so much more has reached its end
 
 Draw = Callable[[int, torch.Generator], Prompt]
 """A prompt of at most so many bytes."""
@@ -77,23 +80,48 @@ class _Given:
         )
 
 
-@functools.lru_cache(maxsize=4)
+_Stamp = tuple[tuple[str, int, int], ...]  # path, when it was written, bytes: of every file
+
+
+def _stamp(path: str | None) -> _Stamp:
+    """What tells a file, or a folder's files, from what stood there before."""
+    if path is None or not Path(path).exists():
+        return ()
+    place = Path(path).resolve()
+    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    known = [(str(file), file.stat()) for file in files]
+    return tuple((name, about.st_mtime_ns, about.st_size) for name, about in known)
+
+
 def local_text(path: str | None) -> TextCorpus:
-    """The text of local tasks, read once.
+    """The text of local tasks, read once for as long as its file is not written anew.
 
     Args:
         path: a file, or ``None`` for the documentation inside Python and torch.
     """
+    return _local_text(path, _stamp(path))
+
+
+@functools.lru_cache(maxsize=4)
+def _local_text(path: str | None, stamp: _Stamp) -> TextCorpus:
     return load_text(path)
 
 
-@functools.lru_cache(maxsize=4)
 def _hay(path: str | None) -> tuple[str, ...]:
-    return sentences(local_text(path), heldout=True)
+    return _sentences(path, _stamp(path))
 
 
 @functools.lru_cache(maxsize=4)
+def _sentences(path: str | None, stamp: _Stamp) -> tuple[str, ...]:
+    return sentences(_local_text(path, stamp), heldout=True)
+
+
 def _tokenizer(folder: str) -> Any:
+    return _loaded(folder, _stamp(folder))
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(folder: str, stamp: _Stamp) -> Any:
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -195,6 +223,8 @@ def _fitted(
         size: its whole prompt.
     """
     room = one.context - one.reserve
+    if room < 1:
+        raise ValueError(f"{_short(one)}: it leaves nothing to read; give a longer one")
     found: list[dict[str, Any]] = []
     length = room
     for index in range(one.count):
@@ -214,39 +244,67 @@ def _fit(
     """One document, and the length in bytes with which the search for it ended.
 
     Tokens of a text are about proportional to its bytes, so a few proportional steps reach a length
-    whose tokens fit; the longest that fitted is taken.
+    whose tokens fit; the longest that fitted is taken. A generator refuses lengths that hold too
+    little; those are doubled, and between a length that was refused and one that is too long the
+    search goes on by halves, so that no context is refused in which a prompt fits.
+
+    Raises:
+        ValueError: the shortest prompt that can be drawn does not fit.
     """
     best: tuple[dict[str, Any], int] | None = None
-    over = 0
-    for _ in range(_TRIES):
+    refused, least = 0, 0  # the longest length that was refused; tokens of the shortest prompt
+    high: int | None = None  # the shortest length that was too long
+    over = tries = 0
+    while tries < _TRIES or (best is None and high is not None and high - refused > 1):
+        tries += 1
         try:
             doc = draw(length, torch.Generator().manual_seed(index))
         except ValueError as error:
             if best is not None:
                 return best
-            raise ValueError(
-                f"a context of {one.context} tokens, of which {one.reserve} may be written, is too "
-                f"short for this task: {error}"
-            ) from None
+            refused = max(refused, length)
+            if high is not None:
+                if high - refused <= 1:
+                    break
+                length = (refused + high) // 2
+                continue
+            if length > _LONGEST_TOKEN * room:
+                raise ValueError(f"{_short(one)}: {error}") from None
+            length, tries = 2 * length, 0
+            continue
         tokens = _tokens(one, size(doc))
         if tokens <= room:
-            if best is None or length > best[1]:
+            if best is not None and doc == best[0] and length >= _GROWN * best[1]:
+                return best  # its text has an end, and longer ones are the same
+            if best is None or (length > best[1] and doc != best[0]):
                 best = doc, length
             if tokens >= _CLOSE * room:
                 return best
-        over += tokens > room
+        else:
+            least = tokens if high is None else min(least, tokens)
+            high = length if high is None else min(high, length)
+            over += 1
         # Texts grow sentence by sentence, so what is a little too long is shortened by ever more.
         share = 1.0 if tokens <= room else 1.0 - 0.02 * over
         proposed = int(length * room / tokens * share)
+        if best is None and high is not None and (proposed <= refused or tries >= _TRIES):
+            proposed = (refused + high) // 2
         if proposed == length:
             break
         length = proposed
     if best is None:
         raise ValueError(
-            f"a context of {one.context} tokens, of which {one.reserve} may be written, is too "
-            "short for this task: give a longer one"
+            f"{_short(one)}: its shortest prompt has {least:,} tokens and {room:,} are left; give "
+            f"one of {least + one.reserve:,} or more"
         )
     return best
+
+
+def _short(one: _Given) -> str:
+    return (
+        f"a context of {one.context:,} tokens, of which {one.reserve:,} may be written, is too "
+        "short for this task"
+    )
 
 
 def _tokens(one: _Given, text: str) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import json
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +14,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 import transformers
 
 from recollect.fields import held, whole
 from recollect.lm.evaluation.documents import CONTEXT
-from recollect.lm.evaluation.folder import finished, keep
+from recollect.lm.evaluation.folder import earlier_groups, finished, keep
 from recollect.lm.evaluation.local_tasks import local_tasks
 from recollect.lm.evaluation.results import Evaluation, TaskResult
 from recollect.lm.loading import load_saved
@@ -30,6 +34,18 @@ if TYPE_CHECKING:
     from recollect.lm.evaluation.names import Loaded
 
 __all__ = ["EvaluationWatcher", "evaluate"]
+
+
+_TOKENIZER = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "all_special_ids",
+    "add_bos_token",
+    "add_eos_token",
+    "clean_up_tokenization_spaces",
+)
+"""What a tokenizer does with texts that its file does not say."""
 
 
 class EvaluationWatcher(Protocol):
@@ -132,6 +148,7 @@ def evaluate(
     _check_model(model, tokenizer)
     if device is not None:
         model = model.to(device)
+    _check_positions(model, context)
     context = context or _context(model)
     path = None if text is None else str(text)
     watcher = watcher or _Nobody()
@@ -167,13 +184,17 @@ def evaluate(
             watcher.begin(name, index, len(todo))
             terms = local if name in local_tasks() else settings
             results[name] = _measure(here, name, loaded.tasks[name], terms)
-            if folder is not None:
-                keep(folder, results[name])
+            if folder is not None and results[name].finite:
+                keep(folder, results[name])  # what is no number is measured anew
             watcher.end(results[name], before=False)
+        groups = {one.task: one for one in _groups(loaded, results, settings)}
+        if folder is not None:
+            earlier = {one.task: one for one in earlier_groups(folder, settings, before)}
+            groups = earlier | groups
         evaluation = Evaluation(
             model=called,
             tasks=tuple(results[name] for name in dict.fromkeys([*asked, *results])),
-            groups=_groups(loaded, results, settings),
+            groups=tuple(groups.values()),
             environment={
                 **describe_environment(model.device).to_dict(),
                 "transformers": transformers.__version__,
@@ -185,31 +206,41 @@ def evaluate(
 
 
 def _measure(model: HarnessModel, name: str, task: Any, settings: Mapping[str, Any]) -> TaskResult:
-    """One task.
+    """One task; a note says why its metrics are missing or not finite, where they are.
 
     Raises:
         ValueError: lm-eval refuses what the task asks of the model.
     """
     from recollect.lm.evaluation import harness
 
-    notes, start = harness.Notes(), time.perf_counter()
+    found: dict[str, Any] = {}
+    start, failed = time.perf_counter(), list[str]()
+    model.begin()
     try:
-        with harness.quiet(notes), harness.seeded():
+        with harness.quiet(), harness.seeded():
             found = harness.run_task(model, task, settings["limit"])
     except AssertionError as error:  # with which lm-eval says what it cannot do
         said = str(error).strip() or "lm-eval gives no reason"
         raise ValueError(f"task {name} cannot be run on this model: {said}") from None
-    return TaskResult.of(
-        found["results"][name],
-        found["higher_is_better"].get(name) or {},
+    except ArithmeticError as error:  # of its aggregation; other tasks may have numbers
+        failed.append(f"its numbers cannot be computed ({error})")
+    result = TaskResult.of(
+        found["results"][name] if found else {},
+        (found["higher_is_better"].get(name) or {}) if found else {},
         task=name,
-        documents=found["n-samples"][name]["effective"],
-        version=str(found["versions"].get(name)),
+        documents=found["n-samples"][name]["effective"] if found else 0,
+        version=str(found["versions"].get(name) if found else task.VERSION),
         settings=settings,
         batch=model.batch_size_per_gpu,
         seconds=time.perf_counter() - start,
-        notes=notes.sentences(settings["context"]),
+        notes=(*failed, *model.notes()),
     )
+    if model.finite:
+        strange = [metric for metric, value in result.metrics.items() if not math.isfinite(value)]
+        notes = (*(f"{metric} is not finite" for metric in strange), *result.notes)
+        return dataclasses.replace(result, notes=notes)
+    # Scores that logits of no value happen to give, such as an accuracy, are no measurements.
+    return dataclasses.replace(result, metrics=dict.fromkeys(result.metrics, math.nan), errors={})
 
 
 def _groups(
@@ -219,9 +250,9 @@ def _groups(
     raw: dict[str, Any] = {name: one.to_harness() for name, one in results.items()}
     found: list[TaskResult] = []
     for name, group in loaded.groups.items():
-        if not group.has_aggregation:
-            continue
         members = tuple(task.task_name for task in group.get_all_tasks())
+        if not group.has_aggregation or not all(results[one].finite for one in members):
+            continue
         lower = {x for one in members for x in results[one].lower_is_better}
         found.append(
             TaskResult.of(
@@ -279,14 +310,37 @@ def _check_model(model: Any, tokenizer: Any) -> None:
         )
 
 
-def _context(model: Any) -> int:
-    """What a configuration says that a model sees at once, at most `CONTEXT`."""
+def _positions(model: Any) -> int | None:
+    """What a configuration says that a model sees at once, where it says so."""
     config = model.config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "n_ctx"):
         said = getattr(config, name, None)
         if isinstance(said, int) and said > 0:
-            return min(said, CONTEXT)
-    return CONTEXT
+            return said
+    return None
+
+
+def _context(model: Any) -> int:
+    return min(_positions(model) or CONTEXT, CONTEXT)
+
+
+def _check_positions(model: Any, context: int | None) -> None:
+    """That a model which learned a vector per position has one for each.
+
+    Raises:
+        ValueError: it has fewer; rotations and recurrences go on, if badly, and are let through.
+    """
+    said = _positions(model)
+    if context is None or said is None or context <= said:
+        return
+    for name, module in model.named_modules():
+        own = name.rpartition(".")[2]
+        table = isinstance(module, torch.nn.Embedding) and module.num_embeddings >= said
+        if table and ("wpe" in own or "pos" in own):
+            raise ValueError(
+                f"{word_for('context')} {context:,} is more than the {said:,} positions that "
+                f"{type(model).__name__} has learned: give {said:,} at most"
+            )
 
 
 @contextlib.contextmanager
@@ -299,18 +353,23 @@ def _saved(tokenizer: Any) -> Iterator[tuple[str, str]]:
         tokenizer.save_pretrained(place)
         whole = Path(place, "tokenizer.json")  # the others say where it was loaded from
         files = [whole] if whole.exists() else sorted(Path(place).iterdir())
-        yield place, hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+        digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
+        # Where texts begin, end and are cleaned, tokenizer.json does not say.
+        rest = {name: getattr(tokenizer, name, None) for name in _TOKENIZER}
+        digest.update(json.dumps(rest, sort_keys=True, default=str).encode())
+        yield place, digest.hexdigest()
 
 
 @contextlib.contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards as it was."""
-    trained = model.training
+    """The model in evaluation mode, and afterwards each of its modules as it was."""
+    before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(trained)
+        for module, training in before:
+            module.training = training
 
 
 @contextlib.contextmanager

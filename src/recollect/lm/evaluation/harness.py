@@ -1,4 +1,4 @@
-"""A model under lm-eval: batches halved where memory ends, its notes collected, no code of the hub.
+"""A model under lm-eval: batches halved where memory ends, cut texts counted, no code of the hub.
 
 This module and `names` are the only ones that import lm-eval.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 import random
 import re
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from transformers import LogitsProcessorList
 
 _EXTRA = 'evaluation needs lm-eval, which is not installed: pip install "recollect[lm,eval]"'
 
@@ -27,13 +29,13 @@ try:
         import lm_eval
         from lm_eval.evaluator import evaluate as run_tasks
         from lm_eval.models.huggingface import HFLM as Harness
+    from lm_eval.models.utils import normalize_gen_kwargs
 except ImportError as error:
     raise ImportError(_EXTRA) from error
 
 __all__ = [
     "SEED",
     "HarnessModel",
-    "Notes",
     "first_batch",
     "harness_version",
     "quiet",
@@ -62,15 +64,19 @@ _Harness: Any = Harness  # its type does not come through lm-eval's registry
 class HarnessModel(_Harness):
     """A causal language model of transformers as lm-eval asks it; ours honour its padding.
 
-    Log-likelihoods are of float32 whatever the model's type. Texts are read from the longest to the
-    shortest; where memory ends, the batch is halved and the requests begin again, which costs
-    little, because that happens with the longest.
+    Log-likelihoods are of a softmax in float32 whatever the model's type. Texts are read from the
+    longest to the shortest; where memory ends, the batch is halved and the requests begin again,
+    which costs little, because that happens with the longest.
 
     Args:
         model: with ``generate``.
         tokenizer: of it, with an end of the text.
         batch: texts at once; tried from `first_batch` down when ``None``.
         context: tokens that it sees at once.
+
+    Attributes:
+        cut: requests since `begin` whose text was longer than the context.
+        finite: whether all logits since `begin`, of which numbers were made, were below infinity.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, batch: int | None, context: int) -> None:
@@ -84,20 +90,55 @@ class HarnessModel(_Harness):
             softmax_dtype=torch.float32,
         )
         self._halves = batch is None
+        self.begin()
+
+    def begin(self) -> None:
+        """Count anew, for another task."""
+        self.cut, self.finite = 0, True
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the numbers since `begin` must know."""
+        found: list[str] = []
+        if not self.finite:
+            found.append("the model's logits are not finite, so these are no measurements")
+        if self.cut:
+            times = "once" if self.cut == 1 else f"{self.cut:,} times"
+            found.append(
+                f"texts longer than the context of {self.max_length:,} tokens lost their "
+                f"beginning {times}"
+            )
+        return tuple(found)
 
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
+        # The last token is not read, only predicted.
+        self.cut += sum(len(a) + len(b) > self.max_length + 1 for _, a, b in requests)
         bar = disable_tqdm or not _shows()
-        return self._fitting(
+        found = self._fitting(
             lambda: super(HarnessModel, self)._loglikelihood_tokens(requests, disable_tqdm=bar)
         )
+        self.finite = self.finite and all(value < math.inf for value, _ in found)
+        return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        for one in requests:
+            text, how = one.args
+            new = normalize_gen_kwargs(how, self.max_gen_toks).get("max_gen_toks", 0)
+            self.cut += self.tok_batch_encode([text])[0].shape[1] > self.max_length - new
         bar = disable_tqdm or not _shows()
         return self._fitting(
             lambda: super(HarnessModel, self).generate_until(requests, disable_tqdm=bar)
         )
+
+    def _model_generate(self, *given: Any, **options: Any) -> torch.Tensor:
+        watch = LogitsProcessorList([self._watch])
+        return super()._model_generate(*given, logits_processor=watch, **options)
+
+    def _watch(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of the next tokens as they are; −∞ forbids a token and is none's fault."""
+        self.finite = self.finite and bool((logits < math.inf).all())
+        return logits
 
     def _fitting(self, run: Callable[[], Made]) -> Made:
         """What a run gives, with the largest batch that memory holds."""
@@ -174,39 +215,10 @@ def _one_process() -> Iterator[None]:
             os.environ[_ALONE] = before
 
 
-class Notes(logging.Handler):
-    """What lm-eval says of texts that were cut, each sentence once."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.cut = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.cut += bool(re.search(r"truncat(?:ion applied|ing \d)", record.getMessage(), re.I))
-
-    def sentences(self, context: int) -> tuple[str, ...]:
-        """What a reader of the numbers must know.
-
-        Args:
-            context: tokens to which texts were cut.
-        """
-        if not self.cut:
-            return ()
-        times = "once" if self.cut == 1 else f"{self.cut:,} times"
-        return (
-            f"texts longer than the context of {context:,} tokens lost their beginning {times}",
-        )
-
-
 @contextlib.contextmanager
-def quiet(notes: Notes | None = None) -> Iterator[None]:
-    """Keep from the outputs what lm-eval and its tasks print; bars stay on a terminal.
-
-    Args:
-        notes: takes the warnings of lm-eval.
-    """
-    logger = logging.getLogger("lm_eval")
-    handler = logging.NullHandler() if notes is None else notes
+def quiet() -> Iterator[None]:
+    """Keep from the outputs what lm-eval and its tasks print; bars stay on a terminal."""
+    logger, handler = logging.getLogger("lm_eval"), logging.NullHandler()
     propagated, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -67,15 +68,23 @@ class TaskResult:
                 continue
             into = errors if metric.endswith("_stderr") else numbers
             metric = metric.removesuffix("_stderr")
+            if into is errors and not math.isfinite(value):  # as of a single document
+                continue
             into[metric if way == "none" else f"{metric} ({way})"] = float(value)
         lower = tuple(x for x in numbers if better.get(x.partition(" (")[0]) is False)
         return cls(metrics=numbers, errors=errors, lower_is_better=lower, **more)
 
+    @property
+    def finite(self) -> bool:
+        """Whether there are metrics, and all of them are numbers that JSON knows."""
+        return bool(self.metrics) and all(map(math.isfinite, self.metrics.values()))
+
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """JSON-ready; a metric that is not finite is ``None``."""
         data = {name: getattr(self, name) for name in self.__dataclass_fields__}
         for name in ("metrics", "errors", "settings"):
             data[name] = dict(data[name])
+        data["metrics"] = {x: y if math.isfinite(y) else None for x, y in self.metrics.items()}
         return data | {name: list(data[name]) for name in ("lower_is_better", "notes", "members")}
 
     @classmethod
@@ -86,7 +95,8 @@ class TaskResult:
             TypeError: fields that are missing or unknown.
         """
         lists = {name: tuple(data[name]) for name in ("lower_is_better", "notes", "members")}
-        return cls(**{**data, **lists})
+        metrics = {x: math.nan if y is None else y for x, y in data["metrics"].items()}
+        return cls(**{**data, **lists, "metrics": metrics})
 
     def to_harness(self) -> dict[str, Any]:
         """The numbers under lm-eval's keys, as its groups read them."""
@@ -177,7 +187,8 @@ class Evaluation:
         Raises:
             OSError: the folder cannot be written.
         """
-        return write_atomic(Path(folder) / "results.json", json.dumps(self.to_dict(), indent=2))
+        data = json.dumps(self.to_dict(), indent=2, allow_nan=False)
+        return write_atomic(Path(folder) / "results.json", data)
 
     def __str__(self) -> str:
         return "\n".join([*_table(self.rows()), *self.notes])
