@@ -60,5 +60,6 @@ out = model.generate(text[:1], max_new_tokens=4, do_sample=False, return_dict_in
 print(out.sequences[0].tolist())
 print(out.past_key_values.layers)  # states where layers were swapped, keys and values elsewhere
 
-# A swapped decoder is loaded by doing the same again to one of the same configuration:
-#     rc.lm.replace_attention(model, recipe, layers); model.load_state_dict(saved)
+# A swapped decoder is saved and loaded like any other; its configuration says what was swapped:
+#     model.save_pretrained("swapped")
+#     model = transformers.AutoModelForCausalLM.from_pretrained("swapped")

@@ -305,7 +305,7 @@ def test_without_typer_one_sentence_says_what_to_install() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert found.returncode == 1
-    assert found.stderr.strip().split("\n")[-1].endswith('pip install "recollect[cli]"')
+    assert found.stderr.strip().split("\n")[-1].endswith('pip install -e ".[cli]" in its checkout')
     assert "Traceback" not in found.stderr
 
 
@@ -361,11 +361,11 @@ def test_a_missing_extra_was_a_traceback(tmp_path: Path, monkeypatch: pytest.Mon
         (sentence,) = said.strip().split("\n")
         assert sentence.startswith(f"recollect {command}: ")
         assert sentence.endswith(
-            'transformers, which is not installed: pip install "recollect[lm]"'
+            'transformers, which is not installed: pip install -e ".[lm]" in its checkout'
         )
     monkeypatch.setitem(sys.modules, "datasets", None)
     sentence = refusal("compare", "--models", "retnet", "--dataset", "x", "--out", str(tmp_path))
     assert sentence == (
         "recollect compare: this needs datasets, which is not installed: "
-        'pip install "recollect[lm]"'
+        'pip install -e ".[lm]" in its checkout'
     )

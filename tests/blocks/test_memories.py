@@ -169,7 +169,8 @@ def test_slots_that_other_rows_fill_do_not_pile_up() -> None:
         (lambda: Routed(["gla"], top=2), "Routed(top=2) chooses among 1 memories"),
         (lambda: Routed(["gla"], top=0), "must be a whole number >= 1, not 0"),
         (lambda: Routed([], top=1), "needs at least one mixer"),
-        (lambda: Routed("gla", top=1), "needs at least one mixer"),
+        (lambda: Routed(top=1), "needs at least one mixer"),
+        (lambda: Routed(("gla",), "gla", top=1), "gla"),
         (lambda: Together(), "needs at least one mixer"),
         (lambda: Together("sliding_window_attention", persistent=2), "SinkWindow("),
         (
@@ -204,3 +205,7 @@ def test_what_cannot_be_composed_is_one_sentence(make: Any, said: str) -> None:
 def test_a_second_memory_with_keys_of_its_own_is_refused() -> None:
     with pytest.raises(rc.RecipeError, match="has the keys of the first"):
         build(Boosted("gla", "hgrn2"), 8, 2)
+
+
+def test_memories_are_named_one_by_one_or_in_a_list() -> None:
+    assert Routed("gla", "delta_net", top=1) == Routed(["gla", "delta_net"], top=1)

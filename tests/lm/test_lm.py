@@ -293,4 +293,4 @@ def test_without_transformers_one_sentence_says_what_to_install() -> None:
         "except ImportError as error: print(error)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 'pip install "recollect[lm]"' in said.stdout
+    assert 'pip install -e ".[lm]" in its checkout' in said.stdout

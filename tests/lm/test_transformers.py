@@ -93,7 +93,7 @@ def test_what_says_the_same_changes_nothing(given: dict[str, Any]) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "attentions": ({"output_attentions": True}, "no attention weights to give"),
-    "router": ({"output_router_logits": True}, "no experts and no router"),
+    "router": ({"output_router_logits": True}, "logits of routers are not handed out"),
     "both ways": ({"is_causal": False}, "knows only the past"),
     "kinds": ({"token_type_ids": torch.ones(2, T)}, "token_type_ids must be zeros"),
     "late positions": ({"position_ids": 4 + torch.arange(T)[None]}, "position_ids may count"),

@@ -433,7 +433,7 @@ class Routed(Mixer):
     P_j the mean of p_j; k where all are equally used.
 
     Args:
-        memories: M mixers, or what stands for one (`mixer_of`).
+        *memories: M mixers, or what stands for one (`mixer_of`); one list of them will do.
         top: k, from 1 to M.
         shared: one that sees every token, or ``None``.
 
@@ -453,11 +453,18 @@ class Routed(Mixer):
     top: int = integer(at_least=1)
     shared: Mixer | None = checked(None, mixer_of, optional=True)
 
-    def __init__(self, memories: Any, *, top: int, shared: Any = None) -> None:
+    def __init__(self, *memories: Any, top: int, shared: Any = None) -> None:
+        if len(memories) == 1 and isinstance(memories[0], list | tuple):
+            memories = tuple(memories[0])  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         object.__setattr__(self, "memories", memories)
         object.__setattr__(self, "top", top)
         object.__setattr__(self, "shared", shared)
         self.__post_init__()
+
+    @classmethod
+    def rebuilt(cls, fields: Mapping[str, Any]) -> Mixer:
+        rest = {name: value for name, value in fields.items() if name != "memories"}
+        return cls(*fields["memories"], **rest)
 
     def validate(self) -> None:
         if self.top > len(self.memories):

@@ -47,7 +47,7 @@ if typer is not None:
 
 __all__ = ["COMMANDS", "build", "load_recipe", "main"]
 
-_MISSING = 'recollect\'s commands need typer and rich: pip install "recollect[cli]"'
+_MISSING = 'recollect\'s commands need typer and rich: pip install -e ".[cli]" in its checkout'
 _UNREGISTERED = (
     "import the module that defines it (its class carries @rc.member) before loading this recipe"
 )
@@ -217,4 +217,6 @@ def _to_install(error: ImportError) -> str:
     if missing not in _EXTRAS:
         raise error
     extra = _EXTRAS[missing]
-    return f'this needs {missing}, which is not installed: pip install "recollect[{extra}]"'
+    return (
+        f'this needs {missing}, which is not installed: pip install -e ".[{extra}]" in its checkout'
+    )

@@ -21,7 +21,8 @@ try:
     import transformers  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        'recollect.lm needs transformers, which is not installed: pip install "recollect[lm]"'
+        "recollect.lm needs transformers, which is not installed: "
+        'pip install -e ".[lm]" in its checkout'
     ) from error
 
 from transformers import (

@@ -104,6 +104,11 @@ def recipe_of(given: object, name: str) -> Recipe:
     inside = getattr(named_system(given), "recipe", None)
     if isinstance(inside, Recipe):
         return inside
+    if hasattr(given, "leaves"):  # a composition, which stands above recipes
+        raise RecipeError(
+            f"{name} takes one rc.Recipe, and this is a composition of several: its layer is "
+            "rc.blocks.build(composition, d_model=..., heads=...)"
+        )
     raise RecipeError(
         f"{name} takes an rc.Recipe, or the name of an architecture such as 'gated_delta_net', "
         f"not {shown(given)}"

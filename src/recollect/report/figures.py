@@ -314,7 +314,7 @@ def new_canvas() -> Iterator[Canvas]:
         from matplotlib.figure import Figure as Canvas
     except ImportError as error:
         raise ImportError(
-            "figures need matplotlib; install it with: pip install 'recollect[plot]'"
+            'figures need matplotlib: pip install -e ".[plot]" in its checkout'
         ) from error
     with matplotlib.rc_context(_STYLE):  # pyright: ignore[reportArgumentType]
         # Made directly rather than by pyplot, which would keep every figure alive.

@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from transformers import LogitsProcessorList
 
-_EXTRA = 'evaluation needs lm-eval, which is not installed: pip install "recollect[lm,eval]"'
+_EXTRA = (
+    'evaluation needs lm-eval, which is not installed: pip install -e ".[lm,eval]" in its checkout'
+)
 
 try:
     with warnings.catch_warnings():

@@ -133,7 +133,7 @@ def _load(manager: Any, name: str, *, hub: bool) -> dict[str, Any]:
     except ImportError as error:
         raise ValueError(
             f"task {name} needs {error.name or 'packages'}, which is not installed "
-            f'({_first(error)}): pip install "recollect[lm,eval]"'
+            f'({_first(error)}): pip install -e ".[lm,eval]" in its checkout'
         ) from None
     except Exception as error:  # of datasets, of the hub's client, and of the task's own code
         if name in local_tasks():
