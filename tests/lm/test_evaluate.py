@@ -540,7 +540,7 @@ def test_without_the_extra(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("recollect.lm.evaluation.harness")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ImportError, match=r'needs lm-eval, .*: pip install "recollect\[lm,eval\]"'):
+    with pytest.raises(ImportError, match=r'needs lm-eval, .*: pip install -e "\.\[lm,eval\]"'):
         rc.lm.evaluate(model, "local_text", tokenizer=byte_tokenizer())
 
 

@@ -129,7 +129,7 @@ def test_nothing_to_draw_is_refused() -> None:
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"recollect\[plot\]"):
+    with pytest.raises(ImportError, match=r"\.\[plot\]"):
         line_figure(lines(1), x="x", y="y", title="T")
 
 

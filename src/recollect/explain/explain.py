@@ -156,9 +156,8 @@ class Explanation:
         yield "where", list(self.where)
         refused = [f"not {name}: {reasons[0]}" for name, reasons in self.refused.items()]
         if not self.compiles:
-            refused.append(
-                "torch.compile may break the graph of rc.recall; a layer's call is one operation"
-            )
+            said = "torch.compile may break the graph of rc.recall; a layer's call is one operation"
+            refused.append(said)
         yield "engine", [f"{self.engine} ({self.how})", *refused]
         if self.named and [n.name for n in self.named] != [self.title]:
             yield "named", [", ".join(map(str, self.named))]

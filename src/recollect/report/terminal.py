@@ -23,7 +23,7 @@ def hung(text: str, width: int | None, *, indent: int = 9) -> str:
 
     Args:
         text: lines whose first words are labels of one width.
-        width: columns of the terminal; ``None`` leaves the text as it is.
+        width: columns of the terminal; ``None``, or none of them, leaves the text as it is.
         indent: of the text behind those labels; less where the terminal is as narrow.
 
     Examples:
@@ -32,7 +32,7 @@ def hung(text: str, width: int | None, *, indent: int = 9) -> str:
         engine   one that runs
                  all of it
     """
-    if width is None:
+    if width is None or width < 1:
         return text
     behind = " " * (indent if width > 3 * indent else 2)
     return "\n".join(

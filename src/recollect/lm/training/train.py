@@ -131,7 +131,9 @@ def train(
     device = _device(plan)
     if resume and not out.exists():
         raise ValueError(nothing_to_resume(out))  # before the folder is made
-    made = not out.exists()
+    made = False
+    with contextlib.suppress(OSError):  # a name that no folder can have is refused below
+        made = not out.exists()
     check_writable(out)
     # Of many processes the first owns the folder for all.
     first = PartialState().is_main_process

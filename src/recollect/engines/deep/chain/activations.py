@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recollect.choices.devices import lasts
+
 __all__ = ["CURVES", "Curve"]
 
 aten = torch.ops.aten
@@ -47,11 +49,11 @@ def _kept(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _number(value: float, z: Tensor) -> Tensor:
-    """A number of the type and device of ``z``; beside one that is no ordinary tensor, made anew.
+    """A number of the type and device of ``z``; beside one without numbers, made anew.
 
     What is made beside a fake tensor is a fake one, and must not be kept for the next call.
     """
-    make = _kept if type(z) is Tensor else _kept.__wrapped__
+    make = _kept if type(z) is Tensor or lasts(z) else _kept.__wrapped__
     return make(value, z.dtype, z.device)
 
 
