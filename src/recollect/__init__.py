@@ -31,6 +31,7 @@ from recollect.choices.fields import (
 )
 from recollect.choices.member import RecipeError, member
 from recollect.cost import Cost
+from recollect.decoder import StaticDecoder
 from recollect.engines.least_squares.conjugate_gradient import (
     ConvergenceWarning,
     Solves,
@@ -73,6 +74,7 @@ __all__ = [
     "RecipeError",
     "Solves",
     "State",
+    "StaticDecoder",
     "Tie",
     "algorithm",
     "bias",

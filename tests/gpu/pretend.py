@@ -11,6 +11,9 @@ hold a CPU tensor that does the arithmetic. Counted are
 
 Each sync, copy and mixed operation is kept with the line of the library that asked for it.
 
+`record` does what a CUDA graph does: operations are noted once, and run again in the same memory
+without a line of Python between them; what a GPU refuses meanwhile (syncs, copies) raises.
+
 Importing this file registers the device, which cannot be taken back and which other libraries would
 take for an accelerator: only a process of its own may do so (`tests.gpu.measure`). Needs
 torch ≥ 2.10, whose PrivateUse1 backend may be written in Python.
@@ -147,6 +150,59 @@ def _record(
         _now.syncs[f"{name} @ {_line()}"] += 1
 
 
+# -- recorded graphs ------------------------------------------------------------------------------
+
+
+class Refused(RuntimeError):
+    """What a GPU refuses while a graph is recorded: the host asks, or sends."""
+
+
+Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
+_noted: list[Step] | None = None
+
+
+def record(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """Run a function once; what it returned, and a replay of its operations in its memory."""
+    global _noted
+    assert _noted is None
+    _noted = steps = []
+    before = sum(_now.syncs.values()) + sum(_now.copies.values())
+    try:
+        found = run()
+    finally:
+        _noted = None
+    if sum(_now.syncs.values()) + sum(_now.copies.values()) != before:
+        raise Refused(f"{dict(_now.syncs)} {dict(_now.copies)}")
+
+    def replay() -> None:
+        with torch.no_grad():
+            for func, args, kwargs, out in steps:
+                again = func(*args, **kwargs)
+                for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
+                    if isinstance(old, Tensor) and not _same_place(old, new):
+                        old.copy_(new)
+
+    return found, replay
+
+
+def _same_place(old: Tensor, new: Tensor) -> bool:
+    """Whether an operation gave what it gave the first time: a view, or what it wrote into."""
+    there = old.data_ptr() == new.data_ptr() and old.stride() == new.stride()
+    return old.numel() == 0 or (there and old.shape == new.shape)
+
+
+def _note(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """Keep an operation on the device's memory while a graph is recorded."""
+    if _noted is not None:
+        # Other names of the same memory: what is squeezed in place later has another shape then.
+        _noted.append((func, *tree_map(_named_anew, (args, kwargs, out))))
+    return out
+
+
+def _named_anew(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
 # -- the device -----------------------------------------------------------------------------------
 
 
@@ -199,19 +255,25 @@ class _RmsNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.rest = shape, eps
         _now.launches += 1
-        inner = None if weight is None else host(weight)
-        return Pretend(functional.rms_norm(host(x), shape, inner, eps))
+        args = host(x), shape, None if weight is None else host(weight), eps
+        return Pretend(_note(functional.rms_norm, args, {}, functional.rms_norm(*args)))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         (x, weight), (shape, eps) = ctx.saved_tensors, ctx.rest
         _now.launches += 2
-        given = [host(part).requires_grad_() for part in (x, weight) if part is not None]
-        with torch.enable_grad():
-            y = functional.rms_norm(given[0], shape, *given[1:], eps=eps)
-        dx, *rest = map(Pretend, torch.autograd.grad(y, given, host(dy)))
+        given = [host(part) for part in (x, weight) if part is not None]
+        args = host(dy), shape, eps, *given
+        dx, *rest = map(Pretend, _note(_rms_norm_back, args, {}, _rms_norm_back(*args)))
         return dx, None, rest[0] if rest else None, None
+
+
+def _rms_norm_back(dy: Tensor, shape: Any, eps: float | None, *given: Tensor) -> list[Tensor]:
+    given = tuple(part.detach().requires_grad_() for part in given)
+    with torch.enable_grad():
+        y = functional.rms_norm(given[0], shape, *given[1:], eps=eps)
+    return list(torch.autograd.grad(y, given, dy))
 
 
 def _rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
@@ -240,6 +302,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*inner_args, **inner_kwargs)
     if not there:
         return out
+    _note(func, inner_args, inner_kwargs, out)
     if name not in VIEWS:
         _now.launches += 1
     out = tree_map(_wrapped, out)
@@ -273,7 +336,8 @@ def _copy_from(source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor
         _now.copies[f"copy @ {_line()}"] += 1
     elif not isinstance(to, Pretend):
         _now.syncs[f"copy to the host @ {_line()}"] += 1
-    _unwrapped(to).copy_(_unwrapped(source))
+    inner = _unwrapped(to), _unwrapped(source)
+    _note(Tensor.copy_, inner, {}, inner[0].copy_(inner[1]))
     return to
 
 

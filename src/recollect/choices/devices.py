@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake  # pyright: ignore[reportUnknownVariableType]
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["constant", "holds", "lasts", "looks", "room", "stamp"]
+__all__ = ["constant", "constants", "holds", "lasts", "looks", "room", "stamp"]
 
 KEPT = 512
 """Constants that are kept at a time; more sizes than that in one process are made anew."""
@@ -102,6 +102,11 @@ def constant(
             _made.clear()
         _made[key] = made
     return made
+
+
+def constants() -> tuple[Tensor, ...]:
+    """All constants that are kept now, for who must hold them longer: a recorded graph does."""
+    return tuple(_made.values())
 
 
 _serials, _next = WeakTensorKeyDictionary(), itertools.count()

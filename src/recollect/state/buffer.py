@@ -126,9 +126,7 @@ def roll(
         shown = mask.view(B, slots, *(1,) * (new.dim() - 2))
         if joined.shape[1] == 0:
             return new.new_zeros(B, slots, *new.shape[2:])
-        return torch.where(
-            shown, joined.gather(1, shaped), torch.zeros((), dtype=new.dtype).to(new)
-        )
+        return torch.where(shown, joined.gather(1, shaped), new.new_zeros(()))
 
     return Buffer(
         k=pick(k, None if old is None else old.k),

@@ -1,0 +1,102 @@
+"""Decoding and training steps as recorded graphs, on a device that pretends to be a GPU.
+
+What a CUDA graph does is done by `tests.gpu.pretend.record`: operations are run again in the memory
+of the first time, and no line of the library between them. What comes of it is held to the layer
+itself on the CPU, token by token, in float64.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.gpu.test_budgets import measured, pytestmark
+
+import recollect as rc
+
+__all__ = ["pytestmark"]
+
+QUICK = ("gated_delta_net", "mamba2", "rwkv7", "titans", "sliding_window_attention", "omega_net")
+COMPOSED = ("mac", "mag", "chain", "together", "boosted", "lm:mac", "lm:titans")
+REST = [name for name in rc.zoo.names() if name not in QUICK]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(QUICK, id="presets"),
+        pytest.param(COMPOSED, id="compositions"),
+        pytest.param(REST, id="the rest", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_of_replayed_graphs(names: tuple[str, ...]) -> None:
+    found = measured("decode", *names, module="graphs")
+    assert [one["name"] for one in found] == list(names)
+    for one in found:
+        if "refused" in one:
+            grows = "grows with the text" in one["refused"]
+            asks = one["name"] == "mesa_net" and "cannot be recorded" in one["refused"]
+            assert grows or asks, one
+            continue
+        assert one["decoded"] <= 1e-9, one
+        assert one["state"] <= 1e-9, one
+        period, graphs = one["places"]
+        assert period == graphs
+        assert one["launches"] == 1, "a replayed token asks the host to bring the token, no more"
+
+
+def test_a_recorded_training_step() -> None:
+    names = ("gated_delta_net", "mamba2", "rwkv7", "titans", "softmax_attention", "mag")
+    found = measured("train", *names, module="graphs")
+    assert [one["name"] for one in found] == list(names)
+    assert not [one for one in found if max(one["weights"], one["loss"]) > 1e-9]
+
+
+CHECKED = """
+import os, torch
+from tests.gpu import pretend
+from tests.gpu.graphs import decoded
+import recollect.decoder as decoder
+right = decoder._rhythm
+decoder._rhythm = lambda module: (right(module)[0], 8)
+print(decoded("titans")["decoded"])
+try:
+    with pretend.counted():
+        x = pretend.put(torch.ones(3))
+        pretend.record(lambda: x.sum().item())
+except pretend.Refused:
+    print("refused")
+os._exit(0)
+"""
+
+
+def test_that_a_wrong_graph_would_be_seen() -> None:
+    """Graphs of half the inner batch replay other decisions than the host's; a look is refused."""
+    import os
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-u", "-W", "ignore", "-c", CHECKED],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    far, refused = done.stdout.split()
+    assert float(far) > 1e-3, done.stderr[-2000:]
+    assert refused == "refused"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", QUICK)
+def test_cuda_graphs(name: str) -> None:
+    torch.manual_seed(0)
+    layer = rc.zoo.get(name).build(d_model=64, heads=2).cuda().eval()
+    x = torch.randn(2, 400, 64, device="cuda")
+    with torch.no_grad():
+        _, state = layer(x[:, :7])
+        decoder = rc.StaticDecoder(layer, state)
+        for t in range(7, 7 + decoder.warm + 3 * decoder.period + 20):
+            y, state = layer(x[:, t : t + 1], state)
+            torch.testing.assert_close(decoder(x[:, t : t + 1]), y, rtol=1e-4, atol=1e-5)
+    assert decoder.graphs == decoder.period

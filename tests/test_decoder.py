@@ -1,0 +1,134 @@
+"""`rc.StaticDecoder`: the layer's own tokens in fixed tensors, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import recollect as rc
+
+pytest.importorskip("transformers")
+
+
+def deep(batch: int = 4) -> rc.Recipe:
+    return rc.Recipe(
+        memory=rc.memory.MLP(depth=2),
+        algorithm=rc.algorithm.GradientDescent(batch=batch, normalize=True),
+        retention=rc.retention.Decay(),
+    )
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "rls", "mamba2"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_layers_own_tokens(name: str, mode: type) -> None:
+    torch.manual_seed(0)
+    layer = rc.zoo.get(name).build(d_model=8, heads=2)
+    x = torch.randn(2, 12, 8)
+    _, state = layer(x[:, :3])
+    decoder = rc.StaticDecoder(layer, state)
+    with mode():
+        for t in range(3, 12):
+            y, state = layer(x[:, t : t + 1], state)
+            torch.testing.assert_close(decoder(x[:, t : t + 1]), y)
+    assert decoder.graphs == decoder.period == 1
+
+
+def test_inner_batches_and_going_on() -> None:
+    """Every place of the inner batch is a step of its own; the module goes on from the state."""
+    torch.manual_seed(0)
+    layer = rc.MemoryLayer(8, 2, deep())
+    x = torch.randn(2, 40, 8)
+    with torch.no_grad():
+        whole, _ = layer(x)
+        _, state = layer(x[:, :5])
+        before = state.memory.weights[0].clone()
+        decoder = rc.StaticDecoder(layer, state)
+        found = [decoder(x[:, t : t + 1]).clone() for t in range(5, 31)]
+        assert decoder.graphs == decoder.period == 4
+        assert decoder.state.seen == 31
+        more, _ = layer(x[:, 31:], decoder.state)
+    torch.testing.assert_close(torch.cat([*found, more], 1), whole[:, 5:], rtol=1e-4, atol=1e-5)
+    assert torch.equal(state.memory.weights[0], before), "the given state stays as it is"
+
+
+def test_a_language_model() -> None:
+    torch.manual_seed(0)
+    config = rc.lm.RecollectConfig.from_recipes(
+        {"delta": "gated_delta_net", "deep": deep()},
+        vocab_size=16,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    model = rc.lm.RecollectForCausalLM(config).eval()
+    ids = torch.randint(16, (2, 30))
+    with torch.no_grad():
+        wanted = model(ids).logits
+        cache = model(ids[:, :3], use_cache=True).past_key_values
+        decoder = rc.StaticDecoder(model, cache)
+        for t in range(3, 29):
+            torch.testing.assert_close(
+                decoder(ids[:, t : t + 1])[:, 0], wanted[:, t], rtol=1e-4, atol=1e-5
+            )
+        after = decoder.state
+        assert after.get_seq_length() == 29
+        last = model(ids[:, 29:], past_key_values=after, use_cache=True).logits
+    torch.testing.assert_close(last[:, 0], wanted[:, 29], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_out_of_step() -> None:
+    """Linear memories decide nothing by place; a deep one says why it cannot."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(2, 9, 8), torch.ones(2, 5)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        for recipe, fits in ((rc.zoo.get("gated_delta_net").recipe, True), (deep(), False)):
+            layer = rc.MemoryLayer(8, 2, recipe)
+            _, state = layer(x[:, :5], attention_mask=mask)
+            if not fits:
+                with pytest.raises(ValueError, match="rows have come differently far"):
+                    rc.StaticDecoder(layer, state)
+                continue
+            decoder = rc.StaticDecoder(layer, state)
+            for t in range(5, 9):
+                y, state = layer(x[:, t : t + 1], state)
+                torch.testing.assert_close(decoder(x[:, t : t + 1]), y)
+
+
+def test_what_is_refused() -> None:
+    x = torch.randn(1, 3, 8)
+
+    def after(layer: torch.nn.Module) -> object:
+        return layer(x)[1]
+
+    attention = rc.zoo.get("softmax_attention").build(d_model=8, heads=2)
+    with pytest.raises(ValueError, match="this layer grows with the text"):
+        rc.StaticDecoder(attention, after(attention))
+    chain = rc.blocks.build(rc.blocks.Chain("gla", "softmax_attention"), 8, 2)
+    with pytest.raises(ValueError, match="grows with the text"):
+        rc.StaticDecoder(chain, after(chain))
+    long = rc.MemoryLayer(8, 2, deep(batch=512))
+    with pytest.raises(ValueError, match="512 tokens"):
+        rc.StaticDecoder(long, after(long))
+    layer = rc.zoo.get("gla").build(d_model=8, heads=2)
+    with pytest.raises(ValueError, match="goes on from a state"):
+        rc.StaticDecoder(layer, None)
+    decoder = rc.StaticDecoder(layer, after(layer))
+    with pytest.raises(ValueError, match="one token at a time"):
+        decoder(x)
+    decoder(x[:, :1])
+    with pytest.raises(ValueError, match="keeps its sizes"):
+        decoder(x[:, :1].double())
+
+
+def test_what_cannot_be_recorded_says_so() -> None:
+    layer = rc.zoo.get("gla").build(d_model=8, heads=2)
+    x = torch.randn(1, 3, 8)
+
+    def refuses(run: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    decoder = rc.StaticDecoder(layer, layer(x)[1], record=refuses)  # type: ignore[arg-type]
+    decoder(x[:, :1])
+    with pytest.raises(ValueError, match="MemoryLayer cannot be recorded as a graph"):
+        decoder(x[:, :1])
