@@ -144,6 +144,36 @@ def test_packed_documents_are_documents_alone_and_go_on_alone(name: str) -> None
 
 
 @EVERY
+def test_packed_documents_without_states(name: str) -> None:
+    """As when a model trains: documents of like lengths stand together where that is cheaper."""
+    layer, x = made(name), tokens()
+    packed = torch.cat([x[row, :n] for row, n in enumerate(LENGTHS)])[None].requires_grad_()
+    borders = torch.tensor([0, 17, 23, 23, 34])
+    told = []
+    for output_state in (True, False):
+        y, state = layer(packed, None, None, borders, output_state=output_state)
+        assert (state is None) != output_state
+        told.append([y, *torch.autograd.grad((y * y.detach().cos()).sum(), packed)])
+    for a, b in zip(*told, strict=True):
+        torch.testing.assert_close(a, b, **TOL)
+
+
+def test_short_documents_are_not_padded_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = build(AsContext("gated_delta_net", "softmax_attention", segment=4), 8, 2)
+    run, ran = type(layer)._rows, []
+
+    def counted(self: Any, x: torch.Tensor, *rest: Any) -> Any:
+        ran.append(x.shape[0] * x.shape[1])
+        return run(self, x, *rest)
+
+    monkeypatch.setattr(type(layer), "_rows", counted)
+    lengths = torch.tensor([40, *[2] * 30, 5, 0])
+    borders = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    layer(torch.randn(1, int(borders[-1]), 8), cu_seqlens=borders, output_state=False)
+    assert sum(ran) < 2 * int(borders[-1])
+
+
+@EVERY
 def test_no_token_changes_an_output_before_it(name: str) -> None:
     layer, x = made(name), tokens(1)
     before = layer(x)[0]

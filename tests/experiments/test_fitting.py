@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from itertools import count, pairwise
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from recollect.experiments.framework.fitting import LOST, Budget, accuracy, fit
+import recollect as rc
+from recollect.experiments.framework.fitting import LOST, Budget, accuracy, fit, training_steps
 from recollect.experiments.framework.task_models import TaskModel
 from recollect.tasks import IGNORE
 
@@ -154,3 +156,36 @@ def test_what_is_unpacked_was_in_the_last_output() -> None:
     assert task(tokens).shape == (3, 6, SIZES)
     assert torch.equal(task(tokens), task(other)), "without a memory the last token knows no other"
     assert not torch.equal(task(tokens)[:, 0], task(tokens)[:, 1]), "positions are told apart"
+
+
+def test_routed_tokens_are_balanced_as_in_a_models_own_training() -> None:
+    """One step of plain descent is that of the loss which the language model itself gives."""
+    config = rc.lm.RecollectConfig.from_recipes(
+        rc.blocks.Routed(["gla", "gla"], top=1),
+        vocab_size=11,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        router_aux_loss_coef=3.0,
+    )
+    torch.manual_seed(0)
+    model = rc.lm.RecollectForCausalLM(config).train()
+    alone = copy.deepcopy(model)
+    ids = torch.randint(11, (2, 9))
+    labels = torch.cat([ids[:, 1:], torch.full((2, 1), IGNORE)], 1)
+    out = alone(ids, labels=ids)
+    out.loss.backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    steps = training_steps(
+        model,
+        [(ids, labels)],
+        optimizer,
+        lambda _: 1.0,
+        clip=1e9,
+        predict=lambda x: model(x).logits,
+    )
+    (step,) = steps
+    assert step.loss == pytest.approx(float((out.loss - 3.0 * out.aux_loss).detach()), abs=1e-5)
+    for after, before in zip(model.parameters(), alone.parameters(), strict=True):
+        wanted = before if before.grad is None else before - before.grad
+        torch.testing.assert_close(after, wanted)

@@ -70,17 +70,33 @@ class AsContextLayer(Composed):
         output_state: bool,
     ) -> tuple[Tensor, MixerState | None]:
         if borders is not None:
-            documents = _documents(borders, x)
-            real = documents.real
-            rows = torch.where(real[..., None], x[0][documents.index], 0.0)
-            y, after = self._rows(rows, state, documents.lengths)
-            flat = torch.zeros_like(x[0]).index_copy(0, documents.index[real], y[real])
-            return flat.unsqueeze(0), after
+            return self._packed(x, state, borders, output_state=output_state)
         if mask is None:
             return self._rows(x, state, None)
         batch = compact(mask)
         y, after = self._rows(batch.gather(x), state, batch.lengths)
         return scatter(y, batch), after
+
+    def _packed(
+        self, x: Tensor, state: MixerState | None, borders: Tensor, *, output_state: bool
+    ) -> tuple[Tensor, MixerState | None]:
+        """Documents as rows; where nobody wants their states, those of like lengths together.
+
+        A row is as long as the longest beside it, and at most twice its own length then.
+        """
+        documents, flat, after = _documents(borders, x), torch.zeros_like(x[0]), None
+        for chosen in [None] if output_state else _of_like_length(documents.lengths):
+            group, before = documents, state
+            if chosen is not None:
+                lengths = documents.lengths[chosen]
+                index = documents.index[chosen, : int(lengths.max())]
+                group = CompactedBatch(index=index, lengths=lengths)
+                before = None if state is None else state.select(chosen)
+            real = group.real
+            rows = torch.where(real[..., None], x[0][group.index], 0.0)
+            y, after = self._rows(rows, before, group.lengths)
+            flat = flat.index_copy(0, group.index[real], y[real].to(flat.dtype))
+        return flat.unsqueeze(0), after
 
     def _rows(
         self, x: Tensor, state: MixerState | None, lengths: Tensor | None
@@ -257,3 +273,12 @@ def _documents(borders: Tensor, x: Tensor) -> CompactedBatch:
     steps = torch.arange(int(lengths.max()) if len(lengths) else 0, device=x.device)
     index = (starts[:, None] + steps).clamp_max(max(x.shape[1] - 1, 0))
     return CompactedBatch(index=index, lengths=lengths)
+
+
+def _of_like_length(lengths: Tensor) -> list[Tensor]:
+    """Documents by the power of two that their lengths reach; empty ones say nothing."""
+    groups: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths.tolist()):
+        if length:
+            groups.setdefault(length.bit_length(), []).append(row)
+    return [torch.tensor(rows, device=lengths.device) for rows in groups.values()]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recollect.blocks.routed import Routing, watched_routers
 from recollect.fields import Validated, integer, number, option
 from recollect.tasks.mqar import IGNORE
 
@@ -121,7 +122,9 @@ def training_steps(
 ) -> Iterator[TrainingStep]:
     """Train a model, and give every step as it is taken.
 
-    A step without a finite loss and gradient leaves the weights as they are.
+    A step without a finite loss and gradient leaves the weights as they are. Where tokens are
+    routed to memories, what is minimised holds the routers' load-balancing loss too, as in a
+    language model's own training; the loss that is told does not.
 
     Args:
         model: trained in place, on the device where it is.
@@ -137,10 +140,11 @@ def training_steps(
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         model.train()
-        logits, labels = (predict or model)(inputs.to(device)), labels.to(device)
+        with watched_routers(model) as routings:
+            logits, labels = (predict or model)(inputs.to(device)), labels.to(device)
         loss = asked_loss(logits, labels)
         optimizer.zero_grad()
-        loss.backward()
+        (loss + _balance(model, routings)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
         value = float(loss.detach())
         finite = math.isfinite(value) and math.isfinite(float(norm))
@@ -149,6 +153,14 @@ def training_steps(
         yield TrainingStep(
             number=step + 1, loss=value, logits=logits.detach(), labels=labels, finite=finite
         )
+
+
+def _balance(model: nn.Module, routings: Sequence[Routing]) -> Tensor | float:
+    """The routers' mean balance loss, times what a language model's configuration says."""
+    share = getattr(getattr(model, "config", None), "router_aux_loss_coef", 0.0)
+    if not routings or not share:
+        return 0.0
+    return share * torch.stack([routing.balance_loss for routing in routings]).mean()
 
 
 def asked_loss(logits: Tensor, labels: Tensor) -> Tensor:
