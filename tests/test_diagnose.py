@@ -205,6 +205,17 @@ def test_the_first_overflow_is_found_and_named() -> None:
     torch.testing.assert_close(k[:, 50], k[:, 51])
 
 
+def test_an_overflow_of_a_rate_that_is_no_gate() -> None:
+    torch.manual_seed(0)
+    recipe = rc.Recipe(
+        memory=rc.memory.MLP(depth=2), algorithm=rc.algorithm.GradientDescent(batch=8, lr=4.0)
+    )
+    found = rc.diagnose(rc.MemoryLayer(32, 2, recipe), 3 * torch.randn(2, 64, 32))
+    assert found.first is not None
+    assert found.first.gate is None
+    assert "smaller steps" in found.first.why
+
+
 def test_what_was_given_is_looked_at_first() -> None:
     layer, x = build("gated_delta_net"), tokens()
     x[1, 7, 3] = torch.nan

@@ -48,6 +48,7 @@ from recollect.recipe.argument import names_stand_for
 from recollect.recipe.files import load_recipe
 from recollect.recipe.initial_params import initial_params
 from recollect.recipe.recipe import Recipe
+from recollect.report.notebook import equations_by
 from recollect.state.state import State
 from recollect.wording import suggests
 
@@ -122,6 +123,17 @@ def _of_the_zoo(name: str) -> Preset:
 
 
 names_stand_for(_of_the_zoo)
+
+
+def _equations(recipe: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """What a notebook shows of a recipe beside its six choices."""
+    try:
+        return explain(recipe).equations
+    except RecipeError:
+        return ()
+
+
+equations_by(_equations)
 
 
 def _mixer_of_the_zoo(name: str) -> Any:

@@ -12,6 +12,7 @@ from recollect.blocks.mixers import Leaf, Mixer
 from recollect.choices.member import RecipeError
 from recollect.cost import Cost
 from recollect.recipe.recipe import Recipe
+from recollect.report.notebook import facts
 from recollect.report.units import readable
 
 __all__ = ["Composition", "compose"]
@@ -84,6 +85,13 @@ class Composition:
             for index, line in enumerate(block):
                 lines.append(f"{label if index == 0 else '':<9}{line}".rstrip())
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return facts(
+            f"`{self.title}`",
+            self._blocks(),
+            equations=("composes", "problem", "write", "read", "where"),
+        )
 
     def _blocks(self) -> Iterator[tuple[str, list[str]]]:
         alone = len(self.layers) == 1

@@ -323,9 +323,10 @@ class _Examination:
         largest = self.step[: cut.stop, head]
         largest = largest[largest.isfinite()].abs().max().item() if cut.start else math.nan
         rate = next((name for name in ("lr", "log_lr", "erase") if name in self.gates), None)
-        eta = f" ({rate} = {short(float(self._rate(rate, row, cut.start + token, head)))})" * (
-            rate is not None
-        )
+        eta = ""
+        if rate is not None:
+            size = float(self._rate(rate, row, cut.start + token, head))
+            eta = f" ({rate} = {short(size)})"
         why = (
             f"its writes grew without bound, the largest so far removed {short(largest)} times "
             f"the error: smaller steps{eta}"
@@ -335,8 +336,8 @@ class _Examination:
         what = f"memory {broken[0][0]}" if broken else "output"
         return Fault(what=what, row=row, token=cut.start + token, head=head, gate=rate, why=why)
 
-    def _rate(self, name: str | None, row: int, token: int, head: int) -> Tensor:
-        return self.gates[name or "lr"][row, token, head].float().mean()
+    def _rate(self, name: str, row: int, token: int, head: int) -> Tensor:
+        return self.gates[name][row, token, head].float().mean()
 
     # -- gates -------------------------------------------------------------------------------------
 

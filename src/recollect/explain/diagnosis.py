@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from recollect.recipe.recipe import Recipe
+from recollect.report.notebook import grid
 
 if TYPE_CHECKING:
     from recollect.report.figures import FigureFiles
@@ -59,6 +60,9 @@ class Fault:
         place = ", ".join(f"{name} {value}" for name, value in named if value is not None)
         gate = f", gate {self.gate!r}" if self.gate else ""
         return f"{self.what} is not finite{' at ' + place if place else ''}{gate}: {self.why}"
+
+
+READING = "norms: first and last; surprise and step: means of the first and last third"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +172,29 @@ class Diagnosis:
         }
 
     def __str__(self) -> str:
-        T = len(self.surprise)
-        head = (
-            f"engine {self.engine}, {self.heads} heads, {T} tokens, inner batches of {self.batch}"
-        )
-        columns = {
+        columns = self._columns()
+        widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
+        header = "  ".join(f"{name:<{widths[name]}}" for name in columns).rstrip()
+        lines = [self._title(), header]
+        for row in zip(*columns.values(), strict=True):
+            cells = (f"{cell:<{w}}" for cell, w in zip(row, widths.values(), strict=True))
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join([*lines, READING, *(f"- {line}" for line in self._told())])
+
+    def _repr_html_(self) -> str:
+        columns = self._columns()
+        rows = zip(*columns.values(), strict=True)
+        return grid(self._title(), [*columns], rows, notes=[*self._told(), READING])
+
+    def _title(self) -> str:
+        sizes = f"{self.heads} heads, {len(self.surprise)} tokens, inner batches of {self.batch}"
+        return f"engine {self.engine}, {sizes}"
+
+    def _told(self) -> tuple[str, ...]:
+        return self.findings or ("nothing to report: all values are finite",)
+
+    def _columns(self) -> dict[str, list[str]]:
+        return {
             "head": [str(h) for h in range(self.heads)],
             **{f"‖{name}‖": self._ends(norm) for name, norm in self.memory.items()},
             **{f"‖{name}‖": self._ends(norm) for name, norm in self.slots.items()},
@@ -182,14 +204,6 @@ class Diagnosis:
             **({} if self.steep is None else {"top of ηK": self._thirds(self.steep)}),
             **{f"{name} at an end": _shares(x) for name, x in self.saturated.items()},
         }
-        widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
-        lines = [head, "  ".join(f"{name:<{widths[name]}}" for name in columns).rstrip()]
-        for row in zip(*columns.values(), strict=True):
-            cells = (f"{cell:<{w}}" for cell, w in zip(row, widths.values(), strict=True))
-            lines.append("  ".join(cells).rstrip())
-        lines += ["norms: first and last; surprise and step: means of the first and last third"]
-        findings = self.findings or ("nothing to report: all values are finite",)
-        return "\n".join([*lines, *(f"- {line}" for line in findings)])
 
     def _ends(self, norm: Tensor) -> list[str]:
         return [f"{short(a)} → {short(b)}" for a, b in zip(*norm[[0, -1]].tolist(), strict=True)]

@@ -27,7 +27,8 @@ from recollect.explain.composition import Composition, compose
 from recollect.explain.equations import legend, map_names, objective, read_rule, write_rule
 from recollect.explain.naming import PROPERTIES, Named, fingerprint, named, properties
 from recollect.recipe.limit import step_limit
-from recollect.recipe.recipe import CHOICES, Recipe
+from recollect.recipe.recipe import Recipe
+from recollect.report.notebook import facts
 from recollect.report.units import readable
 from recollect.theory import findings
 
@@ -44,6 +45,7 @@ __all__ = [
     "properties",
 ]
 
+EQUATIONS = ("problem", "write", "read", "where")
 _SIZE = 64  # K and V of the numbers that an explanation quotes
 
 
@@ -148,6 +150,15 @@ class Explanation:
             for index, line in enumerate(block):
                 lines.append(f"{label if index == 0 else '':<9}{line}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return facts(f"`{self.title}`", self._blocks(), equations=EQUATIONS)
+
+    @property
+    def equations(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Problem, write and read rule, and what their symbols mean: a name and lines each."""
+        blocks = dict(self._blocks())
+        return tuple((name, tuple(blocks[name])) for name in EQUATIONS if blocks[name])
 
     def _blocks(self) -> Iterator[tuple[str, list[str]]]:
         yield "problem", [f"min  {self.problem}"]
@@ -286,28 +297,17 @@ def _resolve(recipe: object) -> tuple[str, LayerOptions | None, Recipe]:
     from recollect.zoo.preset import Preset, get
 
     if isinstance(recipe, Recipe):
-        return _typed(recipe), None, recipe
+        return recipe.brief, None, recipe
     if isinstance(recipe, str):
         recipe = get(recipe)
     if isinstance(recipe, Preset):
         return recipe.name, recipe.options, recipe.recipe
     if isinstance(recipe, Leaf):
-        return _typed(recipe.recipe), recipe.options, recipe.recipe
+        return recipe.recipe.brief, recipe.options, recipe.recipe
     raise RecipeError(
         "explain takes a Recipe, the name of an architecture or a preset, not "
         f"{type(recipe).__name__}"
     )
-
-
-def _typed(recipe: Recipe) -> str:
-    """The recipe as one would type it, defaults left out."""
-    plain = Recipe()
-    said = [
-        f"{name}={getattr(recipe, name).brief}"
-        for name in CHOICES
-        if getattr(recipe, name) != getattr(plain, name)
-    ]
-    return f"Recipe({', '.join(said)})"
 
 
 # -- state, needs, cost --------------------------------------------------------------------------

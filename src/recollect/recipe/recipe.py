@@ -34,6 +34,7 @@ from recollect.recipe.json_text import read_json
 from recollect.recipe.normal_form import normal_form
 from recollect.recipe.rewrites import REWRITES
 from recollect.recipe.rules import check_size, joint_rules, name_rules
+from recollect.report.notebook import equations_of, facts
 from recollect.wording import named_arguments, shown
 
 if TYPE_CHECKING:
@@ -116,6 +117,23 @@ class Recipe:
     def members(self) -> tuple[Member, ...]:
         """The six members in order."""
         return tuple(getattr(self, name) for name in CHOICES)
+
+    @property
+    def brief(self) -> str:
+        """The recipe as one would type it, defaults left out."""
+        plain = Recipe()
+        said = [
+            f"{name}={getattr(self, name).brief}"
+            for name in CHOICES
+            if getattr(self, name) != getattr(plain, name)
+        ]
+        return f"Recipe({', '.join(said)})"
+
+    def _repr_html_(self) -> str:
+        choices = [(name, [getattr(self, name).brief]) for name in CHOICES]
+        equations = [*equations_of(self)]
+        code = (*CHOICES, *(name for name, _ in equations))
+        return facts("`Recipe`", [*choices, *equations], equations=code)
 
     def gates(self) -> tuple[Gate, ...]:
         """Per-token numbers that `recall` needs."""

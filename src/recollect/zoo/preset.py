@@ -13,7 +13,8 @@ from recollect.choices.member import RecipeError
 from recollect.layer.feed_forward import FeedForward, layer_of
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
-from recollect.recipe.recipe import Recipe
+from recollect.recipe.recipe import CHOICES, Recipe
+from recollect.report.notebook import equations_of, facts
 from recollect.wording import shown
 
 __all__ = [
@@ -123,6 +124,18 @@ class Preset:
         options = self.options if options is None else options
         return layer_of(d_model, heads, self.recipe, options, **overrides)
 
+    def _repr_html_(self) -> str:
+        recipe = [(name, [getattr(self.recipe, name).brief]) for name in CHOICES]
+        rows = [
+            ("rule", [self.rule]),
+            *recipe,
+            *equations_of(self),
+            ("fidelity", [str(self.fidelity)]),
+            ("from", [str(reference) for reference in self.references]),
+        ]
+        code = ("rule", *CHOICES, *(name for name, _ in equations_of(self)))
+        return facts(f"`{self.name}`: {self.title}", rows, equations=code)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hybrid:
@@ -164,6 +177,16 @@ class Hybrid:
                 f"{self.name!r})"
             )
         return next(mixer for _, mixer in self.layers)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("rule", [self.rule]),
+            ("layers", [", ".join(dict(self.layers))] if len(self.layers) > 1 else []),
+            ("composes", [line for _, mixer in self.layers for line in mixer.equations]),
+            ("fidelity", [str(self.fidelity)]),
+            ("from", [str(reference) for reference in self.references]),
+        ]
+        return facts(f"`{self.name}`: {self.title}", rows, equations=("rule", "composes"))
 
     def build(self, d_model: int, heads: int, **sizes: Any) -> Any:
         """A layer of this system with fresh weights, as `recollect.blocks.build`.

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from recollect.experiments.comparison.report import save_comparison, table
 from recollect.experiments.comparison.results import Outcomes
+from recollect.report.html import prose
+from recollect.report.notebook import grid
 
 __all__ = ["Comparison"]
 
@@ -43,10 +45,18 @@ class Comparison(Outcomes):
 
     def __str__(self) -> str:
         parts = [_page(self, task) for task in self.sizes if self.of(task)]
-        parts += self.failed()
-        if self.interrupted:
-            parts.append("This comparison was stopped early; it shows what was done.")
+        parts += self._said_below()
         return "\n\n".join(parts) or "A comparison without results."
+
+    def _repr_html_(self) -> str:
+        pages = [_cells(self, task) for task in self.sizes if self.of(task)]
+        tables = [grid(title, columns, rows) for title, columns, rows in pages]
+        said = "".join(f"<p>{prose(line)}</p>" for line in self._said_below())
+        return "".join(tables) + said or "<p>A comparison without results.</p>"
+
+    def _said_below(self) -> list[str]:
+        stopped = "This comparison was stopped early; it shows what was done."
+        return [*self.failed(), *([stopped] if self.interrupted else [])]
 
     def __repr__(self) -> str:
         tasks = [
@@ -59,18 +69,24 @@ class Comparison(Outcomes):
         return f"Comparison({'; '.join(tasks + rest)})"
 
 
-def _page(comparison: Outcomes, task: str) -> str:
-    """A task's table as text, with its title."""
+def _cells(comparison: Outcomes, task: str) -> tuple[str, list[str], list[list[str]]]:
+    """A task's table as texts: its title, headings and rows."""
     page = table(comparison, task)
     rows = [["–" if cell is None else str(cell) for cell in row] for row in page.rows]
     if task == "text" and comparison.bigram is not None:
         rows.append(["byte bigram", f"{comparison.bigram:.3f}", *[""] * (len(page.columns) - 2)])
-    widths = [max(map(len, column)) for column in zip(page.columns, *rows, strict=True)]
+    return page.title, [*page.columns], rows
+
+
+def _page(comparison: Outcomes, task: str) -> str:
+    """A task's table as text, with its title."""
+    title, columns, rows = _cells(comparison, task)
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = [
         "  ".join(
             cell.rjust(width) if i else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for row in (page.columns, *rows)
+        for row in (columns, *rows)
     ]
-    return "\n".join([page.title, *lines])
+    return "\n".join([title, *lines])

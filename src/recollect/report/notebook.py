@@ -1,0 +1,89 @@
+"""Tables that notebooks show in place of a ``repr``: plain HTML in the notebook's own style."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Sequence
+
+from recollect.report.html import prose
+
+__all__ = ["Rows", "equations_by", "equations_of", "facts", "grid"]
+
+Rows = Iterable[tuple[str, Sequence[str]]]
+"""A label and the lines beside it."""
+
+CODE = 'style="text-align:left;white-space:pre-wrap;font-family:monospace"'
+HEAD = 'style="text-align:left;vertical-align:top"'
+
+
+def facts(title: str, rows: Rows, *, equations: Iterable[str] = ()) -> str:
+    """A table of labels and lines.
+
+    Args:
+        title: above it.
+        rows: what it says; a label without lines is left out.
+        equations: labels whose lines are equations or code, and keep their spaces.
+    """
+    code, body = set(equations), []
+    for label, lines in rows:
+        if not any(lines):
+            continue
+        if label in code:
+            shown = html.escape("\n".join(lines))
+            cell = f"<td {CODE}>{shown}</td>"
+        else:
+            cell = f'<td style="text-align:left">{"<br>".join(map(prose, lines))}</td>'
+        body.append(f'<tr><th scope="row" {HEAD}>{html.escape(label)}</th>{cell}</tr>')
+    return _table(title, "", body)
+
+
+def grid(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    notes: Iterable[str] = (),
+) -> str:
+    """A table with headings.
+
+    Args:
+        title: above it.
+        columns: headings.
+        rows: a cell for each of them; the first one names the row.
+        notes: sentences below it.
+    """
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in columns)
+    body = [
+        "<tr>"
+        + f'<th scope="row" {HEAD}>{html.escape(first)}</th>'
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
+        + "</tr>"
+        for first, *rest in rows
+    ]
+    below = "".join(f"<li>{prose(note)}</li>" for note in notes)
+    return _table(title, f"<thead><tr>{head}</tr></thead>", body) + (
+        f"<ul>{below}</ul>" if below else ""
+    )
+
+
+def _table(title: str, head: str, body: Iterable[str]) -> str:
+    said = f"<caption>{prose(title)}</caption>" if title else ""
+    return f"<table>{said}{head}<tbody>{''.join(body)}</tbody></table>"
+
+
+_equations: Callable[[object], Rows] | None = None
+
+
+def equations_by(explain: Callable[[object], Rows]) -> None:
+    """Say how a recipe's equations are made: recipes do not know their own explanations.
+
+    Args:
+        explain: rows of equations of a recipe.
+    """
+    global _equations
+    _equations = explain
+
+
+def equations_of(recipe: object) -> Rows:
+    """The equations of a recipe; none where nobody can make them."""
+    return () if _equations is None else _equations(recipe)

@@ -1,0 +1,120 @@
+"""What notebooks show: tables that are well-formed, escaped, and say what ``print`` says."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+import recollect as rc
+from recollect.report.notebook import facts, grid
+
+VOID = {"br"}
+
+
+class Page(HTMLParser):
+    """Its texts; asserts that every tag is closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.heads: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        (self.heads if "th" in self.open else self.texts).append(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "titans", "softmax_attention", "rls"])
+def test_an_explanation_says_what_print_says(name: str) -> None:
+    found = rc.explain(name)
+    page = Page(found._repr_html_())
+    assert all(line in page.text for _, lines in found.equations for line in lines)
+    lines = str(found).splitlines()[1:]
+    said = " ".join(line[9:] for line in lines)
+    assert set(said.split()) == set(page.text.removeprefix(name).split())
+    assert page.heads == [line[:9].strip() for line in lines if line[0] != " "]
+
+
+def test_a_recipe_shows_its_choices_and_equations() -> None:
+    recipe = rc.Recipe(retention=rc.retention.Decay(when="before"))
+    page = Page(recipe._repr_html_())
+    assert page.heads[:6] == ["memory", "features", "bias", "context", "retention", "algorithm"]
+    assert 'Decay(when="before")' in page.text
+    assert rc.explain(recipe).write[0] in page.text
+
+
+def test_a_recipe_of_ones_own() -> None:
+    @rc.member
+    class Doubled(rc.features.Features):
+        """Twice the key."""
+
+        def size(self, K: int) -> int:
+            return K
+
+        def map(self, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+            return 2 * x
+
+    assert "Doubled()" in Page(rc.Recipe(features=Doubled())._repr_html_()).text
+
+
+@pytest.mark.parametrize("name", ["titans", "titans_mac", "samba"])
+def test_a_preset_names_its_papers(name: str) -> None:
+    preset = rc.zoo.find(name)
+    page = Page(preset._repr_html_())
+    assert preset.rule in page.text
+    assert preset.references[0].paper in page.text
+    assert preset.fidelity.kind in page.text
+
+
+def test_a_composition() -> None:
+    page = Page(rc.explain("titans_mac")._repr_html_())
+    assert "AsContext" in page.text
+
+
+def test_a_diagnosis_has_a_row_per_head() -> None:
+    layer = rc.zoo.get("titans").build(d_model=8, heads=2)
+    found = rc.diagnose(layer, torch.randn(1, 20, 8))
+    page = Page(found._repr_html_())
+    assert page.heads[0] == "head"
+    assert page.heads[-2:] == ["0", "1"]
+    assert all(cell.strip() in " ".join(str(found).split()) for cell in page.texts if cell.strip())
+
+
+def test_what_is_shown_is_escaped() -> None:
+    for text in (
+        facts("<b>", [("<i>", ["a < b"]), ("code", ["x  <y>"])], equations=["code"]),
+        grid("<b>", ["<i>"], [["<u>"]], notes=["<s>"]),
+    ):
+        page = Page(text)
+        assert "<b>" in page.text + "".join(page.heads)
+        assert "<i>" in page.heads
+    assert facts("", [("empty", [])]) == "<table><tbody></tbody></table>"
+
+
+def test_a_comparison() -> None:
+    pytest.importorskip("transformers")
+    from recollect.experiments.comparison.comparison import Comparison
+
+    schedule = rc.experiments.Schedule(steps=3, batch=4)
+    small = rc.experiments.Sizes(width=16, depth=1, heads=1, length=48, schedule=schedule)
+    found = rc.compare(["gla", "delta_net"], tasks=["mqar"], sizes=small)
+    assert isinstance(found, Comparison)
+    page = Page(found._repr_html_())
+    assert {"gla", "delta_net"} <= set(page.heads)
+    words = " ".join(str(found).split())
+    assert all(" ".join(cell.split()) in words for cell in (*page.texts, *page.heads))
