@@ -166,9 +166,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--tokens", type=int)
+    parser.add_argument("--bits", type=int, help="of what products multiply: 10 TF32, 7 bfloat16")
     parser.add_argument("--write", action="store_true", help="lower budgets.json")
     parser.add_argument("--raise", action="store_true", dest="higher", help="or raise it")
     args = parser.parse_args()
+    pretend.bits = args.bits
     warnings.simplefilter("ignore")  # torch: the Python backend is experimental
     if args.write:
         write(args.names or rc.zoo.names(), higher=args.higher)

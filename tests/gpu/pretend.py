@@ -12,7 +12,8 @@ hold a CPU tensor that does the arithmetic. Counted are
 Each sync, copy and mixed operation is kept with the line of the library that asked for it.
 
 `record` does what a CUDA graph does: operations are noted once, and run again in the same memory
-without a line of Python between them; what a GPU refuses meanwhile (syncs, copies) raises.
+without a line of Python between them; what a GPU refuses meanwhile (syncs, copies) raises. `bits`
+rounds what products multiply, as tensor cores do.
 
 Importing this file registers the device, which cannot be taken back and which other libraries would
 take for an accelerator: only a process of its own may do so (`tests.gpu.measure`). Needs
@@ -148,6 +149,34 @@ def _record(
     spread = name == "repeat_interleave" and "Tensor" in overload
     if ours and (name in WAITS or masks or spread):
         _now.syncs[f"{name} @ {_line()}"] += 1
+
+
+# -- products of fewer bits ----------------------------------------------------------------------
+
+MULTIPLIED = {"mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "dot": (0, 1), "addmm": (1, 2)} | {
+    "baddbmm": (1, 2), "addmv": (1, 2), "addr": (1, 2), "convolution": (0, 1),
+}  # fmt: skip
+"""Operations that tensor cores do, and which of their arguments they multiply."""
+
+bits: int | None = None
+"""Bits after the leading one that products of float32 keep of what they multiply: 10 is TF32, 7 is
+bfloat16. Sums are float32's."""
+
+
+def _rounded(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an operation as tensor cores see them."""
+    places = MULTIPLIED.get(name, ())
+    if bits is None or not places:
+        return args
+    return tuple(_kept_bits(x, bits) if n in places else x for n, x in enumerate(args))
+
+
+def _kept_bits(x: Tensor, count: int) -> Tensor:
+    """To the nearest number of so many bits."""
+    if x.dtype != torch.float32:
+        return x
+    fraction, exponent = torch.frexp(x)
+    return torch.ldexp((fraction * 2 ** (count + 1)).round(), exponent - (count + 1))
 
 
 # -- recorded graphs ------------------------------------------------------------------------------
@@ -299,6 +328,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     there = ours if target is None else target == NAME
     _record(name, func._overloadname, args, target, flat)
     inner_args, inner_kwargs = tree_map(_unwrapped, (args, kwargs))
+    inner_args = _rounded(name, inner_args)
     out = func(*inner_args, **inner_kwargs)
     if not there:
         return out

@@ -195,3 +195,25 @@ def test_the_device_counts_what_a_gpu_would_do() -> None:
     assert found["asks"][1:] == found["lists"][1:] == found["picks"][1:] == (1, 0, 0)
     assert found["mixes"][3] == 1
     assert found["computes"] == (3, 0, 0, 0), "a product, a fill and a sum; views are free"
+
+
+FEWER = {10: (3e-3, 5e-2), 7: (2e-2, 4e-1)}
+"""By bits of what products multiply (10: TF32, 7: bfloat16): outputs, worst gradient."""
+
+ROUNDED = ("gated_delta_net", "mamba2", "rwkv7", "titans", "softmax_attention", "rls", "atlas")
+LEAP = "elastic_net_proximal"  # its soft threshold: a number on its other side has another slope
+LEFT = [name for name in rc.zoo.names() if name not in (*SLOW, *ROUNDED, LEAP)]
+
+
+@pytest.mark.parametrize("bits", FEWER)
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(ROUNDED, id="some"), pytest.param(LEFT, id="rest", marks=pytest.mark.slow)],
+)
+def test_products_of_tensor_cores(names: tuple[str, ...], bits: int) -> None:
+    """Rounded operands and float32 sums: outputs are off by the rounding, decoded tokens too."""
+    far, slope = FEWER[bits]
+    for one in measured("--bits", str(bits), *names):
+        assert 2.0 ** -(bits + 6) < one["y"] <= far, one["name"]
+        assert one.get("decoded", 0.0) <= 2 * far, one["name"]
+        assert one["gradient"] <= slope, one["name"]
