@@ -1,10 +1,12 @@
 """Training plans: a TOML file of four tables, checked before anything is loaded."""
 
+# More than 400 lines: every key of the file, with its range and what it contradicts.
+
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +26,15 @@ from recollect.lm.training.plan_keys import (
 )
 from recollect.wording import shown, word_for
 
-__all__ = ["DataPlan", "ModelPlan", "OptimizerPlan", "RunPlan", "TrainPlan", "load_plan"]
+__all__ = [
+    "DataPlan",
+    "ModelPlan",
+    "OptimizerPlan",
+    "RunPlan",
+    "TrainPlan",
+    "default_of",
+    "load_plan",
+]
 
 T = TypeVar("T", bound="_Table")
 
@@ -217,6 +227,7 @@ class RunPlan(_Table):
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``; by default a GPU, if any.
         bf16: matrix products in bfloat16, weights in float32.
         checkpointing: activations are computed again in the backward pass instead of kept.
+        loss_chunk: tokens whose logits the training loss holds at once; 0 is all.
         compile: `torch.compile` for the MLPs; engines choose by what they see and run as they are.
         tensorboard: write its logs to ``out/logs``.
     """
@@ -231,6 +242,7 @@ class RunPlan(_Table):
     device: str | None = checked(None, to_string, optional=True)
     bf16: bool = flag(False)
     checkpointing: bool = flag(False)
+    loss_chunk: int = integer(1024)
     compile: bool = flag(False)
     tensorboard: bool = flag(False)
 
@@ -382,6 +394,18 @@ def load_plan(path: str | PathLike[str]) -> TrainPlan:
         return TrainPlan.from_dict(data, beside=str(path.parent))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def default_of(table: str, key: str) -> Any:
+    """What a plan holds, as plain data, where a key is left out; ``None`` without a default.
+
+    A run that an earlier version began says nothing of keys that there were not.
+    """
+    found = {f.name: f for f in fields(_TABLES[table])}.get(key)  # type: ignore[arg-type]
+    if found is None:
+        return None
+    made = found.default_factory() if found.default_factory is not MISSING else found.default
+    return None if made is MISSING else list(made) if isinstance(made, tuple) else made
 
 
 def _known() -> dict[str, list[str]]:

@@ -93,6 +93,7 @@ _ALSO_CALLED = {
     "eval_steps": "eval_every",
     "logging_steps": "log_every",
     "gradient_checkpointing": "checkpointing",
+    "loss_chunk_size": "loss_chunk",
 }
 """What other libraries call our keys."""
 

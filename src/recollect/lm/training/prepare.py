@@ -53,10 +53,12 @@ def build_model(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast) -> Recollec
         ValueError: a recipe or sizes that cannot be.
     """
     if plan.model.start is not None:
-        model = RecollectForCausalLM.from_pretrained(plan.model.start)
-        return model.float()
-    with worded(_WORDS):
-        return RecollectForCausalLM(model_config(plan.model, tokenizer))
+        model = RecollectForCausalLM.from_pretrained(plan.model.start).float()
+    else:
+        with worded(_WORDS):
+            model = RecollectForCausalLM(model_config(plan.model, tokenizer))
+    model.config.loss_chunk_size = plan.run.loss_chunk
+    return model
 
 
 def compile_blocks(model: RecollectForCausalLM) -> str:
