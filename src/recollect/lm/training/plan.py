@@ -129,6 +129,10 @@ class DataPlan(_Table):
         context: tokens of a row.
         packing: ``"documents"``: the memory starts anew at every document; ``"stream"``: it runs on
             to the row's end.
+        segments: pieces that a row is read in, one after the other; the state goes on, and memory
+            is that of a piece.
+        segment_gradient: ``"cut"`` at the borders of pieces, or ``"kept"``: that of the whole row,
+            for which each piece is read twice.
         bad_lines: ``"stop"`` or ``"skip"`` at a line that cannot be read; either way it is named.
         stream: read while training, in order, with a shuffle over ``shuffle`` rows; otherwise all
             is read first.
@@ -148,6 +152,8 @@ class DataPlan(_Table):
     vocab: int = integer(VOCAB, at_least=257)
     context: int = integer(512, at_least=2)
     packing: str = option("documents", "stream")
+    segments: int = integer(1, at_least=1)
+    segment_gradient: str = option("cut", "kept")
     bad_lines: str = option("stop", "skip")
     stream: bool = flag(False)
     shuffle: int = integer(1_000, at_least=1)
@@ -159,6 +165,16 @@ class DataPlan(_Table):
             raise ValueError(
                 f"[data] vocab is of a BPE that is trained, and tokenizer = {self.tokenizer!r} "
                 'brings its own: leave vocab out, or set tokenizer = "bpe"'
+            )
+        if self.segments > self.context:
+            raise ValueError(
+                f"[data] segments = {self.segments:,} are more than the {self.context:,} tokens of "
+                "a row: take fewer, or a longer context"
+            )
+        if self.segment_gradient == "kept" and self.segments == 1:
+            raise ValueError(
+                '[data] segment_gradient = "kept" says what crosses the borders of segments, and '
+                "there is one: give segments, or leave it out"
             )
         if self.heldout_share and (self.heldout or self.heldout_split):
             raise ValueError("[data] heldout_share excludes heldout and heldout_split")
@@ -174,6 +190,11 @@ class DataPlan(_Table):
     def measures(self) -> bool:
         """Whether any text is held out."""
         return bool(self.heldout or self.heldout_share or self.heldout_split)
+
+    @property
+    def piece(self) -> int:
+        """Tokens of a row that are read at once."""
+        return -(-self.context // self.segments)
 
     @property
     def streams(self) -> bool:
