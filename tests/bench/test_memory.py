@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recollect.bench.live_memory import LiveMemory
+from recollect.lm.planning.live_memory import LiveMemory
 
 pytest.importorskip("transformers")
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 pytest.importorskip("transformers")
 
 import recollect as rc
-from recollect.bench.live_memory import LiveMemory
 from recollect.lm.model.loss import IGNORE, next_token_loss, shifted
+from recollect.lm.planning.live_memory import LiveMemory
 
 B, T, D, W = 2, 7, 5, 11
 
@@ -189,6 +189,14 @@ def test_logits_of_all_tokens_are_never_there() -> None:
         peaks.append(memory.peak)
     assert peaks[0] > 4 * N * W
     assert peaks[1] < 4 * 5 * W * (16 + C)
+
+
+def test_shapes_alone_are_enough() -> None:
+    x, head, targets = drawn()
+    there = x.detach().to("meta").requires_grad_()
+    loss = next_token_loss(there, head.to("meta"), targets.to("meta"), chunk=3)
+    loss.backward()
+    assert there.grad is not None and there.grad.shape == x.shape
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, True])

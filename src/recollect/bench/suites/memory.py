@@ -1,13 +1,15 @@
-"""Peak memory of training steps: the output layer in chunks, and rows in segments.
+"""Peak memory of training steps: the output layer in chunks, rows in segments, and plans.
 
 Every case runs in a process of its own. ``live`` is what tensors took at once (`LiveMemory`), the
-same in every run; ``resident`` is by how much the process grew from its first step on (Linux).
+same in every run; ``resident`` is by how much the process grew from its first step on (Linux);
+``planned`` is what `recollect plan` says.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import subprocess
 import sys
@@ -16,18 +18,26 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recollect.bench.live_memory import LiveMemory
+from recollect.lm.planning.live_memory import LiveMemory
 from recollect.recipe.json_text import read_json
 from recollect.report.environment import describe_environment
 
-__all__ = ["CASES", "Peak", "measure", "measured"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["CASES", "Peak", "measure", "measured", "planned"]
 
 PIECE, LONG = 8_192, 1_000_000
-_LAYERS = {"width": 128, "depth": 3, "heads": 2}
+_LAYERS = {"width": 64, "depth": 3, "heads": 1}
+
+
+# glibc keeps freed pieces of up to 32 MiB, more of them the longer a process runs; what is larger
+# than this goes back to the system, and the process is as large as its tensors.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +69,7 @@ def _steps(**changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 # A vocabulary of a language model's, beside which layers are small.
 _WORDS = {"width": 64, "depth": 1, "heads": 1}
+_WIDER = {"width": 128, "depth": 3, "heads": 2}
 _LONG = {"context": LONG, "segments": 125}
 
 CASES: dict[str, dict[str, dict[str, Any]]] = {
@@ -70,8 +81,40 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "1,000,000 tokens in 125 segments, gradient kept": _steps(
         data={**_LONG, "segment_gradient": "kept"}, optimizer={"steps": 1}
     ),
+    "gated_delta_net, 512 wide, bfloat16": _steps(
+        model={"width": 512, "depth": 2, "heads": 8},
+        data={"context": 512},
+        optimizer={"batch": 2},
+        run={"bf16": True},
+    ),
+    "gated_delta_net, recomputed": _steps(
+        model=_WIDER,
+        data={"context": 2048},
+        optimizer={"batch": 2},
+        run={"checkpointing": True},
+    ),
+    "softmax_attention, bfloat16": _steps(
+        model={**_WIDER, "recipe": "softmax_attention"},
+        data={"context": 1024},
+        optimizer={"batch": 4},
+        run={"bf16": True},
+    ),
+    "mamba2, bfloat16": _steps(
+        model={**_WIDER, "recipe": "mamba2"},
+        data={"context": 2048},
+        optimizer={"batch": 2},
+        run={"bf16": True},
+    ),
+    "titans": _steps(
+        model={**_WIDER, "recipe": "titans", "depth": 2},
+        data={"context": 512},
+        optimizer={"batch": 2},
+    ),
+    "rls": _steps(
+        model={**_WIDER, "recipe": "rls"}, data={"context": 1024}, optimizer={"batch": 2}
+    ),
 }
-"""Plans by name; of the first two the vocabulary has 32,000 tokens."""
+"""Plans by name; where logits are named the vocabulary has 32,000 tokens."""
 
 
 def measure(
@@ -89,7 +132,11 @@ def measure(
     found: dict[str, Any] = {}
     for index, name in enumerate(chosen):
         run = subprocess.run(
-            [sys.executable, "-m", __name__, name], capture_output=True, text=True, check=False
+            [sys.executable, "-m", __name__, name],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **_ALLOCATOR},
         )
         if run.returncode:
             raise RuntimeError(f"{name}: {run.stderr.strip().splitlines()[-1]}")
@@ -106,6 +153,7 @@ def measure(
         )
         if above in found and below in found
     }
+    ratios |= {f"planned / live: {name}": x["planned"] / x["live"] for name, x in found.items()}
     return {
         "suite": "memory",
         "plans": {name: CASES[name] for name in chosen},
@@ -134,7 +182,8 @@ def measured(tables: Mapping[str, Mapping[str, Any]], *, vocab: int | None = Non
         given["data"] |= {"train": [str(text)], "packing": "stream"}
         given["run"] |= {"out": f"{scratch}/run", "device": "cpu"}
         if vocab is not None:
-            given["data"]["tokenizer"] = _tokenizer(Path(scratch), vocab)
+            _tokenizer(vocab).save_pretrained(f"{scratch}/tokenizer")
+            given["data"]["tokenizer"] = f"{scratch}/tokenizer"
         before = 0
 
         def begins(_: object) -> None:
@@ -150,14 +199,29 @@ def measured(tables: Mapping[str, Mapping[str, Any]], *, vocab: int | None = Non
         return Peak(live=memory.peak, resident=grown, seconds=time.perf_counter() - began)
 
 
-def _tokenizer(folder: Path, vocab: int) -> str:
-    """A tokenizer of bytes among so many tokens."""
+def planned(tables: Mapping[str, Mapping[str, Any]], *, vocab: int | None = None) -> int:
+    """What a plan says of such steps on one device.
+
+    Args:
+        tables: as in `measured`. vocab: as there.
+    """
+    from recollect.lm.planning.estimate import Way, rank_of
+    from recollect.lm.training.plan import TrainPlan
+    from recollect.lm.training.prepare import model_config
+
+    given = {**tables, "data": {**tables["data"], "train": ["text.txt"]}}
+    plan = TrainPlan.from_dict(given)
+    return rank_of(plan, model_config(plan.model, _tokenizer(vocab)), Way()).total
+
+
+def _tokenizer(vocab: int | None) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes, among so many tokens."""
     from recollect.lm.data.tokenizers import byte_tokenizer
 
     tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([f"<unused {i}>" for i in range(vocab - len(tokenizer))])
-    tokenizer.save_pretrained(str(folder / "tokenizer"))
-    return str(folder / "tokenizer")
+    if vocab is not None:
+        tokenizer.add_tokens([f"<unused {i}>" for i in range(vocab - len(tokenizer))])
+    return tokenizer
 
 
 def _resident(what: str) -> int:
@@ -180,7 +244,8 @@ def _reset_resident() -> None:
 def _main(name: str) -> None:
     torch.set_num_threads(1)
     words = 32_000 if name.startswith("logits") else None
-    print(json.dumps(asdict(measured(CASES[name], vocab=words))))
+    peak = asdict(measured(CASES[name], vocab=words))
+    print(json.dumps({**peak, "planned": planned(CASES[name], vocab=words)}))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ and forgets them: three products, as without chunks, and N / chunk times fewer l
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -134,6 +135,13 @@ def _in_chunks(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor
     return _sum(x, weight, targets, chunk, dtype, (False, False))[0]
 
 
+def _as_it_is(kind: str) -> AbstractContextManager[object]:
+    """Inside, products have the types of their factors; not every kind of device has autocast."""
+    if torch.amp.is_autocast_available(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
 def _sum(
     x: Tensor,
     weight: Tensor,
@@ -153,7 +161,7 @@ def _sum(
     total = x.new_zeros((), dtype=wide)
     to_x = torch.empty_like(x) if wanted[0] else None
     to_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if wanted[1] else None
-    with torch.autocast(x.device.type, enabled=False):
+    with _as_it_is(x.device.type):
         U = weight.to(dtype)
         for begin in range(0, len(x), chunk):
             part, asked = x[begin : begin + chunk].to(dtype), targets[begin : begin + chunk]
@@ -202,7 +210,7 @@ def _again(x: Tensor, weight: Tensor, targets: Tensor, ctx: Any, grad: Tensor) -
     """The gradients by autograd, chunk by chunk, which may be asked for theirs."""
     wanted = ctx.needs_input_grad[:2]
     create = torch.is_grad_enabled()
-    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.enable_grad(), _as_it_is(x.device.type):
         total = grad.new_zeros(())
         for part, asked in zip(x.split(ctx.chunk), targets.split(ctx.chunk), strict=True):
             total = total + checkpoint(

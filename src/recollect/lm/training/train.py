@@ -28,9 +28,9 @@ from recollect.lm.data.rows import IGNORE, Row, Rows, collate
 from recollect.lm.data.sources import BadLines
 from recollect.lm.model.checkpoint import check_folder
 from recollect.lm.model.config import RecollectConfig
+from recollect.lm.planning.flops import measured_ceiling, model_flops
 from recollect.lm.training.arguments import quiet, trainer_arguments
 from recollect.lm.training.divergence import Guard
-from recollect.lm.training.flops import measured_ceiling, model_flops
 from recollect.lm.training.interrupts import finish_step
 from recollect.lm.training.plan import TrainPlan, load_plan
 from recollect.lm.training.prepare import (

@@ -30,7 +30,7 @@ class LiveMemory(TorchDispatchMode):
         now, peak: bytes, and the most that there were.
 
     Examples:
-        >>> from recollect.bench.live_memory import LiveMemory
+        >>> from recollect.lm.planning.live_memory import LiveMemory
         >>> with LiveMemory() as memory:
         ...     x = torch.zeros(1000)
         ...     del x
@@ -50,7 +50,7 @@ class LiveMemory(TorchDispatchMode):
 
     def _count(self, made: Any) -> None:
         for x in pytree.tree_leaves(made):
-            if not isinstance(x, Tensor) or x.is_meta:
+            if not isinstance(x, Tensor):
                 continue
             storage = x.untyped_storage()
             key = storage._cdata
