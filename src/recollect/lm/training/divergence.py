@@ -67,12 +67,15 @@ class Guard(TrainerCallback):
 
     Attributes:
         loss: of the step under way, so far.
+        losses: of a batch, whose sum is its loss; how it is run again.
     """
 
     loss: Tensor
+    losses: Callable[[Any, Any], Iterable[Tensor]]
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self.losses = self._whole
         self._batches: list[tuple[Any, Any]] = []  # of the step under way
         self._step, self._lr = 0, 0.0
 
@@ -139,9 +142,12 @@ class Guard(TrainerCallback):
         trainer = self.trainer
         for batch, count in self._batches:
             with trainer.compute_loss_context_manager():
-                prepared = trainer._prepare_inputs(batch)
-                model = cast(nn.Module, trainer.model)
-                yield cast(Tensor, trainer.compute_loss(model, prepared, num_items_in_batch=count))
+                yield from self.losses(trainer._prepare_inputs(batch), count)
+
+    def _whole(self, batch: Any, count: Any) -> Iterator[Tensor]:
+        trainer = self.trainer
+        model = cast(nn.Module, trainer.model)
+        yield cast(Tensor, trainer.compute_loss(model, batch, num_items_in_batch=count))
 
     def _diverged(self, origin: str | None) -> Diverged:
         args = self.trainer.args

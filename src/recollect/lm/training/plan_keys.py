@@ -88,11 +88,13 @@ _ALSO_CALLED = {
     **dict.fromkeys(("intermediate_size", "ffn_dim"), "mlp"),
     **dict.fromkeys(("seq_len", "sequence_length", "max_length", "block_size"), "context"),
     "vocab_size": "vocab",
+    **dict.fromkeys(("tbptt", "num_segments", "context_segments"), "segments"),
     **dict.fromkeys(("output_dir", "out_dir"), "out"),
     "save_steps": "save_every",
     "eval_steps": "eval_every",
     "logging_steps": "log_every",
     "gradient_checkpointing": "checkpointing",
+    "loss_chunk_size": "loss_chunk",
 }
 """What other libraries call our keys."""
 

@@ -53,10 +53,12 @@ def build_model(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast) -> Recollec
         ValueError: a recipe or sizes that cannot be.
     """
     if plan.model.start is not None:
-        model = RecollectForCausalLM.from_pretrained(plan.model.start)
-        return model.float()
-    with worded(_WORDS):
-        return RecollectForCausalLM(model_config(plan.model, tokenizer))
+        model = RecollectForCausalLM.from_pretrained(plan.model.start).float()
+    else:
+        with worded(_WORDS):
+            model = RecollectForCausalLM(model_config(plan.model, tokenizer))
+    model.config.loss_chunk_size = plan.run.loss_chunk
+    return model
 
 
 def compile_blocks(model: RecollectForCausalLM) -> str:
@@ -91,8 +93,8 @@ def enough_memory(plan: TrainPlan) -> Iterator[None]:
         rows = plan.optimizer.batch
         raise ValueError(
             f"[optimizer] batch = {rows}, of rows of {plan.data.context} tokens, does not fit into "
-            "memory: take fewer rows and set accumulate in their place, or set checkpointing = "
-            "true in [run]"
+            "memory: take fewer rows and set accumulate in their place, set checkpointing = true "
+            "in [run], or read rows in more segments of [data]"
         ) from error
 
 
@@ -122,7 +124,7 @@ def least_memory(plan: TrainPlan, config: RecollectConfig) -> tuple[int, int]:
         plan: says how many tokens a batch has.
         config: of the model.
     """
-    tokens = plan.optimizer.batch * plan.data.context
+    tokens = plan.optimizer.batch * plan.data.piece
     each = 2 if plan.run.bf16 else 4
     batch = tokens * config.hidden_size * config.num_hidden_layers * each
     return parameter_count(config) * _PER_PARAMETER, batch
@@ -156,7 +158,7 @@ def check_memory(
     raise ValueError(
         f"[optimizer] batch = {plan.optimizer.batch:,}, of rows of {plan.data.context:,} tokens, "
         f"takes at least {readable(batch, 'B')} {where}: take fewer rows and set accumulate in "
-        "their place, or a shorter context"
+        "their place, a shorter context, or more segments of it"
     )
 
 

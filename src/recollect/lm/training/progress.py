@@ -30,7 +30,8 @@ class Header:
         recipes: how many layers each has. width: of the backbone.
         parameters: trained numbers by part: embedding, memory layers, MLPs, norms, and the head
             unless it reads the embedding.
-        context: tokens of a row. rows: of an optimizer step, over all processes.
+        context: tokens of a row. segments: pieces that it is read in.
+        rows: of an optimizer step, over all processes.
         first, steps: the step that comes first, from 1, and the last one.
         device: of this process. dtype: of weights, and of matrix products.
         out: folder of the run. save_every, keep: of its checkpoints.
@@ -40,6 +41,7 @@ class Header:
     width: int
     parameters: Mapping[str, int]
     context: int
+    segments: int
     rows: int
     first: int
     steps: int
@@ -64,6 +66,7 @@ class Header:
         layers = ", ".join(f"{count} × {name}" for name, count in self.recipes.items())
         parts = ", ".join(f"{name} {count:,}" for name, count in self.parameters.items())
         left = "" if self.first == 1 else f", from step {self.first:,} on"
+        read = f", each row in {self.segments:,} segments" if self.segments > 1 else ""
         checkpoints = "a checkpoint when interrupted"
         if self.save_every:
             checkpoints = (
@@ -72,7 +75,7 @@ class Header:
         return [
             ("model", f"layers: {layers}; width {self.width:,}"),
             ("parameters", f"{sum(self.parameters.values()):,}: {parts}"),
-            ("step", f"{self.rows:,} × {self.context:,} = {self.tokens_per_step:,} tokens"),
+            ("step", f"{self.rows:,} × {self.context:,} = {self.tokens_per_step:,} tokens{read}"),
             ("run", f"{self.steps:,} steps, {self.tokens:,} tokens{left}"),
             ("device", f"{self.device}, {self.dtype}"),
             ("out", f"{self.out}: {checkpoints}, and at the end {self.out / 'model'}"),
@@ -115,6 +118,7 @@ def header_of(
         width=config.hidden_size,
         parameters={part: count for part, count in parts.items() if count},
         context=plan.data.context,
+        segments=plan.data.segments,
         rows=plan.optimizer.batch * plan.optimizer.accumulate * processes,
         first=first,
         steps=plan.steps,

@@ -25,7 +25,7 @@ from recollect.lm.training.atomic_checkpoints import (
     clear_aside,
     last_checkpoint,
 )
-from recollect.lm.training.plan import TrainPlan
+from recollect.lm.training.plan import TrainPlan, default_of
 from recollect.report.files import write_atomic
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 # Without another result, or with one that differs as devices do.
-_MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard", "out", "device")
+_MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard", "out", "device", "loss_chunk")
 _LENGTH = ("[optimizer] steps", "[optimizer] tokens")
 _WHOLE, _END = 64 * 2**20, 2**20
 
@@ -226,7 +226,7 @@ def _differences(before: dict[str, Any], mine: dict[str, Any]) -> Iterator[tuple
     """What of a plan is another and makes another result: the key, how it was, how it is."""
     for table, values in mine.items():
         for name, value in values.items() if isinstance(values, dict) else ():
-            old = before.get(table, {}).get(name)
+            old = before.get(table, {}).get(name, default_of(table, name))
             if old != value and name not in _MAY_CHANGE:
                 yield f"[{table}] {name}", old, value
 

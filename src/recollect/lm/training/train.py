@@ -28,10 +28,9 @@ from recollect.lm.data.rows import IGNORE, Row, Rows, collate
 from recollect.lm.data.sources import BadLines
 from recollect.lm.model.checkpoint import check_folder
 from recollect.lm.model.config import RecollectConfig
+from recollect.lm.planning.flops import measured_ceiling, model_flops
 from recollect.lm.training.arguments import quiet, trainer_arguments
-from recollect.lm.training.atomic_checkpoints import AtomicTrainer
 from recollect.lm.training.divergence import Guard
-from recollect.lm.training.flops import measured_ceiling, model_flops
 from recollect.lm.training.interrupts import finish_step
 from recollect.lm.training.plan import TrainPlan, load_plan
 from recollect.lm.training.prepare import (
@@ -61,6 +60,7 @@ from recollect.lm.training.resume import (
     nothing_to_resume,
     same_model,
 )
+from recollect.lm.training.segments import SegmentedTrainer, check_segments
 from recollect.lm.training.weight_decay import decayed_names
 from recollect.recipe.modules import import_modules
 from recollect.report.devices import find_device
@@ -230,10 +230,14 @@ def _trained(
             args=trainer_arguments(plan, out, device),
             train_dataset=stock.train,
             eval_dataset=cast(Any, stock.heldout or None),
-            data_collator=partial(collate, reset=plan.data.packing == "documents"),
+            data_collator=partial(
+                collate, reset=plan.data.packing == "documents", flat=plan.data.segments == 1
+            ),
             processing_class=tokenizer,
         )
         trainer.begun_with = begun.record
+        trainer.segments, trainer.kept = plan.data.segments, plan.data.segment_gradient == "kept"
+        check_segments(model, trainer.segments)
         model.config.use_cache = True  # which the Trainer has switched off
         trainer.bytes_per_token = stock.bytes_per_token
         trainer.remove_callback(PrinterCallback)
@@ -290,7 +294,7 @@ def _taken(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-class RecollectTrainer(AtomicTrainer):
+class RecollectTrainer(SegmentedTrainer):
     """The Trainer with our weight decay, order of rows, and a measurement weighted by tokens."""
 
     bytes_per_token = 1.0
@@ -301,6 +305,7 @@ class RecollectTrainer(AtomicTrainer):
         self._recent: deque[Tensor] = deque(maxlen=LAST)  # one sum per optimizer step
         self._step = -1
         self.guard = Guard(self)
+        self.guard.losses = self.losses
         self.add_callback(self.guard)
 
     def training_step(
@@ -362,7 +367,7 @@ class RecollectTrainer(AtomicTrainer):
             batch = self._prepare_inputs(self.data_collator(cast(Any, rows[start : start + size])))
             context = self.compute_loss_context_manager(), self.accelerator.autocast()
             with self.guard.reading(batch, measured=True), context[0], context[1]:
-                loss = model(**batch, use_cache=False).loss
+                loss = self.measured_loss(batch)
                 self.guard.check_loss(loss)
             count = int((batch["labels"][:, 1:] != IGNORE).sum())
             total, tokens = total + float(loss) * count, tokens + count
