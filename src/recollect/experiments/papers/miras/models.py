@@ -70,12 +70,13 @@ TABLE2 = Experiment(
         "three, and hybrids of a memory and sliding-window attention, each as its preset has it, "
         "at equal parameters and tokens. The paper: 340M to 1.3B parameters on 15 to 100 · 10⁹ "
         "tokens of FineWeb-Edu, perplexity of WikiText and LAMBADA and eight accuracies. Small "
-        "scale: two layers of width 64, 240,000 parameters, 100 steps of 1,024 bytes of the "
-        "documentation of Python and torch, rows of 128, held-out bits per byte, three seeds: "
-        "that shows that every row learns and how fast, and the order after 10⁵ bytes says nothing "
-        "of that after 10¹⁰ tokens. The table of three million parameters after 10⁶ bytes "
-        "(results/language_models) has other terms. The paper's scale is the 760M of the table, "
-        "with Mamba-2 where it has Mamba at 340M."
+        "scale: two layers of width 64, 240,000 parameters, 100 steps of 512 bytes of the "
+        "documentation of Python and torch, rows of 128, held-out bits per byte, without Gated "
+        "DeltaNet-H2, whose pattern has three layers: that shows that every row learns and how "
+        "fast, and the order after so few bytes says nothing of that after 10¹⁰ tokens. The "
+        "table of three million parameters after 10⁶ bytes (results/language_models) has other "
+        "terms. The paper's scale is the 760M of the table, with Mamba-2 where it has Mamba at "
+        "340M."
     ),
     claims=(
         Claim(
@@ -103,7 +104,7 @@ TABLE2 = Experiment(
     ),
     configs={
         "smoke": {**SMOKE, "models": ["softmax_attention", "gated_delta_net", "yaad", "samba"]},
-        "small": {**LOCAL, "seeds": 3, "models": list(MODELS)},
+        "small": {**LOCAL, "seeds": 3, "models": [n for n in MODELS if n != "gated_delta_net_h2"]},
         "paper": {**FINEWEB, "models": list(MODELS)},
     },
     cells=lambda config: [{"model": name} for name in config["models"]],
