@@ -17,7 +17,8 @@ from recollect.experiments.framework.records import Missing
 from recollect.experiments.papers import language
 from recollect.experiments.papers.am import heads
 from recollect.experiments.papers.atlas import ablations as atlas
-from recollect.experiments.papers.language import BITS, COMMON_SENSE, SMOKE, bits, language_model
+from recollect.experiments.papers.language import BITS, COMMON_SENSE, SMOKE, language_model
+from recollect.experiments.papers.language_results import bits, told
 from recollect.experiments.papers.miras import ablations as miras
 from recollect.lm.model.counts import parameter_count
 from recollect.lm.model.model import RecollectForCausalLM
@@ -106,7 +107,7 @@ def test_a_model_that_diverges_is_told_and_stands_last(corpus: TextCorpus) -> No
     assert found["diverged at step"] in (2.0, 3.0)
     results = Results.of([({"model": "a"}, 0, found), ({"model": "b"}, 0, {BITS: 9.0})])
     assert bits(results, model="a") == math.inf > bits(results, model="b")
-    assert language.told({"a": math.inf, "b": 9.0}) == "b 9.000, a diverged"
+    assert told({"a": math.inf, "b": 9.0}) == "b 9.000, a diverged"
     with pytest.raises(Missing):
         bits(results, model="c")
 

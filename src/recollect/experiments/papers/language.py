@@ -27,7 +27,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -43,14 +43,12 @@ from recollect.experiments.comparison.results import Sizes
 from recollect.experiments.comparison.tasks import compare_task
 from recollect.experiments.comparison.training import History, Schedule, train
 from recollect.experiments.framework.experiment import Config, Work
-from recollect.experiments.framework.records import Results, Values
+from recollect.experiments.framework.records import Values
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import count_parameters
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.training.divergence import Diverged
 from recollect.lm.training.flops import model_flops
-from recollect.report.figures import FigureFiles, Series
-from recollect.report.ranking import ranking_figure
 from recollect.tasks.mqar import IGNORE
 from recollect.tasks.text import TextCorpus, heldout_windows, load_text
 
@@ -60,13 +58,9 @@ __all__ = [
     "FINEWEB",
     "LOCAL",
     "SMOKE",
-    "bits",
-    "curves_by",
     "language_model",
     "language_work",
     "model_of",
-    "ranked_models",
-    "told",
 ]
 
 BITS = "bits per byte"
@@ -342,80 +336,3 @@ def _of_tasks(tasks: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     if all(name in found for name in asked):
         found["accuracy"] = sum(found[name] for name in asked) / len(asked)
     return found
-
-
-# -- what rules and figures ask --------------------------------------------------------------------
-
-
-def bits(results: Results, **cell: Any) -> float:
-    """The mean bits per byte over seeds; a model that diverged with one is worse than any.
-
-    Args:
-        results: of an experiment.
-        **cell: what the grid varies, by name.
-
-    Raises:
-        Missing: it was not measured.
-    """
-    found = results.mean(BITS, **cell)
-    return math.inf if math.isnan(found) else found
-
-
-def told(found: Mapping[str, float]) -> str:
-    """Names and bits in a sentence, the least first.
-
-    Args:
-        found: bits by name.
-    """
-    return ", ".join(
-        f"{name} {value:.3f}" if math.isfinite(value) else f"{name} diverged"
-        for name, value in sorted(found.items(), key=lambda item: item[1])
-    )
-
-
-def ranked_models(
-    results: Results, *, axis: str, title: str, marked: Sequence[str] = ()
-) -> FigureFiles:
-    """Models by their bits per byte, one row each.
-
-    Args:
-        results: of an experiment.
-        axis: of the grid that names models.
-        title: of the figure.
-        marked: models that stand apart.
-    """
-    return ranking_figure(
-        {str(name): results.each(BITS, **{axis: name}) for name in results.along(axis)},
-        x="held-out bits per byte",
-        title=title,
-        marked=marked,
-    )
-
-
-def curves_by(results: Results, *, line: str, along: str, **cell: Any) -> list[Series]:
-    """Bits per byte along one axis of a grid, a line for each place on another.
-
-    Args:
-        results: of an experiment.
-        line: axis whose places are lines.
-        along: axis of numbers.
-        **cell: what the grid varies besides, by name.
-
-    Raises:
-        Missing: it was not measured.
-    """
-    series = []
-    for name in results.along(line, **cell):
-        here = {**cell, line: name}
-        places = sorted(results.along(along, **here))
-        each = [results.each(BITS, **here, **{along: place}) for place in places]
-        series.append(
-            Series(
-                name=str(name),
-                x=places,
-                y=[sum(some) / len(some) for some in each],
-                low=[min(some) for some in each],
-                high=[max(some) for some in each],
-            )
-        )
-    return series

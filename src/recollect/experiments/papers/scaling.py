@@ -15,11 +15,10 @@ from recollect.experiments.papers.language import (
     FINEWEB,
     LOCAL,
     SMOKE,
-    bits,
-    curves_by,
     language_model,
     language_work,
 )
+from recollect.experiments.papers.language_results import bits, curves_by
 from recollect.report.figures import FigureFiles, Series
 from recollect.report.panels import Panel, panel_figure
 

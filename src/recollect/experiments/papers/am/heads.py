@@ -17,11 +17,10 @@ from recollect.experiments.papers.language import (
     FINEWEB,
     LOCAL,
     SMOKE,
-    bits,
-    curves_by,
     language_model,
     language_work,
 )
+from recollect.experiments.papers.language_results import bits, curves_by
 from recollect.report.figures import FigureFiles
 from recollect.report.panels import Panel, panel_figure
 from recollect.zoo.preset import get

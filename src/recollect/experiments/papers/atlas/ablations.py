@@ -18,13 +18,10 @@ from recollect.experiments.papers.language import (
     FINEWEB,
     LOCAL,
     SMOKE,
-    bits,
-    curves_by,
     language_model,
     language_work,
-    ranked_models,
-    told,
 )
+from recollect.experiments.papers.language_results import bits, curves_by, ranked_models, told
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import FigureFiles
 from recollect.report.panels import Panel, panel_figure

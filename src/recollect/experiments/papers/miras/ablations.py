@@ -20,13 +20,10 @@ from recollect.experiments.papers.language import (
     FINEWEB,
     LOCAL,
     SMOKE,
-    bits,
-    curves_by,
     language_model,
     language_work,
-    ranked_models,
-    told,
 )
+from recollect.experiments.papers.language_results import bits, curves_by, ranked_models, told
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import FigureFiles

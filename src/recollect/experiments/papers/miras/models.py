@@ -10,12 +10,10 @@ from recollect.experiments.papers.language import (
     FINEWEB,
     LOCAL,
     SMOKE,
-    bits,
     language_model,
     language_work,
-    ranked_models,
-    told,
 )
+from recollect.experiments.papers.language_results import bits, ranked_models, told
 from recollect.report.figures import FigureFiles
 
 __all__ = ["EXPERIMENTS", "OURS", "RECURRENT"]
