@@ -17,8 +17,8 @@ from recollect.experiments.framework.records import Missing
 from recollect.experiments.papers import language
 from recollect.experiments.papers.am import heads
 from recollect.experiments.papers.atlas import ablations as atlas
-from recollect.experiments.papers.language import BITS, COMMON_SENSE, SMOKE, language_model
-from recollect.experiments.papers.language_results import bits, told
+from recollect.experiments.papers.language import BIGRAM, BITS, COMMON_SENSE, SMOKE, language_model
+from recollect.experiments.papers.language_results import bits, learned, told
 from recollect.experiments.papers.miras import ablations as miras
 from recollect.lm.model.counts import parameter_count
 from recollect.lm.model.model import RecollectForCausalLM
@@ -110,6 +110,19 @@ def test_a_model_that_diverges_is_told_and_stands_last(corpus: TextCorpus) -> No
     assert told({"a": math.inf, "b": 9.0}) == "b 9.000, a diverged"
     with pytest.raises(Missing):
         bits(results, model="c")
+
+
+def test_what_knows_less_than_a_bigram_is_not_judged() -> None:
+    few = [({"model": "a"}, 0, {BITS: 3.7, BIGRAM: 3.6}), ({"model": "b"}, 0, {BITS: 4.0})]
+    with pytest.raises(Missing, match=r"3\.700 bits per byte at best, and 3\.600 of the bigram"):
+        learned(Results.of(few), model="a")
+    learned(Results.of(few), model="b")
+    learned(Results.of([*few, ({"model": "a"}, 1, {BITS: 3.5, BIGRAM: 3.6})]), model="a")
+    with pytest.raises(Missing, match="were not measured"):
+        learned(Results.of(few), model="c")
+    two = [({"kernel": "exp", "heads": n}, 0, {BITS: 4.0, BIGRAM: 3.6}) for n in (1, 4)]
+    (claim,) = [c for c in heads.FIG2.claims if "exponential" in c.name]
+    assert claim.verdict(Results.of(two)).status == "not testable at this scale"
 
 
 def test_a_plan_is_run_once_and_its_model_taken_again(tmp_path: Path, paragraphs: str) -> None:

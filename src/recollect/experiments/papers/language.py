@@ -50,9 +50,10 @@ from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.training.divergence import Diverged
 from recollect.lm.training.flops import model_flops
 from recollect.tasks.mqar import IGNORE
-from recollect.tasks.text import TextCorpus, heldout_windows, load_text
+from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, heldout_windows, load_text
 
 __all__ = [
+    "BIGRAM",
     "BITS",
     "COMMON_SENSE",
     "FINEWEB",
@@ -65,6 +66,9 @@ __all__ = [
 
 BITS = "bits per byte"
 """What every model is measured by: of the held-out text, or of WikiText where lm-eval is asked."""
+
+BIGRAM = "byte bigram"
+"""The bits per held-out byte of a smoothed byte bigram, which knows no context."""
 
 SMOKE = {"seeds": 1, "width": 16, "depth": 1, "heads": 2, "parameters": 24_000, "length": 32} | {
     "step_tokens": 64, "steps": 1, "lr": 4e-3, "measured": 256
@@ -191,8 +195,8 @@ def language_model(
     Returns:
         `BITS`, parameters, FLOPs and tokens of training. Of a model of bytes also the state of a
         decoder in bytes after a row, ``"bits by position"`` (the means at positions 0, 1, 2 to 3,
-        4 to 7, …), and the training loss in bits; of a plan, every number that the tasks gave. A
-        model that diverged has NaN for bits.
+        4 to 7, …), the training loss in bits and `BIGRAM`; of a plan, every number that the tasks
+        gave. A model that diverged has NaN for bits.
     """
     terms = {**config, **cell}
     made = model_of(config, model, **cell)
@@ -206,6 +210,11 @@ def language_model(
 @lru_cache(maxsize=1)
 def _text() -> TextCorpus:
     return load_text()
+
+
+@lru_cache(maxsize=1)
+def _bigram(corpus: TextCorpus) -> float:
+    return bigram_bits_per_byte(corpus)
 
 
 def _by_bytes(
@@ -244,6 +253,7 @@ def _by_bytes(
         "FLOPs": model_flops(made, context=size.length) * tokens,
         "tokens": float(tokens),
         "diverged at step": diverged,
+        BIGRAM: _bigram(corpus),
         "bits by position": by_position,
         "training bits": [loss / math.log(2) for _, loss in history.losses],
     }

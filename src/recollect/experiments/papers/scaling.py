@@ -18,7 +18,7 @@ from recollect.experiments.papers.language import (
     language_model,
     language_work,
 )
-from recollect.experiments.papers.language_results import bits, curves_by
+from recollect.experiments.papers.language_results import bits, curves_by, learned
 from recollect.report.figures import FigureFiles, Series
 from recollect.report.panels import Panel, panel_figure
 
@@ -64,6 +64,7 @@ def _split(results: Results) -> tuple[list[str], list[str]]:
 
 
 def _length(results: Results) -> Verdict:
+    learned(results)
     deep, matrix = _split(results)
     width = results.config["sizes"][0][0]
     lengths = sorted(results.along("length", model=matrix[0], width=width))

@@ -20,7 +20,7 @@ from recollect.experiments.papers.language import (
     language_model,
     language_work,
 )
-from recollect.experiments.papers.language_results import bits, curves_by
+from recollect.experiments.papers.language_results import bits, curves_by, learned
 from recollect.report.figures import FigureFiles
 from recollect.report.panels import Panel, panel_figure
 from recollect.zoo.preset import get
@@ -42,6 +42,7 @@ def _measure(config: Config, cell: Cell, seed: int, device: torch.device) -> Val
 
 def _ends(results: Results, kernel: str) -> tuple[float, float, str]:
     """Bits with the fewest heads and with the most, and both in words."""
+    learned(results, kernel=kernel)
     heads = sorted(results.along("heads", kernel=kernel))
     few, many = (bits(results, kernel=kernel, heads=at) for at in (heads[0], heads[-1]))
     told = f"{kernel} kernel: {few:.3f} bits per byte with {heads[0]}, {many:.3f} with {heads[-1]}."
@@ -76,7 +77,7 @@ FIG2 = Experiment(
         "exponential kernel, both without a denominator and with an RMS norm per head, rotary "
         "positions, queries and keys of length √K, so that the exponential cannot overflow. The "
         "paper: GPT-2 small (12 layers, width 768) in BlaGPT's setting, validation loss. Small "
-        "scale: two layers of width 64 on bytes of the documentation of Python and torch, 100 "
+        "scale: two layers of width 64 on bytes of the documentation of Python and torch, 400 "
         "steps of 512 bytes in rows of 128, held-out bits per byte. The paper's scale: FineWeb, "
         "GPT-2's tokenizer, bits per byte of WikiText; the paper prints neither the number of "
         "tokens, here 2.7 · 10⁹, nor the learning rate."
@@ -101,7 +102,7 @@ FIG2 = Experiment(
     ),
     configs={
         "smoke": {**SMOKE, "grid": [1, 2]},
-        "small": {**LOCAL, "seeds": 3, "grid": [1, 2, 4, 8]},
+        "small": {**LOCAL, "seeds": 3, "steps": 400, "grid": [1, 2, 4, 8]},
         "paper": {
             **FINEWEB,
             "depth": 12,

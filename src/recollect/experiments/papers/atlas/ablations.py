@@ -21,7 +21,13 @@ from recollect.experiments.papers.language import (
     language_model,
     language_work,
 )
-from recollect.experiments.papers.language_results import bits, curves_by, ranked_models, told
+from recollect.experiments.papers.language_results import (
+    bits,
+    curves_by,
+    learned,
+    ranked_models,
+    told,
+)
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import FigureFiles
 from recollect.report.panels import Panel, panel_figure
@@ -53,6 +59,7 @@ def _window_measure(config: Config, cell: Cell, seed: int, device: torch.device)
 
 
 def _window_larger(results: Results) -> Verdict:
+    learned(results)
     said, better = [], []
     for length in results.along("length"):
         sizes = sorted(results.along("c", length=length))
@@ -171,6 +178,7 @@ def _most(costs: Mapping[str, float], unit: str) -> Verdict:
 
 
 def _parts_bits(results: Results) -> Verdict:
+    learned(results)
     whole = bits(results, model=WHOLE)
     return _most({name: bits(results, model=name) - whole for name in REMOVED}, "Bits per byte")
 
@@ -182,6 +190,7 @@ def _parts_accuracy(results: Results) -> Verdict:
 
 
 def _parts_each(results: Results) -> Verdict:
+    learned(results)
     found = {name: bits(results, model=name) for name in (WHOLE, *REMOVED)}
     return judged(
         found[WHOLE] < min(found[name] for name in REMOVED), f"Bits per byte: {told(found)}."
@@ -189,12 +198,14 @@ def _parts_each(results: Results) -> Verdict:
 
 
 def _parts_gated(results: Results) -> Verdict:
+    learned(results)
     found = {name: bits(results, model=name) for name in (WHOLE, "+ gated memory")}
     return judged(found["+ gated memory"] < found[WHOLE], f"Bits per byte: {told(found)}.")
 
 
 def _parts_attention(results: Results) -> Verdict:
     mag, mal = "+ attention (MAG)", "+ attention (MAL)"
+    learned(results)
     found = {name: bits(results, model=name) for name in (WHOLE, mag, mal)}
     return judged(found[mag] < min(found[WHOLE], found[mal]), f"Bits per byte: {told(found)}.")
 

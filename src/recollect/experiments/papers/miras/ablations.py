@@ -23,7 +23,13 @@ from recollect.experiments.papers.language import (
     language_model,
     language_work,
 )
-from recollect.experiments.papers.language_results import bits, curves_by, ranked_models, told
+from recollect.experiments.papers.language_results import (
+    bits,
+    curves_by,
+    learned,
+    ranked_models,
+    told,
+)
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.report.figures import FigureFiles
@@ -61,6 +67,7 @@ def _over_lengths(results: Results, p: float) -> float:
 
 
 def _pq_best(results: Results) -> Verdict:
+    learned(results)
     found = {p: _over_lengths(results, p) for p in results.along("p", q=Q)}
     return judged(
         min(found, key=lambda p: found[p]) == P and max(found, key=lambda p: found[p]) == 4.0,
@@ -76,6 +83,7 @@ def _gain(results: Results, p: float, q: float) -> float:
 
 
 def _pq_slope(results: Results) -> Verdict:
+    learned(results)
     over_p = [_gain(results, p, Q) for p in results.along("p", q=Q)]
     over_q = [_gain(results, P, q) for q in results.along("q", p=P)]
     apart_p, apart_q = statistics.stdev(over_p), statistics.stdev(over_q)
@@ -220,6 +228,7 @@ def _parts_measure(config: Config, cell: Cell, seed: int, device: torch.device) 
 
 def _helps(less: str) -> Callable[[Results], Verdict]:
     def judge(results: Results) -> Verdict:
+        learned(results)
         found = {name: bits(results, model=name) for name in (WHOLE, less)}
         return judged(found[WHOLE] < found[less], f"Bits per byte: {told(found)}.")
 
