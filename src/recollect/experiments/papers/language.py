@@ -124,7 +124,9 @@ def model_of(config: Config, model: Named, **cell: Any) -> RecollectConfig:
         ValueError: it has more than ``parameters`` even with the narrowest MLP.
     """
     terms = {**config, **cell}
-    vocab, size = terms.get("vocab", _BYTES), replace(_sizes(terms), length=1)  # told to no model
+    # Length and schedule are told to no model: what is matched once serves all of them.
+    size = replace(_sizes(terms), length=1, schedule=Schedule(steps=1, batch=1))
+    vocab = terms.get("vocab", _BYTES)
     return copy.deepcopy(_matched(model, vocab, size, terms["parameters"]))
 
 
