@@ -11,7 +11,7 @@ from recollect.experiments.papers.language import BIGRAM, BITS
 from recollect.report.figures import FigureFiles, Series
 from recollect.report.ranking import ranking_figure
 
-__all__ = ["bits", "curves_by", "learned", "ranked_models", "told"]
+__all__ = ["beside_bigram", "bits", "curves_by", "learned", "ranked_models", "told"]
 
 
 def bits(results: Results, **cell: Any) -> float:
@@ -63,7 +63,7 @@ def told(found: Mapping[str, float]) -> str:
 
 
 def ranked_models(
-    results: Results, *, axis: str, title: str, marked: Sequence[str] = ()
+    results: Results, *, axis: str, title: str, marked: Mapping[str, Sequence[str]]
 ) -> FigureFiles:
     """Models by their bits per byte, one row each.
 
@@ -71,14 +71,25 @@ def ranked_models(
         results: of an experiment.
         axis: of the grid that names models.
         title: of the figure.
-        marked: models that stand apart.
+        marked: what models of a kind are, and their names.
     """
     return ranking_figure(
         {str(name): results.each(BITS, **{axis: name}) for name in results.along(axis)},
         x="held-out bits per byte",
         title=title,
         marked=marked,
+        baselines=beside_bigram(results),
     )
+
+
+def beside_bigram(results: Results) -> dict[str, float]:
+    """The byte bigram as a figure's baseline, where one was measured.
+
+    Args:
+        results: of an experiment.
+    """
+    found = [record.values[BIGRAM] for record in results if BIGRAM in record.values]
+    return {BIGRAM: float(found[0])} if found else {}  # type: ignore[arg-type]
 
 
 def curves_by(results: Results, *, line: str, along: str, **cell: Any) -> list[Series]:

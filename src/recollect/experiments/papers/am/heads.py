@@ -20,7 +20,7 @@ from recollect.experiments.papers.language import (
     language_model,
     language_work,
 )
-from recollect.experiments.papers.language_results import bits, curves_by, learned
+from recollect.experiments.papers.language_results import beside_bigram, bits, curves_by, learned
 from recollect.report.figures import FigureFiles
 from recollect.report.panels import Panel, panel_figure
 from recollect.zoo.preset import get
@@ -61,7 +61,14 @@ def _softmax(results: Results) -> Verdict:
 
 def _draw(results: Results) -> FigureFiles:
     return panel_figure(
-        [Panel(y=BITS, series=curves_by(results, line="kernel", along="heads"), log_x=True)],
+        [
+            Panel(
+                y=BITS,
+                series=curves_by(results, line="kernel", along="heads"),
+                baselines=beside_bigram(results),
+                log_x=True,
+            )
+        ],
         x="heads",
         title=f"Heads at width {results.config['width']}",
         height=4.0,

@@ -22,6 +22,7 @@ from recollect.experiments.papers.language import (
     language_work,
 )
 from recollect.experiments.papers.language_results import (
+    beside_bigram,
     bits,
     curves_by,
     learned,
@@ -73,7 +74,7 @@ def _window_draw(results: Results) -> FigureFiles:
     lines = curves_by(results, line="length", along="c")
     series = [replace(line, name=f"rows of {line.name}") for line in lines]
     return panel_figure(
-        [Panel(y=BITS, series=series, log_x=True)],
+        [Panel(y=BITS, series=series, baselines=beside_bigram(results), log_x=True)],
         x="window c",
         title="OmegaNet's window by the length of rows",
         height=4.0,
@@ -211,7 +212,9 @@ def _parts_attention(results: Results) -> Verdict:
 
 
 def _parts_draw(results: Results) -> FigureFiles:
-    return ranked_models(results, axis="model", title="Atlas without its parts", marked=(WHOLE,))
+    return ranked_models(
+        results, axis="model", title="Atlas without its parts", marked={"whole": [WHOLE]}
+    )
 
 
 ABLATION = Experiment(

@@ -50,7 +50,7 @@ def _draw(results: Results) -> FigureFiles:
         results,
         axis="model",
         title="Language models at equal parameters and tokens",
-        marked=(*DEEP_ATTENTION, "swdt", "dla", *ATLAS),
+        marked={"ATLAS": (*DEEP_ATTENTION, "swdt", "dla", *ATLAS)},
     )
 
 

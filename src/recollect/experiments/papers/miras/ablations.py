@@ -24,6 +24,7 @@ from recollect.experiments.papers.language import (
     language_work,
 )
 from recollect.experiments.papers.language_results import (
+    beside_bigram,
     bits,
     curves_by,
     learned,
@@ -100,7 +101,15 @@ def _pq_draw(results: Results) -> FigureFiles:
     for axis, other, value in (("p", "q", Q), ("q", "p", P)):
         lines = curves_by(results, line=axis, along="length", **{other: value})
         series = [replace(line, name=f"{axis} = {float(line.name):g}") for line in lines]
-        panels.append(Panel(y=BITS, series=series, log_x=True, title=f"{other} = {value:g}"))
+        panels.append(
+            Panel(
+                y=BITS,
+                series=series,
+                baselines=beside_bigram(results),
+                log_x=True,
+                title=f"{other} = {value:g}",
+            )
+        )
     return panel_figure(panels, x="bytes of a row", title="MONETA's powers", height=3.6)
 
 
@@ -236,7 +245,9 @@ def _helps(less: str) -> Callable[[Results], Verdict]:
 
 
 def _parts_draw(results: Results) -> FigureFiles:
-    return ranked_models(results, axis="model", title="YAAD without its parts", marked=(WHOLE,))
+    return ranked_models(
+        results, axis="model", title="YAAD without its parts", marked={"whole": [WHOLE]}
+    )
 
 
 ABLATION = Experiment(

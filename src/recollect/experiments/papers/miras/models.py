@@ -55,7 +55,7 @@ def _draw(results: Results) -> FigureFiles:
         results,
         axis="model",
         title="Language models at equal parameters and tokens",
-        marked=(*OURS, *OURS_H),
+        marked={"MIRAS": OURS, "MIRAS, hybrid": OURS_H, "hybrid": HYBRIDS},
     )
 
 
