@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,10 +128,10 @@ def test_what_knows_less_than_a_bigram_is_not_judged() -> None:
     assert claim.verdict(Results.of(two)).status == "not testable at this scale"
 
 
-def test_a_plan_is_run_once_and_its_model_taken_again(tmp_path: Path, paragraphs: str) -> None:
+def planned(tmp_path: Path, paragraphs: str) -> dict[str, Any]:
     for name in ("text.txt", "heldout.txt"):
         (tmp_path / name).write_text(paragraphs, "utf-8")
-    terms = {
+    return {
         **{name: x for name, x in TERMS.items() if name != "steps"},
         "tokens": 96,
         "vocab": 264,
@@ -136,6 +139,10 @@ def test_a_plan_is_run_once_and_its_model_taken_again(tmp_path: Path, paragraphs
         "tasks": [],
         "folder": str(tmp_path / "models"),
     }
+
+
+def test_a_plan_is_run_once_and_its_model_taken_again(tmp_path: Path, paragraphs: str) -> None:
+    terms = planned(tmp_path, paragraphs)
     found = language_model(terms, "delta_net", seed=0, device=CPU)
     assert found["tokens"] == 96
     assert 0 < found[BITS] < 10  # type: ignore[operator]
@@ -147,6 +154,31 @@ def test_a_plan_is_run_once_and_its_model_taken_again(tmp_path: Path, paragraphs
     assert (folder / "model" / "model.safetensors").read_bytes() == weights
     language_model(terms, "delta_net", seed=1, device=CPU)
     assert len(list((tmp_path / "models").iterdir())) == 2
+
+
+def test_tasks_measure_the_model_of_a_plan(
+    tmp_path: Path, paragraphs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the network's tasks stood in for; the arguments are those that `evaluate` takes."""
+    module = importlib.import_module("recollect.lm.evaluation.evaluate")
+    takes, asked = inspect.signature(module.evaluate), {}
+
+    def measured(*args: Any, **kwargs: Any) -> SimpleNamespace:
+        asked.update(takes.bind(*args, **kwargs).arguments)
+        return SimpleNamespace(tasks=(SimpleNamespace(task="wikitext", metrics=WIKITEXT),))
+
+    monkeypatch.setattr(module, "evaluate", measured)
+    terms = {**planned(tmp_path, paragraphs), "tasks": ["wikitext"]}
+    found = language_model(terms, "delta_net", seed=0, device=CPU)
+    (folder,) = (tmp_path / "models").iterdir()
+    assert asked["model"] == folder / "model"
+    assert (asked["tasks"], asked["context"], asked["device"]) == (["wikitext"], 16, "cpu")
+    assert asked["out"] == folder / "evaluation"
+    assert found[BITS] == 1.25
+    assert found["wikitext word_perplexity"] == 80.0
+
+
+WIKITEXT = {"bits_per_byte": 1.25, "word_perplexity": 80.0}
 
 
 def test_numbers_of_tasks() -> None:
