@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 from recollect.experiments import EXPERIMENTS, Results
 from recollect.experiments.papers.atlas.learnability import MAPPINGS
+from recollect.experiments.papers.miras.ablations import PARTS
 from recollect.experiments.papers.ttr.recall import named
 
 Rows = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -214,6 +215,87 @@ def groups(name: str, *found: tuple[str, float]) -> Rows:
     ]
 
 
+def models(**found: float) -> Rows:
+    """Language models by name, and their bits per byte."""
+    return [({"model": name}, {"bits per byte": x}) for name, x in found.items()]
+
+
+def heads(kernel: str, few: float, many: float) -> Rows:
+    return [
+        ({"kernel": kernel, "heads": at}, {"bits per byte": x}) for at, x in ((1, few), (4, many))
+    ]
+
+
+def table2(ours: float, recurrent: float, attention: float = 3.0, *, last: float = 0.0) -> Rows:
+    """MIRAS's three and their hybrids against the others; ``last`` is added to one of each."""
+    found = {
+        **dict.fromkeys(("retnet", "gla", "mamba2", "delta_net", "ttt_linear"), recurrent + 0.1),
+        "gated_delta_net": recurrent,
+        **dict.fromkeys(("moneta", "yaad", "moneta_h", "yaad_h"), ours),
+        **dict.fromkeys(("memora", "memora_h"), ours + last),
+        **dict.fromkeys(("samba", "gated_delta_net_h2"), recurrent),
+        "softmax_attention": attention,
+    }
+    return models(**found)
+
+
+def powers(over_p: dict[float, float], over_q: dict[float, float]) -> Rows:
+    """MONETA by p at q = 4 and by q at p = 3: bits at the shortest rows, and then 1 or given."""
+    cells = [((p, 4.0), x) for p, x in over_p.items()] + [((3.0, q), x) for q, x in over_q.items()]
+    return [
+        ({"p": p, "q": q, "length": length}, {"bits per byte": x})
+        for (p, q), short in cells
+        for length, x in ((64, short), (256, 2.0))
+    ]
+
+
+def parts(whole: float, less: float, name: str) -> Rows:
+    return models(**{"YAAD": whole, name: less})
+
+
+def windows(first: float, last: float) -> Rows:
+    return [
+        ({"c": c, "length": length}, {"bits per byte": x})
+        for length, shift in ((64, 0.0), (256, last))
+        for c, x in ((1, first), (8, 2.0 + shift))
+    ]
+
+
+def atlas(**changed: float) -> Rows:
+    """Atlas at 2 bits per byte and 50 per cent; the others lose or gain what is given."""
+    names = {
+        "gated": "+ gated memory",
+        "mag": "+ attention (MAG)",
+        "mal": "+ attention (MAL)",
+        "linear": "linear memory",
+        "muon": "without Muon",
+        "one": "c = 1",
+        "polynomials": "without polynomials",
+    }
+    return [
+        ({"model": name}, {"bits per byte": 2.0 + x, "accuracy": 0.5 - x / 10})
+        for name, x in (("Atlas", 0.0), *((names[key], x) for key, x in changed.items()))
+    ]
+
+
+def lengths(deep: float, matrix: float) -> Rows:
+    """Bits by length, where the longest rows gain so much."""
+    return [
+        ({"model": model, "width": 64, "length": length}, {"bits per byte": x})
+        for model, gain in (("titans", deep), ("yaad", deep), ("mamba2", matrix))
+        for length, x in ((64, 3.0), (512, 3.0 - gain))
+    ]
+
+
+def budgets(deep: float) -> Rows:
+    """A matrix memory at 3.0 and 2.0 bits, a deep one between its FLOPs: 2.5 there."""
+    points = [("mamba2", 32, 1e9, 3.0), ("mamba2", 64, 1e11, 2.0), ("titans", 32, 1e10, deep)]
+    return [
+        ({"model": model, "width": width, "length": 128}, {"bits per byte": x, "FLOPs": flops})
+        for model, width, flops, x in points
+    ]
+
+
 TWO, FOUR = "β in [0, 2], n = 2", "β in [0, 2], n = 4"
 ONE, POSITIVE = "β in [0, 2]", "β in [0, 1]"
 TAUS = (2.0, 4.0, 8.0)
@@ -322,6 +404,84 @@ CASES: dict[tuple[str, str], tuple[Rows, list[Rows]]] = {
         groups("S5", (ONE, 0.2), (FOUR, 0.99)),
         [groups("S5", (ONE, 0.2), (FOUR, 0.9)), groups("S5", (ONE, 1.0), (FOUR, 0.99))],
     ),
+    ("am-fig2", "fewer heads help the linear kernel"): (
+        heads("linear", 2.0, 2.1),
+        [heads("linear", 2.1, 2.0), heads("linear", math.nan, 2.0)],
+    ),
+    ("am-fig2", "fewer heads hurt the exponential kernel"): (
+        heads("exp", 2.1, 2.0),
+        [heads("exp", 2.0, 2.1), heads("exp", 2.0, 2.0)],
+    ),
+    ("miras-table2", "below all recurrent baselines"): (
+        table2(2.0, 2.1),
+        [table2(2.2, 2.1), table2(2.0, 2.1, last=0.15), table2(2.0, 2.1, last=math.nan)],
+    ),
+    ("miras-table2", "below the Transformer"): (
+        table2(2.0, 2.1, attention=2.1),
+        [table2(2.0, 2.1, attention=1.9)],
+    ),
+    ("miras-table2", "hybrids"): (table2(2.0, 2.1), [table2(2.0, 2.1, last=0.15)]),
+    ("miras-pq", "p = 3 best, 4 worst"): (
+        powers({2.0: 2.3, 3.0: 2.1, 4.0: 2.5}, {2.0: 2.2}),
+        [
+            powers({2.0: 2.0, 3.0: 2.1, 4.0: 2.5}, {2.0: 2.2}),
+            powers({2.0: 2.6, 3.0: 2.1, 4.0: 2.5}, {2.0: 2.2}),
+        ],
+    ),
+    ("miras-pq", "q changes the scaling"): (
+        powers({2.0: 2.3, 3.0: 2.3, 4.0: 2.31}, {2.0: 2.8, 3.0: 2.1}),
+        [powers({2.0: 2.8, 3.0: 2.1, 4.0: 2.31}, {2.0: 2.3, 3.0: 2.3})],
+    ),
+    **{
+        ("miras-ablation", f"{name.removeprefix('without ')} helps"): (
+            parts(2.0, 2.1, name),
+            [parts(2.1, 2.0, name), parts(math.nan, 2.0, name)],
+        )
+        for name in PARTS
+    },
+    ("atlas-table2", "below Titans"): (
+        models(titans=2.1, omega_net=2.0, atlas=1.9),
+        [
+            models(titans=2.1, omega_net=2.2, atlas=1.9),
+            models(titans=2.1, omega_net=2.0, atlas=2.2),
+        ],
+    ),
+    ("atlas-table2", "Transformers"): (
+        models(dot=1.9, deep_transformer=2.0, softmax_attention=2.1),
+        [
+            models(dot=2.0, deep_transformer=1.9, softmax_attention=2.1),
+            models(dot=1.9, deep_transformer=2.2, softmax_attention=2.1),
+        ],
+    ),
+    ("atlas-window", "a larger window helps"): (
+        windows(2.1, 0.0),
+        [windows(1.9, 0.0), windows(2.1, 0.3)],
+    ),
+    ("atlas-ablation", "every part contributes"): (
+        atlas(linear=0.1, muon=0.1, one=0.1, polynomials=0.1),
+        [atlas(linear=0.1, muon=-0.1, one=0.1, polynomials=0.1)],
+    ),
+    ("atlas-ablation", "polynomials and depth, perplexity"): (
+        atlas(linear=0.3, muon=-0.1, one=0.1, polynomials=0.2),
+        [
+            atlas(linear=0.1, muon=-0.1, one=0.3, polynomials=0.2),
+            atlas(linear=-0.1, muon=-0.4, one=-0.3, polynomials=-0.2),
+        ],
+    ),
+    ("atlas-ablation", "polynomials and depth, accuracy"): (
+        atlas(linear=0.3, muon=-0.1, one=0.1, polynomials=0.2),
+        [atlas(linear=0.1, muon=-0.1, one=0.3, polynomials=0.2)],
+    ),
+    ("atlas-ablation", "a gated memory helps"): (atlas(gated=-0.1), [atlas(gated=0.1)]),
+    ("atlas-ablation", "attention helps, MAG more"): (
+        atlas(mag=-0.2, mal=-0.1),
+        [atlas(mag=-0.1, mal=-0.2), atlas(mag=0.1, mal=0.2)],
+    ),
+    ("scaling", "deep memories gain more from length"): (
+        lengths(0.5, 0.3),
+        [lengths(0.2, 0.3), lengths(math.nan, 0.3)],
+    ),
+    ("scaling", "lower at equal FLOPs"): (budgets(2.4), [budgets(2.6), budgets(math.nan)]),
 }
 
 
