@@ -16,24 +16,28 @@ from recollect.lm.training.plan import TrainPlan
 __all__ = ["quiet", "trainer_arguments"]
 
 
-def trainer_arguments(plan: TrainPlan, out: Path, device: torch.device | None = None) -> Arguments:
+def trainer_arguments(
+    plan: TrainPlan, out: Path, device: torch.device | None = None, *, batch: int | None = None
+) -> Arguments:
     """The Trainer's arguments.
 
     Args:
         plan: of the run.
         out: its folder.
         device: of the one process that there is; of several, each takes its own.
+        batch: rows that this process reads at once; the plan's, of one process.
 
     Raises:
         ValueError: tensorboard is asked for and not installed.
     """
     optimizer, run = plan.optimizer, plan.run
+    batch = batch or optimizer.batch
     floor = {"min_lr_rate": optimizer.floor} if optimizer.floor else {}
     arguments = Arguments(
         output_dir=str(out),
         max_steps=plan.steps,
-        per_device_train_batch_size=optimizer.batch,
-        per_device_eval_batch_size=optimizer.batch,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
         gradient_accumulation_steps=optimizer.accumulate,
         learning_rate=plan.lr,
         lr_scheduler_type="cosine_with_min_lr" if floor else "cosine",
@@ -60,6 +64,8 @@ def trainer_arguments(plan: TrainPlan, out: Path, device: torch.device | None = 
         dataloader_pin_memory=torch.cuda.is_available(),
         remove_unused_columns=False,
         # A batch may be one packed row, which nobody can divide: each process makes its own.
+        # A gate that a tie replaces, or a last state that nobody reads, has no gradient.
+        ddp_find_unused_parameters=True,
         accelerator_config={"dispatch_batches": False, "split_batches": False},
     )
     if device is not None:
@@ -100,7 +106,7 @@ def _reports(plan: TrainPlan, out: Path) -> list[str]:
 class quiet:
     """The libraries' own log lines, held down to warnings of weight."""
 
-    names = ("transformers", "accelerate")
+    names = ("transformers", "accelerate", "torch.distributed.tensor")
 
     def __enter__(self) -> None:
         self.bars = transformers_logging.is_progress_bar_enabled()
