@@ -61,12 +61,14 @@ def steps(net: nn.Module, index: int, groups: int, losses: list[float]) -> torch
     return optimizer
 
 
-def equality(names: list[str], layouts: list[str]) -> dict[str, Any]:
+def equality(
+    names: list[str], layouts: list[str], types: tuple[str, ...] = ("float32", "float64")
+) -> dict[str, Any]:
     """How far losses and weights of a layout are from those of one process, and what a rank has."""
     state = join()
     found: dict[str, Any] = {}
     for name in names:
-        for dtype in (torch.float32, torch.float64):
+        for dtype in (getattr(torch, kind) for kind in types):
             alone, expected = model(name).to(dtype), list[float]()
             steps(alone, 0, 1, expected)
             weights = dict(alone.named_parameters())

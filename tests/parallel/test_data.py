@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_two_processes_take_the_steps_of_one_and_hold_a_share(tmp_path: Path) ->
 
 
 def test_four_processes_divide_data_and_heads(tmp_path: Path) -> None:
-    found = job(f"equality({NAMES}, ['both'])", 4, tmp_path)
+    found = job(f"equality({NAMES}, ['both'], ('float64',))", 4, tmp_path)
     same(found)
     for case, numbers in found[0].items():
         assert max(rank[case]["held"]["weights"] for rank in found) < 0.28 * numbers["whole"], case
@@ -82,7 +83,9 @@ def test_runs_of_two_processes_are_the_run_of_one(tmp_path: Path) -> None:
     plans = {
         "ddp": tables(tmp_path, "ddp", run={"parallel": "ddp", "checkpointing": True} | save),
         "fsdp": tables(tmp_path, "fsdp", run={"parallel": "fsdp", "checkpointing": True} | save),
-        "tensor": tables(tmp_path, "tensor", run={"parallel": {"tensor": 2}} | save),
+        "tensor": tables(
+            tmp_path, "tensor", run={"parallel": {"tensor": 2}, "checkpointing": True} | save
+        ),
         "tied": tables(tmp_path, "tied", model=tie, run={"parallel": {"tensor": 2}} | save),
         "bf16": tables(tmp_path, "bf16", run={"parallel": "fsdp", "bf16": True} | save),
     }
@@ -106,7 +109,10 @@ def test_runs_of_two_processes_are_the_run_of_one(tmp_path: Path) -> None:
     assert all(rank["fsdp"]["held"] < 0.51 * whole for rank in ranks)
 
 
-def test_a_run_whose_process_was_killed_goes_on_with_another_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_four", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_whose_process_was_killed_goes_on_with_another_number(
+    tmp_path: Path, at_four: bool
+) -> None:
     write_text(tmp_path / "text.jsonl")
     train(TrainPlan.from_dict(tables(tmp_path, "unbroken")))
     broken = tables(tmp_path, "broken", run={"parallel": "fsdp"})
@@ -117,8 +123,14 @@ def test_a_run_whose_process_was_killed_goes_on_with_another_number(tmp_path: Pa
     assert "another process of this run has ended" in said, err
     assert f"{tmp_path / 'broken/checkpoint-4'} is whole" in said
     assert (tmp_path / "broken/checkpoint-4/shards").is_dir()
+    shutil.copytree(tmp_path / "broken", tmp_path / "more")
     told: list[str] = []
     broken["run"]["parallel"] = "ddp"
     train(TrainPlan.from_dict(broken), resume=True, say=told.append)
     assert "going on from" in told[0] and "checkpoint-4" in told[0]
     assert apart(tmp_path / "unbroken/model", tmp_path / "broken/model") < 1e-5
+    if not at_four:
+        return
+    four = {"parallel": {"data": 2, "tensor": 2}, "save_every": 0}
+    job(f"runs({{'more': {tables(tmp_path, 'more', run=four)!r}}}, resume=True)", 4, tmp_path)
+    assert apart(tmp_path / "unbroken/model", tmp_path / "more/model") < 1e-5

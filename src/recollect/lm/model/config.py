@@ -104,7 +104,7 @@ class RecollectConfig(PretrainedConfig):
         "blocks.*": "free_full_weight",
         "norm": "keep_full_weight",
     }
-    base_model_tp_plan: ClassVar[dict[str, str]] = {
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
         "blocks.*.mlp.gate_up": "packed_colwise",
         "blocks.*.mlp.down": "rowwise",
     }

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate
 
 from recollect.lm.model.checkpoint import CheckpointError, check_json
@@ -66,7 +67,7 @@ def save_shards(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch\..*")
             writer = HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
-            dcp.save(state, storage_writer=writer)
+            save(state, storage_writer=writer)
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise (reason if isinstance(reason, Exception) else RuntimeError(str(reason))) from error
@@ -168,7 +169,7 @@ def _read(folder: Path, state: dict[str, Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\..*")
         try:
-            dcp.load(
+            load(
                 {name: x.detach() for name, x in state.items()},
                 storage_reader=HuggingFaceStorageReader(str(folder)),
             )

@@ -140,8 +140,7 @@ class ShardedTrainer(AtomicTrainer):
             if first:
                 self._save(str(folder), state_dict=weights)
             return
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        save_shards(folder, model, optimizer, tensor=tensor, first=first)
+        save_shards(folder, model, self._plain_optimizer(), tensor=tensor, first=first)
         if first:
             model.config.save_pretrained(folder)
             cast(Any, self.processing_class).save_pretrained(str(folder))
@@ -166,13 +165,17 @@ class ShardedTrainer(AtomicTrainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         folder, model = Path(checkpoint), cast(nn.Module, self.model)
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        optimizer = self._plain_optimizer()
         tensor = self.spread.layout.tensor
         load_optimizer(folder, model, optimizer, self.spread.cuts, tensor=tensor)
         scheduler = cast(Any, self.lr_scheduler)
         scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
         for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate  # of the next step, as an optimizer's own state has it
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, out of what Accelerate puts around it."""
+        return cast(torch.optim.Optimizer, getattr(self.optimizer, "optimizer", self.optimizer))
 
     def _shared(self, checkpoint: str) -> bool:
         """Whether a checkpoint or this model is shared: the Trainer would read it as it is."""

@@ -11,9 +11,53 @@ import torch
 from transformers import TrainingArguments as Arguments
 from transformers.utils import logging as transformers_logging
 
+from recollect.lm.sharding.layout import Layout, layout_of
 from recollect.lm.training.plan import TrainPlan
+from recollect.report.devices import find_device
+from recollect.wording import word_for
 
-__all__ = ["quiet", "trainer_arguments"]
+__all__ = ["device_of", "quiet", "share", "trainer_arguments"]
+
+
+def share(plan: TrainPlan, processes: int) -> Layout:
+    """How processes share a plan's run.
+
+    Args:
+        plan: of the run.
+        processes: that a launcher started.
+
+    Raises:
+        ValueError: a mesh, a batch or a way of running that they do not fit.
+    """
+    layout = layout_of(plan.run.parallel, processes)
+    layout.rows(plan.optimizer.batch)
+    if plan.run.compile and layout.tensor > 1:
+        raise ValueError(
+            f"[run] compile = true compiles MLPs, which tensor = {layout.tensor} divides: leave "
+            "out one of them"
+        )
+    return layout
+
+
+def device_of(plan: TrainPlan, processes: int) -> torch.device | None:
+    """Where a plan runs; ``None`` of several processes, each of which takes its own.
+
+    Args:
+        plan: of the run.
+        processes: that share it.
+
+    Raises:
+        ValueError: it is not here, or several processes would share it.
+    """
+    said = word_for("[run] device")
+    if processes == 1:
+        return find_device(plan.run.device, said=said)
+    if plan.run.device is not None:
+        raise ValueError(
+            f"{said} {plan.run.device!r} is one device, and each of these {processes} processes "
+            "takes its own: leave it out"
+        )
+    return None
 
 
 def trainer_arguments(
@@ -59,6 +103,8 @@ def trainer_arguments(
         use_cpu=_is_cpu(device),  # or it refuses bf16
         report_to=_reports(plan, out),
         disable_tqdm=True,
+        log_level="error",
+        log_level_replica="error",
         seed=run.seed,
         data_seed=run.seed,
         dataloader_pin_memory=torch.cuda.is_available(),

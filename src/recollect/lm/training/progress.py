@@ -121,7 +121,7 @@ def header_of(
         rows=plan.optimizer.batch * plan.optimizer.accumulate,
         first=first,
         steps=plan.steps,
-        device=str(device) if layout.processes == 1 else f"{device}, {layout}",
+        device=str(device) if layout.processes == 1 else f"{device.type}, {layout}",
         dtype="float32, matrix products in bfloat16" if plan.run.bf16 else "float32",
         out=Path(plan.run.out),
         save_every=plan.run.save_every,

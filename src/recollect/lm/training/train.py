@@ -28,11 +28,11 @@ from recollect.lm.data.sources import BadLines
 from recollect.lm.model.checkpoint import check_folder
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.sharding.data import reshard
-from recollect.lm.sharding.layout import Layout, layout_of
+from recollect.lm.sharding.layout import Layout
 from recollect.lm.sharding.processes import agree, alive, join, together
 from recollect.lm.sharding.tensor import check_heads
 from recollect.lm.sharding.trainer import ShardedTrainer, spread
-from recollect.lm.training.arguments import quiet, trainer_arguments
+from recollect.lm.training.arguments import device_of, quiet, share, trainer_arguments
 from recollect.lm.training.divergence import Guard
 from recollect.lm.training.flops import measured_ceiling, model_flops
 from recollect.lm.training.interrupts import finish_step
@@ -68,9 +68,7 @@ from recollect.lm.training.resume import (
 )
 from recollect.lm.training.weight_decay import decayed_names
 from recollect.recipe.modules import import_modules
-from recollect.report.devices import find_device
 from recollect.report.ownership import owned_folder
-from recollect.wording import word_for
 
 __all__ = ["Header", "Progress", "Trained", "Watch", "train"]
 
@@ -139,9 +137,8 @@ def train(
     with contextlib.ExitStack() as stack:
         with together():
             import_modules(plan.imports, beside=plan.beside, said="import")
-            layout = layout_of(plan.run.parallel, state.num_processes)
-            layout.rows(plan.optimizer.batch)
-            device = _device(plan, layout.processes)
+            layout = share(plan, state.num_processes)
+            device = device_of(plan, layout.processes)
             if resume and not out.exists():
                 raise ValueError(nothing_to_resume(out))  # before the folder is made
             made = False
@@ -174,23 +171,6 @@ def _unmade(out: Path, made: bool) -> Iterator[None]:
             with contextlib.suppress(OSError):  # it holds something
                 out.rmdir()
         raise
-
-
-def _device(plan: TrainPlan, processes: int) -> torch.device | None:
-    """Where a plan runs; ``None`` of several processes, each of which takes its own.
-
-    Raises:
-        ValueError: it is not here, or several processes would share it.
-    """
-    said = word_for("[run] device")
-    if processes == 1:
-        return find_device(plan.run.device, said=said)
-    if plan.run.device is not None:
-        raise ValueError(
-            f"{said} {plan.run.device!r} is one device, and each of these {processes} processes "
-            "takes its own: leave it out"
-        )
-    return None
 
 
 def _trained(
