@@ -21,7 +21,7 @@ from recollect.lm.sharding.trainer import Spread, spread
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.train import RecollectTrainer, train
 
-ROWS, STEPS, VOCAB = 4, 5, 32
+ROWS, STEPS, VOCAB, CLIP = 4, 5, 32, 0.5
 LAYOUTS = {
     "ddp": Layout(data=2),
     "fsdp": Layout(data=2, shards=True),
@@ -54,7 +54,8 @@ def steps(net: nn.Module, index: int, groups: int, losses: list[float]) -> torch
         rows = rows.chunk(groups)[index]
         loss = net(rows, labels=rows).loss
         loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        norm = nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+        assert losses or bool((norm.full_tensor() if isinstance(norm, DTensor) else norm) > CLIP)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +17,8 @@ import torch
 from tests.lm.runs import weights, write_text
 from tests.parallel.spawned import ended, group, job
 
+from recollect.lm.sharding.processes import PATIENCE, join
+from recollect.lm.training.interrupts import finish_step
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.train import train
 
@@ -134,3 +139,33 @@ def test_a_run_whose_process_was_killed_goes_on_with_another_number(
     four = {"parallel": {"data": 2, "tensor": 2}, "save_every": 0}
     job(f"runs({{'more': {tables(tmp_path, 'more', run=four)!r}}}, resume=True)", 4, tmp_path)
     assert apart(tmp_path / "unbroken/model", tmp_path / "more/model") < 1e-5
+
+
+def test_the_copy_of_an_interrupt_is_no_second_one() -> None:
+    """A terminal interrupts all processes, and a launcher hands the same interrupt on."""
+    state = SimpleNamespace(global_step=3, max_steps=3)
+    trainer = SimpleNamespace(args=SimpleNamespace(world_size=2), state=state)
+    trainer.add_callback = lambda callback: None
+
+    def interrupted_twice() -> None:
+        with finish_step(cast(Any, trainer)):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    interrupted_twice()
+    trainer.args.world_size = 1
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice()
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_a_launcher_that_shares_models_itself_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(ValueError, match=rf"{name}.*\[run\] parallel"):
+        join()
+    monkeypatch.delenv(name)
+    monkeypatch.setenv(PATIENCE, "soon")
+    with pytest.raises(ValueError, match="must be a number of seconds, not 'soon'"):
+        join()

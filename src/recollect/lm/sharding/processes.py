@@ -40,8 +40,15 @@ def join() -> PartialState:
     """Meet the other processes, if a launcher started several.
 
     Raises:
-        ValueError: a patience that is no number of seconds; others who do not come.
+        ValueError: a patience that is no number of seconds; others who do not come; a launcher
+            that is told to share models in a way of its own.
     """
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        if os.environ.get(name, "").lower() in ("true", "1"):
+            raise ValueError(
+                f"the launcher sets {name}, and here [run] parallel says how processes share a "
+                "model: configure accelerate without it (accelerate launch --multi_gpu)"
+            )
     written = os.environ.get(PATIENCE, "1800")
     if not written.isdecimal() or not int(written):
         raise ValueError(f"{PATIENCE} must be a number of seconds, not {shown(written)}")
