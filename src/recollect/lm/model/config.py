@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from transformers import GenerationConfig, PretrainedConfig
 
@@ -98,6 +98,17 @@ class RecollectConfig(PretrainedConfig):
     """
 
     model_type = "recollect"
+    # How transformers divides a model that `from_pretrained(distributed_config=...)` loads: FSDP2
+    # block by block. Layers are divided by heads by `recollect.lm.sharding` alone.
+    base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
+        "embed_tokens": "free_full_weight",
+        "blocks.*": "free_full_weight",
+        "norm": "keep_full_weight",
+    }
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
+        "blocks.*.mlp.gate_up": "packed_colwise",
+        "blocks.*.mlp.down": "rowwise",
+    }
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     def __init__(

@@ -162,6 +162,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
     accepts_loss_kwargs = True  # num_items_in_batch, below
 
     def __init__(self, config: RecollectConfig) -> None:

@@ -19,6 +19,7 @@ from recollect.lm.training.plan_keys import (
     to_betas,
     to_mapping,
     to_name,
+    to_parallel,
     to_recipe,
     to_separator,
     to_string,
@@ -209,7 +210,7 @@ class OptimizerPlan(_Table):
     Attributes:
         lr: peak learning rate, at most 100; the size's, or 3e-3 without one.
         steps, tokens: how long; one of them, or the size's tokens.
-        batch: rows per step and process.
+        batch: rows of a forward pass, over all processes, which share them equally.
         accumulate: forward passes per step.
         warmup: share of the steps.
         floor: where the cosine ends, as a share of ``lr``.
@@ -246,6 +247,9 @@ class RunPlan(_Table):
         log_every, eval_every: steps between log lines and measurements; 0 measures at the end only.
         heldout_rows: rows measured on, at most.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``; by default a GPU, if any.
+        parallel: what several processes do: ``"ddp"``, each holds the model; ``"fsdp"``, they share
+            its weights; or a mesh, ``{"data": 4, "tensor": 2}``, that shares weights over data and
+            divides layers by heads over tensor.
         bf16: matrix products in bfloat16, weights in float32.
         checkpointing: activations are computed again in the backward pass instead of kept.
         loss_chunk: tokens whose logits the training loss holds at once; 0 is all.
@@ -261,6 +265,7 @@ class RunPlan(_Table):
     eval_every: int = integer(0)
     heldout_rows: int = integer(256, at_least=1)
     device: str | None = checked(None, to_string, optional=True)
+    parallel: str | dict[str, int] = checked("ddp", to_parallel)
     bf16: bool = flag(False)
     checkpointing: bool = flag(False)
     loss_chunk: int = integer(1024)
@@ -322,7 +327,7 @@ class TrainPlan:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps; from ``tokens`` rounded up, for one process."""
+        """Optimizer steps; from ``tokens`` rounded up."""
         if self.optimizer.steps is not None:
             return self.optimizer.steps
         tokens = self.optimizer.tokens
@@ -334,7 +339,7 @@ class TrainPlan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of an optimizer step of one process."""
+        """Tokens of an optimizer step, over all processes."""
         return self.optimizer.batch * self.optimizer.accumulate * self.data.context
 
     @property
