@@ -40,10 +40,11 @@ if typer is not None:
     from recollect.cli.describe import explain, sizes, zoo
     from recollect.cli.eval import eval  # noqa: A004
     from recollect.cli.generate import generate
+    from recollect.cli.page import page
     from recollect.cli.reproduce import reproduce
     from recollect.cli.train import train
 
-    COMMANDS = (zoo, explain, compare, reproduce, train, sizes, generate, eval, bench)
+    COMMANDS = (zoo, explain, compare, reproduce, train, sizes, generate, eval, bench, page)
 
 __all__ = ["COMMANDS", "build", "load_recipe", "main"]
 
