@@ -143,6 +143,16 @@ def test_a_system_that_the_page_runs_as_it_is_equals_recall() -> None:
         (rc.Recipe(features=rc.features.Relu()), ["features.Relu"]),
         (rc.Recipe(bias=rc.bias.Huber()), ["bias.Huber"]),
         (rc.Recipe(algorithm=rc.algorithm.GradientDescent(steps=2)), ["algorithm.GradientDescent"]),
+        (
+            rc.Recipe(algorithm=rc.algorithm.GradientDescent(reduce="mean", offset=0.5)),
+            ["algorithm.GradientDescent"],
+        ),
+        (
+            rc.Recipe(algorithm=rc.algorithm.GradientDescent(normalize=True)),
+            ["algorithm.GradientDescent"],
+        ),
+        (rc.Recipe(algorithm=rc.algorithm.Momentum(normalize=True)), ["algorithm.Momentum"]),
+        (rc.Recipe(context=rc.context.Prefix()), ["context.Prefix"]),
         (rc.Recipe(algorithm=rc.algorithm.Momentum(batch=4)), ["algorithm.Momentum"]),
         (rc.Recipe(retention=rc.retention.Ball()), ["retention.Ball"]),
         (rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe())), ["bias.L2"]),

@@ -15,12 +15,14 @@ import recollect as rc
 from recollect.choices.member import all_members
 from recollect.page.knobs import Knobs, key_of
 from recollect.page.table import make_table
+from recollect.page.write import render
 from recollect.recipe.recipe import CHOICES
 
 Table = dict[str, Any]
+Neighbour = tuple[str, str, dict[str, Any], int]
 
 
-def neighbours(table: Table) -> Iterator[tuple[str, str, dict[str, Any], int]]:
+def neighbours(table: Table) -> Iterator[Neighbour]:
     """System, choice turned, recipe as data, and result of every neighbour."""
     for preset in table["presets"]:
         own = [
@@ -102,16 +104,10 @@ def test_no_line_stands_twice(table: Table) -> None:
         assert len(set(keys)) == len(keys)
 
 
-def test_the_script_looks_up_writes_and_links_every_recipe(table: Table) -> None:
-    every = list(neighbours(table))
-    links = ['{"bias":{"member":"Nothing"}}', "nobody", "%E0%A4%A", "{", '{"bios":1}']
-    links += ['{"bias":{"member":"Matrix"}}', '{"retention":{"member":"Decay","par":"key"}}']
-    links += ['{"retention":{"member":"Lq","q":7}}', "gated_delta_net"]
-    links += ['{"context":{"member":"Similar","within":[{"member":"Window"}]}}']
-    given = {"table": table, "recipes": [data for _, _, data, _ in every], "links": links}
-    found = node("look_up.js", given, ["memory.js", "recipes.js"])
+def check_written(table: Table, every: list[Neighbour], found: list[dict[str, Any]]) -> None:
+    """Python, TOML and links of the script mean the recipes that they were made of."""
     without_toml = 0
-    for (_, _, data, result), one in zip(every, found["recipes"], strict=True):
+    for (_, _, data, result), one in zip(every, found, strict=True):
         back = {x: one["back"]["recipe"][x] for x in CHOICES}
         assert key_of(back) == key_of(data)
         if result < 0:
@@ -135,6 +131,17 @@ def test_the_script_looks_up_writes_and_links_every_recipe(table: Table) -> None
             assert lines == said(table, result)
             assert one["result"]["near"]
     assert 0 < without_toml < len(every) / 4
+
+
+def test_the_script_looks_up_writes_and_links_every_recipe(table: Table) -> None:
+    every = list(neighbours(table))
+    links = ['{"bias":{"member":"Nothing"}}', "nobody", "%E0%A4%A", "{", '{"bios":1}']
+    links += ['{"bias":{"member":"Matrix"}}', '{"retention":{"member":"Decay","par":"key"}}']
+    links += ['{"retention":{"member":"Lq","q":7}}', "gated_delta_net"]
+    links += ['{"context":{"member":"Similar","within":[{"member":"Window"}]}}']
+    given = {"table": table, "recipes": [data for _, _, data, _ in every], "links": links}
+    found = node("look_up.js", given, ["memory.js", "recipes.js"])
+    check_written(table, every, found["recipes"])
     refused = [x.get("error", "") for x in found["links"]]
     assert refused[0].startswith("This page knows no member named Nothing; bias has DotProduct, L2")
     assert refused[1] == "This page knows no system named nobody: choose one below."
@@ -203,7 +210,11 @@ def test_progress_is_told() -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_page_is_light() -> None:
-    from recollect.page import render
-
+def test_the_whole_page_is_light_and_its_code_means_its_recipes() -> None:
     assert len(render().encode()) < 1_500_000
+    whole = make_table()
+    assert [x["name"] for x in whole["presets"]] == rc.zoo.names()
+    every = list(neighbours(whole))
+    given = {"table": whole, "recipes": [data for _, _, data, _ in every], "links": []}
+    found = node("look_up.js", given, ["memory.js", "recipes.js"])
+    check_written(whole, every, found["recipes"])

@@ -115,7 +115,7 @@
         make("figure", {}, make("h4", {}, title), picture.node, make("figcaption", {}, ...caption));
       const key = (kind, text) => make("span", {}, make("span", { class: kind, "aria-hidden": "true" }), `${text} `);
       this.largest = make("span", {});
-      this.now = make("p", { class: "status", id: this.id("now") });
+      this.now = make("p", { class: "status", id: this.id("now"), role: "status" });
       const button = (name, text, by) =>
         make("button", { type: "button", id: this.id(name), onclick: () => this.app.go(this.app.written + by) }, text);
       const steps = make("div", { class: "bar" }, button("next", "Write one", 1), button("back", "Take one back", -1));
