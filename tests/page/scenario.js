@@ -117,6 +117,12 @@ async function scenario() {
   location.hash = "#recipe=nobody";
   await wait(60);
   see("a bad link is one sentence", text("trouble") === "This page knows no system named nobody: choose one below.", text("trouble"));
+  see("and stays in the address", location.hash === "#recipe=nobody", location.hash);
+  choose("a-system", "bilinear_gated_attention");
+  see("until something is chosen", text("trouble") === "" && location.hash === "#recipe=bilinear_gated_attention", text("trouble"));
+  location.hash = '#recipe={"memory":{"member":"Matrix","read":null},"algorithm":{"member":"Momentum","lr":"x"}}';
+  await wait(60);
+  see("a link of nonsense is only unknown", text("a-said").includes("further away"), text("a-said"));
   choose("a-system", "bilinear_gated_attention");
 
   // Copies.

@@ -139,6 +139,7 @@ def test_the_script_looks_up_writes_and_links_every_recipe(table: Table) -> None
     links += ['{"bias":{"member":"Matrix"}}', '{"retention":{"member":"Decay","par":"key"}}']
     links += ['{"retention":{"member":"Lq","q":7}}', "gated_delta_net"]
     links += ['{"context":{"member":"Similar","within":[{"member":"Window"}]}}']
+    links += ['{"retention":5}', '{"bias":[]}', '{"memory":{"member":"Matrix","read":null}}']
     given = {"table": table, "recipes": [data for _, _, data, _ in every], "links": links}
     found = node("look_up.js", given, ["memory.js", "recipes.js"])
     check_written(table, every, found["recipes"])
@@ -150,6 +151,9 @@ def test_the_script_looks_up_writes_and_links_every_recipe(table: Table) -> None
     assert refused[4].startswith("A recipe has no choice bios; it has memory")
     assert refused[5].startswith("This page knows no member named Matrix; bias has")
     assert refused[6] == "Decay has no field par."
+    assert refused[10].startswith("retention of this link is no member")
+    assert refused[11].startswith("bias of this link is no member")
+    assert found["links"][12]["recipe"]["memory"]["read"] is None
     assert refused[9] == "Window needs size, which is missing."
     assert found["links"][7]["recipe"]["retention"]["q"] == 7
     assert found["links"][7]["recipe"]["retention"]["form"] == "mirror"

@@ -360,19 +360,21 @@
     // -- one or two recipes ----------------------------------------------------------------------------
 
     show(recipes) {
+      this.quiet = true; // while panels are made, the address stays
       this.panels = [];
       recipes.forEach((one, i) => this.panels.push(new Panel(this, "ab"[i], one)));
       this.place.replaceChildren(...this.panels.map((panel) => panel.node));
       this.place.setAttribute("class", recipes.length > 1 ? "two" : "one");
       this.twoButton.setAttribute("aria-pressed", String(recipes.length > 1));
       this.go(this.written);
-      this.changed();
+      this.quiet = false;
     }
 
     two() {
       const recipes = this.panels.map(({ recipe, preset }) => ({ recipe, preset }));
       const other = [BESIDE, ...this.table.byName.keys()].find((name) => this.table.byName.has(name));
       this.show(recipes.length > 1 ? [recipes[0]] : [...recipes, { recipe: this.table.ofPreset(other), preset: other }]);
+      this.changed();
     }
 
     // -- links ---------------------------------------------------------------------------------------------
@@ -397,11 +399,13 @@
         recipes = [{ recipe: this.table.ofPreset(name), preset: name }];
       }
       this.show(recipes);
+      if (this.trouble.textContent === "") this.changed(); // a link that is wrong stays to be looked at
     }
 
     // The address follows what is shown.
     changed() {
-      if (this.panels.length === 0 || this.trouble.textContent !== "") return;
+      if (this.quiet) return;
+      this.trouble.replaceChildren();
       const links = this.panels.map((panel) => this.table.link(panel.recipe, panel.preset));
       this.hash = `#${links.map((link, i) => `${["recipe", "with"][i]}=${link}`).join("&")}`;
       try {

@@ -198,6 +198,9 @@
 
     // A member of a link, with its defaults.
     full(value, choice = null) {
+      if (choice !== null && (value === null || typeof value !== "object" || Array.isArray(value))) {
+        throw new Error(`${choice} of this link is no member: say it as {"member": "..."}.`);
+      }
       if (Array.isArray(value)) return value.map((one) => this.full(one));
       if (value === null || typeof value !== "object") return value;
       const known = Object.hasOwn(this.data.classes, value.member);
