@@ -42,11 +42,15 @@ if typer is not None:
     from recollect.cli.eval import eval  # noqa: A004
     from recollect.cli.export import export
     from recollect.cli.generate import generate
+    from recollect.cli.page import page
     from recollect.cli.plan import plan
     from recollect.cli.reproduce import reproduce
     from recollect.cli.train import train
 
-    COMMANDS = (zoo, explain, compare, reproduce, train, export, plan, sizes, generate, eval, bench)
+    COMMANDS = (
+        *(zoo, explain, compare, reproduce, train, export, plan, sizes, generate, eval, bench),
+        page,
+    )
 
 __all__ = ["COMMANDS", "build", "load_recipe", "main"]
 
