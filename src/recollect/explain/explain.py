@@ -26,6 +26,7 @@ from recollect.engines.select import select
 from recollect.explain.composition import Composition, compose
 from recollect.explain.equations import legend, map_names, objective, read_rule, write_rule
 from recollect.explain.naming import PROPERTIES, Named, fingerprint, named, properties
+from recollect.parallel.ways import way_of
 from recollect.recipe.limit import step_limit
 from recollect.recipe.recipe import CHOICES, Recipe
 from recollect.report.units import readable
@@ -82,6 +83,8 @@ class Explanation:
         state: what is remembered between calls, by part.
         properties: the answers to `PROPERTIES`.
         cost: the numbers behind the cost line, at K = V = 64.
+        ranks: how its memory goes from rank to rank where a sequence lies along several
+            (`recollect.parallel`), and why so.
         theory: what `recollect.theory` says of it at these sizes, with sources.
 
     Examples:
@@ -112,6 +115,7 @@ class Explanation:
     state: tuple[str, ...]
     properties: Mapping[str, bool]
     cost: Cost | None
+    ranks: str
     theory: tuple[str, ...] = ()
     units: Mapping[str, str] = field(default_factory=dict)
 
@@ -139,6 +143,7 @@ class Explanation:
             "state": list(self.state),
             "properties": dict(self.properties),
             "cost": None if self.cost is None else self.cost.to_dict(),
+            "ranks": self.ranks,
             "theory": list(self.theory),
         }
 
@@ -166,6 +171,7 @@ class Explanation:
         yield "needs", list(self._needs())
         yield "state", list(self.state)
         yield "cost", list(self._cost())
+        yield "ranks", [self.ranks]
         yield "theory", list(self.theory)
         for label, answer in (("has", True), ("lacks", False)):
             names = [name for name, holds in self.properties.items() if holds is answer]
@@ -269,6 +275,7 @@ def _explained(recipe: object, method: str) -> Explanation:
         state=_state(resolved),
         properties=properties(resolved),
         cost=_price(resolved, method),
+        ranks=str(way_of(resolved)),
         theory=findings(resolved, _SIZE, _SIZE),
         units=_units(resolved, options),
     )

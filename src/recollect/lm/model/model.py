@@ -185,6 +185,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
+        shift_labels: Tensor | None = None,
         **others: Unpack[ForwardArguments],
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Logits, and the loss when there are labels.
@@ -223,6 +224,8 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                 cu_seqlens = document_borders(
                     others, shape, seen=seen, mask=attention_mask, cu_seqlens=cu_seqlens
                 )
+        if labels is not None and shift_labels is not None:
+            raise ValueError("give either labels or shift_labels, and not both")
         routed = labels is not None and self.routed
         with watched_routers(self.model) if routed else nullcontext([]) as routings:
             outputs = self.model(
@@ -247,9 +250,11 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                     f"{list(labels.shape)}"
                 )
             targets = _targets(labels, attention_mask, cu_seqlens)
-            loss = _loss(logits, targets, num_items_in_batch)
+            loss = _loss(logits[:, :-1], targets, num_items_in_batch)
             if routed:
                 return self._balanced(outputs, logits, loss, routings, targets, num_items_in_batch)
+        elif shift_labels is not None:
+            loss = _loss(logits, shift_labels, num_items_in_batch)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -430,10 +435,10 @@ def _targets(labels: Tensor, mask: Tensor | None, borders: Tensor | None) -> Ten
 
 
 def _loss(logits: Tensor, targets: Tensor, items: int | Tensor | None) -> Tensor:
-    """Mean cross entropy in nats of the next tokens, in float32."""
+    """Mean cross entropy in nats of the tokens that logits predict, in float32."""
     targets = targets.to(logits.device)
     total = functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(),
+        logits.flatten(0, 1).float(),
         targets.flatten(),
         ignore_index=IGNORE,
         reduction="sum",
