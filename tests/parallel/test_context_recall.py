@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.parallel.ranks import on_ranks
 from torch import Tensor
 
 import recollect as rc
+from recollect.parallel import memorise
 from recollect.parallel.pieces import pieces_for
 from recollect.parallel.segment import pieces_of
 from recollect.recall.bound import bind
@@ -178,6 +180,31 @@ def _continue(rank: int) -> None:
 
 def test_a_sequence_goes_on_from_a_state() -> None:
     on_ranks(2, _continue)
+
+
+def _timed(rank: int) -> None:
+    """Four pieces of a quarter each: the second rank ends after five quarters, and not eight."""
+    recipe, x = rc.Recipe(), torch.zeros(2, 2, 2, 2)
+    run = memorise.memorise
+
+    def slow(call: Call) -> Any:
+        time.sleep(0.15 * call.k.shape[0] * call.k.shape[2])
+        return run(call)
+
+    took: dict[int, float] = {}
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(memorise, "memorise", slow)
+        for pieces in (4, 1):
+            dist.barrier()
+            start = time.perf_counter()
+            rc.parallel.recall(recipe, x, x, x, {"lr": x[..., 0]}, way="hand_over", pieces=pieces)
+            took[pieces] = time.perf_counter() - start
+    assert took[1] > 2 * 0.6
+    assert 5 * 0.15 < took[4] < 0.85 * took[1], took
+
+
+def test_pieces_follow_each_other() -> None:
+    on_ranks(2, _timed)
 
 
 # -- which way ------------------------------------------------------------------------------------

@@ -326,14 +326,26 @@ class MemoryLayer(RecipeNumbers):
     def streams(
         self, x: Tensor, state: LayerState | None, lengths: Tensor | None, borders: Tensor | None
     ) -> tuple[Mapping[str, Tensor], Tensor | None]:
-        """What a projection sees in place of x, by name, and the last token where it is needed."""
+        """What a projection sees in place of x, by name, and the last token where it is needed.
+
+        Args:
+            x: tokens ``[B, T, d_model]``.
+            state: of the tokens before.
+            lengths: real tokens per row ``[B]``, where rows are padded on the right.
+            borders: ``[N + 1]`` borders of N documents packed in one row.
+        """
         if self.shift is None:
             return {}, None
         tail = None if state is None else state.shift
         return self.shift(x, tail, lengths=lengths, borders=borders)
 
     def project(self, x: Tensor, seen: Mapping[str, Tensor]) -> Tensor:
-        """q, k and v beside each other."""
+        """q, k and v beside each other, as the convolution takes them.
+
+        Args:
+            x: tokens ``[B, T, d_model]``.
+            seen: of `streams`.
+        """
         if self.shift is None:
             return self.qkv(x)
         weights = self.qkv.weight.split(self.sizes)

@@ -17,8 +17,9 @@ from recollect.blocks.composed import Composed
 from recollect.blocks.routed import Router
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.parallel.exchange import Group, Link, link_of, once_here
+from recollect.parallel.functions import once_here
 from recollect.parallel.layer import Along, run_feed_forward, run_layer, run_memory_layer
+from recollect.parallel.link import Group, Link, link_of
 from recollect.parallel.segment import pieces_of
 from recollect.parallel.ways import WAYS, Way
 
@@ -51,6 +52,9 @@ class ContextParallel:
         along: the ranks.
         gradients: ``"sum"`` or ``"mean"``.
         ways: how each memory layer goes from rank to rank, by its name in the model.
+
+    Raises:
+        ValueError: a model without sequence layers, or one that is in such a context already.
     """
 
     def __init__(self, model: nn.Module, along: Along, gradients: str) -> None:

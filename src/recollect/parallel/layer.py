@@ -18,7 +18,8 @@ from recollect.layer.feed_forward import FeedForward
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.numbers import RecipeNumbers
 from recollect.layer.state import LayerState
-from recollect.parallel.exchange import Exchange, Link
+from recollect.parallel.exchange import Exchange
+from recollect.parallel.link import Link
 from recollect.parallel.memorise import memorise_segment, own_saved
 from recollect.parallel.recall import agreed, number_of_pieces
 from recollect.parallel.segment import Segment, segment_of

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from recollect.parallel.exchange import filled, parts_of
+from recollect.parallel.functions import filled, parts_of
 from recollect.recall.bound import bind
 from recollect.recall.call import Call
 from recollect.state.state import State, join_states

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from recollect.engines.common.problem import state_dtype
-from recollect.parallel.exchange import Exchange, Group, link_of
+from recollect.parallel.exchange import Exchange
+from recollect.parallel.link import Group, link_of
 from recollect.parallel.memorise import memorise_segment
 from recollect.parallel.segment import Segment, pieces_of, segment_of
 from recollect.parallel.ways import Way, way_of

@@ -210,6 +210,8 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             logits_to_keep: only the last so many positions, or those of an index; 0 is all.
             num_items_in_batch: what the summed loss is divided by, when an optimizer step takes
                 more than this batch.
+            shift_labels: ``[B, T]``, in place of ``labels``: the token that each position predicts,
+                −100 where it predicts none; later columns may be elsewhere.
             others: what transformers hands on, by its names: `ForwardArguments`.
 
         Raises:
