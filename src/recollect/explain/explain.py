@@ -12,6 +12,8 @@ Every line is made of what the members say about themselves (signed terms, see
     ...
 """
 
+# More than 400 lines: what an explanation holds, how it is laid out, and where each part is from.
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping

@@ -21,7 +21,7 @@ from recollect.parallel.functions import once_here
 from recollect.parallel.layer import Along, run_feed_forward, run_layer, run_memory_layer
 from recollect.parallel.link import Group, Link, link_of
 from recollect.parallel.segment import pieces_of
-from recollect.parallel.ways import WAYS, Way
+from recollect.parallel.ways import Way
 
 __all__ = ["ContextParallel", "context"]
 
@@ -242,8 +242,10 @@ def context(
                 ranks.reduce_gradients()
             optimizer.step()
     """
-    if way not in ("auto", *WAYS):
-        raise ValueError(f"way must be auto, {', '.join(WAYS[:-1])} or {WAYS[-1]}, not {way!r}")
+    if way not in ("auto", "hand_over"):
+        raise ValueError(
+            f"way must be auto or hand_over, not {way!r}: what else a layer can do is its recipe's"
+        )
     if gradients not in ("sum", "mean"):
         raise ValueError(f"gradients must be sum or mean, not {gradients!r}")
     if any(isinstance(module, Router) for module in model.modules()):

@@ -36,7 +36,7 @@ class Along:
 
     Attributes:
         link: the ranks.
-        way: as asked for, see `way_of`.
+        way: ``"auto"`` or ``"hand_over"``.
         pieces: of a hand-over, or ``None`` for the default.
     """
 
@@ -50,9 +50,8 @@ class Along:
         return number_of_pieces(self.pieces, self.link.ranks)
 
     def way_of(self, layer: MemoryLayer) -> Way:
-        """How a layer's memory goes from rank to rank: as asked for where its recipe allows it."""
-        chosen = way_of(layer.recipe)
-        return way_of(layer.recipe, "hand_over") if self.way == "hand_over" else chosen
+        """How a layer's memory goes from rank to rank."""
+        return way_of(layer.recipe, self.way)
 
 
 def run_memory_layer(
