@@ -48,10 +48,11 @@ ROWS = (
     *("am-snr", "am-fig4", "am-fig5", "am-fig6", "am-fig7", "am-fig8"),
     *("am-icl", "am-state-exchange"),
     *("atlas-learnability", "atlas-capacity", "mqar", "mad", "word-problems"),
+    *("niah", "babilong", "recall-real"),
 )
 LATER = (
     *("am-fig2", "miras-table2", "miras-pq", "miras-ablation", "atlas-table2", "atlas-window"),
-    *("atlas-ablation", "niah", "babilong", "recall-real", "scaling"),
+    *("atlas-ablation", "scaling"),
 )
 
 

@@ -14,6 +14,7 @@ from recollect.experiments.papers.atlas import capacity as atlas_capacity
 from recollect.experiments.papers.atlas import learnability as atlas_learning
 from recollect.experiments.papers.atlas import mad as atlas_mad
 from recollect.experiments.papers.atlas import recall as atlas_recall
+from recollect.experiments.papers.reading import babilong, documents, niah
 from recollect.experiments.papers.ttr import recall as ttr_recall
 from recollect.experiments.papers.ttr import regression as ttr
 
@@ -35,6 +36,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         atlas_recall,
         atlas_mad,
         word_problems,
+        niah,
+        babilong,
+        documents,
     )
     for experiment in module.EXPERIMENTS
 }
@@ -82,24 +86,6 @@ PLANNED: tuple[Planned, ...] = (
         title="Atlas without its parts",
         source="ATLAS table 6",
         claim="polynomial features and a deep memory matter most",
-    ),
-    Planned(
-        name="niah",
-        title="Needles in a haystack",
-        source="MIRAS table 3, ATLAS table 3",
-        claim="deep memories hold with length where DeltaNet and TTT fall",
-    ),
-    Planned(
-        name="babilong",
-        title="Facts in long background text",
-        source="ATLAS figure 4",
-        claim="accuracy is flat with length",
-    ),
-    Planned(
-        name="recall-real",
-        title="Recall from documents",
-        source="ATLAS table 5",
-        claim="Transformer above Atlas above Titans above Gated DeltaNet",
     ),
     Planned(
         name="scaling",
