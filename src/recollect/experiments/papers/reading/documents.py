@@ -184,12 +184,13 @@ RECALL_REAL = Experiment(
         "smoke": {"seeds": 1, "bytes": 600, "width": 8, "heads": 1, "layers": 1, "lr": 1e-2}
         | {"lessons": [["copy 64", 24, 2, 1], ["task", 128, 6, 1]], "tested": 2}
         | {"models": ["gated_delta_net", "titans"]},
-        "small": {"seeds": 1, "bytes": 600, "width": 48, "heads": 3, "layers": 1, "lr": 1e-2}
+        "small": {"seeds": 1, "bytes": 600, "width": 64, "heads": 4, "layers": 1, "lr": 1e-2}
         | {
             "lessons": [
                 ["copy 64", 24, 24, 300],
-                ["copy 128", 24, 24, 100],
-                ["copy 700", 24, 24, 150],
+                ["copy 128", 24, 24, 80],
+                ["copy 256", 24, 24, 80],
+                ["copy 700", 24, 24, 160],
                 ["task", 216, 6, 250],
             ],
             "tested": 32,

@@ -194,7 +194,7 @@ NIAH = Experiment(
         "smoke": {"seeds": 1, "frequent": 20, "width": 8, "heads": 1, "layers": 1, "lr": 1e-2}
         | {"lessons": [["copy 64", 24, 3, 1], ["all", 80, 3, 1]], "tested": [[80, 2], [160, 2]]}
         | {"models": ["gated_delta_net", "titans", "titans_mac"]},
-        "small": {"seeds": 1, "frequent": 30, "width": 48, "heads": 3, "layers": 1, "lr": 1e-2}
+        "small": {"seeds": 1, "frequent": 30, "width": 64, "heads": 4, "layers": 1, "lr": 1e-2}
         | {
             "lessons": [
                 ["copy 64", 24, 24, 300],
@@ -203,11 +203,12 @@ NIAH = Experiment(
                 ["copy 192", 24, 24, 60],
                 ["copy 280", 24, 24, 60],
                 ["copy 400", 24, 24, 120],
-                ["numbers", 48, 16, 100],
+                ["numbers", 48, 16, 150],
+                ["numbers", 160, 6, 60],
                 ["all", 80, 12, 150],
                 ["all", 160, 6, 60],
-                ["all", 320, 6, 30],
-                ["all", 512, 6, 50],
+                ["all", 320, 6, 40],
+                ["all", 512, 6, 60],
             ]
         }
         | {"tested": [[512, 32], [1024, 32], [2048, 16], [8192, 8]], "models": list(MODELS)},
