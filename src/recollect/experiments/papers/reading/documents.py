@@ -196,9 +196,9 @@ RECALL_REAL = Experiment(
             "tested": 32,
         }
         | {"models": list(ORDER)},
-        "paper": {"seeds": 1, "bytes": 8000, "width": 2048, "heads": 16, "layers": 24, "lr": 3e-4}
+        "paper": {"seeds": 1, "bytes": 8000, "width": 1024, "heads": 16, "layers": 24, "lr": 3e-4}
         | {
-            "lessons": [["copy 400", 512, 256, 2000], ["task", 4096, 126, 8000]],
+            "lessons": [["copy 1000", 512, 64, 2000], ["task", 4096, 30, 4000]],
             "tested": 1000,
         }
         | {"models": list(ORDER)},

@@ -212,13 +212,14 @@ NIAH = Experiment(
             ]
         }
         | {"tested": [[512, 32], [1024, 32], [2048, 16], [8192, 8]], "models": list(MODELS)},
-        "paper": {"seeds": 1, "frequent": 30_000, "width": 1536, "heads": 16, "layers": 24}
+        "paper": {"seeds": 1, "frequent": 30_000, "width": 1024, "heads": 16, "layers": 24}
         | {"lr": 3e-4}
         | {
             "lessons": [
-                ["copy 400", 512, 256, 2000],
-                ["all", 1024, 256, 4000],
-                ["all", 4096, 126, 4000],
+                ["copy 1000", 512, 64, 1000],
+                ["copy 30000", 512, 64, 2000],
+                ["all", 1024, 66, 2000],
+                ["all", 4096, 33, 2000],
             ]
         }
         | {"tested": [[4096, 500], [8192, 500], [16384, 500]], "models": list(MODELS)},
