@@ -50,8 +50,9 @@ ROWS = (
     *("atlas-learnability", "atlas-capacity", "mqar", "mad", "word-problems"),
     *("am-fig2", "miras-table2", "miras-pq", "miras-ablation"),
     *("atlas-table2", "atlas-window", "atlas-ablation", "scaling"),
+    *("niah", "babilong", "recall-real"),
 )
-LATER = (*("niah", "babilong", "recall-real"),)
+LATER = ()
 
 
 def invoke(*arguments: str) -> Result:

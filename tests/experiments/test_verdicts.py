@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 from recollect.experiments import EXPERIMENTS, Results
 from recollect.experiments.papers.atlas.learnability import MAPPINGS
 from recollect.experiments.papers.miras.ablations import PARTS
+from recollect.experiments.papers.reading.documents import ORDER
 from recollect.experiments.papers.ttr.recall import named
 
 Rows = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -296,6 +297,49 @@ def budgets(deep: float) -> Rows:
     ]
 
 
+def needles(deep: float, shallow: float, *, hybrid: float = 0.9, learned: float = 1.0) -> Rows:
+    """Accuracies beyond the training's length, at which all but one have learned."""
+    beyond = {
+        "titans": deep,
+        "atlas": deep,
+        "atlas_mag": hybrid,
+        "delta_net": shallow,
+        "ttt_linear": shallow,
+        "ttt_mlp": 0.9,
+    }
+    return [
+        (
+            {"model": model},
+            {
+                f"{task} {length}": at_first if length == 512 else x
+                for task in ("passkey", "number", "uuid")
+                for length in (512, 1024, 2048, 8192)
+            },
+        )
+        for model, x in beyond.items()
+        for at_first in (0.4 if model == "ttt_mlp" else learned,)
+    ]
+
+
+def facts(titans: float, atlas: float, *, middle: float = 0.95, learned: float = 1.0) -> Rows:
+    return [
+        (
+            {"model": model},
+            {
+                "256 tokens": learned,
+                "512 tokens": middle,
+                "1024 tokens": middle,
+                "4096 tokens": x,
+            },
+        )
+        for model, x in (("titans_mac", titans), ("atlas_mac", atlas))
+    ]
+
+
+def documents(*found: float) -> Rows:
+    return [({"model": model}, {"average": x}) for model, x in zip(ORDER, found, strict=True)]
+
+
 TWO, FOUR = "β in [0, 2], n = 2", "β in [0, 2], n = 4"
 ONE, POSITIVE = "β in [0, 2]", "β in [0, 1]"
 TAUS = (2.0, 4.0, 8.0)
@@ -482,6 +526,27 @@ CASES: dict[tuple[str, str], tuple[Rows, list[Rows]]] = {
         [lengths(0.2, 0.3), lengths(math.nan, 0.3)],
     ),
     ("scaling", "lower at equal FLOPs"): (budgets(2.4), [budgets(2.6), budgets(math.nan)]),
+    ("niah", "deep memories hold"): (
+        needles(0.6, 0.3),
+        [needles(0.6, 0.6), needles(0.3, 0.1), needles(0.3, 0.6)],
+    ),
+    ("niah", "hybrid reaches further"): (
+        needles(0.6, 0.3, hybrid=0.7),
+        [needles(0.6, 0.3, hybrid=0.5)],
+    ),
+    ("babilong", "flat with length"): (
+        facts(0.95, 0.95),
+        [facts(0.8, 0.95), facts(0.95, 0.95, middle=0.8)],
+    ),
+    ("babilong", "Atlas in the longest"): (facts(0.5, 0.95), [facts(0.95, 0.9)]),
+    ("recall-real", "order"): (
+        documents(0.9, 0.8, 0.7, 0.6),
+        [documents(0.9, 0.7, 0.8, 0.6), documents(0.8, 0.8, 0.7, 0.6)],
+    ),
+    ("recall-real", "Transformers first"): (
+        documents(0.9, 0.8, 0.7, 0.6),
+        [documents(0.7, 0.8, 0.7, 0.6)],
+    ),
 }
 
 
@@ -515,6 +580,21 @@ def test_trained_models_are_not_judged_at_smoke_scale() -> None:
     (claim,) = [c for c in EXPERIMENTS["am-fig4"].claims if c.name == "DeltaFormer"]
     verdict = claim.verdict(made("am-fig4", fig4(1.0, 0.5), scale="smoke"))
     assert verdict.status == "not testable at this scale"
+
+
+@pytest.mark.parametrize(
+    ("experiment", "rows"),
+    [
+        ("niah", needles(0.1, 0.1, learned=0.4)),
+        ("babilong", facts(0.3, 0.3, learned=0.4)),
+        ("recall-real", documents(0.19, 0.1, 0.05, 0.0)),
+    ],
+)
+def test_readers_that_learned_nothing_are_not_judged(experiment: str, rows: Rows) -> None:
+    """Of an accuracy that is low everywhere, nothing can be lost."""
+    for claim in EXPERIMENTS[experiment].claims:
+        verdict = claim.verdict(made(experiment, rows))
+        assert verdict.status == "not testable at this scale", verdict.because
 
 
 def test_how_many_pairs_are_named() -> None:
