@@ -15,8 +15,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-from recollect.lm.training.flops import model_flops
-
 from recollect.experiments import Results
 from recollect.experiments.framework.records import Missing
 from recollect.experiments.papers import language
@@ -27,6 +25,7 @@ from recollect.experiments.papers.language_results import bits, learned, told
 from recollect.experiments.papers.miras import ablations as miras
 from recollect.lm.model.counts import parameter_count
 from recollect.lm.model.model import RecollectForCausalLM
+from recollect.lm.planning.flops import model_flops
 from recollect.recipe.recipe import Recipe
 from recollect.tasks.text import TextCorpus, load_text
 from recollect.zoo.preset import get

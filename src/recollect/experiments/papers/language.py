@@ -47,8 +47,8 @@ from recollect.experiments.framework.records import Values
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import count_parameters
 from recollect.lm.model.model import RecollectForCausalLM
+from recollect.lm.planning.flops import model_flops
 from recollect.lm.training.divergence import Diverged
-from recollect.lm.training.flops import model_flops
 from recollect.tasks.mqar import IGNORE
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, heldout_windows, load_text
 
