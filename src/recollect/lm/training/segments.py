@@ -175,9 +175,9 @@ class SegmentedTrainer(AtomicTrainer):
             return super().training_step(model, inputs, num_items_in_batch)
         batch = cast(dict[str, Tensor], self._prepare_inputs(inputs))
         items = predicted(batch) if num_items_in_batch is None else num_items_in_batch
-        own, parts = self._own(model), list(pieces(batch, self.segments))
+        own, parts = self._own(model), pieces(batch, self.segments)
         if self.kept:
-            return self._whole_gradient(model, parts, items)
+            return self._whole_gradient(model, list(parts), items)
         losses: list[Tensor] = []
         states = None
         for part in parts:
