@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from recollect.lm.training.atomic_checkpoints import last_checkpoint
 from recollect.report.ranks import of_all
 from recollect.wording import shown
 
@@ -45,13 +44,16 @@ def join() -> PartialState:
     """
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
         if os.environ.get(name, "").lower() in ("true", "1"):
-            raise ValueError(
-                f"the launcher sets {name}, and here [run] parallel says how processes share a "
-                "model: configure accelerate without it (accelerate launch --multi_gpu)"
+            raise of_all(
+                ValueError(
+                    f"the launcher sets {name}, and here [run] parallel says how processes share a "
+                    "model: configure accelerate without it (accelerate launch --multi_gpu)"
+                )
             )
     written = os.environ.get(PATIENCE, "1800")
     if not written.isdecimal() or not int(written):
-        raise ValueError(f"{PATIENCE} must be a number of seconds, not {shown(written)}")
+        said = f"{PATIENCE} must be a number of seconds, not {shown(written)}"
+        raise of_all(ValueError(said))
     try:
         # Where there is no accelerator it meets nobody unless it is told so.
         alone = not torch.accelerator.is_available()
@@ -60,7 +62,8 @@ def join() -> PartialState:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise
         reason = str(error).splitlines()[0]
-        raise ValueError(f"the processes of this run could not meet: {reason}") from error
+        said = f"the processes of this run could not meet: {reason}"
+        raise of_all(ValueError(said), speakers=2) from error
 
 
 @contextmanager
@@ -116,11 +119,11 @@ def agree(facts: Mapping[str, Any], instead: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def alive(out: Path) -> Iterator[None]:
+def alive(saved: Callable[[], Path | None]) -> Iterator[None]:
     """Inside, the end of another process is told as what it is.
 
     Args:
-        out: folder of the run, whose last checkpoint stands.
+        saved: gives the run's last checkpoint, ``None`` before the first.
 
     Raises:
         ProcessEnded: in place of the backend's words.
@@ -132,7 +135,7 @@ def alive(out: Path) -> Iterator[None]:
             raise
         checkpoint = None
         with suppress(ValueError):
-            checkpoint = last_checkpoint(out)
+            checkpoint = saved()
         stands = "no checkpoint was written yet, so the run begins anew"
         if checkpoint is not None:
             stands = f"{checkpoint} is whole, and --resume goes on from it with any number of them"

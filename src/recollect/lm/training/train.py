@@ -34,6 +34,7 @@ from recollect.lm.sharding.processes import agree, alive, join, together
 from recollect.lm.sharding.tensor import check_heads
 from recollect.lm.sharding.trainer import ShardedTrainer, spread
 from recollect.lm.training.arguments import device_of, quiet, share, trainer_arguments
+from recollect.lm.training.atomic_checkpoints import last_checkpoint
 from recollect.lm.training.divergence import Guard
 from recollect.lm.training.interrupts import finish_step
 from recollect.lm.training.plan import TrainPlan, load_plan
@@ -262,7 +263,7 @@ def _trained(
         if trainer.args.should_save:
             note_begun(out, begun.record)
         began = time.perf_counter()
-        with alive(out):
+        with alive(partial(last_checkpoint, out)):
             with enough_memory(plan), finish_step(trainer):
                 start = None if checkpoint is None else str(checkpoint)
                 trainer.train(resume_from_checkpoint=start)
