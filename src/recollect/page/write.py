@@ -17,7 +17,7 @@ __all__ = ["PAGE", "SCRIPTS", "render", "save", "source"]
 PAGE = "six-knobs.html"
 """Name of the file."""
 
-SCRIPTS = ("memory.js", "recipes.js", "charts.js", "page.js")
+SCRIPTS = ("memory.js", "recipes.js", "charts.js", "panel.js", "page.js")
 """Its scripts, in the order in which they run."""
 
 
