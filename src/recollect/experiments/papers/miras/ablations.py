@@ -171,9 +171,9 @@ PQ = Experiment(
     draw=_pq_draw,
     work=lambda config, cell: language_work(config, _moneta(cell), length=cell["length"]),
     tried=(
-        "p = 1 alone makes the spread over p the larger one: without it the standard deviations are "
-        "0.031 over p and 0.110 over q (one seed). With equal tokens longer rows are fewer rows in "
-        "a step, and after so few steps every power predicts worse with them."
+        "p = 1 alone makes the spread over p the larger one: without it the standard deviations "
+        "are 0.031 over p and 0.110 over q (one seed). With equal tokens longer rows are fewer "
+        "rows in a step, and after so few steps every power predicts worse with them."
     ),
 )
 
