@@ -99,18 +99,17 @@ def _pq_slope(results: Results) -> Verdict:
 def _pq_draw(results: Results) -> FigureFiles:
     panels = []
     for axis, other, value in (("p", "q", Q), ("q", "p", P)):
-        lines = curves_by(results, line=axis, along="length", **{other: value})
-        series = [replace(line, name=f"{axis} = {float(line.name):g}") for line in lines]
+        lines = curves_by(results, line="length", along=axis, **{other: value})
         panels.append(
             Panel(
                 y=BITS,
-                series=series,
+                series=[replace(line, name=f"rows of {line.name}") for line in lines],
                 baselines=beside_bigram(results),
-                log_x=True,
+                x=axis,
                 title=f"{other} = {value:g}",
             )
         )
-    return panel_figure(panels, x="bytes of a row", title="MONETA's powers", height=3.6)
+    return panel_figure(panels, x="", title="MONETA's powers", height=3.6)
 
 
 PQ = Experiment(
@@ -171,6 +170,11 @@ PQ = Experiment(
     measure=_pq_measure,
     draw=_pq_draw,
     work=lambda config, cell: language_work(config, _moneta(cell), length=cell["length"]),
+    tried=(
+        "p = 1 alone makes the spread over p the larger one: without it the standard deviations "
+        "are 0.031 over p and 0.110 over q (one seed). With equal tokens longer rows are fewer "
+        "rows in a step, and after so few steps every power predicts worse with them."
+    ),
 )
 
 # -- table 4 ---------------------------------------------------------------------------------------
