@@ -118,7 +118,7 @@ LAYERS = (
 )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layers_are_exact(ranks: int) -> None:
     """Convolutions, shifts, angles, positions and compositions, where a document crosses ranks."""
     cases: list[tuple[str, str, str]] = []
@@ -187,6 +187,7 @@ def _check_training(rank: int, cases: list[tuple[str, str, bool]]) -> None:
             assert (p - q).abs().max() < 1e-5, (name, way, documents, key)
 
 
+@pytest.mark.slow
 def test_training_along_two_ranks_is_training_on_one() -> None:
     """Every model by the ways it has; one of them in documents, with activations recomputed."""
     cases: list[tuple[str, str, bool]] = []

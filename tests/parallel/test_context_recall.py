@@ -127,7 +127,7 @@ def _check_all(rank: int, cases: list[tuple[str, str, str, str]]) -> None:
         _check(*case)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_segments_are_the_whole_sequence(ranks: int) -> None:
     """Every way, at lengths that do not divide evenly, one of four ranks with a single token."""
     modes = ("rows", "documents", "padding")

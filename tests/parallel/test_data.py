@@ -52,6 +52,7 @@ def test_two_processes_take_the_steps_of_one_and_hold_a_share(tmp_path: Path) ->
                 assert max(held) <= 0.51 * ranks[0]["whole"], case
 
 
+@pytest.mark.slow
 def test_four_processes_divide_data_and_heads(tmp_path: Path) -> None:
     found = job(f"equality({NAMES}, ['both'], ('float64',))", 4, tmp_path)
     same(found)
