@@ -83,6 +83,9 @@ def _blocks(page: str) -> list[tuple[str, str, str]]:
     return found
 
 
+COMMANDS = ("recollect", "make", "pip", ".venv/bin/pre-commit", "torchrun", "accelerate")
+
+
 def _commands(block: str) -> Iterator[str]:
     for line in block.replace("\\\n", " ").splitlines():
         yield " ".join(line.removeprefix("$ ").split())
@@ -223,7 +226,7 @@ def test_what_pages_name_of_make_and_pip_is_there() -> None:
         for kind, block, _ in _blocks(page):
             for command in _commands(block) if kind == "console" else ():
                 word, *rest = shlex.split(command, comments=True)
-                assert word in ("recollect", "make", "pip", ".venv/bin/pre-commit"), command
+                assert word in COMMANDS, command
                 if word == "make":
                     assert rest[0] in targets, command
                 for extras in re.findall(r"\.\[(.*?)\]", command):

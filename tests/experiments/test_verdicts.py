@@ -538,7 +538,10 @@ CASES: dict[tuple[str, str], tuple[Rows, list[Rows]]] = {
         facts(0.95, 0.95),
         [facts(0.8, 0.95), facts(0.95, 0.95, middle=0.8)],
     ),
-    ("babilong", "Atlas in the longest"): (facts(0.5, 0.95), [facts(0.95, 0.9)]),
+    ("babilong", "Atlas in the longest"): (
+        facts(0.5, 0.95),
+        [facts(0.95, 0.9), facts(0.95, 0.95), facts(0.4, 0.5)],
+    ),
     ("recall-real", "order"): (
         documents(0.9, 0.8, 0.7, 0.6),
         [documents(0.9, 0.7, 0.8, 0.6), documents(0.8, 0.8, 0.7, 0.6)],

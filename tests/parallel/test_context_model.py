@@ -78,7 +78,7 @@ def _check_layer(name: str, mode: str, way: str) -> None:
         wrong[f"gradient of {n}"] = _off(p.grad, wanted[n])
     if states:
         pairs = zip(_tensors(final), _tensors(after), strict=True)
-        wrong |= {f"state {i}": _off(a, b) for i, (a, b) in enumerate(pairs)}
+        wrong |= {f"state {i}": _off(a, b, grows=True) for i, (a, b) in enumerate(pairs)}
         assert torch.equal(final.position, after.position)
     what = max(wrong, key=lambda key: wrong[key])
     assert wrong[what] < EXACT, f"{name}, {mode}, {way}, rank {rank}: {what} {wrong[what]}"
@@ -88,10 +88,13 @@ def _named(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in layer.named_parameters() if p.numel()]
 
 
-def _off(found: Tensor, wanted: Tensor) -> float:
-    if found.shape[1:2] != wanted.shape[1:2]:  # empty slots on the left of what grows
-        n = min(found.shape[1], wanted.shape[1])
-        found, wanted = found[:, -n:], wanted[:, -n:]
+def _off(found: Tensor, wanted: Tensor, *, grows: bool = False) -> float:
+    if grows and found.shape[1:2] != wanted.shape[1:2]:  # empty slots on the left
+        n = max(found.shape[1], wanted.shape[1])
+        found, wanted = (
+            torch.cat([x.new_zeros(x.shape[0], n - x.shape[1], *x.shape[2:]), x], 1)
+            for x in (found, wanted)
+        )
     assert found.shape == wanted.shape
     return (found.double() - wanted.double()).abs().max().item() if wanted.numel() else 0.0
 
@@ -198,8 +201,61 @@ def test_training_along_two_ranks_is_training_on_one() -> None:
     on_ranks(2, _check_training, cases)
 
 
+class _Wrapper(nn.Module):
+    """What hands on calls, and the attributes of what it holds, as adapters do."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "base" else getattr(self.base, name)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.base(*given, **named)
+
+
+def _check_calls() -> None:
+    """Around the model or not, by place or by name, a call's loss and gradients are the same."""
+    model = _model("gated_delta_net")
+    ids = torch.randint(0, 32, (2, 11), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = mask[1, 8:] = 0
+    wanted = model(ids, attention_mask=mask, labels=ids).loss
+    wanted.backward()
+    gradient = model.lm_head.weight.grad.clone()
+    packed = torch.tensor([0, 4, 11])
+    documents = model(ids[:1], cu_seqlens=packed, labels=ids[:1]).loss
+    wrappers = (model, _Wrapper(_Wrapper(model)), nn.parallel.DistributedDataParallel(model))
+    for outer in wrappers:
+        model.zero_grad()
+        with rc.parallel.context(outer, gradients="mean") as along:
+            assert ("forward" in vars(model) and "forward" not in vars(outer)) or outer is model
+            own, its = along.split(ids), along.split(mask)
+            by_place = outer(own, its, None, None, own).loss
+            assert abs(by_place - wanted) < 1e-5
+            loss = outer(own, attention_mask=its, labels=own).loss
+            assert abs(loss - wanted) < 1e-5
+            loss.backward()
+            if outer is not wrappers[-1]:  # DDP does it
+                along.reduce_gradients()
+            assert (model.lm_head.weight.grad - gradient).abs().max() < 1e-5
+            own = along.split(ids[:1])
+            by_place = outer(own, None, None, None, own, None, packed).loss
+            assert abs(by_place - documents) < 1e-5
+        assert "forward" not in vars(model)
+    compiled = _model("gated_delta_net")
+    for outer in (torch.compile(model), _Wrapper(compiled)):
+        compiled.compile()
+        with pytest.raises(ValueError, match=r"give the module before torch\.compile"):
+            rc.parallel.context(outer)
+    with pytest.raises(ValueError, match="reads the last token"):
+        rc.parallel.context(rc.lm.RecollectForSequenceClassification(model.config))
+
+
 def _check_use(rank: int) -> None:
     """Prefill along ranks, mean gradients, what is refused, and the model as it was afterwards."""
+    _check_calls()
     model = _model("gated_delta_net").eval()
     ids = torch.randint(0, 32, (2, 11), generator=torch.Generator().manual_seed(2))
     whole = model(ids, use_cache=True)

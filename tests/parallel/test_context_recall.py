@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
 import random
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -182,29 +182,40 @@ def test_a_sequence_goes_on_from_a_state() -> None:
     on_ranks(2, _continue)
 
 
-def _timed(rank: int) -> None:
-    """Four pieces of a quarter each: the second rank ends after five quarters, and not eight."""
+def _in_turn(rank: int) -> None:
+    """The second rank begins before the first one ends if, and only if, there are pieces."""
     recipe, x = rc.Recipe(), torch.zeros(2, 2, 2, 2)
     run = memorise.memorise
+    store = dist.distributed_c10d._get_default_store()
+    wait = datetime.timedelta(seconds=30)
+    begun: list[int] = []
+    met: list[bool] = []
 
-    def slow(call: Call) -> Any:
-        time.sleep(0.15 * call.k.shape[0] * call.k.shape[2])
-        return run(call)
+    def watched(call: Call) -> Any:
+        begun.append(call.k.shape[0] * call.k.shape[2])
+        if rank == 1:
+            store.set(f"begun {pieces}", "")
+        elif len(begun) == pieces == 4:  # the last piece waits until the other rank has begun
+            store.wait([f"begun {pieces}"], wait)
+        found = run(call)
+        if rank == 0:
+            met.append(store.check([f"begun {pieces}"]))
+        return found
 
-    took: dict[int, float] = {}
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(memorise, "memorise", slow)
+        patch.setattr(memorise, "memorise", watched)
         for pieces in (4, 1):
-            dist.barrier()
-            start = time.perf_counter()
+            begun.clear()
+            met.clear()
             rc.parallel.recall(recipe, x, x, x, {"lr": x[..., 0]}, way="hand_over", pieces=pieces)
-            took[pieces] = time.perf_counter() - start
-    assert took[1] > 2 * 0.6
-    assert 5 * 0.15 < took[4] < 0.85 * took[1], took
+            assert begun == [4 // pieces] * pieces
+            if rank == 0:
+                assert not met[0]
+                assert met[-1] == (pieces == 4)
 
 
 def test_pieces_follow_each_other() -> None:
-    on_ranks(2, _timed)
+    on_ranks(2, _in_turn)
 
 
 # -- which way ------------------------------------------------------------------------------------

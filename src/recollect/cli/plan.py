@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,8 +37,8 @@ def plan(
     for name, number in (("devices", devices), ("per-node", per_node)):
         if number < 1:
             raise ValueError(f"--{name} must be at least 1, not {number}")
-    if not peak > 0:
-        raise ValueError(f"--peak must be above 0, not {peak}")
+    if not 0 < peak < math.inf:
+        raise ValueError(f"--peak must be above 0 and finite, not {peak}")
     if not 0 < share <= 1:
         raise ValueError(f"--share must be above 0 and at most 1, not {share}")
     run = load_plan(config)

@@ -33,7 +33,7 @@ ASKS = {
 """The question of each choice."""
 
 BLOCKS = (
-    *("problem", "write", "read", "where", "engine", "named"),
+    *("problem", "write", "read", "where", "engine", "ranks", "named"),
     *("needs", "state", "cost", "theory", "has", "lacks"),
 )
 """Labels of an explanation's lines, in order."""

@@ -61,6 +61,7 @@ class ContextParallel:
         self.model, self.along, self.gradients = model, along, gradients
         self.ways: dict[str, Way] = {}
         self._changed: list[nn.Module] = []
+        _check_wrappers(model)
         for name, layer in _layers(model, ""):
             if isinstance(layer, MemoryLayer):
                 self.ways[name] = along.way_of(layer)
@@ -73,10 +74,9 @@ class ContextParallel:
                 f"{type(model).__name__} has no sequence layer of recollect's: give a MemoryLayer, "
                 "or a model that holds some"
             )
-        if isinstance(getattr(model, "lm_head", None), nn.Module):
-            self._put(model, partial(self._language))
-        elif isinstance(getattr(model, "blocks", None), nn.ModuleList):
-            self._put(model, partial(self._body))
+        for inner in _models(model):
+            forward = self._language if "lm_head" in _parts(inner) else self._body
+            self._put(inner, partial(forward, inner))
 
     def _put(self, module: nn.Module, forward: Any) -> None:
         if "forward" in vars(module):
@@ -133,16 +133,26 @@ class ContextParallel:
 
     # -- forward passes ---------------------------------------------------------------------------
 
-    def _body(self, *given: Any, **named: Any) -> Any:
-        named = self._local(given, named)
-        return type(self.model).forward(self.model, *given, **named)
+    def _body(self, model: nn.Module, *given: Any, **named: Any) -> Any:
+        return type(model).forward(model, **self._local(model, given, named))
 
-    def _language(self, *given: Any, labels: Tensor | None = None, **named: Any) -> Any:
+    def _language(self, model: nn.Module, *given: Any, **named: Any) -> Any:
         """With labels, the loss of the whole sequence, the same on all ranks."""
         link = self.along.link
-        named = self._local(given, named)
+        named = self._local(model, given, named)
+        if named.get("shift_labels") is not None:
+            raise ValueError(
+                "shift_labels is not followed along several ranks: give labels, which are shifted "
+                "across the ranks here"
+            )
+        labels = named.pop("labels", None)
         if labels is None:
-            return type(self.model).forward(self.model, *given, **named)
+            return type(model).forward(model, **named)
+        if "shift_labels" not in inspect.signature(type(model).forward).parameters:
+            raise ValueError(
+                f"the loss of {type(model).__name__} takes no shift_labels, so it cannot see the "
+                "next rank's first label: leave labels out, or use RecollectForCausalLM"
+            )
         first = labels[:, :1].contiguous()
         firsts = [torch.empty_like(first) for _ in range(link.ranks)]
         dist.all_gather(firsts, first, group=link.group)
@@ -159,9 +169,8 @@ class ContextParallel:
             items = (targets != IGNORE).sum()
             dist.all_reduce(items, group=link.group)
             items = items.clamp_min(1)
-        found = type(self.model).forward(
-            self.model, *given, shift_labels=targets, num_items_in_batch=items, **named
-        )
+        named |= {"shift_labels": targets, "num_items_in_batch": items}
+        found = type(model).forward(model, **named)
         scale = float(link.ranks) if self.gradients == "mean" else 1.0
         loss = cast("Tensor", _Total.apply(link, scale, found[0]))
         if isinstance(found, tuple):
@@ -169,8 +178,11 @@ class ContextParallel:
         found["loss"] = loss
         return found
 
-    def _local(self, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of this rank's tokens; documents as its pieces."""
+    def _local(
+        self, model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Arguments of this rank's tokens, all by name; documents as its pieces."""
+        named = _by_name(model, given, named)
         for name in ("position_ids", "cache_position", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"):
             if named.get(name) is not None:
                 raise ValueError(
@@ -180,9 +192,8 @@ class ContextParallel:
         borders = named.get("cu_seqlens")
         if borders is None:
             return named
-        x = next(
-            x for x in (*given, named.get("input_ids"), named.get("inputs_embeds")) if x is not None
-        )
+        known = (named.get("input_ids"), named.get("inputs_embeds"), *named.values())
+        x = next(x for x in known if isinstance(x, Tensor))
         if x.shape[0] != 1:
             raise ValueError(
                 f"documents along several ranks are packed in one row, and there are {x.shape[0]}: "
@@ -219,7 +230,8 @@ def context(
     Backward passes have to run on every rank.
 
     Args:
-        model: a `MemoryLayer`, a composition, or any module that holds some.
+        model: a `MemoryLayer`, a composition, or any module that holds some, also inside a
+            wrapper such as DDP or a PEFT adapter.
         group: the ranks in the order of their segments: a process group or a mesh of one dimension;
             ``None`` is all processes.
         way: ``"auto"``: as each recipe's structure allows; ``"hand_over"``: every layer's state is
@@ -231,7 +243,8 @@ def context(
 
     Raises:
         ValueError: no process group, a model without sequence layers, tokens that are routed to
-            memories, an unknown way, or a model that is in such a context already.
+            memories, an unknown way, a model that is compiled as a whole, classifies or has a
+            learned prompt, or one that is in such a context already.
 
     Examples:
         One optimizer step, on each rank::
@@ -273,3 +286,65 @@ def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         name = f"{name}.parts" if name else "parts"
     for child, inner in parts.named_children():
         yield from _layers(inner, f"{name}.{child}" if name else child)
+
+
+def _parts(module: nn.Module) -> dict[str, nn.Module]:
+    """A module's own parts, and not those of what it wraps, which some wrappers pass on."""
+    return dict(module.named_children())
+
+
+def _models(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that see whole texts: with an output layer, or with blocks."""
+    parts = _parts(module)
+    if "lm_head" in parts or isinstance(parts.get("blocks"), nn.ModuleList):
+        if any(True for _ in _layers(module, "")):
+            yield module
+        return
+    for inner in parts.values():
+        yield from _models(inner)
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    """Raise a ValueError where something around the layers would not see a context, or the whole.
+
+    A compiled forward need not ask whether that of a module in it was replaced; a classifier reads
+    the last token, and a learned prompt would stand before every rank's tokens.
+    """
+    for module in model.modules():
+        if next(_layers(module, ""), None) is None:
+            continue
+        parts, name = _parts(module), type(module).__name__
+        if "_orig_mod" in parts or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"this {name} is compiled as a whole, and would not see that its layers run along "
+                "several ranks: give the module before torch.compile"
+            )
+        if "score" in parts:
+            raise ValueError(
+                f"{name} reads the last token, which only one rank has: give its body, and read "
+                "the scores there"
+            )
+        if "prompt_encoder" in parts:
+            raise ValueError(
+                f"{name} puts learned tokens before the text, and would do so on every rank: use "
+                "an adapter that adds none"
+            )
+
+
+def _by_name(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a module's forward, each by its name."""
+    signature = inspect.signature(type(module).forward)
+    found: dict[str, Any] = {}
+    _, *bound = signature.bind(module, *given, **named).arguments.items()
+    for name, value in bound:
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            raise ValueError(
+                f"{type(module).__name__} takes arguments without names, which cannot be told "
+                "apart along several ranks: give them by name"
+            )
+        else:
+            found[name] = value
+    return found

@@ -126,7 +126,7 @@ def measure(
         names: of `CASES`; all when omitted. progress: told the cases done and in all.
 
     Raises:
-        RuntimeError: a process that failed.
+        ValueError: a process that failed.
     """
     chosen = list(CASES) if names is None else names
     found: dict[str, Any] = {}
@@ -139,7 +139,8 @@ def measure(
             env={**os.environ, **_ALLOCATOR},
         )
         if run.returncode:
-            raise RuntimeError(f"{name}: {run.stderr.strip().splitlines()[-1]}")
+            said = run.stderr.strip().splitlines() or ["nothing was said"]
+            raise ValueError(f"{name}: its process ended with {run.returncode}: {said[-1]}")
         found[name] = read_json(run.stdout.strip().splitlines()[-1])
         if progress is not None:
             progress(index + 1, len(chosen))

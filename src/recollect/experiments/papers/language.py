@@ -32,25 +32,22 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from recollect.experiments.comparison.compare import Named, equal_configs, named
-from recollect.experiments.comparison.jobs import state_bytes
-from recollect.experiments.comparison.results import Sizes
-from recollect.experiments.comparison.tasks import compare_task
-from recollect.experiments.comparison.training import History, Schedule, train
 from recollect.experiments.framework.experiment import Config, Work
 from recollect.experiments.framework.records import Values
-from recollect.lm.model.config import RecollectConfig
-from recollect.lm.model.counts import count_parameters
-from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.planning.flops import model_flops
-from recollect.lm.training.divergence import Diverged
 from recollect.tasks.mqar import IGNORE
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, heldout_windows, load_text
+
+if TYPE_CHECKING:
+    from recollect.experiments.comparison.compare import Named
+    from recollect.experiments.comparison.results import Sizes
+    from recollect.lm.model.config import RecollectConfig
+
+# Experiments are listed without transformers too: what needs it is imported when it runs.
 
 __all__ = [
     "BIGRAM",
@@ -79,7 +76,8 @@ LOCAL = {"width": 64, "depth": 2, "heads": 4, "parameters": 240_000, "length": 1
     "step_tokens": 512, "steps": 100, "lr": 1e-2, "measured": 16_384
 }  # fmt: skip
 """Minutes on a core; an experiment says where it differs. The learning rate is the one of 0.004,
-0.01 and 0.02 with which Gated DeltaNet and softmax attention were best after 10⁵ bytes."""
+0.01 and 0.02 with which Gated DeltaNet and softmax attention were best after 10⁵ bytes; no deep
+memory was asked."""
 
 COMMON_SENSE = {
     "lambada_openai": "acc",
@@ -96,7 +94,7 @@ COMMON_SENSE = {
 FINEWEB = {"seeds": 1, "depth": 24, "width": 1536, "heads": 16, "parameters": 760_000_000} | {
     "vocab": 32_000,
     "length": 4096,
-    "step_tokens": 500_000,
+    "step_tokens": 2**19,
     "tokens": 30 * 10**9,
     "lr": 1.25e-3,
     "data": {
@@ -123,6 +121,8 @@ def model_of(config: Config, model: Named, **cell: Any) -> RecollectConfig:
     Raises:
         ValueError: it has more than ``parameters`` even with the narrowest MLP.
     """
+    from recollect.experiments.comparison.training import Schedule
+
     terms = {**config, **cell}
     # Length and schedule are told to no model: what is matched once serves all of them.
     size = replace(_sizes(terms), length=1, schedule=Schedule(steps=1, batch=1))
@@ -132,11 +132,16 @@ def model_of(config: Config, model: Named, **cell: Any) -> RecollectConfig:
 
 @lru_cache(maxsize=64)
 def _matched(model: Named, vocab: int, size: Sizes, parameters: int) -> RecollectConfig:
+    from recollect.experiments.comparison.compare import equal_configs, named
+
     (found,) = equal_configs([named(model)], vocab, size, "auto", parameters, conv=False)
     return found
 
 
 def _sizes(terms: Mapping[str, Any]) -> Sizes:
+    from recollect.experiments.comparison.results import Sizes
+    from recollect.experiments.comparison.training import Schedule
+
     return Sizes(
         width=terms["width"],
         depth=terms["depth"],
@@ -159,6 +164,8 @@ def _steps(terms: Mapping[str, Any]) -> int:
 
 
 def _count(made: RecollectConfig) -> float:
+    from recollect.lm.model.counts import count_parameters
+
     return float(sum(count_parameters(made).values()))
 
 
@@ -170,6 +177,8 @@ def language_work(config: Config, model: Named, **cell: Any) -> Work:
         model: as in `model_of`.
         **cell: as there.
     """
+    from recollect.lm.planning.flops import model_flops
+
     terms = {**config, **cell}
     made = model_of(config, model, **cell)
     tokens = _steps(terms) * _rows(terms) * terms["length"]
@@ -222,6 +231,13 @@ def _bigram(corpus: TextCorpus) -> float:
 def _by_bytes(
     terms: Mapping[str, Any], model: Named, made: RecollectConfig, seed: int, device: torch.device
 ) -> Values:
+    from recollect.experiments.comparison.jobs import state_bytes
+    from recollect.experiments.comparison.tasks import compare_task
+    from recollect.experiments.comparison.training import History, train
+    from recollect.lm.model.model import RecollectForCausalLM
+    from recollect.lm.planning.flops import model_flops
+    from recollect.lm.training.divergence import Diverged
+
     corpus, size = _text(), _sizes(terms)
     torch.manual_seed(seed)
     net = RecollectForCausalLM(made)
@@ -291,7 +307,10 @@ def _by_plan(
     terms: Mapping[str, Any], model: Named, made: RecollectConfig, seed: int, device: torch.device
 ) -> Values:
     """Train by `recollect.lm.train`, going on where an earlier run stopped, and evaluate."""
+    from recollect.experiments.comparison.compare import named
     from recollect.lm.evaluation.evaluate import evaluate  # which needs the extra
+    from recollect.lm.planning.flops import model_flops
+    from recollect.lm.training.divergence import Diverged
     from recollect.lm.training.plan import TrainPlan
     from recollect.lm.training.train import train as train_plan
 
@@ -315,13 +334,16 @@ def _by_plan(
     digest = hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(terms["folder"]) / f"{named(model)[0].replace(' ', '_')}-{digest}"
     tables["run"]["out"] = str(folder)
-    trained = train_plan(TrainPlan.from_dict(tables), resume=folder.exists())
     tokens = _steps(terms) * _rows(terms) * terms["length"]
     found = {
         "parameters": _count(made),
         "FLOPs": model_flops(made, context=terms["length"]) * tokens,
         "tokens": float(tokens),
     }
+    try:
+        trained = train_plan(TrainPlan.from_dict(tables), resume=folder.exists())
+    except Diverged as error:
+        return {**found, BITS: math.nan, "diverged at step": float(error.step)}
     if trained.heldout is not None:
         found[BITS] = trained.heldout
     if terms["tasks"]:

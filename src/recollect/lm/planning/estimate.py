@@ -24,6 +24,7 @@ is what all processes read together.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,7 @@ MARGIN = 0.9
 """Share of a device's memory that may be filled: the rest is its driver's, and its allocator's."""
 
 _PER_NODE = 8
+_PARTS = (2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,21 +199,19 @@ def estimate(
         file: the plan's file, for the launch. per_node: devices of a machine.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number out of range; a recipe that cannot be counted.
     """
     given = {"devices": devices, "memory": memory, "peak": peak, "per_node": per_node}
     for name, number in given.items():
-        if not number >= 1:
-            raise ValueError(f"{name} must be at least 1, not {number}")
+        if not 1 <= number < math.inf:
+            raise ValueError(f"{name} must be at least 1, and finite, not {number}")
     if not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, not {share}")
     counted: dict[Any, Counts] = {}
     ranks = [rank_of(plan, config, way, counted=counted) for way in _ways(devices)]
-    smallest, size = None, 1
-    while smallest is None and size <= devices:
-        found = (rank_of(plan, config, way, counted=counted) for way in _launched(size))
-        smallest = next((rank for rank in found if rank.fits(memory)), None)
-        size *= 2
+    tried = (way for size in _sizes(plan.optimizer.batch, devices) for way in _launched(size))
+    found = (rank_of(plan, config, way, counted=counted) for way in tried)
+    smallest = next((rank for rank in found if rank.fits(memory)), None)
     flops = model_flops(config, context=plan.data.context)
     tokens = plan.steps * plan.tokens_per_step
     return Estimate(
@@ -235,10 +235,10 @@ def _ways(devices: int) -> Iterator[Way]:
     yield Way(data=devices)
     if devices > 1:
         yield Way(data=devices, shards=True)
-        for parts in (2, 4, 8):
+        for parts in _PARTS:
             if devices % parts == 0:
                 yield Way(data=devices // parts, tensor=parts, shards=True)
-        for parts in (2, 4, 8):
+        for parts in _PARTS:
             if devices % parts == 0:
                 yield Way(data=devices // parts, context=parts, shards=True)
 
@@ -246,6 +246,12 @@ def _ways(devices: int) -> Iterator[Way]:
 def _launched(devices: int) -> Iterator[Way]:
     """Those that `recollect train` runs, the plainest first."""
     return (way for way in _ways(devices) if way.context == 1)
+
+
+def _sizes(batch: int, devices: int) -> list[int]:
+    """Every number of devices, in order, whose groups can share a batch in some way."""
+    groups = [n for n in range(1, min(batch, devices) + 1) if batch % n == 0]
+    return sorted({n * parts for n in groups for parts in (1, *_PARTS) if n * parts <= devices})
 
 
 def rank_of(
@@ -260,6 +266,9 @@ def rank_of(
     Args:
         plan: of the run. config: of its model. way: how ranks share it.
         counted: what was counted before, which is added to.
+
+    Raises:
+        ValueError: a recipe that cannot be counted.
     """
     batch, tokens = plan.optimizer.batch, -(-plan.data.piece // way.context)
     if batch % way.data:
@@ -347,11 +356,13 @@ def _state(config: RecollectConfig, tokens: int, *, rows: int) -> int:
 
 
 def _launch(way: Way, file: str, per_node: int) -> tuple[str, str]:
-    """A line of ``[run]``, and the command."""
+    """A line of ``[run]``, and the command; every machine starts as many processes."""
     if way.devices == 1:
         return "", f"recollect train {file}"
-    nodes = -(-way.devices // per_node)
-    where = f"--nproc-per-node {min(way.devices, per_node)}"
+    most = min(way.devices, per_node)
+    each = next(n for n in range(most, 0, -1) if way.devices % n == 0)
+    nodes = way.devices // each
+    where = f"--nproc-per-node {each}"
     if nodes > 1:
         where = f"--nnodes {nodes} {where} --rdzv-backend c10d --rdzv-endpoint $HOST:29500"
     else:

@@ -19,7 +19,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from recollect.lm.model.config import MLP, RecollectConfig
 from recollect.lm.model.loss import next_token_loss
@@ -155,18 +159,27 @@ def count(
     Args:
         config: of the model. tokens: of a row; rows of `SHORT` tokens stand for longer ones.
         bf16: whether products are in bfloat16. loss_chunk: as ``[run] loss_chunk``.
+
+    Raises:
+        ValueError: a recipe with a member that looks at numbers.
     """
     kinds = list(zip(config.pattern, config.followed, strict=True))
     made: dict[tuple[str, bool], tuple[int, _Fit]] = {}
     short, width = min(SHORT, tokens), config.hidden_size
     with FakeTensorMode():
         for name, followed in dict.fromkeys(kinds):
-            block = _alone(config, name, followed=followed).model.blocks[0]
+            try:
+                block = _alone(config, name, followed=followed).model.blocks[0]
 
-            def through(x: Tensor, block: nn.Module = block) -> Tensor:
-                return block(x, output_state=False)[0]
+                def through(x: Tensor, block: nn.Module = block) -> Tensor:
+                    return block(x, output_state=False)[0]
 
-            made[name, followed] = _bytes(block), _fit(through, block, width, short, bf16)
+                made[name, followed] = _bytes(block), _fit(through, block, width, short, bf16)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise ValueError(
+                    f"recipe {name!r} cannot be counted on paper: a member of it looks at numbers "
+                    f"({error.func}), and the tensors of a plan have only shapes"
+                ) from error
         model = _alone(config, *kinds[0])
         norm, head = model.model.norm, model.lm_head
 

@@ -134,7 +134,7 @@ def load_optimizer(
             if value.dim():
                 value = _ordered(value, cuts.get(name), 1, tensor)
                 value = _like(value, weight)
-            optimizer.state[weight][moment] = value.clone()
+            optimizer.state[weight][moment] = value.to(weight.device).clone()
 
 
 def whole_weights(

@@ -28,18 +28,18 @@ def shard(model: RecollectForCausalLM, mesh: DeviceMesh, *, bf16: bool = False) 
     """
     policy = MixedPrecisionPolicy()
     if bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # States are handed from call to call in their own types, which a cast of inputs would lose.
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     for block in model.model.blocks:
         block.register_forward_hook(_use_all)
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    tail: list[nn.Module] = [model.model.norm, model.lm_head]
-    if model.lm_head.weight is model.model.embed_tokens.weight:
-        tail.append(model.model.embed_tokens)
-    else:
+    if model.lm_head.weight is not model.model.embed_tokens.weight:
         fully_shard(model.model.embed_tokens, mesh=mesh, mp_policy=policy)
-    # The head's gradients come first: its weights would only be dropped to be gathered again.
-    fully_shard(tail, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    # The loss takes the head's weights a chunk of tokens at a time, out of calls of the head: they
+    # belong to the model itself, and stay gathered, as their gradients come first.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 class _Used(torch.autograd.Function):

@@ -36,7 +36,25 @@ def share(plan: TrainPlan, processes: int) -> Layout:
             f"[run] compile = true compiles MLPs, which tensor = {layout.tensor} divides: leave "
             "out one of them"
         )
+    if plan.data.segments > 1 and processes > 1:
+        _check_segments(plan, layout)
     return layout
+
+
+def _check_segments(plan: TrainPlan, layout: Layout) -> None:
+    """What rows in segments cannot do yet where several processes share a run."""
+    data = plan.data
+    if data.segment_gradient == "kept":
+        raise ValueError(
+            '[data] segment_gradient = "kept" runs back into states, which processes that share a '
+            'run do not see: take "cut", or one process'
+        )
+    if data.packing == "documents" and layout.divides:
+        raise ValueError(
+            f"[data] segments = {data.segments} begins documents with a layer's own initial "
+            'memory, of which each process holds a part: take packing = "stream", or '
+            'parallel = "ddp"'
+        )
 
 
 def device_of(plan: TrainPlan, processes: int) -> torch.device | None:

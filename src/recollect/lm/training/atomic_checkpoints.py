@@ -97,6 +97,7 @@ class AtomicTrainer(Trainer):
                 place_folder(aside, folder)
         if self.args.should_save:
             clear_aside(folder.parent)
+        self.accelerator.wait_for_everyone()
 
 
 def place_folder(made: Path, name: Path) -> None:

@@ -197,20 +197,22 @@ class SegmentedTrainer(AtomicTrainer):
                 before.append(model(**given, logits_to_keep=1).past_key_values)
         losses: list[Tensor] = []
         asked: list[Tensor] = []
-        for part in reversed(parts):
-            states, leaves = _leaves(before.pop())
-            self._pull = asked
-            self._scale = torch.zeros((), device=self.args.device, requires_grad=True)
-            super().training_step(model, part.after(own, states), items)
-            losses.append(self._taken_loss())
-            self._taken_states()
-            # What is run back is the loss times what the Trainer scales it with.
-            scale = cast(Tensor, self._scale.grad)
-            asked = [
-                torch.zeros_like(x) if x.grad is None else x.grad / scale.to(x.dtype)
-                for x in leaves
-            ]
-        self._pull, self._scale = [], None
+        try:
+            for part in reversed(parts):
+                states, leaves = _leaves(before.pop())
+                self._pull = asked
+                self._scale = torch.zeros((), device=self.args.device, requires_grad=True)
+                super().training_step(model, part.after(own, states), items)
+                losses.append(self._taken_loss())
+                self._taken_states()
+                # What is run back is the loss times what the Trainer scales it with.
+                scale = cast(Tensor, self._scale.grad)
+                asked = [
+                    torch.zeros_like(x) if x.grad is None else x.grad / scale.to(x.dtype)
+                    for x in leaves
+                ]
+        finally:
+            self._pull, self._scale = [], None
         return torch.stack(losses).sum()
 
     def compute_loss(

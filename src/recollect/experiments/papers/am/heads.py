@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from recollect.choices.features.base import Features
 from recollect.choices.features.finite import Identity
 from recollect.choices.features.kernels import Exponential
-from recollect.experiments.comparison.compare import Named
 from recollect.experiments.framework.experiment import Claim, Config, Experiment, Verdict, judged
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.experiments.papers.language import (
@@ -24,6 +24,9 @@ from recollect.experiments.papers.language_results import beside_bigram, bits, c
 from recollect.report.figures import FigureFiles
 from recollect.report.panels import Panel, panel_figure
 from recollect.zoo.preset import get
+
+if TYPE_CHECKING:
+    from recollect.experiments.comparison.compare import Named
 
 __all__ = ["EXPERIMENTS"]
 

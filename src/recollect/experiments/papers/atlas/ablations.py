@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from recollect.choices.context.windows import Window
 from recollect.choices.features.finite import Identity
 from recollect.choices.memory.maps import Matrix
-from recollect.experiments.comparison.compare import Named
 from recollect.experiments.framework.experiment import Claim, Config, Experiment, Verdict, judged
 from recollect.experiments.framework.records import Cell, Results, Values
 from recollect.experiments.papers.language import (
@@ -33,6 +33,9 @@ from recollect.recipe.recipe import Recipe
 from recollect.report.figures import FigureFiles
 from recollect.report.panels import Panel, panel_figure
 from recollect.zoo.preset import get
+
+if TYPE_CHECKING:
+    from recollect.experiments.comparison.compare import Named
 
 __all__ = ["EXPERIMENTS", "VARIANTS", "atlas_variant"]
 

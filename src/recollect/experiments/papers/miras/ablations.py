@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +14,8 @@ from recollect.choices.bias.losses import L2, Lp
 from recollect.choices.memory.maps import Matrix
 from recollect.choices.retention.base import Keep
 from recollect.choices.retention.links import Lq
-from recollect.experiments.comparison.compare import Named
 from recollect.experiments.framework.experiment import Claim, Config, Experiment, Verdict, judged
-from recollect.experiments.framework.records import Cell, Results, Values
+from recollect.experiments.framework.records import Cell, Missing, Results, Values
 from recollect.experiments.papers.language import (
     BITS,
     FINEWEB,
@@ -36,6 +37,9 @@ from recollect.recipe.recipe import Recipe
 from recollect.report.figures import FigureFiles
 from recollect.report.panels import Panel, panel_figure
 from recollect.zoo.preset import get
+
+if TYPE_CHECKING:
+    from recollect.experiments.comparison.compare import Named
 
 __all__ = ["EXPERIMENTS", "PARTS", "yaad_variant"]
 
@@ -80,6 +84,8 @@ def _gain(results: Results, p: float, q: float) -> float:
     """Bits by which the longest rows are better than the shortest."""
     lengths = sorted(results.along("length", p=p, q=q))
     short, long = (results.mean(BITS, p=p, q=q, length=at) for at in (lengths[0], lengths[-1]))
+    if not math.isfinite(short - long):
+        raise Missing(f"p = {p:g}, q = {q:g} diverged, and has no gain from length")
     return short - long
 
 

@@ -86,7 +86,8 @@ def _atlas_holds_longest(results: Results) -> Verdict:
     )
     if min(short for short, _ in found.values()) < LEARNED:
         return not_testable(f"Not both learned the task. {because}.")
-    return judged(found["atlas_mac"][1] >= found["titans_mac"][1], f"{because}.")
+    lost = {model: short - long for model, (short, long) in found.items()}
+    return judged(lost["atlas_mac"] <= TOLERANCE < lost["titans_mac"], f"{because}.")
 
 
 def _draw(results: Results) -> FigureFiles:
@@ -152,8 +153,9 @@ BABILONG = Experiment(
         Claim(
             name="Atlas in the longest",
             text="Titans drops in the longest texts, where Atlas maintains its performance.",
-            rule="In the longest texts Atlas's MAC has a mean accuracy not below that of Titans' "
-            "MAC, where both answer at least half of the texts of the training's length.",
+            rule="Where both MACs answer at least half of the texts of the training's length, the "
+            f"mean accuracy of Titans' MAC in the longest texts is more than {TOLERANCE} below "
+            "that, and the one of Atlas's is not.",
             judge=_atlas_holds_longest,
             scales=("small", "paper"),
         ),
