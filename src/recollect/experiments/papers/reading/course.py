@@ -13,8 +13,6 @@ from recollect.blocks.cost import cost
 from recollect.blocks.mixers import Leaf, Mixer, mixer_of
 from recollect.experiments.framework.experiment import Config, Work
 from recollect.experiments.framework.fitting import LOST, training_steps
-from recollect.lm.model.config import RecollectConfig
-from recollect.lm.model.model import RecollectForCausalLM
 from recollect.tasks.mqar import IGNORE
 from recollect.zoo.preset import find
 
@@ -56,6 +54,10 @@ class Reader(nn.Module):
     """
 
     def __init__(self, mixer: Mixer, vocab: int, config: Config) -> None:
+        # Here, because the list of experiments needs no transformers.
+        from recollect.lm.model.config import RecollectConfig
+        from recollect.lm.model.model import RecollectForCausalLM
+
         super().__init__()
         sizes = RecollectConfig.from_recipes(
             {"mixer": mixer},
