@@ -113,9 +113,13 @@ def test_what_is_refused() -> None:
     layer = rc.zoo.get("gla").build(d_model=8, heads=2)
     with pytest.raises(ValueError, match="goes on from a state"):
         rc.StaticDecoder(layer, None)
+    with pytest.raises(ValueError, match="takes a layer with its state"):
+        rc.StaticDecoder(layer, rc.lm.RecollectCache([layer(x)[1]]))
     decoder = rc.StaticDecoder(layer, after(layer))
     with pytest.raises(ValueError, match="one token at a time"):
         decoder(x)
+    with pytest.raises(ValueError, match="9"):
+        decoder(torch.randn(1, 1, 9))
     decoder(x[:, :1])
     with pytest.raises(ValueError, match="keeps its sizes"):
         decoder(x[:, :1].double())

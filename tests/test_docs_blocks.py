@@ -67,6 +67,7 @@ SMOKE = {
     "parameters = 3_000_000": "parameters = 100_000\nwidth = 64\ndepth = 2\nheads = 2",
     "context = 512": "context = 64",
     "tokens = 1_000_000": "tokens = 512",
+    "recollect page --out": "recollect page --systems delta_net --out",
     "recollect reproduce ttr-fig2 ": "recollect reproduce ttr-fig2 --scale smoke",
     "recollect reproduce --all --jobs 2": "recollect reproduce --all --scale smoke --jobs 2",
 }
@@ -80,6 +81,9 @@ def _blocks(page: str) -> list[tuple[str, str, str]]:
         found.append((match[1], match[2], text[last : match.start()]))
         last = match.end()
     return found
+
+
+COMMANDS = ("recollect", "make", "pip", ".venv/bin/pre-commit", "torchrun", "accelerate")
 
 
 def _commands(block: str) -> Iterator[str]:
@@ -222,7 +226,7 @@ def test_what_pages_name_of_make_and_pip_is_there() -> None:
         for kind, block, _ in _blocks(page):
             for command in _commands(block) if kind == "console" else ():
                 word, *rest = shlex.split(command, comments=True)
-                assert word in ("recollect", "make", "pip", ".venv/bin/pre-commit"), command
+                assert word in COMMANDS, command
                 if word == "make":
                     assert rest[0] in targets, command
                 for extras in re.findall(r"\.\[(.*?)\]", command):

@@ -176,6 +176,9 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         made = path.relative_to(DOCS).with_suffix("")
         folder = made.parent if made.name in ("index", "README") else made
         assert (tmp_path / folder / "index.html").stat().st_size > 1000
+    knobs = (tmp_path / "six-knobs.html").read_text(encoding="utf-8")
+    assert all(f'"name":"{name}"' in knobs for name in rc.zoo.names())
+    assert 'href="../six-knobs.html"' in (tmp_path / "page" / "index.html").read_text()
     pages = [path.read_text(encoding="utf-8") for path in tmp_path.glob("*/index.html")]
     shown = {i.rpartition(".")[2] for i in re.findall(r'id="(recollect[\w.]+)"', "".join(pages))}
     assert {name for name, _ in owed()} - shown == set()

@@ -107,6 +107,7 @@ def test_gated_delta_net() -> None:
         "needs    gate log_decay [B, T, H] ≤ 0",
         "         gate lr [B, T, H] ≥ 0",
         "state    W [64×64]: 16 KiB per row and head at K = V = 64",
+        "ranks    affine, all at once: each row of the weights moves alike",
         "theory   can hold 64 pairs exactly: 64 features (ATLAS 3.1)",
         "has      dynamic decay",
         "lacks    deep memory, nonlinear capacity, locally optimal, flexible context",

@@ -184,4 +184,10 @@ def test_the_help_of_bench_names_every_suite(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("COLUMNS", "100")
     said = CliRunner().invoke(build(), ["bench", "--help"]).output
     words = set(re.findall(r"\w+", said.replace("│", " ")))
-    assert {*SUITES, "train"} <= words
+    assert {*SUITES, "train", "memory"} <= words
+
+
+def test_bench_of_memory_counts_peaks(tmp_path: Path) -> None:
+    refused = invoke("bench", "--suite", "memory", "--only", "nothing")
+    assert refused.exit_code == 2
+    assert "has no 'nothing'; it has logits of all tokens;" in refused.stderr

@@ -53,7 +53,7 @@ from recollect.state.state import State
 from recollect.wording import suggests
 
 if TYPE_CHECKING:
-    from recollect import blocks, experiments, lm, tasks, testing, theory, zoo
+    from recollect import blocks, experiments, lm, parallel, tasks, testing, theory, zoo
     from recollect.experiments import compare, reproduce
     from recollect.zoo.preset import Preset
 
@@ -96,6 +96,7 @@ __all__ = [
     "memory",
     "number",
     "option",
+    "parallel",
     "quantity",
     "read",
     "recall",
@@ -111,7 +112,7 @@ __all__ = [
 ]
 
 # Loaded on first use: they need optional dependencies, or cost time that a recipe does not.
-_MODULES = ("blocks", "experiments", "lm", "tasks", "testing", "theory", "zoo")
+_MODULES = ("blocks", "experiments", "lm", "parallel", "tasks", "testing", "theory", "zoo")
 _EXPERIMENTS = ("compare", "reproduce")
 
 

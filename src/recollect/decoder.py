@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -76,6 +77,11 @@ class StaticDecoder:
             raise ValueError(
                 "a static decoder goes on from a state: read the prompt first, and give the state "
                 f"(or the cache) that came back, not {state!r}"
+            )
+        if hasattr(state, "states") != hasattr(module, "lm_head"):
+            raise ValueError(
+                "a static decoder takes a layer with its state, or a language model (with its "
+                f"head) with its cache, not {type(module).__name__} with {type(state).__name__}"
             )
         for name, part in module.named_modules():
             grows = getattr(getattr(part, "mixer", None), "grows", None)
@@ -144,7 +150,12 @@ class StaticDecoder:
                 self._input = x.clone()
             else:
                 kept.copy_(x)
-            y = self._next()
+            try:
+                with _without_copies(x.device.type):
+                    y = self._next()
+            except Exception:
+                self._input = kept  # what was refused decides no sizes
+                raise
         self._done += 1
         if self._seen is not None:
             self._seen += 1
@@ -189,6 +200,8 @@ class StaticDecoder:
 
         try:
             (y, after), again = self._record(run)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise ValueError(
                 f"{type(self._module).__name__} cannot be recorded as a graph, for example because "
@@ -307,6 +320,13 @@ def _cuda_graphs() -> Record:
         return found, graph.replay
 
     return record
+
+
+def _without_copies(kind: str) -> AbstractContextManager[object]:
+    """Autocast, where it is on, keeps no copies of weights: a graph would read them when gone."""
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return nullcontext()
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
 def _kind(x: Tensor) -> str:

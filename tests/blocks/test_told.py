@@ -24,7 +24,7 @@ from recollect.blocks import (
 )
 from recollect.cli import app as cli
 from recollect.cost import reading
-from recollect.lm.training.flops import model_flops
+from recollect.lm.planning.flops import model_flops
 
 NAMES = {"samba", "gated_delta_net_h1", "gated_delta_net_h2", "moneta_h", "yaad_h", "memora_h"}
 NAMES |= {"residual_delta_net", "mixture_of_memories"}

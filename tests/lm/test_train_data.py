@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from recollect.lm.data import Row, Rows, RowStream, collate, pack, read_rows
 from recollect.lm.data.sources import BadLines, HubDocuments, Source, find_files
 from recollect.lm.data.tokenizers import byte_tokenizer, encode, load_tokenizer, train_bpe
-from recollect.lm.training.flops import measured_ceiling, model_flops
+from recollect.lm.planning.flops import measured_ceiling, model_flops
 
 BYTES = byte_tokenizer()
 TEXTS = ["abc", "de", "f" * 11, "ghijk", "", "lm"]

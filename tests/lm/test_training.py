@@ -394,7 +394,7 @@ def test_a_run_that_begins_trains_its_own_bpe(text: Path, tmp_path: Path) -> Non
 def test_speed_counts_the_time_that_steps_wait_for_rows(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeper = Keeper(plan(text, tmp_path), 1, 1.0, 1.0)
+    keeper = Keeper(plan(text, tmp_path), 1.0, 1.0)
     clock = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: clock)
     state = SimpleNamespace(global_step=1)

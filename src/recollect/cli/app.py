@@ -20,6 +20,7 @@ import recollect as rc
 from recollect.choices.member import RecipeError
 from recollect.recipe.files import load_recipe
 from recollect.recipe.modules import import_modules
+from recollect.report.ranks import is_of_all, rank, speaks, world_size
 from recollect.report.signals import ENDINGS, endings_interrupt, received
 
 if TYPE_CHECKING:
@@ -39,11 +40,17 @@ if typer is not None:
     from recollect.cli.compare import compare
     from recollect.cli.describe import explain, sizes, zoo
     from recollect.cli.eval import eval  # noqa: A004
+    from recollect.cli.export import export
     from recollect.cli.generate import generate
+    from recollect.cli.page import page
+    from recollect.cli.plan import plan
     from recollect.cli.reproduce import reproduce
     from recollect.cli.train import train
 
-    COMMANDS = (zoo, explain, compare, reproduce, train, sizes, generate, eval, bench)
+    COMMANDS = (
+        *(zoo, explain, compare, reproduce, train, export, plan, sizes, generate, eval, bench),
+        page,
+    )
 
 __all__ = ["COMMANDS", "build", "load_recipe", "main"]
 
@@ -142,7 +149,9 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
                 if isinstance(error, BrokenPipeError) and nobody_reads():
                     return  # as with `| head`: the work is done, and nobody wants to hear more
                 # A function that names itself to its caller says it once here.
-                _say(f"recollect {name}: {_to_import(error).removeprefix(f'{name}: ')}")
+                if speaks(error):
+                    said = _to_import(error).removeprefix(f"{name}: ")
+                    _say(f"recollect {name}{_which(error)}: {said}")
                 raise typer.Exit(2) from None
             except ImportError as error:
                 _say(f"recollect {name}: {_to_install(error)}")
@@ -157,6 +166,12 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
     taken = {name: x.annotation for name, x in given.parameters.items()}
     run.__annotations__ = {**command.__annotations__, **taken, "imports": _imports()}
     return run
+
+
+def _which(error: Exception) -> str:
+    """Of several processes the one that failed alone."""
+    alone = rank() > 0 and not is_of_all(error)
+    return f" (process {rank()} of {world_size()})" if alone else ""
 
 
 def _as_written(signature: inspect.Signature) -> inspect.Signature:

@@ -27,6 +27,7 @@ _NAMES = (
     "matrix",
     "rows",
     "train",
+    "memory",
 )
 
 
@@ -56,6 +57,9 @@ def bench(
     _check_place(save)
     if suite == "train":
         _bench_train(rounds, length, save, as_json)
+        return
+    if suite == "memory":
+        _bench_memory([name.strip() for name in only.split(",") if name.strip()], save, as_json)
         return
     chosen = SUITES[suite]
     shape = Shape(T=length, H=heads, K=size, V=size, device=device)
@@ -107,6 +111,30 @@ def _bench_train(rounds: int, length: int, save: Path | None, as_json: bool) -> 
         return
     result.print(console_of_page())
     typer.echo(f"tokens per second of {RUN} by the {BARE}'s: {ratio:.2f}")
+    if save is not None:
+        _save(save, data)
+        typer.echo(f"saved: {save}")
+
+
+def _bench_memory(only: list[str], save: Path | None, as_json: bool) -> None:
+    """The suite ``memory``: peaks of training steps, each in a process of its own."""
+    from recollect.bench.suites.memory import CASES, measure
+    from recollect.report.units import readable
+
+    cases = [name for name in CASES if not only or any(word in name for word in only)]
+    if not cases:
+        raise ValueError(f"this suite has no {only[0]!r}; it has {'; '.join(CASES)}")
+    with BenchDisplay(console_of_page(stderr=True), "memory", len(cases)) as display:
+        data = measure(cases, progress=display.count)
+    if as_json:
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        _save(save, data)
+        return
+    for name, peak in data["peaks"].items():
+        resident = "" if peak["resident"] is None else f", {readable(peak['resident'], 'B')} grown"
+        typer.echo(f"{name}: {readable(peak['live'], 'B')} live{resident}")
+    for what, ratio in data["ratios"].items():
+        typer.echo(f"{what}: {ratio:.3f}")
     if save is not None:
         _save(save, data)
         typer.echo(f"saved: {save}")

@@ -7,13 +7,17 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from recollect.cli.console import INTERRUPTED, console_of_page
 from recollect.cli.progress import TrainDisplay
+from recollect.report.ranks import is_first
 from recollect.wording import worded
+
+if TYPE_CHECKING:
+    from recollect.lm.training.plan import TrainPlan
 
 __all__ = ["train"]
 
@@ -30,23 +34,20 @@ def train(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train a language model as a file says; a run that was stopped goes on with --resume."""
+    """Train a language model as a file says; a run that was stopped goes on with --resume.
+
+    Under torchrun or accelerate launch the processes share the run, and the first one speaks.
+    """
+    from recollect.lm.sharding.processes import join, together
     from recollect.lm.training.interrupts import Interrupted
-    from recollect.lm.training.plan import load_plan
     from recollect.lm.training.train import train as run
 
-    plan = load_plan(config)
-    if out is not None:
-        plan = replace(plan, run=replace(plan.run, out=out))
-    if steps is not None:
-        with worded({"[optimizer] steps": "--steps"}):
-            plan = replace(plan, optimizer=replace(plan.optimizer, steps=steps, tokens=None))
+    join()
     words = {} if device is None else {"[run] device": "--device"}
-    if device is not None:
-        with worded(words):
-            plan = replace(plan, run=replace(plan.run, device=device))
-    console = console_of_page(stderr=True)
-    page = console_of_page(stderr=as_json)
+    with together():
+        plan = _plan(config, out=out, steps=steps, device=device, words=words)
+    console, page = console_of_page(stderr=True), console_of_page(stderr=as_json)
+    console.quiet = page.quiet = not is_first()
 
     told: list[str] = []
 
@@ -68,8 +69,12 @@ def train(
         say(str(error))
         raise typer.Exit(INTERRUPTED) from None
     except KeyboardInterrupt:
+        if not is_first():
+            raise typer.Exit(INTERRUPTED) from None
         say("interrupted; --resume goes on from the last checkpoint, if there is one")
         raise typer.Exit(INTERRUPTED) from None
+    if not is_first():
+        return
     facts = {
         "model": str(result.folder),
         "steps": result.steps,
@@ -95,3 +100,26 @@ def train(
     if result.heldout is not None:
         typer.echo(f"bits per byte: held-out {result.heldout:.3f}")
     typer.echo(f"model: {result.folder}")
+
+
+def _plan(
+    config: Path,
+    *,
+    out: str | None,
+    steps: int | None,
+    device: str | None,
+    words: dict[str, str],
+) -> TrainPlan:
+    """The file's plan, with what the options say in its place."""
+    from recollect.lm.training.plan import load_plan
+
+    plan = load_plan(config)
+    if out is not None:
+        plan = replace(plan, run=replace(plan.run, out=out))
+    if steps is not None:
+        with worded({"[optimizer] steps": "--steps"}):
+            plan = replace(plan, optimizer=replace(plan.optimizer, steps=steps, tokens=None))
+    if device is not None:
+        with worded(words):
+            plan = replace(plan, run=replace(plan.run, device=device))
+    return plan

@@ -12,6 +12,8 @@ Every line is made of what the members say about themselves (signed terms, see
     ...
 """
 
+# More than 400 lines: what an explanation holds, how it is laid out, and where each part is from.
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -26,6 +28,7 @@ from recollect.engines.select import select
 from recollect.explain.composition import Composition, compose
 from recollect.explain.equations import legend, map_names, objective, read_rule, write_rule
 from recollect.explain.naming import PROPERTIES, Named, fingerprint, named, properties
+from recollect.parallel.ways import way_of
 from recollect.recipe.limit import step_limit
 from recollect.recipe.recipe import Recipe
 from recollect.report.notebook import facts
@@ -84,6 +87,8 @@ class Explanation:
         state: what is remembered between calls, by part.
         properties: the answers to `PROPERTIES`.
         cost: the numbers behind the cost line, at K = V = 64.
+        ranks: how its memory goes from rank to rank where a sequence lies along several
+            (`recollect.parallel`), and why so.
         theory: what `recollect.theory` says of it at these sizes, with sources.
 
     Examples:
@@ -114,6 +119,7 @@ class Explanation:
     state: tuple[str, ...]
     properties: Mapping[str, bool]
     cost: Cost | None
+    ranks: str
     theory: tuple[str, ...] = ()
     units: Mapping[str, str] = field(default_factory=dict)
 
@@ -141,6 +147,7 @@ class Explanation:
             "state": list(self.state),
             "properties": dict(self.properties),
             "cost": None if self.cost is None else self.cost.to_dict(),
+            "ranks": self.ranks,
             "theory": list(self.theory),
         }
 
@@ -177,6 +184,7 @@ class Explanation:
         yield "needs", list(self._needs())
         yield "state", list(self.state)
         yield "cost", list(self._cost())
+        yield "ranks", [self.ranks]
         yield "theory", list(self.theory)
         for label, answer in (("has", True), ("lacks", False)):
             names = [name for name, holds in self.properties.items() if holds is answer]
@@ -280,6 +288,7 @@ def _explained(recipe: object, method: str) -> Explanation:
         state=_state(resolved),
         properties=properties(resolved),
         cost=_price(resolved, method),
+        ranks=str(way_of(resolved)),
         theory=findings(resolved, _SIZE, _SIZE),
         units=_units(resolved, options),
     )

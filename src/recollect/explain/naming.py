@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,7 @@ def properties(recipe: Recipe) -> dict[str, bool]:
 # -- names ---------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=1024)
 def fingerprint(recipe: Recipe) -> Any:
     """What two recipes of one name share: everything but sizes.
 

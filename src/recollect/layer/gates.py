@@ -277,6 +277,7 @@ class GateProjection(nn.Module):
         several = isinstance(declared, Gate) and recipe.per_association(declared)
         inner = [sizes[axis] for axis in declared.axes]
         self.shape = (heads, *([recipe.associations] if several else []), *inner)
+        self._whole = self.shape  # where `shape` may be that of a part of the heads
         self.log = gate and declared.name.startswith("log_") and declared.range.high is not None
         self.decays = self.log or (not gate and declared.name in recipe.logs())
         if options.schedule not in (None, "integers") and not self.decays:
@@ -309,6 +310,7 @@ class GateProjection(nn.Module):
         # A fixed number follows from the options: no buffer, which half precision would round
         # (0.999 to 1) and a checkpoint might lose.
         self._starts: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._kept: slice | None = None
         if source == "learned" or (source == "input" and not self.key):
             self.bias = nn.Parameter(torch.empty(self.shape))
         elif self.drawn:
@@ -342,16 +344,16 @@ class GateProjection(nn.Module):
     def _initial(self) -> Tensor:
         options, declared = self.options, self.declared
         if isinstance(declared, Param) and self.drawn:
-            return start(declared, self.shape)
+            return start(declared, self._whole)
         if options.schedule is not None:
-            value = _schedule(options.schedule, self.shape, self.depth)
+            value = _schedule(options.schedule, self._whole, self.depth)
             return value.exp() if self.decays and not self.log else value
         given = options.init
         if given is None:
             given = declared.init if options.unit is None else BEGINS
         if isinstance(given, tuple) and options.init is None:
             # A member's tuple runs along the last axis, an option's over heads.
-            return torch.tensor(given, dtype=torch.float64).expand(self.shape).clone()
+            return torch.tensor(given, dtype=torch.float64).expand(self._whole).clone()
         value = torch.tensor(given, dtype=torch.float64)
         value = self._per_head(value.expand(self.heads))
         factor = options.spread or (SPREAD if options.init is None else 1.0)
@@ -367,13 +369,28 @@ class GateProjection(nn.Module):
         if place in self._starts:
             return self._starts[place]
         with torch.inference_mode(False):  # it will be used outside of the mode too
-            value = self.initial().to(device=device, dtype=dtype)
+            value = self.initial() if self._kept is None else self.initial()[self._kept]
+            value = value.to(device=device, dtype=dtype)
         if lasts(value):
             self._starts[place] = value
         return value
 
+    def keep_heads(self, index: int, parts: int) -> None:
+        """Be the projection of one part of the heads; its weights are cut by whoever asks for it.
+
+        Fixed numbers stay those of these heads: schedules and spreads run over all of them.
+
+        Args:
+            index: of the part, from 0.
+            parts: equal ones.
+        """
+        each = self.heads // parts
+        self._kept = slice(index * each, (index + 1) * each)
+        self.shape = (each, *self.shape[1:])
+        self._starts.clear()
+
     def _per_head(self, value: Tensor) -> Tensor:
-        return value.view(-1, *(1,) * (len(self.shape) - 1)).expand(self.shape).clone()
+        return value.view(-1, *(1,) * (len(self._whole) - 1)).expand(self._whole).clone()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

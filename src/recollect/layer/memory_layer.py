@@ -213,8 +213,8 @@ class MemoryLayer(RecipeNumbers):
             borders: ``[N + 1]`` borders of N documents packed in one row.
         """
         options, n = self.options, self.recipe.associations
-        seen, last = self._streams(x, state, lengths, borders)
-        u, tail, conv = self._project(x, seen), None, self.conv
+        seen, last = self.streams(x, state, lengths, borders)
+        u, tail, conv = self.project(x, seen), None, self.conv
         if conv is not None:
             tail = None if state is None else state.conv
             u, tail = conv(u, tail, lengths=lengths, borders=borders)
@@ -323,17 +323,29 @@ class MemoryLayer(RecipeNumbers):
             y = y * functional.silu(gate(inputs.gated))
         return self.out(y)
 
-    def _streams(
+    def streams(
         self, x: Tensor, state: LayerState | None, lengths: Tensor | None, borders: Tensor | None
     ) -> tuple[Mapping[str, Tensor], Tensor | None]:
-        """What a projection sees in place of x, by name, and the last token where it is needed."""
+        """What a projection sees in place of x, by name, and the last token where it is needed.
+
+        Args:
+            x: tokens ``[B, T, d_model]``.
+            state: of the tokens before.
+            lengths: real tokens per row ``[B]``, where rows are padded on the right.
+            borders: ``[N + 1]`` borders of N documents packed in one row.
+        """
         if self.shift is None:
             return {}, None
         tail = None if state is None else state.shift
         return self.shift(x, tail, lengths=lengths, borders=borders)
 
-    def _project(self, x: Tensor, seen: Mapping[str, Tensor]) -> Tensor:
-        """q, k and v beside each other."""
+    def project(self, x: Tensor, seen: Mapping[str, Tensor]) -> Tensor:
+        """q, k and v beside each other, as the convolution takes them.
+
+        Args:
+            x: tokens ``[B, T, d_model]``.
+            seen: of `streams`.
+        """
         if self.shift is None:
             return self.qkv(x)
         weights = self.qkv.weight.split(self.sizes)

@@ -246,6 +246,11 @@ class RecipeNumbers(nn.Module):
         self._bound = named(bind(self.recipe, **sizes, method=name))
 
     @property
+    def inner_gradients(self) -> bool:
+        """Whether the engine may take gradients of its own while it runs."""
+        return self._bound.engine.inner_gradients
+
+    @property
     def initial_memory(self) -> tuple[Tensor, ...] | None:
         """A₀ of every memory, ``[H, *shape]`` per map; ``None`` where memories start at zero."""
         return None if self.memory is None else self.memory()
@@ -290,7 +295,31 @@ class RecipeNumbers(nn.Module):
             borders: ``[N + 1]`` borders of N documents packed in one row.
             output_state: False returns ``None`` in place of the state.
         """
-        call = Call(
+        before = None if state is None else state.memory
+        call = self.call(inputs, before, batch=batch, borders=borders, output_state=output_state)
+        if torch.compiler.is_compiling() and suits(call):
+            return memorise_as_one(call)
+        return memorise(call)
+
+    def call(
+        self,
+        inputs: Associations,
+        state: State | None,
+        *,
+        batch: CompactedBatch | None = None,
+        borders: Tensor | None = None,
+        output_state: bool = True,
+    ) -> Call:
+        """What `learn` asks of the memory.
+
+        Args:
+            inputs: what is learned and asked.
+            state: of the memory before the first token.
+            batch: where padded rows, whose tokens these are, had theirs.
+            borders: ``[N + 1]`` borders of N documents packed in one row.
+            output_state: whether a state is wanted.
+        """
+        return Call(
             bound=self._bound,
             q=inputs.q,
             k=inputs.k,
@@ -298,7 +327,7 @@ class RecipeNumbers(nn.Module):
             gates=inputs.gates,
             params=inputs.params,
             init=self.initial_memory if state is None else None,
-            state=None if state is None else state.memory,
+            state=state,
             cu_seqlens=borders,
             chunk_size=self.chunk_size,
             output_state=output_state,
@@ -308,9 +337,6 @@ class RecipeNumbers(nn.Module):
             sure=state is not None and inputs.q.shape[1] == 1,
             sources=self._sources(),
         )
-        if torch.compiler.is_compiling() and suits(call):
-            return memorise_as_one(call)
-        return memorise(call)
 
     def _sources(self) -> Sequence[Tensor]:
         """What the recipe's params are made of."""

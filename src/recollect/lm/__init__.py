@@ -43,6 +43,7 @@ from recollect.lm.model.counts import count_parameters, match_parameters, parame
 from recollect.lm.model.model import RecollectForCausalLM, RecollectModel
 from recollect.lm.model.paper_sizes import PAPER_SIZES, PaperSize, paper_config
 from recollect.lm.prompt import Prompt
+from recollect.lm.sharding.processes import ProcessEnded
 from recollect.lm.swap import replace_attention
 from recollect.lm.swap_loading import register
 from recollect.lm.training.divergence import Diverged
@@ -58,6 +59,7 @@ __all__ = [
     "EvaluationWatcher",
     "Header",
     "PaperSize",
+    "ProcessEnded",
     "Progress",
     "Prompt",
     "RecollectCache",

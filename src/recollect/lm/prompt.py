@@ -33,7 +33,10 @@ FORMAT = 1
 WRITER = "memory.written_by"
 """The end of the names of who wrote a memory."""
 # What says how a model runs or is saved, not what it computes.
-SILENT = ("method", "use_cache", "dtype", "architectures", "transformers_version", "_name_or_path")
+SILENT = (
+    *("method", "use_cache", "loss_chunk_size", "dtype", "architectures", "transformers_version"),
+    "_name_or_path",
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

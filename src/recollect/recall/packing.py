@@ -11,7 +11,7 @@ from torch import Tensor
 from recollect.recall.call import Call
 from recollect.state.state import State, join_states
 
-__all__ = ["CompactedBatch", "compact", "run_compacted", "run_documents", "scatter"]
+__all__ = ["CompactedBatch", "compact", "run_compacted", "run_documents", "scatter", "taken"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def run_compacted(run: Run, call: Call) -> tuple[Tensor, State]:
     """
     assert call.attention_mask is not None
     batch = compact(call.attention_mask)
-    y, after = run(_taken(call, batch, batch.gather))
+    y, after = run(taken(call, batch, batch.gather))
     return scatter(y, batch), after
 
 
@@ -100,7 +100,7 @@ def run_documents(run: Run, call: Call) -> tuple[Tensor, State]:
             shape = (*batch.index.shape, *(1,) * (x.dim() - 2))
             return torch.where(batch.real.view(shape), x[0][batch.index], fill)
 
-        piece = _taken(call, batch, take)
+        piece = taken(call, batch, take)
         if call.state is not None:
             here = call.state.select(torch.tensor(documents, device=device))
             piece = replace(piece, state=here)
@@ -115,7 +115,7 @@ def run_documents(run: Run, call: Call) -> tuple[Tensor, State]:
     return out, join_states(states).select(back)
 
 
-def _taken(call: Call, batch: CompactedBatch, take: Callable[..., Tensor]) -> Call:
+def taken(call: Call, batch: CompactedBatch, take: Callable[..., Tensor]) -> Call:
     """The call of a batch's real tokens.
 
     Padding holds valid numbers, so that what is discarded cannot poison a gradient.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from recollect.report.figures import FigureFiles
 from recollect.report.files import write_atomic
+from recollect.report.notebook import prose
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --faint: #5b6470; --paper: #ffffff;
@@ -50,7 +51,6 @@ figcaption, .caption { color: var(--faint); font-size: .9rem; margin: .4rem 0; }
   .wide { overflow: visible; } th, td { white-space: normal; } }
 """
 
-_CODE = re.compile(r"`([^`\n]+)`")
 
 _NUMERAL = r"[+−-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?"
 _WRITTEN = re.compile(
@@ -233,11 +233,6 @@ def _cell(cell: Cell) -> str:
 
 def _text(value: object) -> str:
     return html.escape(str(value), quote=True)
-
-
-def prose(value: object) -> str:
-    """A text as HTML: escaped, and what stands between backticks as code."""
-    return _CODE.sub(r"<code>\1</code>", _text(value))
 
 
 def _heading(title: str) -> str:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable, Iterable, Sequence
 
-from recollect.report.html import prose
-
-__all__ = ["Rows", "equations_by", "equations_of", "facts", "grid"]
+__all__ = ["Rows", "equations_by", "equations_of", "facts", "grid", "prose"]
 
 Rows = Iterable[tuple[str, Sequence[str]]]
 """A label and the lines beside it."""
 
 CODE = 'style="text-align:left;white-space:pre-wrap;font-family:monospace"'
 HEAD = 'style="text-align:left;vertical-align:top"'
+
+
+_CODE = re.compile(r"`([^`\n]+)`")
+
+
+def prose(value: object) -> str:
+    """A text as HTML: escaped, and what stands between backticks as code."""
+    return _CODE.sub(r"<code>\1</code>", html.escape(str(value), quote=True))
 
 
 def facts(title: str, rows: Rows, *, equations: Iterable[str] = ()) -> str:

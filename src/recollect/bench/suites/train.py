@@ -25,7 +25,7 @@ from recollect.lm.data.sources import Source
 from recollect.lm.data.tokenizers import byte_tokenizer
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.training.flops import measured_ceiling, model_flops
+from recollect.lm.planning.flops import measured_ceiling, model_flops
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.prepare import build_model
 from recollect.lm.training.train import Progress, train

@@ -26,7 +26,7 @@ from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 from recollect.wording import shown, word_for, worded
 from recollect.zoo.preset import Hybrid, Preset, find
 
-__all__ = ["Named", "compare", "named"]
+__all__ = ["Named", "compare", "equal_configs", "named"]
 
 Named = (
     str
@@ -161,7 +161,7 @@ def compare(
                 assert corpus is not None
                 vocab = corpus.vocab
             told = recall is not None
-            configs = _equal_configs(chosen, vocab, size, method, parameters, conv=told)
+            configs = equal_configs(chosen, vocab, size, method, parameters, conv=told)
             wanted += [
                 Job(
                     task=task,
@@ -234,7 +234,7 @@ def _by_task(
         "target": "parameters",
     }
 )
-def _equal_configs(
+def equal_configs(
     chosen: Sequence[tuple[str, Mapping[str, Mixer]]],
     vocab: int,
     size: Sizes,
@@ -243,6 +243,19 @@ def _equal_configs(
     *,
     conv: bool,
 ) -> list[RecollectConfig]:
+    """Configurations of models of one size, their MLPs as wide as equal parameters want them.
+
+    Args:
+        chosen: names and mixers of each model, as `named` gives them.
+        vocab: tokens.
+        size: of the models.
+        method: engine, as in `recall`.
+        parameters: that every model is brought to; the largest model's when ``None``.
+        conv: whether every layer has a short convolution.
+
+    Raises:
+        ValueError: a model that has more parameters even with the narrowest MLP.
+    """
     configs = [
         RecollectConfig.from_recipes(
             {name: _fitted(mixer, size, conv=conv) for name, mixer in layers.items()},

@@ -19,7 +19,7 @@ from recollect.report.devices import find_device
 from recollect.report.environment import Environment, describe_environment
 from recollect.tasks.text import TextCorpus
 
-__all__ = ["Job", "Outcome", "run_jobs", "training_environment"]
+__all__ = ["Job", "Outcome", "run_jobs", "state_bytes", "training_environment"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def _trained(job: Job, task: CompareTask, watcher: Watcher) -> ModelRun:
     torch.manual_seed(job.seed)
     model = RecollectForCausalLM(job.config)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    state_bytes, grows = _state_bytes(model, job.size.length)
+    kept, grows = state_bytes(model, job.size.length)
     history = History()
     by_pairs: dict[int, float] = {}
     try:
@@ -154,7 +154,7 @@ def _trained(job: Job, task: CompareTask, watcher: Watcher) -> ModelRun:
         task=job.task,
         model=job.model,
         parameters=parameters,
-        state_bytes=state_bytes,
+        state_bytes=kept,
         grows=grows,
         value=value,
         by_pairs=by_pairs,
@@ -168,7 +168,7 @@ def _trained(job: Job, task: CompareTask, watcher: Watcher) -> ModelRun:
     )
 
 
-def _state_bytes(model: RecollectForCausalLM, length: int) -> tuple[int, bool]:
+def state_bytes(model: RecollectForCausalLM, length: int) -> tuple[int, bool]:
     """Bytes a decoder keeps per sequence after ``length`` tokens, and whether they grow."""
     device = next(model.parameters()).device
     model.eval()

@@ -206,12 +206,12 @@ def read_rows(
     return rows, tally
 
 
-def collate(rows: Sequence[Row], *, reset: bool) -> dict[str, Tensor]:
+def collate(rows: Sequence[Row], *, reset: bool, flat: bool = True) -> dict[str, Tensor]:
     """A batch: ``input_ids``, ``labels`` of that shape, and ``cu_seqlens`` where there are borders.
 
     Args:
         rows: of one length. reset: whether the memory starts anew at every document; otherwise a
-            row is one sequence.
+            row is one sequence. flat: whether rows that hold borders become one.
     """
     tokens = torch.from_numpy(np.stack([row.tokens for row in rows])).long()  # [B, T]
     if not reset or all(len(row.starts) == 1 for row in rows):
@@ -221,7 +221,7 @@ def collate(rows: Sequence[Row], *, reset: bool) -> dict[str, Tensor]:
     labels = tokens.view(1, -1).clone()
     labels[0, starts] = IGNORE  # nothing precedes a document's first token
     return {
-        "input_ids": tokens.view(1, -1),
-        "labels": labels,
+        "input_ids": tokens.view(1, -1) if flat else tokens,
+        "labels": labels if flat else labels.view_as(tokens),
         "cu_seqlens": torch.tensor([*starts, tokens.numel()]),
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from transformers import GenerationConfig, PretrainedConfig
 
@@ -78,6 +78,7 @@ class RecollectConfig(PretrainedConfig):
         tie_word_embeddings: whether the output reads the embedding.
         router_aux_loss_coef: ≥ 0, what the training loss adds of the load-balancing loss, where
             tokens are routed to memories (`recollect.blocks.Routed`); 0.01 as in Du et al. 2025.
+        loss_chunk_size: tokens whose logits a training loss holds at once; 0 is all of them.
         use_cache: whether a forward pass out of training returns states.
         pad_token_id, bos_token_id, eos_token_id: of the tokenizer.
 
@@ -97,6 +98,17 @@ class RecollectConfig(PretrainedConfig):
     """
 
     model_type = "recollect"
+    # How transformers divides a model that `from_pretrained(distributed_config=...)` loads: FSDP2
+    # block by block. Layers are divided by heads by `recollect.lm.sharding` alone.
+    base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
+        "embed_tokens": "free_full_weight",
+        "blocks.*": "free_full_weight",
+        "norm": "keep_full_weight",
+    }
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
+        "blocks.*.mlp.gate_up": "packed_colwise",
+        "blocks.*.mlp.down": "rowwise",
+    }
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     def __init__(
@@ -117,6 +129,7 @@ class RecollectConfig(PretrainedConfig):
         initializer_range: float | None = None,
         tie_word_embeddings: bool = False,
         router_aux_loss_coef: float = 0.01,
+        loss_chunk_size: int = 1024,
         use_cache: bool = True,
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
@@ -150,6 +163,7 @@ class RecollectConfig(PretrainedConfig):
         self.initializer_range = initializer_range
         self.tie_word_embeddings = tie_word_embeddings
         self.router_aux_loss_coef = router_aux_loss_coef
+        self.loss_chunk_size = loss_chunk_size
         self.use_cache = use_cache
         self.pad_token_id, self.bos_token_id = pad_token_id, bos_token_id
         self.eos_token_id = eos_token_id
@@ -339,6 +353,10 @@ def _check_fields(config: RecollectConfig) -> None:
         if not fits and not (value is None and name in _OPTIONAL):
             refuse(name, f"a whole number from 1 to {most:,}")
         setattr(config, name, number)
+    chunk = as_whole(config.loss_chunk_size)
+    if chunk is None or not 0 <= chunk <= _LARGEST:
+        refuse("loss_chunk_size", f"a whole number from 0 to {_LARGEST:,}")
+    config.loss_chunk_size = chunk or 0
     for name in ("rms_norm_eps", "initializer_range"):
         value = getattr(config, name)
         fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e3

@@ -10,7 +10,6 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import GenerationMixin
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -26,12 +25,11 @@ from recollect.layer.blocks import Block
 from recollect.lm.model.arguments import ForwardArguments, HeadlessArguments, document_borders
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.config import RecollectConfig
+from recollect.lm.model.loss import IGNORE, next_token_loss, shifted
 from recollect.lm.model.pretrained import RecollectPreTrainedModel
 from recollect.wording import worded
 
 __all__ = ["RecollectForCausalLM", "RecollectModel"]
-
-IGNORE = -100
 
 
 class RecollectModel(RecollectPreTrainedModel):
@@ -164,6 +162,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
     accepts_loss_kwargs = True  # num_items_in_batch, below
 
     def __init__(self, config: RecollectConfig) -> None:
@@ -185,9 +184,14 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        output_logits: bool | None = None,
         **others: Unpack[ForwardArguments],
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Logits, and the loss when there are labels.
+
+        A training loss takes the output layer ``loss_chunk_size`` tokens at a time and gives no
+        logits, unless they are asked for.
 
         Where tokens are routed to memories, ``aux_loss`` is the mean load-balancing loss of the
         routers; in training, and only then, the loss contains ``router_aux_loss_coef`` times it.
@@ -209,6 +213,10 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             logits_to_keep: only the last so many positions, or those of an index; 0 is all.
             num_items_in_batch: what the summed loss is divided by, when an optimizer step takes
                 more than this batch.
+            shift_labels: ``[B, T]``, what each column predicts, in place of ``labels``: where a
+                text goes on after the last column, it knows the next token.
+            output_logits: whether logits come back beside a loss; by default not while training,
+                where the configuration has a ``loss_chunk_size``.
             others: what transformers hands on, by its names: `ForwardArguments`.
 
         Raises:
@@ -223,7 +231,8 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                 cu_seqlens = document_borders(
                     others, shape, seen=seen, mask=attention_mask, cu_seqlens=cu_seqlens
                 )
-        routed = labels is not None and self.routed
+        asked = labels is not None or shift_labels is not None
+        routed = asked and self.routed
         with watched_routers(self.model) if routed else nullcontext([]) as routings:
             outputs = self.model(
                 input_ids=input_ids,
@@ -235,19 +244,27 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                 output_hidden_states=output_hidden_states,
             )
         x = outputs.last_hidden_state
-        columns = (
-            slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        )
-        logits = self.lm_head(x[:, columns])
+        if output_logits is None:
+            output_logits = not (asked and self.training and self.config.loss_chunk_size)
+        all_columns = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        logits = None
+        if output_logits or not asked or not all_columns:
+            columns = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
+            logits = self.lm_head(x[:, columns])
         loss = None
-        if labels is not None:
-            if logits.shape[:2] != labels.shape:
-                raise ValueError(
-                    f"labels must have shape {list(logits.shape[:2])} [B, T], one per logit, not "
-                    f"{list(labels.shape)}"
-                )
-            targets = _targets(labels, attention_mask, cu_seqlens)
-            loss = _loss(logits, targets, num_items_in_batch)
+        if asked:
+            found = x if logits is None else logits
+            targets = _targets(labels, shift_labels, attention_mask, cu_seqlens, found.shape[:2])
+            loss = next_token_loss(
+                x,
+                self.lm_head,
+                targets,
+                items=num_items_in_batch,
+                chunk=self.config.loss_chunk_size,
+                logits=logits,
+            )
             if routed:
                 return self._balanced(outputs, logits, loss, routings, targets, num_items_in_batch)
         return CausalLMOutputWithPast(
@@ -265,7 +282,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
     def _balanced(
         self,
         outputs: BaseModelOutputWithPast,
-        logits: Tensor,
+        logits: Tensor | None,
         loss: Tensor,
         routings: Sequence[Routing],
         targets: Tensor,
@@ -388,6 +405,28 @@ def _layer(config: RecollectConfig, mixer: Mixer, index: int) -> nn.Module:
     )
 
 
+def _targets(
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    mask: Tensor | None,
+    borders: Tensor | None,
+    shape: Sequence[int],
+) -> Tensor:
+    """What each column predicts."""
+    if labels is not None and shift_labels is not None:
+        raise ValueError(
+            "labels and shift_labels exclude each other: the first are shifted here, the second "
+            "already are"
+        )
+    given, name = (labels, "labels") if shift_labels is None else (shift_labels, "shift_labels")
+    assert given is not None
+    if given.shape != shape:
+        raise ValueError(
+            f"{name} must have shape {list(shape)} [B, T], one per logit, not {list(given.shape)}"
+        )
+    return shifted(given, mask, borders) if shift_labels is None else given
+
+
 def _check_cache(cache: object, layers: int) -> None:
     if cache is None or (isinstance(cache, RecollectCache) and len(cache) in (0, layers)):
         return
@@ -414,30 +453,3 @@ def _mask(mask: Tensor | None, x: Tensor, seen: int) -> Tensor | None:
     if not torch.compiler.is_compiling() and bool((mask != 0).all()):
         return None
     return mask
-
-
-def _targets(labels: Tensor, mask: Tensor | None, borders: Tensor | None) -> Tensor:
-    """Next tokens ``[B, T − 1]`` to be predicted, `IGNORE` where nothing predicts them."""
-    if borders is not None:
-        starts = borders[:-1].to(device=labels.device, dtype=torch.long)
-        flat = labels.flatten()
-        labels = flat.index_fill(0, starts[starts < len(flat)], IGNORE).view_as(labels)
-    targets = labels[:, 1:]
-    if mask is not None:
-        real = mask[:, mask.shape[1] - labels.shape[1] :][:, :-1].to(labels.device)
-        targets = targets.masked_fill(real == 0, IGNORE)
-    return targets
-
-
-def _loss(logits: Tensor, targets: Tensor, items: int | Tensor | None) -> Tensor:
-    """Mean cross entropy in nats of the next tokens, in float32."""
-    targets = targets.to(logits.device)
-    total = functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(),
-        targets.flatten(),
-        ignore_index=IGNORE,
-        reduction="sum",
-    )
-    if items is None:
-        items = (targets != IGNORE).sum().clamp_min(1)
-    return total / (items.to(total.device) if isinstance(items, Tensor) else items)

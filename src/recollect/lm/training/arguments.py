@@ -11,29 +11,95 @@ import torch
 from transformers import TrainingArguments as Arguments
 from transformers.utils import logging as transformers_logging
 
+from recollect.lm.sharding.layout import Layout, layout_of
 from recollect.lm.training.plan import TrainPlan
+from recollect.report.devices import find_device
+from recollect.wording import word_for
 
-__all__ = ["quiet", "trainer_arguments"]
+__all__ = ["device_of", "quiet", "share", "trainer_arguments"]
 
 
-def trainer_arguments(plan: TrainPlan, out: Path, device: torch.device | None = None) -> Arguments:
+def share(plan: TrainPlan, processes: int) -> Layout:
+    """How processes share a plan's run.
+
+    Args:
+        plan: of the run.
+        processes: that a launcher started.
+
+    Raises:
+        ValueError: a mesh, a batch or a way of running that they do not fit.
+    """
+    layout = layout_of(plan.run.parallel, processes)
+    layout.rows(plan.optimizer.batch)
+    if plan.run.compile and layout.tensor > 1:
+        raise ValueError(
+            f"[run] compile = true compiles MLPs, which tensor = {layout.tensor} divides: leave "
+            "out one of them"
+        )
+    if plan.data.segments > 1 and processes > 1:
+        _check_segments(plan, layout)
+    return layout
+
+
+def _check_segments(plan: TrainPlan, layout: Layout) -> None:
+    """What rows in segments cannot do yet where several processes share a run."""
+    data = plan.data
+    if data.segment_gradient == "kept":
+        raise ValueError(
+            '[data] segment_gradient = "kept" runs back into states, which processes that share a '
+            'run do not see: take "cut", or one process'
+        )
+    if data.packing == "documents" and layout.divides:
+        raise ValueError(
+            f"[data] segments = {data.segments} begins documents with a layer's own initial "
+            'memory, of which each process holds a part: take packing = "stream", or '
+            'parallel = "ddp"'
+        )
+
+
+def device_of(plan: TrainPlan, processes: int) -> torch.device | None:
+    """Where a plan runs; ``None`` of several processes, each of which takes its own.
+
+    Args:
+        plan: of the run.
+        processes: that share it.
+
+    Raises:
+        ValueError: it is not here, or several processes would share it.
+    """
+    said = word_for("[run] device")
+    if processes == 1:
+        return find_device(plan.run.device, said=said)
+    if plan.run.device is not None:
+        raise ValueError(
+            f"{said} {plan.run.device!r} is one device, and each of these {processes} processes "
+            "takes its own: leave it out"
+        )
+    return None
+
+
+def trainer_arguments(
+    plan: TrainPlan, out: Path, device: torch.device | None = None, *, batch: int | None = None
+) -> Arguments:
     """The Trainer's arguments.
 
     Args:
         plan: of the run.
         out: its folder.
         device: of the one process that there is; of several, each takes its own.
+        batch: rows that this process reads at once; the plan's, of one process.
 
     Raises:
         ValueError: tensorboard is asked for and not installed.
     """
     optimizer, run = plan.optimizer, plan.run
+    batch = batch or optimizer.batch
     floor = {"min_lr_rate": optimizer.floor} if optimizer.floor else {}
     arguments = Arguments(
         output_dir=str(out),
         max_steps=plan.steps,
-        per_device_train_batch_size=optimizer.batch,
-        per_device_eval_batch_size=optimizer.batch,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
         gradient_accumulation_steps=optimizer.accumulate,
         learning_rate=plan.lr,
         lr_scheduler_type="cosine_with_min_lr" if floor else "cosine",
@@ -55,11 +121,15 @@ def trainer_arguments(plan: TrainPlan, out: Path, device: torch.device | None = 
         use_cpu=_is_cpu(device),  # or it refuses bf16
         report_to=_reports(plan, out),
         disable_tqdm=True,
+        log_level="error",
+        log_level_replica="error",
         seed=run.seed,
         data_seed=run.seed,
         dataloader_pin_memory=torch.cuda.is_available(),
         remove_unused_columns=False,
         # A batch may be one packed row, which nobody can divide: each process makes its own.
+        # A gate that a tie replaces, or a last state that nobody reads, has no gradient.
+        ddp_find_unused_parameters=True,
         accelerator_config={"dispatch_batches": False, "split_batches": False},
     )
     if device is not None:
@@ -100,7 +170,7 @@ def _reports(plan: TrainPlan, out: Path) -> list[str]:
 class quiet:
     """The libraries' own log lines, held down to warnings of weight."""
 
-    names = ("transformers", "accelerate")
+    names = ("transformers", "accelerate", "torch.distributed.tensor")
 
     def __enter__(self) -> None:
         self.bars = transformers_logging.is_progress_bar_enabled()

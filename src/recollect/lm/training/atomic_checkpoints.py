@@ -24,6 +24,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from recollect.lm.model.checkpoint import CheckpointError, check_json
 from recollect.lm.model.manifest import MANIFEST, check_manifest, write_manifest
+from recollect.lm.sharding.checkpoints import SHARDS
 
 __all__ = [
     "RECORD",
@@ -41,6 +42,7 @@ _ASIDE = ".saving"
 _GONE = ".replaced"
 # What every checkpoint has; the Trainer writes its own state last.
 _NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
+_SHARED = ("layout.json", "scheduler.pt", "trainer_state.json")  # beside the shards of processes
 
 
 class AtomicTrainer(Trainer):
@@ -95,6 +97,7 @@ class AtomicTrainer(Trainer):
                 place_folder(aside, folder)
         if self.args.should_save:
             clear_aside(folder.parent)
+        self.accelerator.wait_for_everyone()
 
 
 def place_folder(made: Path, name: Path) -> None:
@@ -135,9 +138,9 @@ def last_checkpoint(run: Path) -> Path | None:
     if not numbered:
         return None
     path = max(numbered)[1]
-    sharded = (path / "model.safetensors.index.json").exists() or any(path.glob("pytorch_model*"))
-    for name in _NEEDED:
-        if not (path / name).exists() and not (sharded and name != "trainer_state.json"):
+    several = (path / "model.safetensors.index.json").exists()
+    for name in _SHARED if (path / SHARDS).exists() else _NEEDED:
+        if not (path / name).exists() and not (several and name == "model.safetensors"):
             raise ValueError(
                 f"{path} lacks {name}, so it cannot be resumed: delete the folder to go on from "
                 "the checkpoint before it, or from the beginning"

@@ -13,11 +13,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
 from recollect.explain.diagnosis import SMALLER_STEPS
 from recollect.layer.gates import GateProjection
 from recollect.lm.training.atomic_checkpoints import last_checkpoint
+from recollect.report.ranks import of_all
 
 __all__ = ["OWN_STEPS", "REFUSALS", "Diverged", "Guard", "find_origin"]
 
@@ -67,12 +69,15 @@ class Guard(TrainerCallback):
 
     Attributes:
         loss: of the step under way, so far.
+        losses: of a batch, whose sum is its loss; how it is run again.
     """
 
     loss: Tensor
+    losses: Callable[[Any, Any], Iterable[Tensor]]
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self.losses = self._whole
         self._batches: list[tuple[Any, Any]] = []  # of the step under way
         self._step, self._lr = 0, 0.0
 
@@ -118,7 +123,8 @@ class Guard(TrainerCallback):
         model = self.trainer.model
         assert model is not None
         finite = self.loss.isfinite()
-        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        gradients = [_own(weight.grad) for weight in model.parameters() if weight.grad is not None]
+        gradients = [gradient for gradient in gradients if gradient.numel()]
         if gradients:
             largest = nn.utils.get_total_norm(gradients, norm_type=torch.inf)
             finite = finite & largest.isfinite()
@@ -126,7 +132,7 @@ class Guard(TrainerCallback):
             broken = self.trainer.accelerator.reduce((~finite).float())
             finite = cast(Tensor, broken) == 0
         if not bool(finite):
-            raise self._diverged(self._origin())
+            raise of_all(self._diverged(self._origin()))
 
     def _origin(self) -> str | None:
         # Of several processes another may hold the cause, or a part of the weights.
@@ -139,9 +145,12 @@ class Guard(TrainerCallback):
         trainer = self.trainer
         for batch, count in self._batches:
             with trainer.compute_loss_context_manager():
-                prepared = trainer._prepare_inputs(batch)
-                model = cast(nn.Module, trainer.model)
-                yield cast(Tensor, trainer.compute_loss(model, prepared, num_items_in_batch=count))
+                yield from self.losses(trainer._prepare_inputs(batch), count)
+
+    def _whole(self, batch: Any, count: Any) -> Iterator[Tensor]:
+        trainer = self.trainer
+        model = cast(nn.Module, trainer.model)
+        yield cast(Tensor, trainer.compute_loss(model, batch, num_items_in_batch=count))
 
     def _diverged(self, origin: str | None) -> Diverged:
         args = self.trainer.args
@@ -163,6 +172,11 @@ class Guard(TrainerCallback):
         return Diverged(
             step=self._step, lr=self._lr, origin=origin, checkpoint=checkpoint, advice=advice
         )
+
+
+def _own(gradient: Tensor) -> Tensor:
+    """What this process holds of a gradient."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def find_origin(model: nn.Module, losses: Callable[[], Iterable[Tensor]]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,10 @@ from transformers import Trainer, TrainerCallback
 from recollect.report.signals import ENDINGS, Ended, answered
 
 __all__ = ["Interrupted", "finish_step"]
+
+
+_COPIED = 5.0
+"""Seconds within which a launcher hands on the interrupt that a terminal gave to all."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -35,7 +40,17 @@ class _Stopper(TrainerCallback):
     """Ends training after the step in which somebody asked, with a checkpoint."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.asked = trainer, False
+        self.trainer, self.asked, self.since = trainer, False, 0.0
+
+    def ask(self) -> None:
+        """Somebody wants the run to end."""
+        if not self.asked:
+            self.asked, self.since = True, time.monotonic()
+
+    def repeated(self) -> bool:
+        """Whether a signal is a second wish, and not the first one's copy from a launcher."""
+        several = self.trainer.args.world_size > 1
+        return self.asked and not (several and time.monotonic() - self.since < _COPIED)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         asked = self.asked
@@ -45,7 +60,7 @@ class _Stopper(TrainerCallback):
             asked = bool(accelerator.reduce(told).item())
         if asked and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
-            self.asked = True
+            self.ask()
 
 
 @contextmanager
@@ -60,9 +75,9 @@ def finish_step(trainer: Trainer) -> Iterator[None]:
     trainer.add_callback(stopper)
 
     def note(number: int, frame: FrameType | None) -> None:
-        if stopper.asked:
+        if stopper.repeated():
             raise KeyboardInterrupt if number == signal.SIGINT else Ended(number)
-        stopper.asked = True
+        stopper.ask()
 
     with answered((signal.SIGINT,), note), answered(ENDINGS, note, default=True):
         yield

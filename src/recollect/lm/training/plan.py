@@ -1,10 +1,12 @@
 """Training plans: a TOML file of four tables, checked before anything is loaded."""
 
+# More than 400 lines: every key of the file, with its range and what it contradicts.
+
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +19,7 @@ from recollect.lm.training.plan_keys import (
     to_betas,
     to_mapping,
     to_name,
+    to_parallel,
     to_recipe,
     to_separator,
     to_string,
@@ -24,7 +27,15 @@ from recollect.lm.training.plan_keys import (
 )
 from recollect.wording import shown, word_for
 
-__all__ = ["DataPlan", "ModelPlan", "OptimizerPlan", "RunPlan", "TrainPlan", "load_plan"]
+__all__ = [
+    "DataPlan",
+    "ModelPlan",
+    "OptimizerPlan",
+    "RunPlan",
+    "TrainPlan",
+    "default_of",
+    "load_plan",
+]
 
 T = TypeVar("T", bound="_Table")
 
@@ -119,6 +130,10 @@ class DataPlan(_Table):
         context: tokens of a row.
         packing: ``"documents"``: the memory starts anew at every document; ``"stream"``: it runs on
             to the row's end.
+        segments: pieces that a row is read in, one after the other; the state goes on, and memory
+            is that of a piece.
+        segment_gradient: ``"cut"`` at the borders of pieces, or ``"kept"``: that of the whole row,
+            for which each piece is read twice.
         bad_lines: ``"stop"`` or ``"skip"`` at a line that cannot be read; either way it is named.
         stream: read while training, in order, with a shuffle over ``shuffle`` rows; otherwise all
             is read first.
@@ -138,6 +153,8 @@ class DataPlan(_Table):
     vocab: int = integer(VOCAB, at_least=257)
     context: int = integer(512, at_least=2)
     packing: str = option("documents", "stream")
+    segments: int = integer(1, at_least=1)
+    segment_gradient: str = option("cut", "kept")
     bad_lines: str = option("stop", "skip")
     stream: bool = flag(False)
     shuffle: int = integer(1_000, at_least=1)
@@ -149,6 +166,16 @@ class DataPlan(_Table):
             raise ValueError(
                 f"[data] vocab is of a BPE that is trained, and tokenizer = {self.tokenizer!r} "
                 'brings its own: leave vocab out, or set tokenizer = "bpe"'
+            )
+        if self.segments > self.context:
+            raise ValueError(
+                f"[data] segments = {self.segments:,} are more than the {self.context:,} tokens of "
+                "a row: take fewer, or a longer context"
+            )
+        if self.segment_gradient == "kept" and self.segments == 1:
+            raise ValueError(
+                '[data] segment_gradient = "kept" says what crosses the borders of segments, and '
+                "there is one: give segments, or leave it out"
             )
         if self.heldout_share and (self.heldout or self.heldout_split):
             raise ValueError("[data] heldout_share excludes heldout and heldout_split")
@@ -166,6 +193,11 @@ class DataPlan(_Table):
         return bool(self.heldout or self.heldout_share or self.heldout_split)
 
     @property
+    def piece(self) -> int:
+        """Tokens of a row that are read at once."""
+        return -(-self.context // self.segments)
+
+    @property
     def streams(self) -> bool:
         """Whether rows are made while training."""
         return self.stream or self.dataset is not None
@@ -178,7 +210,7 @@ class OptimizerPlan(_Table):
     Attributes:
         lr: peak learning rate, at most 100; the size's, or 3e-3 without one.
         steps, tokens: how long; one of them, or the size's tokens.
-        batch: rows per step and process.
+        batch: rows of a forward pass, over all processes, which share them equally.
         accumulate: forward passes per step.
         warmup: share of the steps.
         floor: where the cosine ends, as a share of ``lr``.
@@ -215,8 +247,12 @@ class RunPlan(_Table):
         log_every, eval_every: steps between log lines and measurements; 0 measures at the end only.
         heldout_rows: rows measured on, at most.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``; by default a GPU, if any.
+        parallel: what several processes do: ``"ddp"``, each holds the model; ``"fsdp"``, they share
+            its weights; or a mesh, ``{"data": 4, "tensor": 2}``, that shares weights over data and
+            divides layers by heads over tensor.
         bf16: matrix products in bfloat16, weights in float32.
         checkpointing: activations are computed again in the backward pass instead of kept.
+        loss_chunk: tokens whose logits the training loss holds at once; 0 is all.
         compile: `torch.compile` for the MLPs; engines choose by what they see and run as they are.
         tensorboard: write its logs to ``out/logs``.
     """
@@ -229,8 +265,10 @@ class RunPlan(_Table):
     eval_every: int = integer(0)
     heldout_rows: int = integer(256, at_least=1)
     device: str | None = checked(None, to_string, optional=True)
+    parallel: str | dict[str, int] = checked("ddp", to_parallel)
     bf16: bool = flag(False)
     checkpointing: bool = flag(False)
+    loss_chunk: int = integer(1024)
     compile: bool = flag(False)
     tensorboard: bool = flag(False)
 
@@ -289,7 +327,7 @@ class TrainPlan:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps; from ``tokens`` rounded up, for one process."""
+        """Optimizer steps; from ``tokens`` rounded up."""
         if self.optimizer.steps is not None:
             return self.optimizer.steps
         tokens = self.optimizer.tokens
@@ -301,7 +339,7 @@ class TrainPlan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of an optimizer step of one process."""
+        """Tokens of an optimizer step, over all processes."""
         return self.optimizer.batch * self.optimizer.accumulate * self.data.context
 
     @property
@@ -382,6 +420,18 @@ def load_plan(path: str | PathLike[str]) -> TrainPlan:
         return TrainPlan.from_dict(data, beside=str(path.parent))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def default_of(table: str, key: str) -> Any:
+    """What a plan holds, as plain data, where a key is left out; ``None`` without a default.
+
+    A run that an earlier version began says nothing of keys that there were not.
+    """
+    found = {f.name: f for f in fields(_TABLES[table])}.get(key)  # type: ignore[arg-type]
+    if found is None:
+        return None
+    made = found.default_factory() if found.default_factory is not MISSING else found.default
+    return None if made is MISSING else list(made) if isinstance(made, tuple) else made
 
 
 def _known() -> dict[str, list[str]]:

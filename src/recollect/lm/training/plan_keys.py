@@ -15,6 +15,7 @@ __all__ = [
     "to_betas",
     "to_mapping",
     "to_name",
+    "to_parallel",
     "to_recipe",
     "to_separator",
     "to_string",
@@ -75,6 +76,28 @@ def to_betas(value: Any) -> tuple[float, float]:
     return beta(value[0]), beta(value[1])
 
 
+def to_parallel(value: Any) -> str | dict[str, int]:
+    """``"ddp"``, ``"fsdp"``, or the sizes of a mesh by name."""
+    if isinstance(value, str):
+        if value not in ("ddp", "fsdp"):
+            raise ValueError(
+                f"must be 'ddp', 'fsdp' or a mesh as {{data = 4, tensor = 2}}, not {value!r}"
+            )
+        return value
+    sizes = to_mapping(value)
+    for name, size in sizes.items():
+        if name not in ("data", "tensor", "context"):
+            raise ValueError(f"has the sizes data, tensor and context, and no {shown(name)}")
+        if type(size) is not int or size < 1:
+            raise ValueError(f"needs whole numbers >= 1, and {name} is {shown(size)}")
+    if sizes.get("context", 1) > 1:
+        raise ValueError(
+            f"asks for context = {sizes['context']}, and train divides no sequences among "
+            "processes: leave context out, and take data or tensor in its place"
+        )
+    return sizes
+
+
 _ALSO_CALLED = {
     **dict.fromkeys(("learning_rate", "peak_lr", "max_lr"), "lr"),
     **dict.fromkeys(("max_steps", "num_steps", "iterations"), "steps"),
@@ -88,11 +111,14 @@ _ALSO_CALLED = {
     **dict.fromkeys(("intermediate_size", "ffn_dim"), "mlp"),
     **dict.fromkeys(("seq_len", "sequence_length", "max_length", "block_size"), "context"),
     "vocab_size": "vocab",
+    **dict.fromkeys(("tbptt", "num_segments", "context_segments"), "segments"),
     **dict.fromkeys(("output_dir", "out_dir"), "out"),
     "save_steps": "save_every",
     "eval_steps": "eval_every",
     "logging_steps": "log_every",
     "gradient_checkpointing": "checkpointing",
+    "loss_chunk_size": "loss_chunk",
+    **dict.fromkeys(("strategy", "fsdp", "mesh", "distributed"), "parallel"),
 }
 """What other libraries call our keys."""
 

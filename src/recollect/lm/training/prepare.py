@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from transformers import PreTrainedTokenizerFast
 
 from recollect.blocks.compositions import SEVERAL
@@ -25,9 +25,11 @@ from recollect.lm.model.config import Named, RecollectConfig
 from recollect.lm.model.counts import match_parameters, parameter_count
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.model.paper_sizes import PAPER_SIZES
+from recollect.lm.sharding.layout import Layout
 from recollect.lm.training.plan import ModelPlan, TrainPlan
 from recollect.recipe.files import load_recipe
 from recollect.recipe.recipe import Recipe
+from recollect.report.ranks import is_first
 from recollect.report.units import readable
 from recollect.wording import shown, worded
 from recollect.zoo.preset import get
@@ -53,10 +55,12 @@ def build_model(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast) -> Recollec
         ValueError: a recipe or sizes that cannot be.
     """
     if plan.model.start is not None:
-        model = RecollectForCausalLM.from_pretrained(plan.model.start)
-        return model.float()
-    with worded(_WORDS):
-        return RecollectForCausalLM(model_config(plan.model, tokenizer))
+        model = RecollectForCausalLM.from_pretrained(plan.model.start).float()
+    else:
+        with worded(_WORDS):
+            model = RecollectForCausalLM(model_config(plan.model, tokenizer))
+    model.config.loss_chunk_size = plan.run.loss_chunk
+    return model
 
 
 def compile_blocks(model: RecollectForCausalLM) -> str:
@@ -91,8 +95,8 @@ def enough_memory(plan: TrainPlan) -> Iterator[None]:
         rows = plan.optimizer.batch
         raise ValueError(
             f"[optimizer] batch = {rows}, of rows of {plan.data.context} tokens, does not fit into "
-            "memory: take fewer rows and set accumulate in their place, or set checkpointing = "
-            "true in [run]"
+            "memory: take fewer rows and set accumulate in their place, set checkpointing = true "
+            "in [run], or read rows in more segments of [data]"
         ) from error
 
 
@@ -108,6 +112,7 @@ _WORDS = {
 }
 """How a plan calls the arguments of a configuration."""
 
+ALONE = Layout()
 _PER_PARAMETER = 16
 """Bytes: a float32 weight, its gradient, and AdamW's two moments."""
 
@@ -122,7 +127,7 @@ def least_memory(plan: TrainPlan, config: RecollectConfig) -> tuple[int, int]:
         plan: says how many tokens a batch has.
         config: of the model.
     """
-    tokens = plan.optimizer.batch * plan.data.context
+    tokens = plan.optimizer.batch * plan.data.piece
     each = 2 if plan.run.bf16 else 4
     batch = tokens * config.hidden_size * config.num_hidden_layers * each
     return parameter_count(config) * _PER_PARAMETER, batch
@@ -130,7 +135,7 @@ def least_memory(plan: TrainPlan, config: RecollectConfig) -> tuple[int, int]:
 
 @worded(_WORDS)
 def check_memory(
-    plan: TrainPlan, config: RecollectConfig, *, device: torch.device, processes: int = 1
+    plan: TrainPlan, config: RecollectConfig, *, device: torch.device, layout: Layout = ALONE
 ) -> None:
     """Refuse what cannot fit, by the least that it takes.
 
@@ -138,17 +143,18 @@ def check_memory(
         plan: of the run.
         config: of its model.
         device: that it runs on.
-        processes: that may share the weights among them.
+        layout: of the processes that share weights and rows.
 
     Raises:
         ValueError: the device has less memory than that, naming what takes it.
     """
     weights, batch = least_memory(plan, config)
+    weights, batch = weights // layout.holders, batch // layout.data
     has = _memory(device)
-    if has is None or weights // processes + batch <= has:
+    if has is None or weights + batch <= has:
         return
     where = f"of the {readable(has, 'B')} that {device.type} has"
-    if weights // processes > has:
+    if weights > has:
         raise ValueError(
             f"[model] has {parameter_count(config):,} parameters, whose training takes at least "
             f"{readable(weights, 'B')} {where}: take a smaller width, depth, mlp or parameters"
@@ -156,7 +162,7 @@ def check_memory(
     raise ValueError(
         f"[optimizer] batch = {plan.optimizer.batch:,}, of rows of {plan.data.context:,} tokens, "
         f"takes at least {readable(batch, 'B')} {where}: take fewer rows and set accumulate in "
-        "their place, or a shorter context"
+        "their place, a shorter context, or more segments of it"
     )
 
 
@@ -277,8 +283,7 @@ def rows_of(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast, bad: BadLines) 
         ValueError: texts that cannot be read or fill no row.
     """
     data, run = plan.data, plan.run
-    processes = PartialState().num_processes
-    length = plan.steps * plan.optimizer.batch * plan.optimizer.accumulate * processes
+    length = plan.steps * plan.optimizer.batch * plan.optimizer.accumulate
     read = partial(read_rows, tokenizer=tokenizer, context=data.context)
     heldout, tally = [], None
     if data.heldout or data.heldout_split is not None:
@@ -383,8 +388,13 @@ def tokenizer_of(
         return load_tokenizer(plan.model.start, key="[model] start")
     if plan.data.tokenizer != "bpe":
         return load_tokenizer(plan.data.tokenizer)
-    folder = out / "tokenizer"
     # Lines are noted when rows are made, once.
     quiet = BadLines(skip=bad.skip)
-    train_bpe(_documents(plan, quiet), plan.data.vocab).save_pretrained(str(folder))
+    trained = train_bpe(_documents(plan, quiet), plan.data.vocab)
+    if not is_first():  # each process trains the same one, and one of them writes it down
+        with tempfile.TemporaryDirectory() as aside:
+            trained.save_pretrained(aside)
+            return load_tokenizer(aside)
+    folder = out / "tokenizer"
+    trained.save_pretrained(str(folder))
     return load_tokenizer(str(folder))

@@ -14,10 +14,12 @@ from transformers import TrainerCallback
 
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
+from recollect.lm.sharding.layout import Layout
 from recollect.lm.training.plan import TrainPlan
 
 __all__ = ["LAST", "Header", "Keeper", "Progress", "Trained", "Watch", "header_of"]
 
+ALONE = Layout()
 LAST = 10
 """Steps whose mean is the loss of a run."""
 
@@ -30,9 +32,11 @@ class Header:
         recipes: how many layers each has. width: of the backbone.
         parameters: trained numbers by part: embedding, memory layers, MLPs, norms, and the head
             unless it reads the embedding.
-        context: tokens of a row. rows: of an optimizer step, over all processes.
+        context: tokens of a row. segments: pieces that it is read in.
+        rows: of an optimizer step, over all processes.
         first, steps: the step that comes first, from 1, and the last one.
-        device: of this process. dtype: of weights, and of matrix products.
+        device: of this process, and how several share the run.
+        dtype: of weights, and of matrix products.
         out: folder of the run. save_every, keep: of its checkpoints.
     """
 
@@ -40,6 +44,7 @@ class Header:
     width: int
     parameters: Mapping[str, int]
     context: int
+    segments: int
     rows: int
     first: int
     steps: int
@@ -64,6 +69,7 @@ class Header:
         layers = ", ".join(f"{count} × {name}" for name, count in self.recipes.items())
         parts = ", ".join(f"{name} {count:,}" for name, count in self.parameters.items())
         left = "" if self.first == 1 else f", from step {self.first:,} on"
+        read = f", each row in {self.segments:,} segments" if self.segments > 1 else ""
         checkpoints = "a checkpoint when interrupted"
         if self.save_every:
             checkpoints = (
@@ -72,7 +78,7 @@ class Header:
         return [
             ("model", f"layers: {layers}; width {self.width:,}"),
             ("parameters", f"{sum(self.parameters.values()):,}: {parts}"),
-            ("step", f"{self.rows:,} × {self.context:,} = {self.tokens_per_step:,} tokens"),
+            ("step", f"{self.rows:,} × {self.context:,} = {self.tokens_per_step:,} tokens{read}"),
             ("run", f"{self.steps:,} steps, {self.tokens:,} tokens{left}"),
             ("device", f"{self.device}, {self.dtype}"),
             ("out", f"{self.out}: {checkpoints}, and at the end {self.out / 'model'}"),
@@ -93,8 +99,8 @@ def header_of(
     model: RecollectForCausalLM,
     *,
     device: torch.device,
-    processes: int,
     first: int,
+    layout: Layout = ALONE,
 ) -> Header:
     """What a run of a plan is about to do with a model.
 
@@ -102,8 +108,8 @@ def header_of(
         plan: of the run.
         model: that is trained.
         device: of this process.
-        processes: that share the rows of a step.
         first: step that comes first, from 1.
+        layout: of the processes that share the run.
     """
     config = cast(RecollectConfig, model.config)
     parts = dict.fromkeys((part for _, part in _PARTS), 0)
@@ -115,10 +121,11 @@ def header_of(
         width=config.hidden_size,
         parameters={part: count for part, count in parts.items() if count},
         context=plan.data.context,
-        rows=plan.optimizer.batch * plan.optimizer.accumulate * processes,
+        segments=plan.data.segments,
+        rows=plan.optimizer.batch * plan.optimizer.accumulate,
         first=first,
         steps=plan.steps,
-        device=str(device),
+        device=str(device) if layout.processes == 1 else f"{device.type}, {layout}",
         dtype="float32, matrix products in bfloat16" if plan.run.bf16 else "float32",
         out=Path(plan.run.out),
         save_every=plan.run.save_every,
@@ -184,8 +191,8 @@ class Trained:
 class Keeper(TrainerCallback):
     """Times steps, with the rows that they wait for, and tells whoever watches."""
 
-    def __init__(self, plan: TrainPlan, processes: int, flops: float, ceiling: float) -> None:
-        self.tokens_per_step = plan.tokens_per_step * processes
+    def __init__(self, plan: TrainPlan, flops: float, ceiling: float) -> None:
+        self.tokens_per_step = plan.tokens_per_step
         self.flops, self.ceiling = flops, ceiling
         self.progress = Progress(step=0, steps=plan.steps)
         self.watch: Watch | None = None

@@ -25,22 +25,27 @@ from recollect.lm.training.atomic_checkpoints import (
     clear_aside,
     last_checkpoint,
 )
-from recollect.lm.training.plan import TrainPlan
+from recollect.lm.training.plan import TrainPlan, default_of
 from recollect.report.files import write_atomic
 
 __all__ = [
+    "OTHERWISE",
     "Begun",
     "LongerSchedule",
     "begin",
     "check_writable",
     "fingerprint",
+    "given",
     "note_begun",
     "nothing_to_resume",
     "same_model",
 ]
 
 # Without another result, or with one that differs as devices do.
-_MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard", "out", "device")
+_MAY_CHANGE = (
+    *("save_every", "keep", "log_every", "tensorboard", "out", "device"),
+    *("parallel", "loss_chunk"),
+)
 _LENGTH = ("[optimizer] steps", "[optimizer] tokens")
 _WHOLE, _END = 64 * 2**20, 2**20
 
@@ -147,6 +152,27 @@ def note_begun(out: Path, record: dict[str, Any]) -> None:
         write_atomic(out / f"{name}.json", json.dumps(record[name], indent=2) + "\n")
 
 
+OTHERWISE = {
+    "[": "start all processes with one file and the same options",
+    "text": "all processes must read the same texts",
+    "checkpoint": "all processes must see one folder",
+}
+"""What to do where processes of one run were given something else each."""
+
+
+def given(record: dict[str, Any], checkpoint: Path | None) -> dict[str, Any]:
+    """What all processes of a run must have alike, by name.
+
+    Args:
+        record: plan and texts of `Begun`.
+        checkpoint: that the run goes on from.
+    """
+    tables = ((t, v) for t, v in record["plan"].items() if isinstance(v, dict))
+    keys = {f"[{table}] {key}": v for table, values in tables for key, v in values.items()}
+    texts = {f"text {name}": known["sha256"] for name, known in record["texts"].items()}
+    return keys | texts | {"checkpoint": checkpoint and checkpoint.name}
+
+
 class LongerSchedule(TrainerCallback):
     """Lets a run that is extended go on at the learning rate of its longer schedule.
 
@@ -226,7 +252,7 @@ def _differences(before: dict[str, Any], mine: dict[str, Any]) -> Iterator[tuple
     """What of a plan is another and makes another result: the key, how it was, how it is."""
     for table, values in mine.items():
         for name, value in values.items() if isinstance(values, dict) else ():
-            old = before.get(table, {}).get(name)
+            old = before.get(table, {}).get(name, default_of(table, name))
             if old != value and name not in _MAY_CHANGE:
                 yield f"[{table}] {name}", old, value
 

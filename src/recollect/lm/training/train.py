@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import PartialState
 from torch import Tensor, nn
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import PrinterCallback
@@ -28,10 +27,15 @@ from recollect.lm.data.rows import IGNORE, Row, Rows, collate
 from recollect.lm.data.sources import BadLines
 from recollect.lm.model.checkpoint import check_folder
 from recollect.lm.model.config import RecollectConfig
-from recollect.lm.training.arguments import quiet, trainer_arguments
-from recollect.lm.training.atomic_checkpoints import AtomicTrainer
+from recollect.lm.planning.flops import measured_ceiling, model_flops
+from recollect.lm.sharding.data import reshard
+from recollect.lm.sharding.layout import Layout
+from recollect.lm.sharding.processes import agree, alive, join, together
+from recollect.lm.sharding.tensor import check_heads
+from recollect.lm.sharding.trainer import ShardedTrainer, spread
+from recollect.lm.training.arguments import device_of, quiet, share, trainer_arguments
+from recollect.lm.training.atomic_checkpoints import last_checkpoint
 from recollect.lm.training.divergence import Guard
-from recollect.lm.training.flops import measured_ceiling, model_flops
 from recollect.lm.training.interrupts import finish_step
 from recollect.lm.training.plan import TrainPlan, load_plan
 from recollect.lm.training.prepare import (
@@ -54,18 +58,19 @@ from recollect.lm.training.progress import (
     header_of,
 )
 from recollect.lm.training.resume import (
+    OTHERWISE,
     LongerSchedule,
     begin,
     check_writable,
+    given,
     note_begun,
     nothing_to_resume,
     same_model,
 )
+from recollect.lm.training.segments import SegmentedTrainer, check_segments
 from recollect.lm.training.weight_decay import decayed_names
 from recollect.recipe.modules import import_modules
-from recollect.report.devices import find_device
 from recollect.report.ownership import owned_folder
-from recollect.wording import word_for
 
 __all__ = ["Header", "Progress", "Trained", "Watch", "train"]
 
@@ -79,7 +84,7 @@ def train(
     begins: Callable[[Header], None] | None = None,
     trainer_class: type[RecollectTrainer] | None = None,
 ) -> Trained:
-    """Train a language model as a plan says.
+    """Train a language model as a plan says, on one process or on all that a launcher started.
 
     Args:
         plan: what, on what, and how long; or the TOML file that says so, as in `load_plan`.
@@ -88,19 +93,22 @@ def train(
             A run that ended before its first checkpoint starts at the beginning, and says so; a
             folder without a run is refused. A plan with more steps extends the run: from there on
             its learning rate is that of the longer schedule.
-        watch: told about every step.
-        say: told what happens, in sentences.
-        begins: told what the run is about to do, before its first step.
+        watch: told about every step, of several processes in the first.
+        say: told what happens, in sentences; in the first process.
+        begins: told what the run is about to do, before its first step; in the first process.
         trainer_class: the Trainer, for what only a subclass can change.
 
     Returns:
-        The model, saved to ``out/model`` with its tokenizer, and what was measured.
+        The model, saved to ``out/model`` with its tokenizer, and what was measured. A process that
+        shares the weights with others holds its part of the model.
 
     Raises:
         ValueError: no plan; a device that is not here; sizes that its memory cannot hold; modules,
             texts, tokenizers or recipes that cannot be used; a folder that holds another run, none
             to resume, or one under way; texts that changed since it was begun; a corrupt line,
-            unless lines are skipped; a batch too large for the memory.
+            unless lines are skipped; a batch too large for the memory; a layout that the processes,
+            the batch or the heads do not fit; processes that were given something else each.
+        ProcessEnded: another process has ended, and the last checkpoint stands; a `ValueError`.
         Diverged: a loss or a gradient that is not finite, naming the step, the learning rate, the
             layer and the checkpoint that stands; a `ValueError`.
         CheckpointError: a full disk, and the last checkpoint stands; one that was altered.
@@ -126,26 +134,31 @@ def train(
         plan = load_plan(plan)
     if not isinstance(plan, TrainPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"train takes a TrainPlan or a TOML file, not {type(plan).__name__}")
-    import_modules(plan.imports, beside=plan.beside, said="import")
-    out = Path(plan.run.out)
-    device = _device(plan)
-    if resume and not out.exists():
-        raise ValueError(nothing_to_resume(out))  # before the folder is made
-    made = False
-    with contextlib.suppress(OSError):  # a name that no folder can have is refused below
-        made = not out.exists()
-    check_writable(out)
-    # Of many processes the first owns the folder for all.
-    first = PartialState().is_main_process
-    with _unmade(out, made), owned_folder(out) if first else contextlib.nullcontext():
+    out, state = Path(plan.run.out), join()
+    first = state.is_main_process  # of many processes it owns the folder, and speaks, for all
+    with contextlib.ExitStack() as stack:
+        with together():
+            import_modules(plan.imports, beside=plan.beside, said="import")
+            layout = share(plan, state.num_processes)
+            device = device_of(plan, layout.processes)
+            if resume and not out.exists():
+                raise ValueError(nothing_to_resume(out))  # before the folder is made
+            made = False
+            with contextlib.suppress(OSError):  # a name that no folder can have is refused below
+                made = not out.exists()
+            check_writable(out)
+            stack.enter_context(_unmade(out, made))
+            if first:
+                stack.enter_context(owned_folder(out))
         return _trained(
             plan,
             out,
             resume=resume,
-            watch=watch,
-            say=say or (lambda sentence: None),
-            begins=begins or (lambda header: None),
+            watch=watch if first else None,
+            say=say if say is not None and first else (lambda sentence: None),
+            begins=begins if begins is not None and first else (lambda header: None),
             device=device,
+            layout=layout,
             kind=trainer_class or RecollectTrainer,
         )
 
@@ -162,23 +175,6 @@ def _unmade(out: Path, made: bool) -> Iterator[None]:
         raise
 
 
-def _device(plan: TrainPlan) -> torch.device | None:
-    """Where a plan runs; ``None`` of several processes, each of which takes its own.
-
-    Raises:
-        ValueError: it is not here, or several processes would share it.
-    """
-    said, processes = word_for("[run] device"), PartialState().num_processes
-    if processes == 1:
-        return find_device(plan.run.device, said=said)
-    if plan.run.device is not None:
-        raise ValueError(
-            f"{said} {plan.run.device!r} is one device, and each of these {processes} processes "
-            "takes its own: leave it out"
-        )
-    return None
-
-
 def _trained(
     plan: TrainPlan,
     out: Path,
@@ -188,28 +184,28 @@ def _trained(
     say: Callable[[str], None],
     begins: Callable[[Header], None],
     device: torch.device | None,
+    layout: Layout,
     kind: type[RecollectTrainer],
 ) -> Trained:
     """`train`, in a folder that is this run's own."""
-    begun = begin(plan, out, resume=resume)
-    checkpoint = begun.checkpoint
-    if resume and checkpoint is None:
-        say(f"{out} holds no checkpoint of this run yet, so it begins at its first step")
+    here, notes = device or join().device or torch.device("cpu"), list[str]()
     bad = BadLines(skip=plan.data.bad_lines == "skip")
-    tokenizer = tokenizer_of(plan, out, bad, checkpoint)
-    if plan.model.start is None:
-        state = PartialState()
-        config = model_config(plan.model, tokenizer)
-        check_memory(
-            plan,
-            config,
-            device=device or torch.device(state.device or "cpu"),
-            processes=state.num_processes,
-        )
-    stock = rows_of(plan, tokenizer, bad)
-    torch.manual_seed(plan.run.seed)
-    model = build_model(plan, tokenizer)
-    notes: list[str] = []
+    with together():
+        begun = begin(plan, out, resume=resume)
+        checkpoint = begun.checkpoint
+        if resume and checkpoint is None:
+            say(f"{out} holds no checkpoint of this run yet, so it begins at its first step")
+        tokenizer = tokenizer_of(plan, out, bad, checkpoint)
+        if plan.model.start is None:
+            config = model_config(plan.model, tokenizer)
+            check_memory(plan, config, device=here, layout=layout)
+        stock = rows_of(plan, tokenizer, bad)
+        torch.manual_seed(plan.run.seed)
+        model = build_model(plan, tokenizer)
+        if layout.tensor > 1:
+            check_heads(model, layout.tensor)
+    agree(given(begun.record, checkpoint), OTHERWISE)
+    lies = spread(model, layout, here.type, bf16=plan.run.bf16)
     if (doubtful := measured_on_trained(plan, begun.record["texts"])) is not None:
         say(doubtful)
         notes.append(doubtful)
@@ -227,20 +223,25 @@ def _trained(
         warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch)\..*")
         trainer = kind(
             model=model,
-            args=trainer_arguments(plan, out, device),
+            args=trainer_arguments(plan, out, device, batch=layout.rows(plan.optimizer.batch)),
             train_dataset=stock.train,
             eval_dataset=cast(Any, stock.heldout or None),
-            data_collator=partial(collate, reset=plan.data.packing == "documents"),
+            data_collator=partial(
+                collate, reset=plan.data.packing == "documents", flat=plan.data.segments == 1
+            ),
             processing_class=tokenizer,
+            spread=lies,
         )
         trainer.begun_with = begun.record
+        trainer.segments, trainer.kept = plan.data.segments, plan.data.segment_gradient == "kept"
+        check_segments(model, trainer.segments)
         model.config.use_cache = True  # which the Trainer has switched off
         trainer.bytes_per_token = stock.bytes_per_token
         trainer.remove_callback(PrinterCallback)
-        here, processes = trainer.args.device, trainer.args.world_size
+        here = trainer.args.device
         ceiling = measured_ceiling(here, torch.bfloat16 if plan.run.bf16 else torch.float32)
         flops = model_flops(cast(RecollectConfig, model.config), context=plan.data.context)
-        keeper = Keeper(plan, processes, flops, ceiling * processes)
+        keeper = Keeper(plan, flops, ceiling * layout.processes)
         keeper.watch = watch
         trainer.speed = keeper.speed
         trainer.add_callback(keeper)
@@ -258,16 +259,20 @@ def _trained(
         if begun.extends is not None:
             trainer.add_callback(LongerSchedule(begun.extends, say))
         first = 1 if checkpoint is None else 1 + _taken(checkpoint)
-        begins(header_of(plan, model, device=here, processes=processes, first=first))
-        note_begun(out, begun.record)
+        begins(header_of(plan, model, device=here, layout=layout, first=first))
+        if trainer.args.should_save:
+            note_begun(out, begun.record)
         began = time.perf_counter()
-        with enough_memory(plan), finish_step(trainer):
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        seconds = time.perf_counter() - began
-        keeper.end(trainer.recent_loss())
-        trainer.save_whole(out / "model")
-        if stock.heldout and not (plan.run.eval_every and plan.steps % plan.run.eval_every == 0):
-            trainer.evaluate()
+        with alive(partial(last_checkpoint, out)):
+            with enough_memory(plan), finish_step(trainer):
+                start = None if checkpoint is None else str(checkpoint)
+                trainer.train(resume_from_checkpoint=start)
+            seconds = time.perf_counter() - began
+            keeper.end(trainer.recent_loss())
+            trainer.save_whole(out / "model")
+            measured = plan.run.eval_every and plan.steps % plan.run.eval_every == 0
+            if stock.heldout and not measured:
+                trainer.evaluate()
     if bad.count > reported:  # rows that stream are read while training
         say(f"{bad.count} lines were left out: {'; '.join(bad.examples)}")
     return Trained(
@@ -290,7 +295,7 @@ def _taken(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-class RecollectTrainer(AtomicTrainer):
+class RecollectTrainer(SegmentedTrainer, ShardedTrainer):
     """The Trainer with our weight decay, order of rows, and a measurement weighted by tokens."""
 
     bytes_per_token = 1.0
@@ -301,6 +306,7 @@ class RecollectTrainer(AtomicTrainer):
         self._recent: deque[Tensor] = deque(maxlen=LAST)  # one sum per optimizer step
         self._step = -1
         self.guard = Guard(self)
+        self.guard.losses = self.losses
         self.add_callback(self.guard)
 
     def training_step(
@@ -362,11 +368,12 @@ class RecollectTrainer(AtomicTrainer):
             batch = self._prepare_inputs(self.data_collator(cast(Any, rows[start : start + size])))
             context = self.compute_loss_context_manager(), self.accelerator.autocast()
             with self.guard.reading(batch, measured=True), context[0], context[1]:
-                loss = model(**batch, use_cache=False).loss
+                loss = self.measured_loss(batch)
                 self.guard.check_loss(loss)
             count = int((batch["labels"][:, 1:] != IGNORE).sum())
             total, tokens = total + float(loss) * count, tokens + count
         model.train(training)
+        reshard(model)
         nats = total / max(tokens, 1)
         metrics = {
             "eval_loss": nats,

@@ -1,1 +1,1 @@
-"""ATLAS: capacity, learnability, recall and MAD."""
+"""ATLAS: capacity, learnability, recall, MAD, and language models."""

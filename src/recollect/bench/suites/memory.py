@@ -1,0 +1,253 @@
+"""Peak memory of training steps: the output layer in chunks, rows in segments, and plans.
+
+Every case runs in a process of its own. ``live`` is what tensors took at once (`LiveMemory`), the
+same in every run; ``resident`` is by how much the process grew from its first step on (Linux);
+``planned`` is what `recollect plan` says.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recollect.lm.planning.live_memory import LiveMemory
+from recollect.recipe.json_text import read_json
+from recollect.report.environment import describe_environment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["CASES", "Peak", "measure", "measured", "planned"]
+
+PIECE, LONG = 8_192, 1_000_000
+_LAYERS = {"width": 64, "depth": 3, "heads": 1}
+
+
+# glibc keeps freed pieces of up to 32 MiB, more of them the longer a process runs; what is larger
+# than this goes back to the system, and the process is as large as its tensors.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The most memory that steps of a run took.
+
+    Attributes:
+        live: bytes of tensors, weights included.
+        resident: bytes that the process grew by; ``None`` where the system does not say.
+        seconds: of the run.
+    """
+
+    live: int
+    resident: int | None
+    seconds: float
+
+
+def _steps(**changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    plan: dict[str, dict[str, Any]] = {
+        "model": {"recipe": "gated_delta_net", **_LAYERS},
+        "data": {"context": PIECE},
+        "optimizer": {"steps": 2, "batch": 1, "lr": 1e-4},
+        "run": {"save_every": 0},
+    }
+    for table, values in changes.items():
+        plan[table] |= values
+    return plan
+
+
+# A vocabulary of a language model's, beside which layers are small.
+_WORDS = {"width": 64, "depth": 1, "heads": 1}
+_WIDER = {"width": 128, "depth": 3, "heads": 2}
+_LONG = {"context": LONG, "segments": 125}
+
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "logits of all tokens": _steps(model=_WORDS, data={"context": 4096}, run={"loss_chunk": 0}),
+    "logits of 1024 tokens": _steps(model=_WORDS, data={"context": 4096}),
+    "8,192 tokens": _steps(),
+    "16,384 tokens": _steps(data={"context": 2 * PIECE}),
+    "1,000,000 tokens in 125 segments": _steps(data=_LONG, optimizer={"steps": 1}),
+    "1,000,000 tokens in 125 segments, gradient kept": _steps(
+        data={**_LONG, "segment_gradient": "kept"}, optimizer={"steps": 1}
+    ),
+    "gated_delta_net, 512 wide, bfloat16": _steps(
+        model={"width": 512, "depth": 2, "heads": 8},
+        data={"context": 512},
+        optimizer={"batch": 2},
+        run={"bf16": True},
+    ),
+    "gated_delta_net, recomputed": _steps(
+        model=_WIDER,
+        data={"context": 2048},
+        optimizer={"batch": 2},
+        run={"checkpointing": True},
+    ),
+    "softmax_attention, bfloat16": _steps(
+        model={**_WIDER, "recipe": "softmax_attention"},
+        data={"context": 1024},
+        optimizer={"batch": 4},
+        run={"bf16": True},
+    ),
+    "mamba2, bfloat16": _steps(
+        model={**_WIDER, "recipe": "mamba2"},
+        data={"context": 2048},
+        optimizer={"batch": 2},
+        run={"bf16": True},
+    ),
+    "titans": _steps(
+        model={**_WIDER, "recipe": "titans", "depth": 2},
+        data={"context": 512},
+        optimizer={"batch": 2},
+    ),
+    "rls": _steps(
+        model={**_WIDER, "recipe": "rls"}, data={"context": 1024}, optimizer={"batch": 2}
+    ),
+}
+"""Plans by name; where logits are named the vocabulary has 32,000 tokens."""
+
+
+def measure(
+    names: list[str] | None = None, *, progress: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
+    """Peaks of the cases, each in a process of its own, as JSON-ready data.
+
+    Args:
+        names: of `CASES`; all when omitted. progress: told the cases done and in all.
+
+    Raises:
+        ValueError: a process that failed.
+    """
+    chosen = list(CASES) if names is None else names
+    found: dict[str, Any] = {}
+    for index, name in enumerate(chosen):
+        run = subprocess.run(
+            [sys.executable, "-m", __name__, name],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **_ALLOCATOR},
+        )
+        if run.returncode:
+            said = run.stderr.strip().splitlines() or ["nothing was said"]
+            raise ValueError(f"{name}: its process ended with {run.returncode}: {said[-1]}")
+        found[name] = read_json(run.stdout.strip().splitlines()[-1])
+        if progress is not None:
+            progress(index + 1, len(chosen))
+    ratios = {
+        f"{above} / {below}": found[above]["live"] / found[below]["live"]
+        for above, below in (
+            ("logits of all tokens", "logits of 1024 tokens"),
+            ("1,000,000 tokens in 125 segments", "8,192 tokens"),
+            ("1,000,000 tokens in 125 segments, gradient kept", "8,192 tokens"),
+            ("16,384 tokens", "8,192 tokens"),
+        )
+        if above in found and below in found
+    }
+    ratios |= {f"planned / live: {name}": x["planned"] / x["live"] for name, x in found.items()}
+    return {
+        "suite": "memory",
+        "plans": {name: CASES[name] for name in chosen},
+        "peaks": found,
+        "ratios": ratios,
+        "environment": describe_environment("cpu").to_dict(),
+    }
+
+
+def measured(tables: Mapping[str, Mapping[str, Any]], *, vocab: int | None = None) -> Peak:
+    """The peak of a run's steps, here.
+
+    Args:
+        tables: of a plan, without ``[data] train`` and ``[run] out``.
+        vocab: of the model's vocabulary; that of bytes when omitted.
+    """
+    from recollect.lm.training.plan import TrainPlan
+    from recollect.lm.training.train import train
+
+    with tempfile.TemporaryDirectory() as scratch, LiveMemory() as memory:
+        text = Path(scratch) / "text.txt"
+        given = {name: dict(values) for name, values in tables.items()}
+        steps, batch = given["optimizer"]["steps"], given["optimizer"]["batch"]
+        draw = random.Random(0)
+        text.write_bytes(draw.randbytes(steps * batch * given["data"]["context"]).hex().encode())
+        given["data"] |= {"train": [str(text)], "packing": "stream"}
+        given["run"] |= {"out": f"{scratch}/run", "device": "cpu"}
+        if vocab is not None:
+            _tokenizer(vocab).save_pretrained(f"{scratch}/tokenizer")
+            given["data"]["tokenizer"] = f"{scratch}/tokenizer"
+        before = 0
+
+        def begins(_: object) -> None:
+            nonlocal before
+            gc.collect()
+            memory.reset_peak()
+            before = _resident("VmRSS")
+            _reset_resident()
+
+        began = time.perf_counter()
+        train(TrainPlan.from_dict(given), begins=begins)
+        grown = _resident("VmHWM") - before if before else None
+        return Peak(live=memory.peak, resident=grown, seconds=time.perf_counter() - began)
+
+
+def planned(tables: Mapping[str, Mapping[str, Any]], *, vocab: int | None = None) -> int:
+    """What a plan says of such steps on one device.
+
+    Args:
+        tables: as in `measured`. vocab: as there.
+    """
+    from recollect.lm.planning.estimate import Way, rank_of
+    from recollect.lm.training.plan import TrainPlan
+    from recollect.lm.training.prepare import model_config
+
+    given = {**tables, "data": {**tables["data"], "train": ["text.txt"]}}
+    plan = TrainPlan.from_dict(given)
+    return rank_of(plan, model_config(plan.model, _tokenizer(vocab)), Way()).total
+
+
+def _tokenizer(vocab: int | None) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes, among so many tokens."""
+    from recollect.lm.data.tokenizers import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    if vocab is not None:
+        tokenizer.add_tokens([f"<unused {i}>" for i in range(vocab - len(tokenizer))])
+    return tokenizer
+
+
+def _resident(what: str) -> int:
+    """Bytes of this process that the system has in memory, now or at most; 0 where it is silent."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(x.split()[1]) for x in lines if x.startswith(what)), 0)
+
+
+def _reset_resident() -> None:
+    """Let the most begin again (Linux)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _main(name: str) -> None:
+    torch.set_num_threads(1)
+    words = 32_000 if name.startswith("logits") else None
+    peak = asdict(measured(CASES[name], vocab=words))
+    print(json.dumps({**peak, "planned": planned(CASES[name], vocab=words)}))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

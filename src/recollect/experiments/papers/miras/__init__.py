@@ -1,0 +1,1 @@
+"""MIRAS: language models, powers of bias and retention, and YAAD without its parts."""

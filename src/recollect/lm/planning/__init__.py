@@ -1,0 +1,1 @@
+"""A run on paper: its operations, its memory, and the devices that hold it."""

@@ -1,0 +1,195 @@
+"""The six choices as knobs: the settings that each member can be turned to, one field at a time.
+
+A *setting* is one member with all its fields. Every registered member is a setting with its
+defaults; the others are those that the zoo's recipes hold, and what is one field away from either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from recollect.choices.fields import Quantity
+from recollect.choices.member import RULE, Member, RecipeError, all_members, decode, domain
+from recollect.recipe.recipe import CHOICES, Recipe
+
+__all__ = ["Data", "Knobs", "key_of", "summary"]
+
+Data = dict[str, Any]
+"""A member, or a recipe, as plain data."""
+
+_REQUIRED_SIZE = 4
+"""What a size begins at that has no default and that no recipe of the zoo gives."""
+
+
+def key_of(data: object) -> str:
+    """Plain data as one text, the same for the same data.
+
+    Args:
+        data: of a member or a recipe.
+    """
+    return json.dumps(_as_read(data), sort_keys=True, ensure_ascii=False, allow_nan=False)
+
+
+def _as_read(data: Any) -> Any:
+    """As JavaScript reads it, to which 1.0 is 1."""
+    if isinstance(data, dict):
+        return {name: _as_read(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_as_read(value) for value in data]
+    return int(data) if isinstance(data, float) and data.is_integer() else data
+
+
+class Knobs:
+    """Members of the six choices and the values of their fields.
+
+    Args:
+        recipes: their members say which values of numbers, sizes and nested members are of use.
+
+    Examples:
+        >>> from recollect.page.knobs import Knobs
+        >>> knobs = Knobs([rc.Recipe(context=rc.context.Window(size=8))])
+        >>> knobs.first("context", "Window")
+        {'member': 'Window', 'size': 8, 'gated': True}
+        >>> knobs.values("Decay", "when")
+        ['after', 'before']
+    """
+
+    def __init__(self, recipes: Iterable[Recipe]) -> None:
+        self._seen: dict[tuple[str, str], list[Any]] = {}
+        for recipe in recipes:
+            for choice in CHOICES:
+                self._look(getattr(recipe, choice))
+
+    def _look(self, member: Member) -> None:
+        data = member.to_dict()
+        for field in dataclasses.fields(type(member)):  # type: ignore[arg-type]
+            values = self._seen.setdefault((type(member).__name__, field.name), [])
+            if data[field.name] not in values:
+                values.append(data[field.name])
+        for part in member.parts():
+            self._look(part)
+
+    def members(self, choice: str) -> list[str]:
+        """Names of the members of a choice that can be made without code of the user's.
+
+        Args:
+            choice: one of the six.
+        """
+        return [
+            name
+            for name, cls in all_members().items()
+            if choice in cls.choices() and self._first(cls) is not None
+        ]
+
+    def first(self, choice: str, name: str) -> Data:
+        """The member with its defaults, and what it requires as the zoo has it.
+
+        Args:
+            choice: one of the six.
+            name: of the member.
+
+        Raises:
+            RecipeError: the choice has no such member, or it cannot be made without code.
+        """
+        cls = all_members().get(name)
+        data = None if cls is None or choice not in cls.choices() else self._first(cls)
+        if data is None:
+            raise RecipeError(f"{choice} has no knob {name!r}; it has {self.members(choice)}")
+        return data
+
+    def _first(self, cls: type[Member]) -> Data | None:
+        given: Data = {"member": cls.__name__}
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            missing = dataclasses.MISSING
+            if field.default is missing and field.default_factory is missing:
+                rule = domain(field)
+                seen = self._seen.get((cls.__name__, field.name), [])
+                if not seen and (rule is None or rule.kind != "integer"):
+                    return None  # the name of code of the user's
+                given[field.name] = seen[0] if seen else _REQUIRED_SIZE
+        try:
+            return decode(given).to_dict()
+        except RecipeError:  # a member of the user's whose sizes begin elsewhere
+            return None
+
+    def defaults(self, name: str) -> Data:
+        """Fields of a member that need not be given, with what they then hold.
+
+        Args:
+            name: of the member.
+        """
+        cls = all_members()[name]
+        data, missing = self._first(cls) or {}, dataclasses.MISSING
+        return {
+            field.name: data[field.name]
+            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+            if (field.default, field.default_factory) != (missing, missing) and data
+        }
+
+    def values(self, name: str, field: str) -> list[Any]:
+        """What a field of a member may be turned to, as plain data; at least its default.
+
+        Args:
+            name: of the member. field: of the member.
+        """
+        cls = all_members()[name]
+        (declared,) = (x for x in dataclasses.fields(cls) if x.name == field)  # type: ignore[arg-type]
+        first = self._first(cls) or {}
+        found: list[Any] = [first[field]] if field in first else []
+        rule, seen = declared.metadata.get(RULE), self._seen.get((name, field), [])
+        if isinstance(rule, Quantity):
+            found += [*rule.kinds, *seen]
+            if all(isinstance(x, str) for x in found) and rule.range.contains(rule.init):
+                found.append(rule.init)  # a constant, too
+        else:
+            said = domain(declared)
+            if said is not None:
+                found += [None] * said.optional
+                found += {"option": [*said.words], "flag": [False, True]}.get(said.kind, [])
+            found += seen
+            sizes = [] if said is None or said.kind != "integer" else _distinct(found)
+            if len(sizes) == 1 and sizes[0] is not None:
+                found.append(max(1, 2 * sizes[0]))
+        return _distinct(found)
+
+    def near(self, data: Data) -> Iterator[tuple[str, Data]]:
+        """Settings of the same member that differ in one field: the field's name, and the data.
+
+        Args:
+            data: of a member.
+        """
+        for field, value in data.items():
+            if field == "member":
+                continue
+            for other in self.values(data["member"], field):
+                if key_of(other) != key_of(value):
+                    yield field, {**data, field: other}
+
+    def fields(self, name: str) -> list[tuple[str, list[Any]]]:
+        """Fields of a member that can be turned, with their values.
+
+        Args:
+            name: of the member.
+        """
+        cls = all_members()[name]
+        found = [(x.name, self.values(name, x.name)) for x in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        return [(field, values) for field, values in found if len(values) > 1]
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    """Without repetitions, in order."""
+    return list({key_of(value): value for value in values}.values())
+
+
+def summary(name: str) -> str:
+    """The first sentence of a member's docstring, without the markup.
+
+    Args:
+        name: of the member.
+    """
+    text = inspect.getdoc(all_members()[name]) or ""
+    return text.split("\n\n")[0].replace("\n", " ").replace("``", "").replace("`", "")

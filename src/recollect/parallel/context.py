@@ -1,0 +1,350 @@
+"""A whole model along several ranks: its layers, its documents and its loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recollect.blocks.beside import ChainLayer, GatedLayer, TogetherLayer
+from recollect.blocks.composed import Composed
+from recollect.blocks.routed import Router
+from recollect.layer.feed_forward import FeedForward
+from recollect.layer.memory_layer import MemoryLayer
+from recollect.parallel.functions import once_here
+from recollect.parallel.layer import Along, run_feed_forward, run_layer, run_memory_layer
+from recollect.parallel.link import Group, Link, link_of
+from recollect.parallel.segment import pieces_of
+from recollect.parallel.ways import Way
+
+__all__ = ["ContextParallel", "context"]
+
+IGNORE = -100
+
+
+class _Total(torch.autograd.Function):
+    """The sum over ranks; every rank's own share gets the gradient, times ``scale``."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Link, scale: float, x: Tensor) -> Tensor:
+        ctx.scale = scale
+        total = x.clone()
+        dist.all_reduce(total, group=link.group)
+        return total
+
+    @staticmethod
+    @once_here
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, grads[0] * ctx.scale
+
+
+class ContextParallel:
+    """A model whose tokens are one rank's segment, until `remove` or the end of a ``with`` block.
+
+    Attributes:
+        model: the model.
+        along: the ranks.
+        gradients: ``"sum"`` or ``"mean"``.
+        ways: how each memory layer goes from rank to rank, by its name in the model.
+
+    Raises:
+        ValueError: a model without sequence layers, or one that is in such a context already.
+    """
+
+    def __init__(self, model: nn.Module, along: Along, gradients: str) -> None:
+        self.model, self.along, self.gradients = model, along, gradients
+        self.ways: dict[str, Way] = {}
+        self._changed: list[nn.Module] = []
+        _check_wrappers(model)
+        for name, layer in _layers(model, ""):
+            if isinstance(layer, MemoryLayer):
+                self.ways[name] = along.way_of(layer)
+                run: Any = run_memory_layer
+            else:
+                run = run_feed_forward if isinstance(layer, FeedForward) else run_layer
+            self._put(layer, partial(run, along, layer))
+        if not self._changed:
+            raise ValueError(
+                f"{type(model).__name__} has no sequence layer of recollect's: give a MemoryLayer, "
+                "or a model that holds some"
+            )
+        for inner in _models(model):
+            forward = self._language if "lm_head" in _parts(inner) else self._body
+            self._put(inner, partial(forward, inner))
+
+    def _put(self, module: nn.Module, forward: Any) -> None:
+        if "forward" in vars(module):
+            self.remove()
+            raise ValueError(
+                f"the forward of {type(module).__name__} was replaced before: end the other "
+                "context first, by remove()"
+            )
+        # Trainers read the names of a forward pass's arguments.
+        forward.__signature__ = inspect.signature(module.forward)
+        module.forward = forward
+        self._changed.append(module)
+
+    def remove(self) -> None:
+        """Give the model its own forward passes back."""
+        for module in self._changed:
+            vars(module).pop("forward", None)
+        self._changed = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def split(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's segment of a whole sequence: lengths differ by at most one token.
+
+        Args:
+            x: the whole, the same on all ranks.
+            dim: axis of the tokens.
+        """
+        return x.tensor_split(self.along.link.ranks, dim=dim)[self.along.link.rank]
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Sum (or average, as ``gradients`` says) every parameter's gradient over the ranks.
+
+        For a loop of one's own; DDP and FSDP2 over these ranks do it themselves.
+        """
+        link = self.along.link
+        for p in self.model.parameters():
+            if p.requires_grad:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                dist.all_reduce(p.grad, group=link.group)
+                if self.gradients == "mean":
+                    p.grad /= link.ranks
+
+    # -- forward passes ---------------------------------------------------------------------------
+
+    def _body(self, model: nn.Module, *given: Any, **named: Any) -> Any:
+        return type(model).forward(model, **self._local(model, given, named))
+
+    def _language(self, model: nn.Module, *given: Any, **named: Any) -> Any:
+        """With labels, the loss of the whole sequence, the same on all ranks."""
+        link = self.along.link
+        named = self._local(model, given, named)
+        if named.get("shift_labels") is not None:
+            raise ValueError(
+                "shift_labels is not followed along several ranks: give labels, which are shifted "
+                "across the ranks here"
+            )
+        labels = named.pop("labels", None)
+        if labels is None:
+            return type(model).forward(model, **named)
+        if "shift_labels" not in inspect.signature(type(model).forward).parameters:
+            raise ValueError(
+                f"the loss of {type(model).__name__} takes no shift_labels, so it cannot see the "
+                "next rank's first label: leave labels out, or use RecollectForCausalLM"
+            )
+        first = labels[:, :1].contiguous()
+        firsts = [torch.empty_like(first) for _ in range(link.ranks)]
+        dist.all_gather(firsts, first, group=link.group)
+        after = torch.full_like(first, IGNORE) if link.last else firsts[link.rank + 1]
+        targets = torch.cat([labels[:, 1:], after], dim=1)
+        mask, borders = named.get("attention_mask"), named.get("cu_seqlens")
+        if mask is not None:
+            targets = targets.masked_fill(mask.to(targets.device) == 0, IGNORE)
+        if borders is not None:
+            ends = borders[1:-1].to(targets.device, torch.long) - 1
+            targets = targets.index_fill(1, ends, IGNORE)
+        items = named.pop("num_items_in_batch", None)
+        if items is None:
+            items = (targets != IGNORE).sum()
+            dist.all_reduce(items, group=link.group)
+            items = items.clamp_min(1)
+        named |= {"shift_labels": targets, "num_items_in_batch": items}
+        found = type(model).forward(model, **named)
+        scale = float(link.ranks) if self.gradients == "mean" else 1.0
+        loss = cast("Tensor", _Total.apply(link, scale, found[0]))
+        if isinstance(found, tuple):
+            return (loss, *found[1:])
+        found["loss"] = loss
+        return found
+
+    def _local(
+        self, model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Arguments of this rank's tokens, all by name; documents as its pieces."""
+        named = _by_name(model, given, named)
+        for name in ("position_ids", "cache_position", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"):
+            if named.get(name) is not None:
+                raise ValueError(
+                    f"{name} is not followed along several ranks: leave it out, and give documents "
+                    "by cu_seqlens, the borders in the whole sequence"
+                )
+        borders = named.get("cu_seqlens")
+        if borders is None:
+            return named
+        known = (named.get("input_ids"), named.get("inputs_embeds"), *named.values())
+        x = next(x for x in known if isinstance(x, Tensor))
+        if x.shape[0] != 1:
+            raise ValueError(
+                f"documents along several ranks are packed in one row, and there are {x.shape[0]}: "
+                "put the rows after each other, or give them one by one"
+            )
+        link = self.along.link
+        own = torch.tensor([x.shape[1]], device=x.device)
+        sizes = [torch.empty_like(own) for _ in range(link.ranks)]
+        dist.all_gather(sizes, own, group=link.group)
+        tokens = tuple(int(size) for size in sizes)
+        local, _ = pieces_of(borders, tokens, link.rank)
+        return {**named, "cu_seqlens": local, "use_cache": False}
+
+
+def context(
+    model: nn.Module,
+    group: Group = None,
+    *,
+    way: str = "auto",
+    pieces: int | None = None,
+    gradients: str = "sum",
+) -> ContextParallel:
+    """Let a model's tokens be one rank's segment of sequences that lie along several ranks.
+
+    Every rank then calls the model, or a sequence layer, with its own segment ``[B, T_r]`` of the
+    same rows; segments may differ in length. Outputs, states and gradients are those of the whole
+    sequence on one process; the loss is its mean over all tokens and the same on all ranks.
+    Positions continue. Arguments of a language model mean: ``input_ids``, ``inputs_embeds``,
+    ``attention_mask`` and ``labels``: this rank's columns; ``cu_seqlens``: borders in the *whole*
+    sequence (one row); ``past_key_values``: before the first token of all, and after the last one
+    on the way back; both the same on all ranks.
+
+    A rank's gradients are its share: sum them over the ranks (`ContextParallel.reduce_gradients`).
+    Backward passes have to run on every rank.
+
+    Args:
+        model: a `MemoryLayer`, a composition, or any module that holds some, also inside a
+            wrapper such as DDP or a PEFT adapter.
+        group: the ranks in the order of their segments: a process group or a mesh of one dimension;
+            ``None`` is all processes.
+        way: ``"auto"``: as each recipe's structure allows; ``"hand_over"``: every layer's state is
+            handed from rank to rank.
+        pieces: m, how many pieces of rows and heads follow each other in a hand-over.
+        gradients: ``"sum"``: the ranks' gradients add up to the whole one; ``"mean"``: their mean
+            is the whole one, as DDP and FSDP2 over these ranks expect. It is the gradient of the
+            loss that is scaled, not its value.
+
+    Raises:
+        ValueError: no process group, a model without sequence layers, tokens that are routed to
+            memories, an unknown way, a model that is compiled as a whole, classifies or has a
+            learned prompt, or one that is in such a context already.
+
+    Examples:
+        One optimizer step, on each rank::
+
+            with rc.parallel.context(model, mesh["context"]) as ranks:
+                ids = ranks.split(whole_ids)
+                model(ids, labels=ids).loss.backward()
+                ranks.reduce_gradients()
+            optimizer.step()
+    """
+    if way not in ("auto", "hand_over"):
+        raise ValueError(
+            f"way must be auto or hand_over, not {way!r}: what else a layer can do is its recipe's"
+        )
+    if gradients not in ("sum", "mean"):
+        raise ValueError(f"gradients must be sum or mean, not {gradients!r}")
+    if any(isinstance(module, Router) for module in model.modules()):
+        raise ValueError(
+            "this model routes tokens to memories, and what its routers cost is a mean over all "
+            "tokens of a sequence, which no rank sees: keep its sequences on one rank"
+        )
+    along = Along(link=link_of(group), way=way, pieces=pieces)
+    _ = along.count
+    return ContextParallel(model, along, gradients)
+
+
+def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Sequence layers to be run along ranks: parts of compositions where these only add up."""
+    if isinstance(module, MemoryLayer | FeedForward):
+        yield name, module
+        return
+    parts: nn.Module = module
+    if isinstance(module, Composed):
+        plain = isinstance(module, ChainLayer | TogetherLayer | GatedLayer)
+        if not plain or module.persistent is not None:
+            yield name, module
+            return
+        parts = module.parts
+        name = f"{name}.parts" if name else "parts"
+    for child, inner in parts.named_children():
+        yield from _layers(inner, f"{name}.{child}" if name else child)
+
+
+def _parts(module: nn.Module) -> dict[str, nn.Module]:
+    """A module's own parts, and not those of what it wraps, which some wrappers pass on."""
+    return dict(module.named_children())
+
+
+def _models(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that see whole texts: with an output layer, or with blocks."""
+    parts = _parts(module)
+    if "lm_head" in parts or isinstance(parts.get("blocks"), nn.ModuleList):
+        if any(True for _ in _layers(module, "")):
+            yield module
+        return
+    for inner in parts.values():
+        yield from _models(inner)
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    """Raise a ValueError where something around the layers would not see a context, or the whole.
+
+    A compiled forward need not ask whether that of a module in it was replaced; a classifier reads
+    the last token, and a learned prompt would stand before every rank's tokens.
+    """
+    for module in model.modules():
+        if next(_layers(module, ""), None) is None:
+            continue
+        parts, name = _parts(module), type(module).__name__
+        if "_orig_mod" in parts or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"this {name} is compiled as a whole, and would not see that its layers run along "
+                "several ranks: give the module before torch.compile"
+            )
+        if "score" in parts:
+            raise ValueError(
+                f"{name} reads the last token, which only one rank has: give its body, and read "
+                "the scores there"
+            )
+        if "prompt_encoder" in parts:
+            raise ValueError(
+                f"{name} puts learned tokens before the text, and would do so on every rank: use "
+                "an adapter that adds none"
+            )
+
+
+def _by_name(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a module's forward, each by its name."""
+    signature = inspect.signature(type(module).forward)
+    found: dict[str, Any] = {}
+    _, *bound = signature.bind(module, *given, **named).arguments.items()
+    for name, value in bound:
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            raise ValueError(
+                f"{type(module).__name__} takes arguments without names, which cannot be told "
+                "apart along several ranks: give them by name"
+            )
+        else:
+            found[name] = value
+    return found

@@ -1,0 +1,47 @@
+"""What the counting of live tensors counts, and that a row's segments bound it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recollect.lm.planning.live_memory import LiveMemory
+
+pytest.importorskip("transformers")
+
+from recollect.bench.suites.memory import measured
+
+
+def test_live_tensors_are_counted_while_they_live() -> None:
+    weight = torch.zeros(100, requires_grad=True)
+    with LiveMemory([weight]) as memory:
+        assert memory.now == 400
+        x = weight * 2
+        y = x.view(10, 10)  # of the same storage
+        assert memory.now == 800
+        (y.square().sum()).backward()
+        assert memory.peak >= 1200  # a gradient beside them
+        del x, y
+    assert memory.now == 800  # the weight and its gradient
+    memory.reset_peak()
+    assert memory.peak == 800
+
+
+@pytest.mark.parametrize("gradient", ["cut", "kept"])
+def test_memory_is_that_of_a_segment(gradient: str) -> None:
+    def peak(context: int, segments: int) -> int:
+        read = {"segments": segments}
+        if segments > 1:
+            read["segment_gradient"] = gradient  # type: ignore[assignment]
+        return measured(
+            {
+                "model": {"recipe": "gated_delta_net", "width": 32, "depth": 2, "heads": 1},
+                "data": {"context": context, **read},
+                "optimizer": {"steps": 1, "batch": 1},
+                "run": {"save_every": 0},
+            }
+        ).live
+
+    one = peak(512, 1)
+    assert peak(4096, 1) > 4 * one
+    assert peak(4096, 8) < 1.1 * one

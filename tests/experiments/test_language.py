@@ -1,0 +1,249 @@
+"""Language models of the papers' experiments: what is measured, and that variants differ in one."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from recollect.experiments import Results
+from recollect.experiments.framework.records import Missing
+from recollect.experiments.papers import language
+from recollect.experiments.papers.am import heads
+from recollect.experiments.papers.atlas import ablations as atlas
+from recollect.experiments.papers.language import BIGRAM, BITS, COMMON_SENSE, SMOKE, language_model
+from recollect.experiments.papers.language_results import bits, learned, told
+from recollect.experiments.papers.miras import ablations as miras
+from recollect.lm.model.counts import parameter_count
+from recollect.lm.model.model import RecollectForCausalLM
+from recollect.lm.planning.flops import model_flops
+from recollect.recipe.recipe import Recipe
+from recollect.tasks.text import TextCorpus, load_text
+from recollect.zoo.preset import get
+
+CPU = torch.device("cpu")
+TERMS: dict[str, Any] = {**SMOKE, "length": 16, "step_tokens": 32, "steps": 3, "measured": 64}
+
+
+@pytest.fixture(scope="module")
+def paragraphs() -> str:
+    letters = "abcdefghijklmnop"
+    lines = [f"The {a}{b} is near the {b}{a}. It waits." for a in letters for b in letters]
+    return "\n\n".join(lines)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, paragraphs: str, monkeypatch: pytest.MonkeyPatch) -> TextCorpus:
+    path = tmp_path / "text.txt"
+    path.write_text(paragraphs, "utf-8")
+    text = load_text(path)
+    monkeypatch.setattr(language, "_text", lambda: text)
+    return text
+
+
+def test_bits_by_position_against_a_loop(corpus: TextCorpus) -> None:
+    made = language.model_of(TERMS, "delta_net")
+    torch.manual_seed(0)
+    net = RecollectForCausalLM(made).eval()
+    size = language._sizes(TERMS)
+    with torch.no_grad():
+        found = language._bits_by_position(net, corpus, size, 10**9)
+        data, T = corpus.heldout.long(), size.length
+        sums, rows = torch.zeros(T, dtype=torch.float64), 0
+        for start in range(0, len(data) - 1 - T + 1, T):
+            logits = net(input_ids=data[None, start : start + T]).logits[0].double()
+            for at in range(T):
+                p = torch.softmax(logits[at], -1)[data[start + at + 1]]
+                sums[at] -= math.log2(float(p))
+            rows += 1
+    assert rows > 4
+    torch.testing.assert_close(found, sums / rows, rtol=1e-5, atol=1e-5)
+
+
+def test_spans_of_positions_are_the_whole_row() -> None:
+    assert language._edges(1) == [0]
+    assert language._edges(16) == [0, 1, 2, 4, 8]
+    assert language._edges(17) == [0, 1, 2, 4, 8, 16]
+
+
+def test_a_model_is_trained_and_measured(corpus: TextCorpus) -> None:
+    first, again, other = (
+        language_model(TERMS, "delta_net", seed=seed, device=CPU) for seed in (0, 0, 1)
+    )
+    assert first[BITS] == again[BITS] != other[BITS]
+    made = language.model_of(TERMS, "delta_net")
+    assert first["parameters"] == parameter_count(made)
+    assert abs(parameter_count(made) - TERMS["parameters"]) <= 12 * 16
+    assert first["tokens"] == 3 * 32
+    assert first["FLOPs"] == model_flops(made, context=16) * 3 * 32
+    spans = first["bits by position"]
+    assert isinstance(spans, list)
+    widths = [1, 1, 2, 4, 8]
+    mean = sum(w * x for w, x in zip(widths, spans, strict=True)) / 16
+    assert mean == pytest.approx(first[BITS])
+    assert math.isnan(first["diverged at step"])  # type: ignore[arg-type]
+
+
+def test_what_the_grid_varies_is_the_model_s(corpus: TextCorpus) -> None:
+    config = language.model_of(TERMS, "delta_net", width=32, heads=4, parameters=40_000)
+    assert (config.hidden_size, config.num_attention_heads) == (32, 4)
+    assert abs(parameter_count(config) - 40_000) <= 12 * 32
+    config = language.model_of({**TERMS, "channels": 8}, "delta_net", width=32, parameters=40_000)
+    assert config.num_attention_heads == 4
+    found = language_model(TERMS, "delta_net", seed=0, device=CPU, length=8)
+    assert len(found["bits by position"]) == 4  # type: ignore[arg-type]
+    assert found["tokens"] == 3 * 32
+
+
+def test_a_model_that_diverges_is_told_and_stands_last(corpus: TextCorpus) -> None:
+    found = language_model({**TERMS, "lr": 1e30}, "delta_net", seed=0, device=CPU)
+    assert math.isnan(found[BITS])  # type: ignore[arg-type]
+    assert found["diverged at step"] in (2.0, 3.0)
+    results = Results.of([({"model": "a"}, 0, found), ({"model": "b"}, 0, {BITS: 9.0})])
+    assert bits(results, model="a") == math.inf > bits(results, model="b")
+    assert told({"a": math.inf, "b": 9.0}) == "b 9.000, a diverged"
+    with pytest.raises(Missing):
+        bits(results, model="c")
+
+
+def test_what_knows_less_than_a_bigram_is_not_judged() -> None:
+    few = [({"model": "a"}, 0, {BITS: 3.7, BIGRAM: 3.6}), ({"model": "b"}, 0, {BITS: 4.0})]
+    with pytest.raises(Missing, match=r"3\.700 bits per byte at best, and 3\.600 of the bigram"):
+        learned(Results.of(few), model="a")
+    learned(Results.of(few), model="b")
+    learned(Results.of([*few, ({"model": "a"}, 1, {BITS: 3.5, BIGRAM: 3.6})]), model="a")
+    with pytest.raises(Missing, match="were not measured"):
+        learned(Results.of(few), model="c")
+    two = [({"kernel": "exp", "heads": n}, 0, {BITS: 4.0, BIGRAM: 3.6}) for n in (1, 4)]
+    (claim,) = [c for c in heads.FIG2.claims if "exponential" in c.name]
+    assert claim.verdict(Results.of(two)).status == "not testable at this scale"
+
+
+def planned(tmp_path: Path, paragraphs: str) -> dict[str, Any]:
+    for name in ("text.txt", "heldout.txt"):
+        (tmp_path / name).write_text(paragraphs, "utf-8")
+    return {
+        **{name: x for name, x in TERMS.items() if name != "steps"},
+        "tokens": 96,
+        "vocab": 264,
+        "data": {"train": [str(tmp_path / "text.txt")], "heldout": [str(tmp_path / "heldout.txt")]},
+        "tasks": [],
+        "folder": str(tmp_path / "models"),
+    }
+
+
+def test_a_plan_is_run_once_and_its_model_taken_again(tmp_path: Path, paragraphs: str) -> None:
+    terms = planned(tmp_path, paragraphs)
+    found = language_model(terms, "delta_net", seed=0, device=CPU)
+    assert found["tokens"] == 96
+    assert 0 < found[BITS] < 10  # type: ignore[operator]
+    (folder,) = (tmp_path / "models").iterdir()
+    saved = RecollectForCausalLM.from_pretrained(folder / "model")
+    assert parameter_count(saved.config) == found["parameters"]
+    weights = (folder / "model" / "model.safetensors").read_bytes()
+    assert language_model(terms, "delta_net", seed=0, device=CPU)[BITS] == found[BITS]
+    assert (folder / "model" / "model.safetensors").read_bytes() == weights
+    language_model(terms, "delta_net", seed=1, device=CPU)
+    assert len(list((tmp_path / "models").iterdir())) == 2
+
+
+def test_tasks_measure_the_model_of_a_plan(
+    tmp_path: Path, paragraphs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the network's tasks stood in for; the arguments are those that `evaluate` takes."""
+    module = importlib.import_module("recollect.lm.evaluation.evaluate")
+    takes, asked = inspect.signature(module.evaluate), {}
+
+    def measured(*args: Any, **kwargs: Any) -> SimpleNamespace:
+        asked.update(takes.bind(*args, **kwargs).arguments)
+        return SimpleNamespace(tasks=(SimpleNamespace(task="wikitext", metrics=WIKITEXT),))
+
+    monkeypatch.setattr(module, "evaluate", measured)
+    terms = {**planned(tmp_path, paragraphs), "tasks": ["wikitext"]}
+    found = language_model(terms, "delta_net", seed=0, device=CPU)
+    (folder,) = (tmp_path / "models").iterdir()
+    assert asked["model"] == folder / "model"
+    assert (asked["tasks"], asked["context"], asked["device"]) == (["wikitext"], 16, "cpu")
+    assert asked["out"] == folder / "evaluation"
+    assert found[BITS] == 1.25
+    assert found["wikitext word_perplexity"] == 80.0
+
+
+WIKITEXT = {"bits_per_byte": 1.25, "word_perplexity": 80.0}
+
+
+def test_numbers_of_tasks() -> None:
+    tasks = COMMON_SENSE.items()
+    accuracies = {task: {name: i / 10, "other": 9.0} for i, (task, name) in enumerate(tasks)}
+    found = language._of_tasks({"wikitext": {"bits_per_byte": 0.9}, **accuracies})
+    assert found[BITS] == 0.9
+    assert found["accuracy"] == pytest.approx(0.35)
+    assert found["piqa other"] == 9.0
+    del accuracies["boolq"]
+    assert "accuracy" not in language._of_tasks(accuracies)
+    assert BITS not in language._of_tasks(accuracies)
+
+
+# -- variants differ in what they say, and in nothing else -----------------------------------------
+
+
+def changed(recipe: Recipe, of: Recipe) -> set[str]:
+    return {f.name for f in fields(of) if getattr(recipe, f.name) != getattr(of, f.name)}
+
+
+@pytest.mark.parametrize(
+    ("part", "choices"),
+    [
+        ("without retention gate", {"retention"}),
+        ("without input-dependent threshold", set()),
+        ("without ℓ₂", {"bias"}),
+        ("without ℓ₁", {"bias"}),
+        ("without deep memory", {"memory"}),
+    ],
+)
+def test_parts_of_yaad(part: str, choices: set[str]) -> None:
+    whole = get("yaad")
+    name, recipe, options = miras.yaad_variant(part)  # type: ignore[misc]
+    assert name == part
+    assert changed(recipe, whole.recipe) == choices  # type: ignore[arg-type]
+    gates = {gate.name for gate in recipe.gates()} | {param.name for param in recipe.params()}  # type: ignore[union-attr]
+    assert set(dict(options.gates)) <= gates  # type: ignore[union-attr]
+    if not choices:
+        assert dict(options.gates)["threshold"].source == "learned"  # type: ignore[union-attr]
+
+
+def test_parts_of_atlas() -> None:
+    whole = get("atlas")
+    for name, choice in (
+        ("linear memory", "memory"),
+        ("c = 1", "context"),
+        ("without polynomials", "features"),
+    ):
+        _, recipe, options = atlas.atlas_variant(name)  # type: ignore[misc]
+        assert changed(recipe, whole.recipe) == {choice}  # type: ignore[arg-type]
+        assert options == whole.options
+    assert changed(get("omega_net").recipe, whole.recipe) == {"algorithm"}
+    assert changed(get("atlas_plus_plus").recipe, whole.recipe) == {"memory"}
+
+
+def test_powers_of_moneta_and_kernels_of_attention() -> None:
+    whole = get("moneta")
+    _, recipe, options = miras._moneta({"p": 3.0, "q": 4.0})  # type: ignore[misc]
+    assert (recipe, options) == (whole.recipe, whole.options)
+    _, recipe, _ = miras._moneta({"p": 1.5, "q": 2.0})  # type: ignore[misc]
+    assert changed(recipe, whole.recipe) == {"bias", "retention"}  # type: ignore[arg-type]
+    assert replace(recipe.retention, q=4.0) == whole.recipe.retention  # type: ignore[union-attr]
+    cells = miras._pq_cells({"p": [3.0, 4.0], "q": [2.0, 4.0], "lengths": [8]})
+    assert [(c["p"], c["q"]) for c in cells] == [(3.0, 4.0), (4.0, 4.0), (3.0, 2.0)]
+    linear, exp = (heads._model({"kernel": kernel}) for kernel in heads.KERNELS)
+    assert changed(linear[1], exp[1]) == {"features"}  # type: ignore[arg-type]
+    assert linear[2] == exp[2]  # type: ignore[misc]

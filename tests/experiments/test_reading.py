@@ -1,0 +1,245 @@
+"""Questions in long texts as tokens, and the course in which readers learn them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from torch import Tensor, nn
+
+from recollect.blocks.compositions import AsContext
+from recollect.blocks.mixers import Leaf
+from recollect.experiments.papers.reading.course import (
+    Course,
+    answered,
+    copies,
+    mixer_named,
+    taught,
+    work,
+)
+from recollect.experiments.papers.reading.documents import FORMS, _documents, _words
+from recollect.experiments.papers.reading.questions import (
+    needle_batch,
+    needle_words,
+    story_batch,
+    story_words,
+)
+from recollect.experiments.papers.reading.words import Asked, Haystack, Words, hidden_among
+from recollect.tasks import IGNORE, StoryConfig
+from recollect.tasks.needles import NeedleName
+
+Pair = tuple[Tensor, Tensor]
+SIZES = {"width": 8, "heads": 1, "layers": 1, "lr": 1e-2}
+
+
+def drawn(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def within(part: list[int], whole: list[int]) -> list[int]:
+    """Where a part of a text begins in it."""
+    size = len(part)
+    return [at for at in range(len(whole) - size + 1) if whole[at : at + size] == part]
+
+
+def test_words_marks_and_pairs_of_digits() -> None:
+    words = Words(["The sea is wide.", "12345 01", "The cup."])
+    assert len(words("The sea is 12345.")) == 7  # 1, 23 and 45 are three
+    assert words("1")[0] != words("01")[0]
+    assert words("seas cups") == [0, 0]
+    assert words("the") == [0]
+    assert len(words) == 11  # the unknown, five words, the full stop and four numbers
+
+
+def test_a_uuid_is_sixteen_pairs_and_four_dashes() -> None:
+    words = needle_words(0)
+    tokens = words("00ff10ab-0000-4000-8000-0123456789ab")
+    assert len(tokens) == 20
+    assert 0 not in tokens
+    assert tokens[0] == tokens[5] == words("00")[0]
+    assert tokens[3] == tokens[-1]
+
+
+def test_every_word_of_a_needle_is_known() -> None:
+    words = needle_words(0)
+    names: tuple[NeedleName, ...] = ("passkey", "number", "uuid")
+    for name in names:
+        inputs, labels = needle_batch(words, name, 80, 20, drawn(9))
+        assert bool((labels != 0).all())
+        question = inputs[:, -36 if name == "uuid" else -20 :]
+        assert bool((question != 0).all())
+
+
+def test_the_most_frequent_words_of_a_text_are_known() -> None:
+    words = Words(["cup"], ["sea sea sea", "sea hill hill", "cup road"], frequent=1)
+    assert words("cup sea")[0] != words("cup sea")[1]
+    assert words("hill road") == [0, 0]
+
+
+def test_sentences_stand_where_others_begin() -> None:
+    """The background around them is whole, in order, and each stands at a border."""
+    words = Words(["a b c d e f g h", "x y", "q", "z"])
+    hay = Haystack.of(words, ["a b c.", "d e f.", "g h."])
+    one = Asked(hidden=(words("x y"), words("y x")), question=words("q"), answer=words("z"))
+    for start in (0, 4, 8):
+        for depths in ([0.0, 0.0], [0.2, 0.6], [0.5, 1.0], [1.0, 1.0]):
+            text = hidden_among(one, hay, depths, start=start, length=20)
+            assert len(text) == 20
+            assert text[-2:] == [*words("q"), *words("z")]
+            (first,), (second,) = within(words("x y"), text), within(words("y x"), text)
+            assert first < second
+            rest = text[:first] + text[first + 2 : second] + text[second + 2 : -2]
+            assert rest == hay.piece(start, 14).tolist()
+            for at in (first, second - 2):
+                sentence_begins = (start + at) % len(hay.tokens) in hay.borders.tolist()
+                assert sentence_begins or at == 14
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    words = Words(["a b", "q"])
+    one = Asked(hidden=(words("a b"),), question=words("q"), answer=words("a"))
+    with pytest.raises(ValueError, match="3 tokens do not hold"):
+        hidden_among(one, Haystack.of(words, ["a."]), [0.5], start=0, length=3)
+
+
+@pytest.mark.parametrize(("name", "asked"), [("passkey", 5), ("number", 5), ("uuid", 21)])
+@pytest.mark.parametrize("length", [80, 200])
+def test_the_value_of_a_needle_is_asked(name: NeedleName, asked: int, length: int) -> None:
+    words = needle_words(20)
+    inputs, labels = needle_batch(words, name, length, 5, drawn())
+    assert inputs.shape == labels.shape == (5, length - 1)
+    for row, wanted in zip(inputs.tolist(), labels, strict=True):
+        assert int((wanted != IGNORE).sum()) == asked
+        answer = wanted[wanted != IGNORE].tolist()
+        assert wanted[-1] != IGNORE
+        assert answer[-1:] == words(".")
+        assert row[-asked + 1 :] == answer[:-1]
+        assert within(answer, row)  # the needle itself says it
+    again = needle_batch(words, name, length, 5, drawn())
+    assert torch.equal(inputs, again[0])
+
+
+def test_needles_are_everywhere_in_the_text() -> None:
+    words = needle_words(20)
+    inputs, labels = needle_batch(words, "number", 300, 60, drawn())
+    places = []
+    for row, wanted in zip(inputs.tolist(), labels, strict=True):
+        places.append(within(wanted[wanted != IGNORE].tolist(), row)[0] / 300)
+    assert min(places) < 0.2
+    assert max(places) > 0.7
+    assert 0.3 < sum(places) / len(places) < 0.7
+
+
+def test_a_story_is_whole_and_in_order() -> None:
+    words, config = story_words(1, 20), StoryConfig(task=1, facts=3, people=3)
+    inputs, labels = story_batch(words, config, 120, 4, drawn())
+    went = words("went to the")
+    for row, wanted in zip(inputs.tolist(), labels, strict=True):
+        assert len(within(went, row)) == 3
+        place, stop = wanted[wanted != IGNORE].tolist()
+        assert [stop] == words(".")
+        person = row[-len(words("Anna? Answer:")) - 1]
+        last = [at for at in within(went, row) if row[at - 1] == person]
+        assert row[last[-1] + 3] == place
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_documents_end_with_their_answer(form: str) -> None:
+    words = _words(600)
+    inputs, labels = _documents(words, form, 600, 216, 3, drawn(5))  # type: ignore[arg-type]
+    assert inputs.shape == (3, 215)
+    known = (inputs != 0).float().mean()
+    assert known > 0.35
+    for wanted in labels:
+        assert wanted[-1] == words("|")[0]
+        assert int((wanted != IGNORE).sum()) >= 2
+
+
+def test_copies_ask_for_the_second_time_but_for_what_begins_it() -> None:
+    inputs, labels = copies(9, 16, 3, drawn())
+    assert inputs.shape == labels.shape == (3, 15)
+    assert bool((inputs[:, 4:12] == 0).all())
+    assert torch.equal(inputs[:, 12:], inputs[:, :3])
+    assert bool((labels[:, :12] == IGNORE).all())
+    assert torch.equal(labels[:, 12:], inputs[:, 1:4])
+
+
+def test_a_course_has_its_lessons_in_order_and_ends_at_rate_zero() -> None:
+    course = Course.of({"lessons": [["copy 9", 8, 3, 2], ["task", 12, 2, 4]], "lr": 0.5})
+    asked: list[tuple[str, int, int]] = []
+
+    def draw(
+        kind: str, length: int, batch: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        asked.append((kind, length, batch))
+        return copies(5, length, batch, generator)
+
+    shapes = [tuple(x.shape) for x, _ in course.batches(9, draw, drawn())]
+    assert shapes == [(3, 7)] * 2 + [(2, 11)] * 4
+    assert asked == [("task", 12, 2)] * 4
+    rates = [course.rate(step) for step in range(course.steps + 1)]
+    assert rates[0] == pytest.approx(0.5 / 20)
+    assert rates[-1] == 0
+
+
+class _Knows(nn.Module):
+    """Names every token of the answer but one, in the second text."""
+
+    def __init__(self, labels: Tensor) -> None:
+        super().__init__()
+        self.labels, self.unused = labels.clone(), nn.Parameter(torch.zeros(1))
+        self.labels[1, -1] += 1
+        self.at = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = self.labels[self.at : self.at + len(inputs)].clamp(min=0)
+        self.at += len(inputs)
+        return nn.functional.one_hot(rows, 12).float()
+
+
+def test_an_answer_is_right_as_a_whole() -> None:
+    inputs, labels = copies(9, 12, 4, drawn())
+    found = answered(_Knows(labels), inputs, labels, at_once=24)
+    assert found.right == 3 / 4
+    assert found.tokens == 7 / 8
+
+
+def test_a_reader_learns_in_its_course() -> None:
+    """Repeating one of four tokens, within a few dozen steps."""
+    config = SIZES | {"width": 16, "lessons": [["task", 8, 16, 60]]}
+
+    def draw(
+        kind: str, length: int, batch: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(4, (batch, 1), generator=generator).expand(-1, length)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    mixer = mixer_named("gated_delta_net", config)
+    reader, lost = taught(config, mixer, 8, draw, 0, torch.device("cpu"))
+    assert lost == 0
+    assert answered(reader, *draw("task", 8, 16, drawn(7))).right == 1.0
+
+
+def test_convolutions_and_segments_are_given() -> None:
+    config = SIZES | {"segment": 32}
+    softmax = mixer_named("softmax_attention", config)
+    assert isinstance(softmax, Leaf)
+    assert softmax.options.conv == 4
+    mac = mixer_named("titans_mac", config)
+    assert isinstance(mac, AsContext)
+    assert (mac.segment, mac.persistent) == (32, 0)
+    assert all(leaf.options.conv for leaf in mac.leaves.values())
+    kept = mixer_named("titans_mac", SIZES)
+    assert isinstance(kept, AsContext)
+    assert kept.persistent == 8
+
+
+def test_the_price_grows_with_lessons_and_lengths() -> None:
+    config = SIZES | {"lessons": [["task", 32, 2, 4]]}
+    longer = SIZES | {"lessons": [["task", 32, 2, 8]]}
+    mixer = mixer_named("titans", config)
+    once, twice = work(config, mixer, 20, {}), work(longer, mixer, 20, {})
+    assert twice.flops == 2 * once.flops
+    assert work(config, mixer, 20, {64: 3}).flops > once.flops

@@ -1,0 +1,205 @@
+"""The training loss in chunks of tokens, against logits of all tokens and autograd."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+pytest.importorskip("transformers")
+
+import recollect as rc
+from recollect.lm.model.loss import IGNORE, next_token_loss, shifted
+from recollect.lm.planning.live_memory import LiveMemory
+
+B, T, D, W = 2, 7, 5, 11
+
+
+def drawn(dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Linear, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(B, T, D, dtype=dtype, requires_grad=True)
+    head = nn.Linear(D, W, bias=False, dtype=dtype)
+    targets = torch.randint(W, (B, T))
+    targets[0, 2] = targets[1, -1] = IGNORE
+    return x, head, targets
+
+
+def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The mean over the targets that ask, token by token."""
+    losses = [
+        torch.logsumexp(weight @ x[b, t], 0) - weight[targets[b, t]] @ x[b, t]
+        for b in range(B)
+        for t in range(T)
+        if targets[b, t] != IGNORE
+    ]
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 3, 7, 100])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+def test_chunks_change_nothing(chunk: int, dtype: torch.dtype, close: float) -> None:
+    x, head, targets = drawn(dtype)
+    wanted = plain(x, head.weight, targets)
+    of_x, of_weight = torch.autograd.grad(wanted, (x, head.weight))
+    loss = next_token_loss(x, head, targets, chunk=chunk)
+    loss.backward()
+    assert loss.dtype == dtype and head.weight.grad is not None and x.grad is not None
+    torch.testing.assert_close(loss, wanted, atol=close, rtol=close)
+    torch.testing.assert_close(x.grad, of_x, atol=close, rtol=close)
+    torch.testing.assert_close(head.weight.grad, of_weight, atol=close, rtol=close)
+
+
+def test_without_gradients_and_with_one_of_them() -> None:
+    x, head, targets = drawn()
+    wanted = plain(x, head.weight, targets)
+    with torch.no_grad():
+        loss = next_token_loss(x, head, targets, chunk=3)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, wanted)
+    (of_weight,) = torch.autograd.grad(wanted, head.weight, retain_graph=True)
+    (found,) = torch.autograd.grad(next_token_loss(x.detach(), head, targets, chunk=3), head.weight)
+    torch.testing.assert_close(found, of_weight)
+    (of_x,) = torch.autograd.grad(wanted, x)
+    head.weight.requires_grad_(False)
+    (found,) = torch.autograd.grad(next_token_loss(x, head, targets, chunk=3), x)
+    torch.testing.assert_close(found, of_x)
+
+
+def test_gradients_have_gradients_and_can_be_asked_twice() -> None:
+    x, head, targets = drawn()
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        other = nn.Linear(D, W, bias=False, dtype=torch.float64)
+        del other.weight
+        other.weight = weight  # type: ignore[assignment]
+        return next_token_loss(x, other, targets, chunk=4)
+
+    total = next_token_loss(x, head, targets, chunk=4)
+    once = torch.autograd.grad(total, (x, head.weight), retain_graph=True)
+    twice = torch.autograd.grad(total, (x, head.weight))
+    torch.testing.assert_close(once, twice)
+    total = next_token_loss(x, head, targets, chunk=4)
+    (of_x,) = torch.autograd.grad(total, x, create_graph=True)
+    (found,) = torch.autograd.grad(of_x.square().sum(), head.weight)
+    (of_x,) = torch.autograd.grad(plain(x, head.weight, targets), x, create_graph=True)
+    (wanted,) = torch.autograd.grad(of_x.square().sum(), head.weight)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_head_with_an_adapter_is_called() -> None:
+    x, head, targets = drawn()
+    wanted = plain(x, 2 * head.weight, targets)
+    grads = torch.autograd.grad(wanted, (x, head.weight))
+    seen: list[int] = []
+
+    def doubled(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        seen.append(len(output))
+        return 2 * output
+
+    head.register_forward_hook(doubled)
+    loss = next_token_loss(x, head, targets, chunk=4)
+    torch.testing.assert_close(loss, wanted)
+    assert seen == [4, 4, 4, 2]
+    torch.testing.assert_close(torch.autograd.grad(loss, (x, head.weight)), grads)
+    biased = nn.Linear(D, W, dtype=torch.float64)
+    loss = next_token_loss(x, biased, targets, chunk=4)
+    full = functional.cross_entropy(biased(x).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(loss, full)
+
+
+def test_targets_outside_of_the_vocabulary_are_refused() -> None:
+    x, head, targets = drawn()
+    targets[0, 0] = W
+    with pytest.raises(IndexError, match="out of bounds"):
+        next_token_loss(x, head, targets, chunk=3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_model_takes_its_training_loss_in_chunks(tied: bool) -> None:
+    torch.manual_seed(0)
+    config = rc.lm.RecollectConfig.from_recipes(
+        "gated_delta_net",
+        vocab_size=W,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+        loss_chunk_size=3,
+    )
+    model = rc.lm.RecollectForCausalLM(config).train()
+    ids = torch.randint(W, (B, T))
+    labels = ids.clone()
+    labels[0, 3] = IGNORE
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    given = {"attention_mask": mask, "labels": labels, "num_items_in_batch": torch.tensor(9)}
+    out = model(ids, **given)
+    assert out.logits is None
+    out.loss.backward()
+    found = {name: cast(Tensor, p.grad).clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    full = model(ids, **given, output_logits=True)
+    assert full.logits.shape == (B, T, W)
+    logits, asked = full.logits[:, :-1], labels[:, 1:].clone()
+    asked[1, :2] = IGNORE  # nothing precedes the first real token
+    wanted = functional.cross_entropy(logits.flatten(0, 1), asked.flatten(), reduction="sum") / 9
+    torch.testing.assert_close(out.loss, wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(full.loss, wanted, atol=1e-6, rtol=1e-6)
+    wanted.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, atol=1e-6, rtol=1e-5, msg=name)
+    moved = shifted(labels, mask)
+    torch.testing.assert_close(
+        model(ids, attention_mask=mask, shift_labels=moved, num_items_in_batch=9).loss, wanted
+    )
+    assert model.eval()(ids, labels=ids).logits is not None
+    with pytest.raises(ValueError, match="exclude each other"):
+        model(ids, labels=ids, shift_labels=ids)
+    with pytest.raises(ValueError, match=r"shift_labels must have shape \[2, 7\]"):
+        model(ids, shift_labels=ids[:, 1:])
+
+
+def test_bfloat16_differs_by_its_own_rounding() -> None:
+    x, head, targets = drawn(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = next_token_loss(x, head, targets, chunk=4)
+        loss.backward()
+        found, head.weight.grad = head.weight.grad, None
+        logits = head(x)
+        assert logits.dtype == torch.bfloat16
+        full = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    full.backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, full, atol=1e-6, rtol=1e-6)  # the same logits
+    # Gradients of logits are rounded to 8 bits before, or after, they are divided by the tokens.
+    torch.testing.assert_close(found, head.weight.grad, atol=2e-3, rtol=2e-2)
+
+
+def test_logits_of_all_tokens_are_never_there() -> None:
+    N, C, W = 512, 32, 4096
+    x, head = torch.randn(1, N, 16, requires_grad=True), nn.Linear(16, W, bias=False)
+    targets = torch.randint(W, (1, N))
+    peaks: list[int] = []
+    for chunk in (0, C):
+        with LiveMemory(head.parameters()) as memory:
+            next_token_loss(x, head, targets, chunk=chunk).backward()
+        peaks.append(memory.peak)
+    assert peaks[0] > 4 * N * W
+    assert peaks[1] < 4 * 5 * W * (16 + C)
+
+
+def test_shapes_alone_are_enough() -> None:
+    x, head, targets = drawn()
+    there = x.detach().to("meta").requires_grad_()
+    loss = next_token_loss(there, head.to("meta"), targets.to("meta"), chunk=3)
+    loss.backward()
+    assert there.grad is not None and there.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, True])
+def test_a_chunk_that_is_no_number_of_tokens_is_refused(size: object) -> None:
+    with pytest.raises(rc.RecipeError, match="loss_chunk_size"):
+        rc.lm.RecollectConfig.from_recipes("gated_delta_net", loss_chunk_size=size)

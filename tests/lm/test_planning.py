@@ -1,0 +1,244 @@
+"""Runs on paper: counts against steps that are taken, shares of ranks, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from recollect.bench.suites.memory import CASES, measure, measured, planned
+from recollect.choices import member
+from recollect.cli.app import build
+from recollect.lm import parameter_count
+from recollect.lm.model.model import RecollectForCausalLM
+from recollect.lm.planning.estimate import Way, config_of, estimate, rank_of
+from recollect.lm.planning.footprint import footprint
+from recollect.lm.planning.live_memory import LiveMemory
+from recollect.lm.training.plan import TrainPlan
+from recollect.recipe import modules
+
+SMALL: dict[str, Any] = {"width": 32, "depth": 2, "heads": 2, "mlp": 64}
+
+LOOKING = '''
+import recollect as rc
+
+
+@rc.member
+class Looking(rc.bias.Bias):
+    """Stops where an error is large."""
+
+    def error(self, prediction, value, gates):
+        error = prediction - value
+        return 0 * error if {looked} else error
+'''
+
+
+def plan(**changes: dict[str, Any]) -> TrainPlan:
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"recipe": "gated_delta_net", **SMALL},
+        "data": {"train": ["text.txt"], "context": 128},
+        "optimizer": {"steps": 10, "batch": 8},
+    }
+    for table, values in changes.items():
+        tables[table] = {**tables.get(table, {}), **values}
+    return TrainPlan.from_dict(tables)
+
+
+# Attention and a layer without an MLP, exact least squares, and products in bfloat16.
+@pytest.mark.parametrize(
+    ("model", "bf16"),
+    [
+        ({"recipe": "gated_delta_net"}, False),
+        ({"recipes": {"a": "softmax_attention", "b": "rls"}, "layers": ["a", "b", "mlp"]}, False),
+        ({"recipe": "softmax_attention"}, True),
+    ],
+)
+def test_what_a_step_keeps_is_what_is_counted(model: dict[str, Any], bf16: bool) -> None:
+    config = config_of(plan(model=model))
+    found = footprint(config, rows=2, tokens=128, bf16=bf16)
+    net = RecollectForCausalLM(config).train()
+    assert found.weights == 4 * parameter_count(config)
+    ids = torch.randint(0, 200, (2, 128))
+    with LiveMemory(net.parameters()) as memory:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = net(ids, labels=ids).loss
+        loss.backward()
+    most, _ = found.most()
+    assert most + found.weights == pytest.approx(memory.peak, rel=0.15)
+
+
+def test_rows_and_tokens_beyond_what_is_run_are_counted() -> None:
+    config = config_of(plan(model={"recipe": "rls"}))
+    net = RecollectForCausalLM(config).train()
+    ids = torch.randint(0, 200, (3, 1536))
+    with LiveMemory(net.parameters()) as memory:
+        net(ids, labels=ids).loss.backward()
+    most, _ = footprint(config, rows=3, tokens=1536).most()
+    assert most == pytest.approx(memory.peak, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["gated_delta_net, recomputed", "softmax_attention, bfloat16", "mamba2, bfloat16", "titans"],
+)
+def test_plans_agree_with_what_runs_take(name: str) -> None:
+    assert planned(CASES[name]) == pytest.approx(measured(CASES[name]).live, rel=0.15)
+
+
+def test_ranks_hold_their_share() -> None:
+    run = plan()
+    config = config_of(run)
+    one = rank_of(run, config, Way())
+    weights = 4 * parameter_count(config)
+    assert one.parts["parameters"] == weights and one.parts["optimizer"] == 2 * weights
+    ddp, fsdp = (rank_of(run, config, Way(data=4, shards=shards)) for shards in (False, True))
+    assert ddp.parts["parameters"] == ddp.parts["communicated"] == weights
+    assert fsdp.parts["parameters"] == weights // 4
+    assert fsdp.parts["optimizer"] == 2 * (weights // 4)
+    assert ddp.rows == fsdp.rows == 2
+    assert one.parts["activations"] > 3 * ddp.parts["activations"]
+    both = rank_of(run, config, Way(data=2, tensor=2, shards=True))
+    # What is divided by heads is nearly half; norms and the stream stay whole.
+    assert 0.25 * weights <= both.parts["parameters"] < 0.3 * weights
+    heads = rank_of(run, config, Way(tensor=2, shards=True))
+    assert 0.5 < heads.parts["activations"] / one.parts["activations"] < 0.9
+    context = rank_of(run, config, Way(context=2, shards=True))
+    assert context.parts["activations"] < 0.6 * one.parts["activations"]
+
+
+def test_options_that_save_memory_save_it() -> None:
+    def parts(**changes: dict[str, Any]) -> dict[str, int]:
+        run = plan(**{"data": {"context": 256}, "model": {"recipe": "rls"}, **changes})
+        return dict(rank_of(run, config_of(run), Way()).parts)
+
+    whole = parts()["activations"]
+    assert parts(run={"checkpointing": True})["activations"] < 0.8 * whole
+    pieces = parts(data={"context": 256, "segments": 4, "segment_gradient": "kept"})
+    assert pieces["activations"] < 0.5 * whole and pieces["states"] > 0
+    assert parts(run={"loss_chunk": 100})["logits"] == 3 * 4 * 100 * 264
+
+
+def test_the_smallest_mesh_fits_and_one_device_fewer_does_not() -> None:
+    run = plan(optimizer={"batch": 12})
+    config = config_of(run)
+    three = rank_of(run, config, Way(data=3)).total
+    found = estimate(run, config, devices=8, memory=int(three / 0.9) + 1, peak=1e12, share=0.5)
+    assert found.smallest is not None and found.smallest.way == Way(data=3)
+    fewer = (Way(data=1), Way(data=2), Way(data=2, shards=True), Way(tensor=2, shards=True))
+    assert not any(rank_of(run, config, way).fits(found.memory) for way in fewer)
+    assert found.tokens == 10 * 12 * 128
+    assert found.seconds == pytest.approx(found.tokens * found.flops / (8 * 0.5e12))
+    none = estimate(run, config, devices=8, memory=1000)
+    assert none.smallest is None and none.launch is None
+    alone = estimate(run, config, devices=1, memory=2**40)
+    assert alone.launch == ("", "recollect train run.toml")
+    five = rank_of(run, config, Way(data=5))
+    assert five.refused == "batch = 12 is no multiple of the 5 groups that read it"
+    assert "heads = 2 is no multiple" in str(rank_of(run, config, Way(tensor=4)).refused)
+
+
+@pytest.mark.parametrize("batch", [3, 6])
+def test_a_way_that_fits_is_among_the_meshes_that_are_tried(batch: int) -> None:
+    run = plan(optimizer={"batch": batch})
+    config = config_of(run)
+    both = rank_of(run, config, Way(data=3, tensor=2, shards=True))
+    found = estimate(run, config, devices=6, memory=int(both.total / 0.9) + 1)
+    assert both in found.ranks and both.fits(found.memory)
+    assert found.smallest is not None and found.smallest.way.devices == 6
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_node", "nodes", "each"),
+    [(8, 6, 2, 4), (12, 8, 2, 6), (7, 4, 7, 1), (6, 8, 1, 6), (16, 8, 2, 8)],
+)
+def test_the_launch_starts_as_many_processes_as_the_mesh_has(
+    devices: int, per_node: int, nodes: int, each: int
+) -> None:
+    run = plan(optimizer={"batch": devices})
+    config = config_of(run)
+    most = min(rank_of(run, config, Way(data=devices, shards=s)).total for s in (False, True))
+    options: dict[str, int] = {"devices": devices, "memory": int(most / 0.9) + 1}
+    found = estimate(run, config, per_node=per_node, **options)
+    assert found.smallest is not None and found.launch is not None
+    assert found.smallest.way.devices == devices
+    where = "--standalone" if nodes == 1 else f"--nnodes {nodes}"
+    assert f"torchrun {where} --nproc-per-node {each} " in found.launch[1]
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_a_peak_that_is_no_number_is_refused(number: float) -> None:
+    run = plan()
+    with pytest.raises(ValueError, match="peak must be at least 1, and finite, not"):
+        estimate(run, config_of(run), peak=number)
+
+
+# A condition on a number, and a shape that follows from numbers.
+@pytest.mark.parametrize("looked", ["(error > 9).any()", "len(error[error > 9])"])
+def test_a_member_that_looks_at_numbers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked: str
+) -> None:
+    monkeypatch.setattr(member, "_REGISTRY", dict(member._REGISTRY))
+    monkeypatch.setattr(modules, "_imported", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "looking_biases", raising=False)
+    (tmp_path / "looking_biases.py").write_text(LOOKING.format(looked=looked))
+    (tmp_path / "mine.toml").write_text('[bias]\nmember = "Looking"\n')
+    file = tmp_path / "run.toml"
+    lines = ['import = ["looking_biases"]', "[model]", f'recipe = "{tmp_path / "mine.toml"}"']
+    lines += ["width = 32", "depth = 1", "heads = 2", "[data]", 'train = ["text.txt"]']
+    file.write_text("\n".join([*lines, "context = 8", "[optimizer]", "steps = 5", "batch = 16"]))
+    refused = CliRunner().invoke(build(), ["plan", str(file)])
+    assert refused.exit_code == 2, refused.output
+    assert "cannot be counted on paper: a member of it looks at numbers" in refused.output
+    assert "recipe 'mine'" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "words"),
+    [(-9, "", "-9: nothing was said"), (1, "a\nOSError: full\n", "1: OSError: full")],
+)
+def test_a_case_whose_process_dies_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, code: int, stderr: str, words: str
+) -> None:
+    def dies(*given: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], code, stdout="", stderr=stderr)
+
+    monkeypatch.setattr(subprocess, "run", dies)
+    with pytest.raises(ValueError, match=f"^titans: its process ended with {words}$"):
+        measure(["titans"])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    lines = ["[model]", "width = 32", "depth = 1", "heads = 2", "[data]", 'train = ["text.txt"]']
+    file.write_text("\n".join([*lines, "context = 64", "[optimizer]", "steps = 5", "batch = 16"]))
+    said = CliRunner().invoke(build(), ["plan", str(file), "--devices", "16", "--memory", "1GB"])
+    assert said.exit_code == 0, said.output
+    for word in ("parameters", "FLOP per token", "fsdp 8 × tensor 2", "smallest", "launch"):
+        assert word in said.output
+    given = ["plan", str(file), "--devices", "16", "--memory", "2MiB", "--json"]
+    data = json.loads(CliRunner().invoke(build(), given).output)
+    assert data["memory"] == 2 * 2**20 and data["smallest"]["fits"]
+    assert data["launch"][1].endswith(f"--module recollect.cli train {file}")
+    for options, words in (
+        (["--memory", "80XB"], "--memory must be a size such as 80GB"),
+        (["--devices", "0"], "--devices must be at least 1"),
+        (["--share", "1.5"], "--share must be above 0 and at most 1"),
+        (["--peak", "0"], "--peak must be above 0"),
+        (["--peak", "inf"], "--peak must be above 0 and finite, not inf"),
+        (["--peak", "nan"], "--peak must be above 0 and finite, not nan"),
+    ):
+        refused = CliRunner().invoke(build(), ["plan", str(file), *options])
+        assert refused.exit_code == 2 and words in refused.output

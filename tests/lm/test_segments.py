@@ -1,0 +1,202 @@
+"""Rows read in segments: the row's gradient where it is kept, a written-out loop where cut."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+pytest.importorskip("transformers")
+
+from tests.lm.runs import assert_same, plan, write_text
+from transformers import TrainingArguments
+
+import recollect as rc
+from recollect.lm import RecollectForCausalLM
+from recollect.lm.model.loss import IGNORE
+from recollect.lm.training.segments import pieces, predicted
+from recollect.lm.training.train import RecollectTrainer, train
+
+W, B, T = 13, 2, 11
+
+
+def model(name: str = "gated_delta_net") -> RecollectForCausalLM:
+    torch.manual_seed(0)
+    config = rc.lm.RecollectConfig.from_recipes(
+        name,
+        vocab_size=W,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        loss_chunk_size=4,
+    )
+    return RecollectForCausalLM(config).double().train()
+
+
+def batch(starts: tuple[tuple[int, ...], ...] = ()) -> dict[str, Tensor]:
+    """Two rows; documents begin at ``starts``, of each row."""
+    ids = torch.randint(W, (B, T), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    made = {"input_ids": ids, "labels": labels}
+    if starts:
+        for r, row in enumerate(starts):
+            labels[r, list(row)] = IGNORE
+        flat = [r * T + s for r, row in enumerate(starts) for s in row]
+        made["cu_seqlens"] = torch.tensor([*flat, B * T])
+    return made
+
+
+def alone(net: RecollectForCausalLM, given: dict[str, Tensor]) -> Tensor:
+    """The loss of every document by itself, from logits."""
+    ends = given.get("cu_seqlens", torch.arange(0, B * T + 1, T)).tolist()
+    flat, losses = given["input_ids"].flatten(), []
+    for begin, end in itertools.pairwise(ends):
+        ids = flat[begin:end][None]
+        logits = net(ids, use_cache=False).logits[0, :-1]
+        losses.append(functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+    return torch.stack(losses).sum() / int(predicted(given))
+
+
+def stepped(
+    net: RecollectForCausalLM, given: dict[str, Tensor], segments: int, out: Path, **how: Any
+) -> Tensor:
+    """The loss of a Trainer's step, whose gradients are left with the model."""
+    arguments = TrainingArguments(
+        output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, **how
+    )
+    trainer = RecollectTrainer(model=net, args=arguments)
+    trainer.segments, trainer.kept = segments, True
+    trainer.current_gradient_accumulation_steps = arguments.gradient_accumulation_steps
+    return trainer.training_step(net, given, None)
+
+
+def gradients(net: RecollectForCausalLM) -> dict[str, Tensor]:
+    found = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in net.named_parameters()
+    }
+    net.zero_grad()
+    return found
+
+
+DOCUMENTS = {
+    "one each": (),
+    "inside": ((0, 2, 7), (0, 5)),
+    "at borders": ((0, 4), (0, 4, 8)),  # where pieces of 4 begin
+    "of one token": ((0, 3, 4, 5), (0, 10)),
+}
+
+
+@pytest.mark.parametrize("starts", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("segments", [2, 3, 11])
+def test_the_gradient_that_is_kept_is_that_of_the_row(
+    segments: int, starts: tuple[tuple[int, ...], ...], tmp_path: Path
+) -> None:
+    net, given = model(), batch(starts)
+    wanted = alone(net, given)
+    wanted.backward()
+    whole = gradients(net)
+    loss = stepped(net, given, segments, tmp_path)
+    torch.testing.assert_close(loss, wanted.detach(), atol=1e-12, rtol=0)
+    torch.testing.assert_close(gradients(net), whole, atol=1e-10, rtol=1e-8)
+
+
+# Initial memories that are learned, momentum and a convolution, a window, exact least squares, a
+# complex decay, a state of one number, all of whose parts go on and begin anew.
+@pytest.mark.parametrize(
+    "name", ["titans", "sliding_window_attention", "rls", "mamba2", "rwkv7", "lru", "atlas"]
+)
+def test_it_is_for_every_state(name: str, tmp_path: Path) -> None:
+    net, given = model(name), batch(DOCUMENTS["inside"])
+    wanted = alone(net, given)
+    wanted.backward()
+    whole = gradients(net)
+    loss = stepped(net, given, 3, tmp_path)
+    torch.testing.assert_close(loss, wanted.detach(), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(gradients(net), whole, atol=1e-6, rtol=1e-6)
+
+
+def test_the_gradient_that_is_cut_is_a_written_out_loop() -> None:
+    net, given = model("titans"), batch()
+    items, cache = B * (T - 1), None
+    ids = given["input_ids"]
+    for begin, end in ((0, 4), (4, 8), (8, T)):
+        out = net(ids[:, begin:end], past_key_values=cache, use_cache=True)
+        asked = ids[:, begin + 1 : end + 1]  # the next piece's first token, too
+        logits = out.logits[:, : asked.shape[1]]
+        total = functional.cross_entropy(logits.flatten(0, 1), asked.flatten(), reduction="sum")
+        (total / items).backward()
+        cache = out.past_key_values.detach()
+    wanted = gradients(net)
+    states = None
+    for piece in pieces(given, 3):
+        out = net(**piece.after(net, states), num_items_in_batch=predicted(given))
+        out.loss.backward()
+        states = out.past_key_values.detach()
+    found = gradients(net)
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-9)
+    alone(net, given).backward()
+    whole = gradients(net)
+    assert any((whole[n] - found[n]).abs().max() > 1e-4 for n in whole)  # something was cut
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.jsonl")
+
+
+def test_a_run_in_segments_is_the_run(text: Path, tmp_path: Path) -> None:
+    share = {"heldout_share": 0.1}
+    whole = train(plan(text, tmp_path / "whole", data=share))
+    kept = train(
+        plan(text, tmp_path / "kept", data={**share, "segments": 3, "segment_gradient": "kept"})
+    )
+    one, two = tmp_path / "whole" / "model", tmp_path / "kept" / "model"
+    assert_same(one, two)
+    assert kept.heldout == pytest.approx(whole.heldout, abs=1e-5)
+    assert kept.loss == pytest.approx(cast(float, whole.loss), abs=1e-5)
+
+
+def test_a_run_that_cuts_has_the_row_s_loss_and_another_gradient(
+    text: Path, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+    share, once = {"heldout_share": 0.1}, {"steps": 1, "warmup": 0.0}
+    cut = train(
+        plan(text, tmp_path / "cut", data={**share, "segments": 4}, optimizer=once),
+        begins=lambda header: seen.extend(dict(header.lines()).values()),
+    )
+    assert any("each row in 4 segments" in line for line in seen)
+    whole = train(plan(text, tmp_path / "whole", data=share, optimizer=once))
+    assert cut.loss == pytest.approx(cast(float, whole.loss), abs=1e-6)
+    assert cut.heldout == pytest.approx(whole.heldout, abs=0.05)
+    assert cut.heldout != whole.heldout
+
+
+def test_divergence_is_found_in_segments(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(rc.lm.Diverged, match="layer 0"):
+        train(
+            plan(
+                text,
+                tmp_path / "run",
+                data={"segments": 4},
+                optimizer={"lr": 100.0, "steps": 40, "warmup": 0.0, "clip": 0.0, "betas": [0.0, 0]},
+            )
+        )
+
+
+def test_what_cannot_be_read_in_segments_is_refused(text: Path, tmp_path: Path) -> None:
+    grows = plan(
+        text, tmp_path / "run", model={"recipe": "softmax_attention"}, data={"segments": 2}
+    )
+    with pytest.raises(ValueError, match="softmax_attention grows with the text"):
+        train(grows)
+    with pytest.raises(ValueError, match="segments = 64 are more than the 32 tokens"):
+        plan(text, tmp_path / "run", data={"segments": 64})
+    with pytest.raises(ValueError, match="and there is one"):
+        plan(text, tmp_path / "run", data={"segment_gradient": "kept"})

@@ -1,0 +1,46 @@
+"""Running the page's scripts by node, without a browser."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recollect.page.write import source
+
+HERE = Path(__file__).parent
+
+
+def node(
+    script: str, data: object, scripts: Sequence[str], *, ahead: str = "", between: str = ""
+) -> Any:
+    """What a script of this folder makes of data.
+
+    Args:
+        script: sees the data as ``input`` and ends with ``answer(...)``.
+        data: plain data.
+        scripts: of the page, run before it.
+        ahead: of this folder, run before those. between: run after them.
+    """
+    program = shutil.which("node")
+    if program is None:
+        pytest.skip("node is not installed: what the page's scripts compute is not checked")
+    texts = [(HERE / ahead).read_text(encoding="utf-8")] if ahead else []
+    texts += [source(name) for name in scripts]
+    texts += [(HERE / between).read_text(encoding="utf-8")] if between else []
+    texts.append((HERE / script).read_text(encoding="utf-8"))
+    start = (
+        "const input = JSON.parse(require('fs').readFileSync(0, 'utf8'));\n"
+        "const answer = (x) => process.stdout.write(JSON.stringify(x));\n"
+    )
+    path = [program, "-e", start + "\n".join(texts)]
+    found = subprocess.run(
+        path, input=json.dumps(data), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)

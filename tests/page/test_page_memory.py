@@ -1,0 +1,201 @@
+"""The page's memory in JavaScript equals `rc.recall`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from tests.page.node import node
+from torch import Tensor
+
+import recollect as rc
+
+K, V, T = 5, 4, 12
+Numbers = dict[str, Tensor]
+
+BIASES = (rc.bias.L2(), rc.bias.DotProduct())
+CONTEXTS = (rc.context.Online(), rc.context.Window(size=3), rc.context.Window(size=4, gated=False))
+RETENTIONS = (
+    rc.retention.Keep(),
+    rc.retention.Decay(),
+    rc.retention.Decay(when="before"),
+    rc.retention.Decay(per="key", when="before"),
+    rc.retention.Decay(rate=0.75),
+    rc.retention.Decay(rate="static"),
+)
+ALGORITHMS = (
+    rc.algorithm.GradientDescent(),
+    rc.algorithm.GradientDescent(lr=0.4),
+    rc.algorithm.GradientDescent(per="value"),
+    rc.algorithm.Momentum(),
+    rc.algorithm.Momentum(momentum=0.6),
+    rc.algorithm.Momentum(of="value"),
+    rc.algorithm.Implicit(),
+    rc.algorithm.Normalized(lr="token"),
+)
+
+
+def combined() -> list[rc.Recipe]:
+    """Every combination that means something."""
+    found = []
+    for bias, context, retention, algorithm in itertools.product(
+        BIASES, CONTEXTS, RETENTIONS, ALGORITHMS
+    ):
+        try:
+            found.append(
+                rc.Recipe(bias=bias, context=context, retention=retention, algorithm=algorithm)
+            )
+        except rc.RecipeError:
+            continue
+    return found
+
+
+def drawn() -> tuple[list[Tensor], Numbers]:
+    """Queries, keys and values [T, .] and one number of each name per token, in float64."""
+    q, k = torch.randn(2, T, K, dtype=torch.float64).div(K**0.5).unbind()
+    v = torch.randn(T, V, dtype=torch.float64)
+    uniform = torch.rand(3, T, dtype=torch.float64)
+    numbers = {
+        "lr": 0.1 + 0.5 * uniform[0],
+        "decay": 0.6 + 0.4 * uniform[1],
+        "momentum": 0.8 * uniform[2],
+    }
+    return [q, k, v], numbers
+
+
+def constant(numbers: Numbers) -> Numbers:
+    """The same at every token, as a param is."""
+    return {name: value[:1].expand(T) for name, value in numbers.items()}
+
+
+def recalled(recipe: rc.Recipe, qkv: list[Tensor], numbers: Numbers) -> Tensor:
+    """What the library answers [T, V]."""
+    sizes = recipe.axes(K, V)
+
+    def spread(value: Tensor, axes: tuple[str, ...]) -> Tensor:
+        shape = [sizes[axis] for axis in axes]
+        return value.reshape(-1, *[1] * len(axes)).expand(-1, *shape)
+
+    named = {
+        "lr": numbers["lr"],
+        "log_lr": numbers["lr"].log(),
+        "log_decay": numbers["decay"].log(),
+        "log_decay_value": torch.zeros(T, dtype=torch.float64),
+        "momentum": numbers["momentum"],
+        "window": torch.ones(T, dtype=torch.float64),
+        "decay": numbers["decay"],
+    }
+    gates = {x.name: spread(named[x.name], x.axes)[None, :, None] for x in recipe.gates()}
+    params = {x.name: spread(named[x.name][:1], x.axes) for x in recipe.params()}
+    q, k, v = (x[None, :, None] for x in qkv)
+    y, _ = rc.recall(recipe, q, k, v, gates, params=params)
+    return y[0, :, 0]
+
+
+def cases(recipes: list[rc.Recipe], qkv: list[Tensor], numbers: Numbers) -> list[dict[str, Any]]:
+    q, k, v = (x.tolist() for x in qkv)
+    rows = [{name: float(value[t]) for name, value in numbers.items()} for t in range(T)]
+    given = {"keys": k, "values": v, "queries": q, "numbers": rows}
+    return [{"recipe": recipe.to_dict(), **given} for recipe in recipes]
+
+
+def test_every_combination_that_the_page_runs_equals_recall() -> None:
+    recipes = combined()
+    assert len(recipes) > 150
+    qkv, moving = drawn()
+    for numbers in (moving, constant(moving)):
+        some = [x for x in recipes if bool(x.params()) == (numbers is not moving)]
+        assert some
+        found = node("run_memory.js", cases(some, qkv, numbers), ["memory.js"])
+        for recipe, one in zip(some, found, strict=True):
+            assert one["replaced"] == [], recipe
+            expected = recalled(recipe, qkv, numbers)
+            read = torch.tensor(one["read"], dtype=torch.float64)
+            torch.testing.assert_close(
+                read, expected, rtol=1e-6, atol=1e-6, msg=lambda m, r=recipe: f"{r}: {m}"
+            )
+            assert expected.abs().max() > 1e-2
+
+
+def test_a_system_that_the_page_runs_as_it_is_equals_recall() -> None:
+    recipes = {name: rc.zoo.get(name).recipe for name in rc.zoo.names()}
+    qkv, moving = drawn()
+    numbers = constant(moving)
+    found = node("run_memory.js", cases(list(recipes.values()), qkv, numbers), ["memory.js"])
+    ran = []
+    for (name, recipe), one in zip(recipes.items(), found, strict=True):
+        if one["replaced"]:
+            continue
+        ran.append(name)
+        read = torch.tensor(one["read"], dtype=torch.float64)
+        torch.testing.assert_close(read, recalled(recipe, qkv, numbers), rtol=1e-6, atol=1e-6)
+    assert {"linear_attention", "retnet", "gla", "mamba2", "delta_net", "longhorn"} <= set(ran)
+    assert {"gated_delta_net", "momentum_delta_net", "nlms", "leaky_lms"} <= set(ran)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "names"),
+    [
+        (rc.Recipe(memory=rc.memory.MLP()), ["memory.MLP"]),
+        (rc.Recipe(features=rc.features.Relu()), ["features.Relu"]),
+        (rc.Recipe(bias=rc.bias.Huber()), ["bias.Huber"]),
+        (rc.Recipe(algorithm=rc.algorithm.GradientDescent(steps=2)), ["algorithm.GradientDescent"]),
+        (
+            rc.Recipe(algorithm=rc.algorithm.GradientDescent(reduce="mean", offset=0.5)),
+            ["algorithm.GradientDescent"],
+        ),
+        (
+            rc.Recipe(algorithm=rc.algorithm.GradientDescent(normalize=True)),
+            ["algorithm.GradientDescent"],
+        ),
+        (rc.Recipe(algorithm=rc.algorithm.Momentum(normalize=True)), ["algorithm.Momentum"]),
+        (rc.Recipe(context=rc.context.Prefix()), ["context.Prefix"]),
+        (rc.Recipe(algorithm=rc.algorithm.Momentum(batch=4)), ["algorithm.Momentum"]),
+        (rc.Recipe(retention=rc.retention.Ball()), ["retention.Ball"]),
+        (rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe())), ["bias.L2"]),
+    ],
+)
+def test_what_the_page_cannot_run_it_names(recipe: rc.Recipe, names: list[str]) -> None:
+    qkv, numbers = drawn()
+    (found,) = node("run_memory.js", cases([recipe], qkv, numbers), ["memory.js"])
+    assert found["replaced"] == names
+
+
+def test_drawn_pairs_are_what_their_kind_says() -> None:
+    found = node("draw_pairs.js", {"seed": 3, "count": 24}, ["memory.js"])
+    for kind, pairs in found["kinds"].items():
+        keys = torch.tensor([x["key"] for x in pairs], dtype=torch.float64)
+        values = torch.tensor([x["value"] for x in pairs], dtype=torch.float64)
+        ones = torch.ones(24, dtype=torch.float64)
+        torch.testing.assert_close(keys.norm(dim=1), ones)
+        torch.testing.assert_close(values.norm(dim=1), ones)
+        likeness = keys @ keys.T
+        if kind == "orthogonal":
+            eye = torch.eye(16, dtype=torch.float64)
+            torch.testing.assert_close(likeness[:16, :16], eye, rtol=0, atol=1e-12)
+        elif kind == "rewritten":
+            torch.testing.assert_close(likeness.diagonal(8), ones[8:])
+            assert [x["of"] for x in pairs[:10]] == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]
+        else:  # independent directions in 16 dimensions
+            assert 0.1 < likeness.triu(1).abs().max() < 0.95
+    assert found["again"] == found["kinds"]["random"]  # the same seed
+    assert found["other"] != found["again"]
+
+
+def test_what_is_measured_of_a_memory() -> None:
+    """Orthogonal keys and a step of one: sixteen pairs are exact, and one more overwrites."""
+    found = node("measure.js", {}, ["memory.js"])
+    exact = found["delta"]
+    assert exact["share"][:17] == [None] + [1] * 16
+    assert max(exact["after"][1:17]) < 1e-12
+    assert max(x["error"] for x in exact["found16"]) < 1e-12
+    assert [x["age"] for x in exact["found16"]] == list(range(15, -1, -1))
+    # Writing a key again with a new value: the delta rule replaces the value, the sum keeps both.
+    assert found["rewritten"]["delta"] == pytest.approx(0, abs=1e-12)
+    assert found["rewritten"]["sum"] == pytest.approx(1, abs=1e-12)
+    # Decay to α a write ago leaves α of the value: its error is 1 − α.
+    assert found["decayed"] == pytest.approx(1 - 0.9, abs=1e-12)
+    assert math.isclose(found["empty"], 1.0)

@@ -1,0 +1,224 @@
+"""What the page says of a recipe is what the library says of it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.page.conftest import SYSTEMS
+from tests.page.node import node
+
+import recollect as rc
+from recollect.choices.member import all_members
+from recollect.page.knobs import Knobs, key_of
+from recollect.page.table import make_table
+from recollect.page.write import render
+from recollect.recipe.recipe import CHOICES
+
+Table = dict[str, Any]
+Neighbour = tuple[str, str, dict[str, Any], int]
+
+
+def neighbours(table: Table) -> Iterator[Neighbour]:
+    """System, choice turned, recipe as data, and result of every neighbour."""
+    for preset in table["presets"]:
+        own = [
+            choice["settings"][place]
+            for choice, place in zip(table["choices"], preset["recipe"], strict=True)
+        ]
+        for i, choice in enumerate(table["choices"]):
+            places = [member["first"] for member in choice["members"]]
+            places += choice["near"][preset["recipe"][i]]
+            assert len(places) == len(preset["around"][i])
+            for place, result in zip(places, preset["around"][i], strict=True):
+                members = [*own]
+                members[i] = choice["settings"][place]
+                data = dict(zip(CHOICES, members, strict=True))
+                yield preset["name"], choice["name"], data, result
+
+
+def said(table: Table, place: int) -> list[tuple[str, str]]:
+    """Lines of an explanation, each with the label in whose block it stands."""
+    found = []
+    for label, block in zip(table["labels"], table["explanations"][place], strict=True):
+        found += [(label, table["lines"][line]) for line in table["blocks"][block]]
+    return found
+
+
+def printed(recipe: rc.Recipe | rc.zoo.Preset) -> list[tuple[str, str]]:
+    """The same from what `rc.explain` prints."""
+    found, label = [], ""
+    for line in str(rc.explain(recipe)).split("\n")[1:]:
+        head, text = line[:9], line[9:]
+        label = head.strip() or label
+        found.append((label, text))
+    return found
+
+
+def test_a_system_is_explained_as_rc_explain_prints_it(table: Table) -> None:
+    assert [preset["name"] for preset in table["presets"]] == list(SYSTEMS)
+    for preset in table["presets"]:
+        assert said(table, preset["explanation"]) == printed(rc.zoo.get(preset["name"]))
+
+
+def test_neighbours_are_explained_or_refused_as_the_library_does(table: Table) -> None:
+    every = list(neighbours(table))
+    refused = 0
+    for name, _, data, result in every[::7]:
+        own = {x: getattr(rc.zoo.get(name).recipe, x).to_dict() for x in CHOICES}
+        assert sum(key_of(own[x]) != key_of(data[x]) for x in CHOICES) <= 1
+        if result < 0:
+            refused += 1
+            with pytest.raises(rc.RecipeError) as why:
+                rc.explain(rc.Recipe.from_dict(data))
+            assert table["errors"][-result - 1] == str(why.value)
+        else:
+            assert said(table, result) == printed(rc.Recipe.from_dict(data))
+    assert 10 < refused < len(every[::7]) - 10
+
+
+def test_neighbours_are_all_that_one_knob_reaches(table: Table) -> None:
+    turned: dict[str, list[dict[str, Any]]] = {choice: [] for choice in CHOICES}
+    for name, choice, data, _ in neighbours(table):
+        if name == "gated_delta_net":
+            turned[choice].append(data[choice])
+    for choice in CHOICES:
+        members = {x["member"] for x in turned[choice]}
+        every = {name for name, cls in all_members().items() if choice in cls.choices()}
+        assert members == every - {"Module"}, choice  # which is code of the user's
+    decays = [x for x in turned["retention"] if x["member"] == "Decay"]
+    assert {x["per"] for x in decays} == {"head", "key", "value", "key_value", "entry"}
+    assert {x["when"] for x in decays} == {"after", "before"}
+    assert {x["rate"] for x in decays} >= {"token", "static", "factored"}
+
+
+def test_no_line_stands_twice(table: Table) -> None:
+    for name in ("lines", "blocks", "explanations", "errors"):
+        texts = [json.dumps(x) for x in table[name]]
+        assert len(set(texts)) == len(texts), name
+    for choice in table["choices"]:
+        keys = [key_of(x) for x in choice["settings"]]
+        assert len(set(keys)) == len(keys)
+
+
+def check_written(table: Table, every: list[Neighbour], found: list[dict[str, Any]]) -> None:
+    """Python, TOML and links of the script mean the recipes that they were made of."""
+    without_toml = 0
+    for (_, _, data, result), one in zip(every, found, strict=True):
+        back = {x: one["back"]["recipe"][x] for x in CHOICES}
+        assert key_of(back) == key_of(data)
+        if result < 0:
+            assert one["result"]["error"] == table["errors"][-result - 1]
+            assert one["result"]["lines"] is None
+            continue
+        recipe = rc.Recipe.from_dict(data)
+        space: dict[str, Any] = {}
+        exec(one["python"], space)
+        assert space["recipe"] == recipe
+        if one["toml"] is None:
+            without_toml += 1
+            assert "None" in one["python"]
+        else:
+            assert rc.Recipe.from_dict(tomllib.loads(one["toml"])) == recipe
+        named = [x["name"] for x in one["result"]["presets"]]
+        lines = [(label, line) for label, block in one["result"]["lines"] for line in block]
+        if named:
+            assert one["link"] == named[0]
+        else:
+            assert lines == said(table, result)
+            assert one["result"]["near"]
+    assert 0 < without_toml < len(every) / 4
+
+
+def test_the_script_looks_up_writes_and_links_every_recipe(table: Table) -> None:
+    every = list(neighbours(table))
+    links = ['{"bias":{"member":"Nothing"}}', "nobody", "%E0%A4%A", "{", '{"bios":1}']
+    links += ['{"bias":{"member":"Matrix"}}', '{"retention":{"member":"Decay","par":"key"}}']
+    links += ['{"retention":{"member":"Lq","q":7}}', "gated_delta_net"]
+    links += ['{"context":{"member":"Similar","within":[{"member":"Window"}]}}']
+    links += ['{"retention":5}', '{"bias":[]}', '{"memory":{"member":"Matrix","read":null}}']
+    given = {"table": table, "recipes": [data for _, _, data, _ in every], "links": links}
+    found = node("look_up.js", given, ["memory.js", "recipes.js"])
+    check_written(table, every, found["recipes"])
+    refused = [x.get("error", "") for x in found["links"]]
+    assert refused[0].startswith("This page knows no member named Nothing; bias has DotProduct, L2")
+    assert refused[1] == "This page knows no system named nobody: choose one below."
+    assert refused[2].startswith("This link is not whole")
+    assert refused[3].startswith("The recipe of this link is not JSON")
+    assert refused[4].startswith("A recipe has no choice bios; it has memory")
+    assert refused[5].startswith("This page knows no member named Matrix; bias has")
+    assert refused[6] == "Decay has no field par."
+    assert refused[10].startswith("retention of this link is no member")
+    assert refused[11].startswith("bias of this link is no member")
+    assert found["links"][12]["recipe"]["memory"]["read"] is None
+    assert refused[9] == "Window needs size, which is missing."
+    assert found["links"][7]["recipe"]["retention"]["q"] == 7
+    assert found["links"][7]["recipe"]["retention"]["form"] == "mirror"
+    assert found["links"][8]["preset"] == "gated_delta_net"
+
+
+def test_a_member_of_ones_own_is_a_knob() -> None:
+    from recollect.choices import member
+
+    @rc.member
+    class Sharp(rc.bias.Bias):
+        """A loss of somebody's."""
+
+        sharpness = rc.number(2.0, above=0)
+
+        def loss(self, prediction, value, gates):  # type: ignore[no-untyped-def]
+            return (self.sharpness * (prediction - value)).cosh().sum(-1)
+
+    try:
+        made = make_table(["delta_net"])
+        assert "Sharp" in [x["name"] for x in made["choices"][2]["members"]]
+        assert made["classes"]["Sharp"] == {
+            "room": None,
+            "fields": ["sharpness"],
+            "defaults": {"sharpness": 2.0},
+        }
+        results = {
+            data["bias"]["member"]: result
+            for _, choice, data, result in neighbours(made)
+            if choice == "bias"
+        }
+        assert ("engine", "deep") in [
+            (label, line.split()[0]) for label, line in said(made, results["Sharp"])
+        ]
+    finally:
+        del member._REGISTRY["Sharp"]
+
+
+def test_values_of_fields_come_from_declarations_and_from_the_zoo() -> None:
+    knobs = Knobs([rc.zoo.get(name).recipe for name in rc.zoo.names()])
+    assert knobs.values("Decay", "when") == ["after", "before"]
+    assert knobs.values("GradientDescent", "batch") == [1, 16, 64]
+    assert knobs.values("GradientDescent", "lr") == ["token", "static", "log_token", 1.0]
+    assert knobs.values("Polynomial", "degree") == [2, 4]
+    assert None in knobs.values("Ball", "decay")
+    assert knobs.first("context", "Window")["size"] == 128  # as the first system that has one
+    assert "Module" not in knobs.members("memory")
+    with pytest.raises(rc.RecipeError, match="memory has no knob 'Module'"):
+        knobs.first("memory", "Module")
+    with pytest.raises(rc.RecipeError, match="no architecture named 'nobody'"):
+        make_table(["nobody"])
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[int, int]] = []
+    make_table(["delta_net", "gla"], progress=lambda done, of: told.append((done, of)))
+    assert told == [(0, 2), (1, 2)]
+
+
+@pytest.mark.slow
+def test_the_whole_page_is_light_and_its_code_means_its_recipes() -> None:
+    assert len(render().encode()) < 1_500_000
+    whole = make_table()
+    assert [x["name"] for x in whole["presets"]] == rc.zoo.names()
+    every = list(neighbours(whole))
+    given = {"table": whole, "recipes": [data for _, _, data, _ in every], "links": []}
+    found = node("look_up.js", given, ["memory.js", "recipes.js"])
+    check_written(whole, every, found["recipes"])

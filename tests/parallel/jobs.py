@@ -1,0 +1,214 @@
+"""What the processes of a test do: steps of a model by hand, runs, refused commands."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+from recollect.lm import RecollectConfig, RecollectForCausalLM, parameter_groups
+from recollect.lm.sharding.checkpoints import whole_weights
+from recollect.lm.sharding.layout import Layout
+from recollect.lm.sharding.processes import ProcessEnded, join
+from recollect.lm.sharding.trainer import Spread, spread
+from recollect.lm.training.plan import TrainPlan
+from recollect.lm.training.train import RecollectTrainer, train
+
+ROWS, STEPS, VOCAB, CLIP = 4, 5, 32, 0.5
+LAYOUTS = {
+    "ddp": Layout(data=2),
+    "fsdp": Layout(data=2, shards=True),
+    "tensor": Layout(tensor=2, shards=True),
+    "both": Layout(data=2, tensor=2, shards=True),
+}
+
+
+def model(name: str, *, tie: bool = False) -> RecollectForCausalLM:
+    torch.manual_seed(0)
+    config = RecollectConfig.from_recipes(
+        ["gated_delta_net", "softmax_attention"] if name == "hybrid" else name,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2 if name in ("softmax_attention", "gated_delta_net") else None,
+        tie_word_embeddings=tie,
+    )
+    return RecollectForCausalLM(config)
+
+
+def steps(net: nn.Module, index: int, groups: int, losses: list[float]) -> torch.optim.AdamW:
+    """Five steps of AdamW on the rows of one group; gradients are clipped by their global norm."""
+    draw = torch.Generator().manual_seed(1)
+    inner = net.module if isinstance(net, DistributedDataParallel) else net
+    optimizer = torch.optim.AdamW(parameter_groups(inner), lr=3e-4, betas=(0.9, 0.95))
+    for _ in range(STEPS):
+        rows = torch.randint(0, VOCAB, (ROWS, 12), generator=draw)
+        rows = rows.chunk(groups)[index]
+        loss = net(rows, labels=rows).loss
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+        assert losses or bool((norm.full_tensor() if isinstance(norm, DTensor) else norm) > CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return optimizer
+
+
+def equality(
+    names: list[str], layouts: list[str], types: tuple[str, ...] = ("float32", "float64")
+) -> dict[str, Any]:
+    """How far losses and weights of a layout are from those of one process, and what a rank has."""
+    state = join()
+    found: dict[str, Any] = {}
+    for name in names:
+        for dtype in (getattr(torch, kind) for kind in types):
+            alone, expected = model(name).to(dtype), list[float]()
+            steps(alone, 0, 1, expected)
+            weights = dict(alone.named_parameters())
+            for which in layouts:
+                layout, net, losses = LAYOUTS[which], model(name).to(dtype), list[float]()
+                lies, run = _spread(net, layout, state.process_index)
+                optimizer = steps(run, lies.index, layout.data, losses)
+                mean = torch.tensor(losses, dtype=torch.float64)
+                dist.all_reduce(mean)
+                mean /= state.num_processes
+                whole = whole_weights(net, lies.cuts, tensor=layout.tensor, first=True)
+                far = max(float((whole[n] - weights[n]).detach().abs().max()) for n in whole)
+                far_loss = float((mean - torch.tensor(expected, dtype=torch.float64)).abs().max())
+                found[f"{name} {which} {str(dtype)[6:]}"] = {
+                    "loss": far_loss,
+                    "weights": far if whole.keys() == weights.keys() else float("inf"),
+                    "held": _held(net, optimizer),
+                    "whole": sum(w.numel() for w in weights.values()),
+                    "alike": _alike(net),
+                }
+    return found
+
+
+def uneven() -> list[float]:
+    """One rank reads documents that are too short for a gate's gradient, the other a long one."""
+    state = join()
+    rows = torch.randint(0, VOCAB, (2, 128), generator=torch.Generator().manual_seed(2))
+    borders = [torch.arange(0, 129, 8), torch.tensor([0, 128])]
+    alone = model("atlas").double()
+    for row, documents in zip(rows, borders, strict=True):
+        (alone(row[None], labels=row[None], cu_seqlens=documents).loss / 2).backward()
+    net = model("atlas").double()
+    index = spread(net, LAYOUTS["fsdp"], "cpu").index
+    net(rows[index][None], labels=rows[index][None], cu_seqlens=borders[index]).loss.backward()
+    gates, far = 0, 0.0
+    for (name, one), weight in zip(alone.named_parameters(), net.parameters(), strict=True):
+        assert isinstance(weight.grad, DTensor) and one.grad is not None
+        far = max(far, float((weight.grad.full_tensor() - one.grad).abs().max()))
+        gates += "gates" in name and bool(one.grad.any())
+    assert state.num_processes == 2
+    return [far, gates]
+
+
+def _spread(net: RecollectForCausalLM, layout: Layout, rank: int) -> tuple[Spread, nn.Module]:
+    lies = spread(net, layout, "cpu")
+    if layout.divides:
+        return lies, net
+    return Spread(layout=layout, index=rank, cuts=lies.cuts), DistributedDataParallel(
+        net, find_unused_parameters=True
+    )
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _held(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Numbers that this process holds: of weights, and of each of the optimizer's moments."""
+    moments = [(k, v) for state in optimizer.state.values() for k, v in state.items()]
+    return {"weights": sum(_local(w.detach()).numel() for w in net.parameters())} | {
+        moment: sum(_local(v).numel() for k, v in moments if k == moment)
+        for moment in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def _alike(net: nn.Module) -> int:
+    """Numbers of weights that all ranks of a tensor-parallel group hold."""
+    return sum(
+        w.numel()
+        for w in net.parameters()
+        if isinstance(w, DTensor) and all(isinstance(p, Replicate) for p in w.placements)
+    )
+
+
+class Dying(RecollectTrainer):
+    """The second process is killed while it takes the sixth step."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.state.global_step == 5 and self.args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(*args, **kwargs)
+
+
+def killed(tables: dict[str, Any]) -> str:
+    """What the process that survives says."""
+    try:
+        train(TrainPlan.from_dict(tables), trainer_class=Dying)
+    except ProcessEnded as error:
+        return str(error)
+    return "nobody has noticed"
+
+
+def runs(plans: dict[str, dict[str, Any]], resume: bool = False) -> dict[str, Any]:
+    """Whole runs, one after the other, and what each said and held."""
+    found: dict[str, Any] = {}
+    for name, tables in plans.items():
+        said: list[str] = []
+        made = train(
+            TrainPlan.from_dict(copy.deepcopy(tables)),
+            resume=resume,
+            say=said.append,
+            begins=lambda header, said=said: said.append(header.device),
+        )
+        held = sum(_local(w.detach()).numel() for w in made.model.parameters())
+        found[name] = {"said": said, "loss": made.loss, "held": held}
+        found[name] |= {"heldout": made.heldout_loss, "tokens": made.tokens}
+    return found
+
+
+def refused(cases: dict[str, list[str]]) -> dict[str, Any]:
+    """Exit status, output and errors of a command per case; process r is in the folder r."""
+    from typer.testing import CliRunner
+
+    from recollect.cli import build
+
+    os.chdir(os.environ["RANK"])
+    found: dict[str, Any] = {}
+    for name, arguments in cases.items():
+        result = CliRunner().invoke(build(), ["train", *arguments])
+        found[name] = [result.exit_code, result.stdout, result.stderr]
+    os.chdir("..")
+    return found
+
+
+def loaded(folder: str) -> dict[str, Any]:
+    """A model that transformers itself loads in parts, by the plans that the model brings."""
+    from transformers.distributed import DistributedConfig
+
+    dist.init_process_group("gloo")
+    rows = torch.arange(24).view(2, 12) % VOCAB
+    whole = RecollectForCausalLM.from_pretrained(folder)
+    expected = whole(rows).logits
+    found: dict[str, Any] = {"whole": sum(w.numel() for w in whole.parameters())}
+    for name in ("fsdp_size", "tp_size"):
+        sizes: Any = {name: 2}
+        net = RecollectForCausalLM.from_pretrained(
+            folder, distributed_config=DistributedConfig(**sizes)
+        )
+        with torch.no_grad():
+            far = float((net(rows).logits - expected).abs().max())
+        found[name] = [far, sum(_local(w.detach()).numel() for w in net.parameters())]
+    return found

@@ -1,0 +1,69 @@
+"""Several processes as a launcher starts them, with a limit of time on all of them."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from subprocess import Popen, TimeoutExpired
+from typing import Any
+
+from tests.processes import begun
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def group(
+    count: int, code: str, place: Path, *, arguments: tuple[str, ...] = (), **environment: str
+) -> Iterator[list[Popen[str]]]:
+    """So many processes that run the same code, each in a session of its own; none survives."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                begun(
+                    *arguments,
+                    place=place,
+                    code=code,
+                    PYTHONPATH=f"{ROOT / 'src'}:{ROOT}",
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank),
+                    WORLD_SIZE=str(count),
+                    LOCAL_WORLD_SIZE=str(count),
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=port,
+                    **environment,
+                )
+            )
+            for rank in range(count)
+        ]
+
+
+def ended(processes: list[Popen[str]], seconds: float = 240) -> list[tuple[int, str, str]]:
+    """Exit status, output and errors of each."""
+    found: list[tuple[int, str, str]] = []
+    for place, process in enumerate(processes):
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except TimeoutExpired:
+            raise AssertionError(f"process {place} has not ended; before it: {found}") from None
+        found.append((process.returncode, out, err))
+    return found
+
+
+def job(call: str, count: int, place: Path, **environment: str) -> list[Any]:
+    """What `tests.parallel.jobs` makes of a call in each of several processes, in their order."""
+    code = (
+        "import json, os, tests.parallel.jobs as jobs\n"
+        f"made = jobs.{call}\n"
+        "open('made-' + os.environ['RANK'] + '.json', 'w').write(json.dumps(made))"
+    )
+    with group(count, code, place, **environment) as processes:
+        for status, _, err in ended(processes):
+            assert status == 0, err[-3000:]
+    return [json.loads((place / f"made-{rank}.json").read_text()) for rank in range(count)]

@@ -1,0 +1,299 @@
+"""Layers and language models along several ranks against one process."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.parallel.ranks import on_ranks
+from torch import Tensor, nn
+
+import recollect as rc
+from recollect.parallel.segment import pieces_of
+
+pytest.importorskip("transformers")
+
+T, WIDTH = 13, 16
+CUTS = {2: (0, 5, 13), 4: (0, 4, 5, 10, 13)}
+BORDERS = (0, 3, 5, 9, 13)
+EXACT = 1e-10
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    """All that a state holds, but for what the next call can do without."""
+    flat = state.to_dict()
+    return [flat[name] for name in sorted(flat) if flat[name].is_floating_point()]
+
+
+def _size(state: Any) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for x in _tensors(state):
+        if x.requires_grad:
+            total = total + 0.5 * x.square().sum()
+    return total
+
+
+def _check_layer(name: str, mode: str, way: str) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    cuts = CUTS[ranks]
+    own = slice(cuts[rank], cuts[rank + 1])
+    torch.manual_seed(0)
+    layer = rc.blocks.build(name, d_model=WIDTH, heads=2).double()
+    x = torch.randn(1 if mode == "documents" else 2, T, WIDTH, dtype=torch.float64)
+    whole: dict[str, Any] = {}
+    local: dict[str, Any] = {}
+    if mode == "documents":
+        tokens = tuple(b - a for a, b in pairwise(cuts))
+        whole["cu_seqlens"] = torch.tensor(BORDERS)
+        local["cu_seqlens"] = pieces_of(whole["cu_seqlens"], tokens, rank)[0]
+    if mode == "padding":
+        mask = torch.ones(2, T, dtype=torch.long)
+        mask[0, :3] = mask[1, 10:] = 0
+        whole["attention_mask"], local["attention_mask"] = mask, mask[:, own]
+    if mode == "state":
+        before = layer(torch.randn(2, 3, WIDTH, dtype=torch.float64))[1]
+        whole["state"] = local["state"] = before.detach()
+    states = mode != "documents"
+    inputs = x.clone().requires_grad_()
+    y, after = layer(inputs, **whole)
+    weights = torch.randn_like(y)
+    loss = (y * weights).sum()
+    (loss + _size(after) if states else loss).backward()
+    wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in _named(layer)}
+    layer.zero_grad()
+    piece = x[:, own].clone().requires_grad_()
+    with rc.parallel.context(layer, way=way) as along:
+        said, final = layer(piece, **local, output_state=states)
+        loss = (said * weights[:, own]).sum()
+        (loss + (rank == 0) * _size(final) if states else loss).backward()
+        along.reduce_gradients()
+    wrong = {"y": _off(said, y[:, own])}
+    assert piece.grad is not None and inputs.grad is not None
+    wrong["gradient of x"] = _off(piece.grad, inputs.grad[:, own])
+    for n, p in _named(layer):
+        assert p.grad is not None
+        wrong[f"gradient of {n}"] = _off(p.grad, wanted[n])
+    if states:
+        pairs = zip(_tensors(final), _tensors(after), strict=True)
+        wrong |= {f"state {i}": _off(a, b, grows=True) for i, (a, b) in enumerate(pairs)}
+        assert torch.equal(final.position, after.position)
+    what = max(wrong, key=lambda key: wrong[key])
+    assert wrong[what] < EXACT, f"{name}, {mode}, {way}, rank {rank}: {what} {wrong[what]}"
+
+
+def _named(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(n, p) for n, p in layer.named_parameters() if p.numel()]
+
+
+def _off(found: Tensor, wanted: Tensor, *, grows: bool = False) -> float:
+    if grows and found.shape[1:2] != wanted.shape[1:2]:  # empty slots on the left
+        n = max(found.shape[1], wanted.shape[1])
+        found, wanted = (
+            torch.cat([x.new_zeros(x.shape[0], n - x.shape[1], *x.shape[2:]), x], 1)
+            for x in (found, wanted)
+        )
+    assert found.shape == wanted.shape
+    return (found.double() - wanted.double()).abs().max().item() if wanted.numel() else 0.0
+
+
+def _check_layers(rank: int, cases: list[tuple[str, str, str]]) -> None:
+    for case in cases:
+        _check_layer(*case)
+
+
+MODES = ("rows", "documents", "padding", "state")
+LAYERS = (
+    "gated_delta_net",  # a short convolution
+    "rwkv6",  # a token shift of the input
+    "rwkv7",  # a learned one
+    "gateloop",  # an angle of the input
+    "lru",  # a learned one
+    "sliding_window_attention",  # a window and rotary positions
+    "softmax_attention",
+    "titans",
+    "ffn_relu",  # remembers nothing
+    "titans_mag",  # parts that only add up
+    "titans_mac",  # handed over as a whole
+    "residual_delta_net",
+)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_layers_are_exact(ranks: int) -> None:
+    """Convolutions, shifts, angles, positions and compositions, where a document crosses ranks."""
+    cases: list[tuple[str, str, str]] = []
+    for index, name in enumerate(LAYERS):
+        for more in range(2 if ranks == 2 else 1):
+            mode = MODES[(index + 2 * more + ranks // 2) % 4]
+            cases.append((name, mode, "auto"))
+    if ranks == 2:
+        cases += [("gated_delta_net", mode, way) for mode in MODES for way in ("auto", "hand_over")]
+    on_ranks(ranks, _check_layers, cases)
+
+
+# -- training -------------------------------------------------------------------------------------
+
+MODELS = (
+    "gated_delta_net",
+    "mamba2",
+    "titans",
+    "atlas",
+    "rls",
+    "softmax_attention",
+    "delta_former",
+    "samba",
+)
+
+
+def _model(name: str) -> Any:
+    torch.manual_seed(0)
+    config = rc.lm.RecollectConfig.from_recipes(
+        name, vocab_size=32, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2
+    )
+    return rc.lm.RecollectForCausalLM(config).train()
+
+
+def _train(model: Any, along: Any, batches: list[dict[str, Tensor]]) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses: list[float] = []
+    for batch in batches:
+        ids = batch["input_ids"] if along is None else along.split(batch["input_ids"])
+        loss = model(**{**batch, "input_ids": ids, "labels": ids}).loss
+        optimizer.zero_grad()
+        loss.backward()
+        if along is not None:
+            along.reduce_gradients()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _check_training(rank: int, cases: list[tuple[str, str, bool]]) -> None:
+    """Five AdamW steps in float32."""
+    for name, way, documents in cases:
+        g = torch.Generator().manual_seed(1)
+        shape = (1, 57) if documents else (2, 27)
+        batches = [{"input_ids": torch.randint(0, 32, shape, generator=g)} for _ in range(5)]
+        if documents:
+            batches = [{**batch, "cu_seqlens": torch.tensor([0, 20, 29, 57])} for batch in batches]
+        one, several = _model(name), _model(name)
+        wanted = _train(one, None, batches)
+        if documents:
+            several.activation_checkpointing_enable()
+        with rc.parallel.context(several, way=way) as along:
+            found = _train(several, along, batches)
+        assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 1e-5, (name, way)
+        for (key, p), q in zip(one.named_parameters(), several.parameters(), strict=True):
+            assert (p - q).abs().max() < 1e-5, (name, way, documents, key)
+
+
+@pytest.mark.slow
+def test_training_along_two_ranks_is_training_on_one() -> None:
+    """Every model by the ways it has; one of them in documents, with activations recomputed."""
+    cases: list[tuple[str, str, bool]] = []
+    for index, name in enumerate(MODELS):
+        leaf = name != "samba" and rc.parallel.way_of(rc.zoo.get(name).recipe).name == "hand_over"
+        ways = ("auto",) if leaf else ("auto", "hand_over")
+        cases += [(name, way, (index + i) % 2 == 0) for i, way in enumerate(ways)]
+    on_ranks(2, _check_training, cases)
+
+
+class _Wrapper(nn.Module):
+    """What hands on calls, and the attributes of what it holds, as adapters do."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "base" else getattr(self.base, name)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.base(*given, **named)
+
+
+def _check_calls() -> None:
+    """Around the model or not, by place or by name, a call's loss and gradients are the same."""
+    model = _model("gated_delta_net")
+    ids = torch.randint(0, 32, (2, 11), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = mask[1, 8:] = 0
+    wanted = model(ids, attention_mask=mask, labels=ids).loss
+    wanted.backward()
+    gradient = model.lm_head.weight.grad.clone()
+    packed = torch.tensor([0, 4, 11])
+    documents = model(ids[:1], cu_seqlens=packed, labels=ids[:1]).loss
+    wrappers = (model, _Wrapper(_Wrapper(model)), nn.parallel.DistributedDataParallel(model))
+    for outer in wrappers:
+        model.zero_grad()
+        with rc.parallel.context(outer, gradients="mean") as along:
+            assert ("forward" in vars(model) and "forward" not in vars(outer)) or outer is model
+            own, its = along.split(ids), along.split(mask)
+            by_place = outer(own, its, None, None, own).loss
+            assert abs(by_place - wanted) < 1e-5
+            loss = outer(own, attention_mask=its, labels=own).loss
+            assert abs(loss - wanted) < 1e-5
+            loss.backward()
+            if outer is not wrappers[-1]:  # DDP does it
+                along.reduce_gradients()
+            assert (model.lm_head.weight.grad - gradient).abs().max() < 1e-5
+            own = along.split(ids[:1])
+            by_place = outer(own, None, None, None, own, None, packed).loss
+            assert abs(by_place - documents) < 1e-5
+        assert "forward" not in vars(model)
+    compiled = _model("gated_delta_net")
+    for outer in (torch.compile(model), _Wrapper(compiled)):
+        compiled.compile()
+        with pytest.raises(ValueError, match=r"give the module before torch\.compile"):
+            rc.parallel.context(outer)
+    with pytest.raises(ValueError, match="reads the last token"):
+        rc.parallel.context(rc.lm.RecollectForSequenceClassification(model.config))
+
+
+def _check_use(rank: int) -> None:
+    """Prefill along ranks, mean gradients, what is refused, and the model as it was afterwards."""
+    _check_calls()
+    model = _model("gated_delta_net").eval()
+    ids = torch.randint(0, 32, (2, 11), generator=torch.Generator().manual_seed(2))
+    whole = model(ids, use_cache=True)
+    with rc.parallel.context(model) as along, torch.no_grad():
+        part = model(along.split(ids), use_cache=True)
+    assert (part.logits - along.split(whole.logits)).abs().max() < 1e-5
+    cache = part.past_key_values
+    assert [state.position.tolist() for state in cache.states] == [[11, 11]] * 2
+    told = model(ids[:, :1], past_key_values=whole.past_key_values).logits
+    cache.seen = 11
+    assert (model(ids[:, :1], past_key_values=cache).logits - told).abs().max() < 1e-5
+    for gradients, factor in (("sum", 1.0), ("mean", 2.0)):
+        model.zero_grad()
+        with rc.parallel.context(model, gradients=gradients) as along:
+            own = along.split(ids)
+            model(own, labels=own).loss.backward()
+        total = model.lm_head.weight.grad.clone()
+        dist.all_reduce(total)
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        assert (total / factor - model.lm_head.weight.grad).abs().max() < 1e-5
+    with rc.parallel.context(model) as along:
+        with pytest.raises(ValueError, match="end the other context first"):
+            rc.parallel.context(model)
+        with pytest.raises(ValueError, match="are packed in one row, and there are 2"):
+            model(along.split(ids), cu_seqlens=torch.tensor([0, 11, 22]))
+        with pytest.raises(ValueError, match="position_ids is not followed along several ranks"):
+            model(along.split(ids), position_ids=torch.arange(6)[None])
+    assert "forward" not in vars(model)
+    with pytest.raises(ValueError, match="no sequence layer of recollect"):
+        rc.parallel.context(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="routes tokens to memories"):
+        rc.parallel.context(rc.blocks.build("mixture_of_memories", d_model=16, heads=2))
+    with pytest.raises(ValueError, match="way must be auto or hand_over, not 'affine'"):
+        rc.parallel.context(model, way="affine")
+    with pytest.raises(ValueError, match="gradients must be sum or mean"):
+        rc.parallel.context(model, gradients="none")
+
+
+def test_a_model_is_used_along_two_ranks() -> None:
+    on_ranks(2, _check_use)

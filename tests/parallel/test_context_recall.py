@@ -1,0 +1,315 @@
+"""`rc.parallel.recall` on several ranks against the reference on the whole sequence, in float64."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.parallel.ranks import on_ranks
+from torch import Tensor
+
+import recollect as rc
+from recollect.parallel import memorise
+from recollect.parallel.pieces import pieces_for
+from recollect.parallel.segment import pieces_of
+from recollect.recall.bound import bind
+from recollect.recall.call import Call
+from recollect.testing.inputs import Inputs, inputs, sizes
+
+T = 13
+CUTS = {2: (0, 5, 13), 4: (0, 4, 5, 10, 13)}
+BORDERS = (0, 3, 5, 9, 13)
+"""Of documents: on two ranks one ends with a rank, on four others run over two and three ranks."""
+
+EXACT = 1e-10
+NAMES = {
+    "affine": (
+        "gated_delta_net",  # a matrix over keys
+        "momentum_delta_net",  # with momentum
+        "gated_delta_product",  # several associations per token
+        "rwkv7",  # a probe
+        "mamba2",  # a decay per head
+        "gla",  # per key
+        "mamba",  # per entry
+        "rg_lru",  # a vector memory
+        "swla",  # a window of weights
+        "normalized_linear_attention",  # a memory of ones
+        "retnet",
+    ),
+    "gather": ("softmax_attention", "sliding_window_attention", "fox", "local_linear_attention"),
+    "hand_over": ("titans", "atlas", "rls", "mesa_net", "mlstm", "delta_former", "dot"),
+}
+
+
+def _state_loss(state: rc.State) -> Tensor:
+    """½‖·‖² of all that a state has learned, to which empty slots add nothing."""
+    total = torch.zeros((), dtype=torch.float64)
+    for x in replace(state, cache={}).tensors():
+        if x.is_floating_point() and x.requires_grad:
+            total = total + 0.5 * x.square().sum()
+    return total
+
+
+def _off(found: Tensor | None, wanted: Tensor) -> float:
+    found = torch.zeros_like(wanted) if found is None else found
+    if found.shape[1:2] != wanted.shape[1:2]:  # empty slots on the left of what grows
+        n = max(found.shape[1], wanted.shape[1])
+        found, wanted = (
+            torch.cat([x.new_zeros(x.shape[0], n - x.shape[1], *x.shape[2:]), x], 1)
+            for x in (found, wanted)
+        )
+    assert found.shape == wanted.shape
+    return (found.double() - wanted.double()).abs().max().item() if wanted.numel() else 0.0
+
+
+def _given(recipe: rc.Recipe, mode: str) -> tuple[Inputs, dict[str, Any]]:
+    """What all ranks know: the whole of the inputs, and what says where documents are."""
+    K, V = sizes(recipe, random.Random(0))
+    x = inputs(recipe, B=1 if mode == "documents" else 2, T=T, H=2, K=K, V=V, seed=1)
+    if mode == "documents":
+        return x, {"cu_seqlens": torch.tensor(BORDERS)}
+    if mode == "padding":
+        mask = torch.ones(2, T, dtype=torch.long)
+        mask[0, :3] = mask[1, 10:] = 0
+        return x, {"attention_mask": mask}
+    return x, {}
+
+
+def _check(name: str, way: str, mode: str, method: str) -> None:
+    """One recipe, one way, on this rank; gradients of what ranks share are added up."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    start, stop = CUTS[ranks][rank], CUTS[ranks][rank + 1]
+    recipe = rc.zoo.get(name).recipe
+    x, where = _given(recipe, mode)
+    whole, own = x.leaves(), x.leaves()
+    y, state = rc.recall(
+        recipe, whole.q, whole.k, whole.v, whole.gates,
+        params=whole.params, init=whole.init, method=method, **where,
+    )  # fmt: skip
+    g = torch.Generator().manual_seed(3)
+    weights = torch.randn(y.shape, generator=g, dtype=y.dtype)
+    assert state is not None
+    ((y * weights).sum() + _state_loss(state)).backward()
+    if "attention_mask" in where:
+        where = {"attention_mask": where["attention_mask"][:, start:stop]}
+    piece = own.cut(start, stop)
+    said, after = rc.parallel.recall(
+        recipe, piece.q, piece.k, piece.v, piece.gates,
+        params=own.params, init=own.init, way=way, **where,
+    )  # fmt: skip
+    assert after is not None
+    share = float(rank == 0)  # the state is the same on all ranks, and counts once
+    ((said * weights[:, start:stop]).sum() + share * _state_loss(after)).backward()
+    wrong = {"y": _off(said, y[:, start:stop])}
+    parts = zip(*(replace(s, cache={}).tensors() for s in (after, state)), strict=True)
+    wrong |= {f"state {i}": _off(a, b) for i, (a, b) in enumerate(parts)}
+    along = {"q", "k", "v", *(f"gate {gate}" for gate in x.gates)}
+    for key, leaf in own.tensors().items():
+        wanted = whole.tensors()[key].grad
+        wanted = torch.zeros_like(leaf) if wanted is None else wanted
+        found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        if key in along:
+            found, wanted = found[:, start:stop], wanted[:, start:stop]
+        else:
+            dist.all_reduce(found)
+        wrong[f"gradient of {key}"] = _off(found, wanted)
+    what = max(wrong, key=lambda key: wrong[key])
+    assert wrong[what] < EXACT, f"{name} by {way} with {mode}, rank {rank}: {what} {wrong[what]}"
+
+
+def _check_all(rank: int, cases: list[tuple[str, str, str, str]]) -> None:
+    for case in cases:
+        _check(*case)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_segments_are_the_whole_sequence(ranks: int) -> None:
+    """Every way, at lengths that do not divide evenly, one of four ranks with a single token."""
+    modes = ("rows", "documents", "padding")
+    cases: list[tuple[str, str, str, str]] = []
+    for way, names in NAMES.items():
+        for index, name in enumerate(names):
+            assert rc.parallel.way_of(rc.zoo.get(name).recipe).name == way
+            cases.append((name, way, modes[(index + ranks // 2) % 3], "reference"))
+        for mode in modes:
+            cases += [
+                (names[0], one, mode, "reference") for one in dict.fromkeys((way, "hand_over"))
+            ]
+    on_ranks(ranks, _check_all, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_whole_zoo(ranks: int) -> None:
+    """Every preset by its own way and handed over, in rows and documents."""
+    cases: list[tuple[str, str, str, str]] = []
+    for name in rc.zoo.names():
+        if name == "memora_per_token":  # loses 1e-9 to its own arithmetic, split or not
+            continue
+        way = rc.parallel.way_of(rc.zoo.get(name).recipe).name
+        for one in dict.fromkeys((way, "hand_over")):
+            cases += [(name, one, mode, "auto") for mode in ("rows", "documents")]
+    on_ranks(ranks, _check_all, cases)
+
+
+def _continue(rank: int) -> None:
+    """A sequence that goes on from a state that all ranks hold."""
+    for name in ("gated_delta_net", "softmax_attention", "titans", "sliding_window_attention"):
+        recipe = rc.zoo.get(name).recipe
+        x = _given(recipe, "rows")[0]
+        first, rest = x.cut(0, 4), x.cut(4, T)
+        named: dict[str, Any] = {"params": x.params}
+        y, wanted = rc.recall(recipe, x.q, x.k, x.v, x.gates, init=x.init, **named)
+        _, before = rc.recall(recipe, first.q, first.k, first.v, first.gates, init=x.init, **named)
+        own = rest.cut(2 * rank, 2 if rank == 0 else T)
+        said, after = rc.parallel.recall(
+            recipe, own.q, own.k, own.v, own.gates, state=before, **named
+        )
+        where = slice(4 + 2 * rank, 6 if rank == 0 else T)
+        assert wanted is not None and after is not None
+        assert _off(said, y[:, where]) < EXACT
+        assert after.seen == wanted.seen == T
+        for a, b in zip(after.weights, wanted.weights, strict=True):
+            assert _off(a, b) < EXACT
+
+
+def test_a_sequence_goes_on_from_a_state() -> None:
+    on_ranks(2, _continue)
+
+
+def _in_turn(rank: int) -> None:
+    """The second rank begins before the first one ends if, and only if, there are pieces."""
+    recipe, x = rc.Recipe(), torch.zeros(2, 2, 2, 2)
+    run = memorise.memorise
+    store = dist.distributed_c10d._get_default_store()
+    wait = datetime.timedelta(seconds=30)
+    begun: list[int] = []
+    met: list[bool] = []
+
+    def watched(call: Call) -> Any:
+        begun.append(call.k.shape[0] * call.k.shape[2])
+        if rank == 1:
+            store.set(f"begun {pieces}", "")
+        elif len(begun) == pieces == 4:  # the last piece waits until the other rank has begun
+            store.wait([f"begun {pieces}"], wait)
+        found = run(call)
+        if rank == 0:
+            met.append(store.check([f"begun {pieces}"]))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(memorise, "memorise", watched)
+        for pieces in (4, 1):
+            begun.clear()
+            met.clear()
+            rc.parallel.recall(recipe, x, x, x, {"lr": x[..., 0]}, way="hand_over", pieces=pieces)
+            assert begun == [4 // pieces] * pieces
+            if rank == 0:
+                assert not met[0]
+                assert met[-1] == (pieces == 4)
+
+
+def test_pieces_follow_each_other() -> None:
+    on_ranks(2, _in_turn)
+
+
+# -- which way ------------------------------------------------------------------------------------
+
+
+def test_ways_follow_from_structure() -> None:
+    L2, dot = rc.bias.L2(), rc.bias.DotProduct()
+    decay = rc.retention.Decay
+    wanted = {
+        "keys": rc.Recipe(bias=L2, retention=decay()),
+        "decays": rc.Recipe(bias=dot, retention=decay(per="key")),
+        "entries": rc.Recipe(bias=dot, retention=decay(per="entry")),
+    }
+    for transition, recipe in wanted.items():
+        assert rc.parallel.way_of(recipe).transition == transition
+    per_value = rc.Recipe(bias=L2, retention=decay(per="value"))
+    assert rc.parallel.way_of(per_value).name == "hand_over"
+    assert "value channel" in rc.parallel.way_of(per_value).why
+    with pytest.raises(rc.RecipeError, match=r"way='affine' cannot run .* use way='auto'"):
+        rc.parallel.way_of(rc.zoo.get("titans").recipe, "affine")
+    with pytest.raises(ValueError, match=r"way must be auto, affine, gather or hand_over"):
+        rc.parallel.way_of(rc.Recipe(), "ring")
+    assert str(rc.parallel.way_of(rc.Recipe())) == rc.explain(rc.Recipe()).ranks
+
+
+def test_pieces_cover_rows_and_heads_once() -> None:
+    recipe = rc.Recipe()
+    k = torch.zeros(3, 5, 4, 2)
+    call = Call(bound=bind(recipe, H=4, K=2, V=2), q=k, k=k, v=k, gates={}, params={})
+    for count, wanted in ((1, 1), (2, 2), (3, 3), (5, 3), (6, 6), (100, 12)):
+        met = torch.zeros(3, 4)
+        plan = [piece for row in pieces_for(call, count) for piece in row]
+        for piece in plan:
+            met[piece.rows, slice(None) if piece.heads is None else piece.heads] += 1
+        assert len(plan) == wanted
+        assert bool((met == 1).all())
+
+
+def test_documents_are_cut_at_the_borders_of_ranks() -> None:
+    borders, tokens = torch.tensor([0, 5, 10, 18, 20]), (10, 3, 7)
+    found = [pieces_of(borders, tokens, rank) for rank in range(3)]
+    # The second document ends with the first rank, which hands on an empty third one.
+    assert found[0][0].tolist() == [0, 5, 10, 10] and found[0][1] == [0, 1, 2]
+    assert found[1][0].tolist() == [0, 3] and found[1][1] == [2]
+    assert found[2][0].tolist() == [0, 5, 7] and found[2][1] == [2, 3]
+
+
+# -- what cannot be -------------------------------------------------------------------------------
+
+
+def test_without_processes_there_is_one_sentence() -> None:
+    x = torch.zeros(1, 2, 1, 2)
+    with pytest.raises(ValueError, match="start the processes with torchrun"):
+        rc.parallel.recall(rc.Recipe(), x, x, x, {"lr": x[..., 0]})
+    with pytest.raises(ValueError, match="causal=False reads what later tokens memorise"):
+        rc.parallel.recall(rc.Recipe(), x, x, x, {"lr": x[..., 0]}, causal=False)
+
+
+def _disagree(rank: int) -> None:
+    """What differs between ranks is said on all of them, and nobody waits."""
+    recipe, x = rc.Recipe(), torch.zeros(1, 4, 2, 2)
+
+    def run(x: Tensor = x, recipe: rc.Recipe = recipe, **how: Any) -> None:
+        gates = {gate.name: x[..., 0] for gate in recipe.gates()}
+        rc.parallel.recall(recipe, x, x, x, gates, **how)
+
+    with pytest.raises(ValueError, match="rank 1 disagrees with rank 0 on rows"):
+        run(x.expand(1 + rank, 4, 2, 2))
+    other = rc.Recipe(retention=rc.retention.Decay())
+    with pytest.raises(ValueError, match=r"disagrees with rank 0 on the recipe"):
+        run(recipe=other if rank else recipe)
+    with pytest.raises(ValueError, match="disagrees with rank 0 on the way"):
+        run(way="hand_over" if rank else "auto")
+    with pytest.raises(ValueError, match="rank 1 has no token"):
+        run(x[:, : 4 - 4 * rank])
+    with pytest.raises(ValueError, match="must run from 0 to the 8 tokens of all ranks"):
+        run(cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match="at least one token"):
+        run(cu_seqlens=torch.tensor([0, 4, 4, 8]))
+    with pytest.raises(ValueError, match="pieces must be a whole number"):
+        run(pieces=0)
+
+
+def test_ranks_that_disagree_are_told_apart() -> None:
+    on_ranks(2, _disagree)
+
+
+def _alone(rank: int) -> None:
+    """A rank that waits for one that never comes ends with an error of the group's time-out."""
+    if rank == 0:
+        x = torch.zeros(1, 4, 2, 2)
+        with pytest.raises(RuntimeError):
+            rc.parallel.recall(rc.Recipe(), x, x, x, {"lr": x[..., 0]})
+
+
+def test_nobody_waits_for_ever() -> None:
+    on_ranks(2, _alone, seconds=4, meet=False)

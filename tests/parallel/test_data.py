@@ -1,0 +1,172 @@
+"""Replicas, shards, and both with tensor parallelism: the steps and weights of one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from tests.lm.runs import weights, write_text
+from tests.parallel.spawned import ended, group, job
+
+from recollect.lm.sharding.processes import PATIENCE, join
+from recollect.lm.training.interrupts import finish_step
+from recollect.lm.training.plan import TrainPlan
+from recollect.lm.training.train import train
+
+NAMES = [
+    *("gated_delta_net", "mamba2", "titans", "atlas"),
+    *("rls", "softmax_attention", "delta_former", "hybrid"),
+]
+
+
+def same(found: list[dict[str, Any]]) -> None:
+    """Losses and weights of one process: to 1e-5, and to rounding in float64."""
+    for case, numbers in found[0].items():
+        # Adam divides by the root of what is nearly 0 in places, which lifts rounding to 1e-5.
+        known = case.split()[0] in NAMES
+        limit = (1e-5 if known else 3e-5) if case.endswith("float32") else 1e-9
+        assert numbers["loss"] < 1e-5, (case, numbers)  # logits are summed in float32
+        assert numbers["weights"] < limit, (case, numbers)
+
+
+def test_two_processes_take_the_steps_of_one_and_hold_a_share(tmp_path: Path) -> None:
+    found = job(f"equality({NAMES}, ['ddp', 'fsdp'])", 2, tmp_path)
+    same(found)
+    for case in found[0]:
+        ranks = [rank[case] for rank in found]
+        for what in ("weights", "exp_avg", "exp_avg_sq"):
+            held = [rank["held"][what] for rank in ranks]
+            if " ddp " in case:
+                assert what != "weights" or held == [ranks[0]["whole"]] * 2, case
+            else:  # nothing twice, and the halves differ by a row of the few weights of odd length
+                assert sum(held) == ranks[0]["whole"], case
+                assert max(held) <= 0.51 * ranks[0]["whole"], case
+
+
+@pytest.mark.slow
+def test_four_processes_divide_data_and_heads(tmp_path: Path) -> None:
+    found = job(f"equality({NAMES}, ['both'], ('float64',))", 4, tmp_path)
+    same(found)
+    for case, numbers in found[0].items():
+        assert max(rank[case]["held"]["weights"] for rank in found) < 0.28 * numbers["whole"], case
+
+
+def test_ranks_whose_rows_use_other_weights_agree(tmp_path: Path) -> None:
+    for far, gates in job("uneven()", 2, tmp_path):
+        assert far < 1e-7 and gates > 0  # a loss is summed in float32
+
+
+def tables(place: Path, out: str, **changes: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "model": {"recipe": "gated_delta_net", "width": 16, "depth": 2, "heads": 2, "mlp": 16},
+        "data": {"train": [str(place / "text.jsonl")], "context": 32, "heldout_share": 0.2},
+        "optimizer": {"steps": 8, "batch": 4, "accumulate": 2, "lr": 1e-3, "clip": 0.3},
+        "run": {"out": str(place / out), "save_every": 2, "log_every": 1, "seed": 3},
+    }
+    for table, values in changes.items():
+        made[table] |= values
+    return made
+
+
+def apart(one: Path, other: Path) -> float:
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def test_runs_of_two_processes_are_the_run_of_one(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.jsonl")
+    tie, save = {"tie": True}, {"save_every": 0}
+    plans = {
+        "ddp": tables(tmp_path, "ddp", run={"parallel": "ddp", "checkpointing": True} | save),
+        "fsdp": tables(tmp_path, "fsdp", run={"parallel": "fsdp", "checkpointing": True} | save),
+        "tensor": tables(
+            tmp_path, "tensor", run={"parallel": {"tensor": 2}, "checkpointing": True} | save
+        ),
+        "tied": tables(tmp_path, "tied", model=tie, run={"parallel": {"tensor": 2}} | save),
+        "bf16": tables(tmp_path, "bf16", run={"parallel": "fsdp", "bf16": True} | save),
+    }
+    alone = train(TrainPlan.from_dict(tables(tmp_path, "one", run=save)))
+    tied = train(TrainPlan.from_dict(tables(tmp_path, "one_tied", model=tie, run=save)))
+    ranks = job(f"runs({plans!r})", 2, tmp_path)
+    for name in ("ddp", "fsdp", "tensor"):
+        found = ranks[0][name]
+        assert apart(tmp_path / "one/model", tmp_path / name / "model") < 1e-5, name
+        assert found["loss"] == pytest.approx(alone.loss, abs=1e-5)
+        assert found["heldout"] == pytest.approx(alone.heldout_loss, abs=1e-5)
+        assert found["tokens"] == alone.tokens == 8 * 4 * 2 * 32  # batch is that of all processes
+        assert "2 processes" in found["said"][0] and not ranks[1][name]["said"]
+    assert apart(tmp_path / "one_tied/model", tmp_path / "tied/model") < 1e-5
+    assert ranks[0]["tied"]["loss"] == pytest.approx(tied.loss, abs=1e-5)
+    # bfloat16 has 8 bits: the loss of about 5 is that of float32 to a few in a thousand.
+    assert ranks[0]["bf16"]["loss"] == pytest.approx(alone.loss, abs=0.05)
+    saved = weights(tmp_path / "bf16/model")
+    assert all(weight.dtype == torch.float32 for weight in saved.values())
+    whole = sum(weight.numel() for weight in alone.model.parameters())
+    assert all(rank["fsdp"]["held"] < 0.51 * whole for rank in ranks)
+
+
+@pytest.mark.parametrize("at_four", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_whose_process_was_killed_goes_on_with_another_number(
+    tmp_path: Path, at_four: bool
+) -> None:
+    write_text(tmp_path / "text.jsonl")
+    train(TrainPlan.from_dict(tables(tmp_path, "unbroken")))
+    broken = tables(tmp_path, "broken", run={"parallel": "fsdp"})
+    code = f"import tests.parallel.jobs as jobs; print(jobs.killed({broken!r}))"
+    with group(2, code, tmp_path) as processes:
+        (_, said, err), (status, _, _) = ended(processes)
+    assert status == -9
+    assert "another process of this run has ended" in said, err
+    assert f"{tmp_path / 'broken/checkpoint-4'} is whole" in said
+    assert (tmp_path / "broken/checkpoint-4/shards").is_dir()
+    shutil.copytree(tmp_path / "broken", tmp_path / "more")
+    told: list[str] = []
+    broken["run"]["parallel"] = "ddp"
+    train(TrainPlan.from_dict(broken), resume=True, say=told.append)
+    assert "going on from" in told[0] and "checkpoint-4" in told[0]
+    assert apart(tmp_path / "unbroken/model", tmp_path / "broken/model") < 1e-5
+    if not at_four:
+        return
+    four = {"parallel": {"data": 2, "tensor": 2}, "save_every": 0}
+    job(f"runs({{'more': {tables(tmp_path, 'more', run=four)!r}}}, resume=True)", 4, tmp_path)
+    assert apart(tmp_path / "unbroken/model", tmp_path / "more/model") < 1e-5
+
+
+def test_the_copy_of_an_interrupt_is_no_second_one() -> None:
+    """A terminal interrupts all processes, and a launcher hands the same interrupt on."""
+    state = SimpleNamespace(global_step=3, max_steps=3)
+    trainer = SimpleNamespace(args=SimpleNamespace(world_size=2), state=state)
+    trainer.add_callback = lambda callback: None
+
+    def interrupted_twice() -> None:
+        with finish_step(cast(Any, trainer)):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    interrupted_twice()
+    trainer.args.world_size = 1
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice()
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_a_launcher_that_shares_models_itself_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(ValueError, match=rf"{name}.*\[run\] parallel"):
+        join()
+    monkeypatch.delenv(name)
+    monkeypatch.setenv(PATIENCE, "soon")
+    with pytest.raises(ValueError, match="must be a number of seconds, not 'soon'"):
+        join()

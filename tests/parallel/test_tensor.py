@@ -1,0 +1,201 @@
+"""Layers divided by heads, and what several processes refuse together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+
+import torch
+from tests.parallel.jobs import model
+from tests.parallel.spawned import group, job
+from tests.parallel.test_data import NAMES, same, tables
+from tests.processes import paragraphs
+
+import recollect as rc
+from recollect.lm.sharding.heads import Cut, cuts, keep_part
+
+OTHERS = ["rwkv7", "gla", "retnet", "mesa_net", "moneta"]  # shifts, ties, schedules, other biases
+
+
+def test_heads_divided_take_the_steps_of_one_process(tmp_path: Path) -> None:
+    found = job(f"equality({[*NAMES, *OTHERS]}, ['tensor'])", 2, tmp_path)
+    same(found)
+    for case in found[0]:
+        ranks = [rank[case] for rank in found]
+        shared = ranks[0]["alike"]  # norms, and the first maps of low ranks
+        assert sum(rank["held"]["weights"] for rank in ranks) == ranks[0]["whole"] + shared, case
+        assert ranks[0]["held"]["weights"] == ranks[1]["held"]["weights"], case
+        assert shared < 0.2 * ranks[0]["whole"], case
+
+
+def test_transformers_own_plans_divide_the_model(tmp_path: Path) -> None:
+    model("gated_delta_net").save_pretrained(tmp_path / "saved")
+    ranks = job("loaded('saved')", 2, tmp_path)
+    whole = ranks[0]["whole"]
+    for found in ranks:
+        far, held = found["fsdp_size"]
+        assert far < 1e-5 and held < 0.55 * whole  # the head stays gathered after a forward pass
+        far, held = found["tp_size"]  # its MLPs and its embedding; layers are whole
+        assert far < 1e-5 and held < whole
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_parts_of_a_layer_add_up(kv_heads: int) -> None:
+    """Without processes: what two layers say, each of a part of the heads, adds up."""
+    torch.manual_seed(0)
+    whole = rc.MemoryLayer(16, 4, "gated_delta_net", kv_heads=kv_heads).double()
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    total = torch.zeros_like(x)
+    for index in range(2):
+        part = rc.MemoryLayer(16, 4, "gated_delta_net", kv_heads=kv_heads).double()
+        for name, weight in whole.named_parameters():
+            cut = cuts(whole).get(name)
+            owner, _, own = name.rpartition(".")
+            value = weight if cut is None else cut.part(weight, index, 2)
+            setattr(part.get_submodule(owner), own, torch.nn.Parameter(value.detach()))
+        keep_part(part, index, 2)
+        assert part.qkv.weight.shape[0] == whole.qkv.weight.shape[0] // 2
+        total += part(x)[0]
+    torch.testing.assert_close(total, whole(x)[0], atol=1e-12, rtol=0)
+
+
+def test_fixed_numbers_of_a_part_are_those_of_its_heads() -> None:
+    layer = rc.zoo.get("retnet").build(16, 4)
+    part = rc.zoo.get("retnet").build(16, 4)
+    number = next(x for x in layer.params.values() if x.source == "fixed")
+    place = next(n for n, x in layer.params.items() if x is number)
+    keep_part(part, 1, 2)
+    own = part.params[place](torch.zeros(1, 1, 16))
+    assert torch.equal(own, number(torch.zeros(1, 1, 16))[2:])
+    assert len(set(own.flatten().tolist())) > 1
+
+
+def test_the_order_of_ranks_is_that_of_their_parts() -> None:
+    cut, weight = Cut(axis=0, widths=(4, 2, 8)), torch.arange(14.0)
+    held = torch.cat([cut.part(weight, index, 2) for index in range(2)])
+    assert torch.equal(weight.index_select(0, cut.order(2)), held)
+    assert held[:7].tolist() == [0, 1, 4, 6, 7, 8, 9]
+    assert torch.equal(cut.order(1), torch.arange(14))
+
+
+PLAN = """
+[model]
+width = 16
+depth = 1
+heads = {heads}
+recipe = {recipe}
+[data]
+train = ["text.txt"]
+context = 16
+[optimizer]
+steps = 2
+batch = {batch}
+lr = {lr}
+[run]
+out = "{out}"
+save_every = 0
+parallel = {parallel}
+"""
+
+
+def write(place: Path, name: str, **changes: Any) -> None:
+    values: dict[str, Any] = {"heads": 2, "batch": 4, "lr": 0.01, "parallel": '"fsdp"'}
+    values |= {"recipe": '"gated_delta_net"', "out": place.parent / name}
+    (place / f"{name}.toml").write_text(PLAN.format(**(values | changes)))
+
+
+def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) -> None:
+    wanted = {
+        "mesh": "data 3 × tensor 2 = 6 processes, and 2 were started",
+        "heads": "tensor = 2 does not divide [model] heads = 1 of layer 0 (gated_delta_net)",
+        "mixed": "tensor = 2 divides layers by heads, and layer 0",
+        "batch": "[optimizer] batch = 3 is what all processes read together",
+        "context": "asks for context = 2, and train divides no sequences",
+        "size": "needs whole numbers >= 1, and data is 0",
+        "config": "process 1 has [optimizer] lr = 0.02, and process 0 0.01",
+        "text": "process 1 has text text.txt",
+        "missing": "process 1 of 2: there is no file missing.toml",
+        "good": "",
+    }
+    both = '{mixer = "gated", memory = "gated_delta_net", attention = "sliding_window_attention"}'
+    for rank in range(2):
+        place = tmp_path / str(rank)
+        place.mkdir()
+        (place / "text.txt").write_text(paragraphs(20))
+        write(place, "mesh", parallel="{data = 3, tensor = 2}")
+        write(place, "heads", parallel="{tensor = 2}", heads=1)
+        write(place, "mixed", parallel="{tensor = 2}", recipe=both)
+        write(place, "batch", batch=3)
+        write(place, "context", parallel="{data = 1, context = 2}")
+        write(place, "size", parallel="{data = 0}")
+        write(place, "config", lr=[0.01, 0.02][rank])
+        write(place, "good")
+        if rank == 0:
+            write(place, "missing")
+    cases = {name: [f"{name}.toml"] for name in wanted if name != "text"}
+    ranks = job(f"refused({cases!r})", 2, tmp_path)
+    for name in cases:
+        (status, out, err), (other, out_1, err_1) = (rank[name] for rank in ranks)
+        assert (out_1, err_1) == ("", ""), name  # one of them speaks
+        if name == "good":
+            assert status == other == 0, err
+            assert "FSDP2, data 2" in out
+            continue
+        assert status == other == 2, (name, err)
+        assert wanted[name] in err and err.count("\n") == 1, (name, err)
+    (tmp_path / "1/text.txt").write_text(paragraphs(21))
+    write(tmp_path / "0", "text")
+    write(tmp_path / "1", "text")
+    ranks = job("refused({'text': ['text.toml']})", 2, tmp_path)
+    assert wanted["text"] in ranks[0]["text"][2] and ranks[1]["text"][2] == ""
+
+
+def test_a_process_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+    code = (
+        "import os, time, recollect_command\n"
+        "from recollect.lm.sharding.processes import join\n"
+        "join()\n"
+        "if os.environ['RANK'] == '1': time.sleep(300)\n"
+        "recollect_command.main()"
+    )
+    write(tmp_path, "run")
+    with group(2, code, tmp_path, arguments=("train", "run.toml"), RECOLLECT_TIMEOUT="3") as both:
+        _, err = both[0].communicate(timeout=100)
+    assert both[0].returncode == 2
+    assert "another process of this run has ended or does not answer" in err
+    assert err.count("recollect train") == 1
+
+
+def test_a_checkpoint_of_several_processes_is_exported(tmp_path: Path) -> None:
+    from tests.lm.runs import weights, write_text
+    from typer.testing import CliRunner
+
+    from recollect.cli import build
+
+    write_text(tmp_path / "text.jsonl")
+    plan = tables(tmp_path, "run", run={"parallel": {"tensor": 2}})
+    job(f"runs({{'run': {plan!r}}})", 2, tmp_path)
+    last, made = tmp_path / "run/checkpoint-8", tmp_path / "exported"
+    result = CliRunner().invoke(build(), ["export", str(tmp_path / "run"), str(made)])
+    assert result.exit_code == 0, result.output
+    assert str(last) in result.output
+    one, other = weights(tmp_path / "run/model"), weights(made)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert rc.lm.RecollectForCausalLM.from_pretrained(made).config.num_attention_heads == 2
+    again = CliRunner().invoke(build(), ["export", str(last), str(made)])
+    assert again.exit_code == 2 and "is there already" in again.output
+    shards = sorted((last / "shards").iterdir())
+    data = bytearray(shards[0].read_bytes())
+    data[-1] ^= 1
+    shards[0].write_bytes(bytes(data))
+    broken = CliRunner().invoke(build(), ["export", str(last), str(tmp_path / "no")])
+    assert broken.exit_code == 2 and "was cut short or altered" in broken.output
+    assert not (tmp_path / "no").exists()
+    assert json.loads((last / "layout.json").read_text()) == {"tensor": 2}
