@@ -115,7 +115,12 @@ def test_no_package_has_more_than_twelve_files_side_by_side() -> None:
         str(package.relative_to(SRC)): sum(x.name != "__init__.py" for x in package.glob("*.py"))
         for package in packages
     }
-    assert {name: n for name, n in sizes.items() if n > 12}.keys() == {"tasks", "zoo", "cli", "report"}
+    assert {name: n for name, n in sizes.items() if n > 12}.keys() == {
+        "tasks",
+        "zoo",
+        "cli",
+        "report",
+    }
 
 
 def test_a_file_above_400_lines_says_why() -> None:
