@@ -311,5 +311,6 @@ def _alone(rank: int) -> None:
             rc.parallel.recall(rc.Recipe(), x, x, x, {"lr": x[..., 0]})
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_ever() -> None:
     on_ranks(2, _alone, seconds=4, meet=False)

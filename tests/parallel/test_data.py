@@ -60,6 +60,7 @@ def test_four_processes_divide_data_and_heads(tmp_path: Path) -> None:
         assert max(rank[case]["held"]["weights"] for rank in found) < 0.28 * numbers["whole"], case
 
 
+@pytest.mark.slow
 def test_ranks_whose_rows_use_other_weights_agree(tmp_path: Path) -> None:
     for far, gates in job("uneven()", 2, tmp_path):
         assert far < 1e-7 and gates > 0  # a loss is summed in float32
@@ -83,6 +84,7 @@ def apart(one: Path, other: Path) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
+@pytest.mark.slow
 def test_runs_of_two_processes_are_the_run_of_one(tmp_path: Path) -> None:
     write_text(tmp_path / "text.jsonl")
     tie, save = {"tie": True}, {"save_every": 0}

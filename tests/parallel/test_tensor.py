@@ -156,6 +156,7 @@ def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) 
     assert wanted["text"] in ranks[0]["text"][2] and ranks[1]["text"][2] == ""
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     code = (
         "import os, time, recollect_command\n"
@@ -172,6 +173,7 @@ def test_a_process_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> Non
     assert err.count("recollect train") == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_several_processes_is_exported(tmp_path: Path) -> None:
     from tests.lm.runs import weights, write_text
     from typer.testing import CliRunner

@@ -60,7 +60,7 @@ def test_a_recipe_shows_its_choices_and_equations() -> None:
 
 def test_a_recipe_of_ones_own() -> None:
     @rc.member
-    class Doubled(rc.features.Features):
+    class TwiceTheKey(rc.features.Features):
         """Twice the key."""
 
         def size(self, K: int) -> int:
@@ -69,7 +69,7 @@ def test_a_recipe_of_ones_own() -> None:
         def map(self, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
             return 2 * x
 
-    assert "Doubled()" in Page(rc.Recipe(features=Doubled())._repr_html_()).text
+    assert "TwiceTheKey()" in Page(rc.Recipe(features=TwiceTheKey())._repr_html_()).text
 
 
 @pytest.mark.parametrize("name", ["titans", "titans_mac", "samba"])

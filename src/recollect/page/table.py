@@ -33,8 +33,8 @@ ASKS = {
 """The question of each choice."""
 
 BLOCKS = (
-    *("problem", "write", "read", "where", "engine", "ranks", "named"),
-    *("needs", "state", "cost", "theory", "has", "lacks"),
+    *("problem", "write", "read", "where", "engine", "named"),
+    *("needs", "state", "cost", "ranks", "theory", "has", "lacks"),
 )
 """Labels of an explanation's lines, in order."""
 
