@@ -34,6 +34,7 @@ def test_heads_divided_take_the_steps_of_one_process(tmp_path: Path) -> None:
         assert shared < 0.2 * ranks[0]["whole"], case
 
 
+@pytest.mark.slow
 def test_transformers_own_plans_divide_the_model(tmp_path: Path) -> None:
     model("gated_delta_net").save_pretrained(tmp_path / "saved")
     ranks = job("loaded('saved')", 2, tmp_path)
