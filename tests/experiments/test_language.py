@@ -123,6 +123,9 @@ def test_what_knows_less_than_a_bigram_is_not_judged() -> None:
     learned(Results.of([*few, ({"model": "a"}, 1, {BITS: 3.5, BIGRAM: 3.6})]), model="a")
     with pytest.raises(Missing, match="were not measured"):
         learned(Results.of(few), model="c")
+    with pytest.raises(Missing, match="bigram"):
+        learned(Results.of(few), models=["a"])
+    learned(Results.of(few), models=["a", "b"])
     two = [({"kernel": "exp", "heads": n}, 0, {BITS: 4.0, BIGRAM: 3.6}) for n in (1, 4)]
     (claim,) = [c for c in heads.FIG2.claims if "exponential" in c.name]
     assert claim.verdict(Results.of(two)).status == "not testable at this scale"

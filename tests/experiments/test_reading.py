@@ -53,6 +53,22 @@ def test_words_marks_and_pairs_of_digits() -> None:
     assert len(words) == 11  # the unknown, five words, the full stop and four numbers
 
 
+def test_codes_in_capitals_are_spelled_where_that_is_asked() -> None:
+    words = Words(["The code is ABC."], spelled=True)
+    assert words("CAB") == words("C A B")
+    assert 0 not in words("CAB")
+    assert words("code") != words("C O D E")
+    assert Words(["The code is ABC."])("CAB") == [0]
+
+
+def test_the_answers_of_documents_hold_no_unknown_word() -> None:
+    """Their words are found in other documents than those asked."""
+    words = _words(600)
+    for form in FORMS:
+        _, labels = _documents(words, form, 600, 400, 100, drawn(11))
+        assert bool((labels != 0).all()), form
+
+
 def test_a_uuid_is_sixteen_pairs_and_four_dashes() -> None:
     words = needle_words(0)
     tokens = words("00ff10ab-0000-4000-8000-0123456789ab")

@@ -289,8 +289,11 @@ def lengths(deep: float, matrix: float) -> Rows:
 
 
 def budgets(deep: float) -> Rows:
-    """A matrix memory at 3.0 and 2.0 bits, a deep one between its FLOPs: 2.5 there."""
-    points = [("mamba2", 32, 1e9, 3.0), ("mamba2", 64, 1e11, 2.0), ("titans", 32, 1e10, deep)]
+    """A baseline at 3.0 and 2.0 bits, and between its FLOPs, at 2.5, one of MIRAS's and another."""
+    points = [
+        *(("mamba2", 32, 1e9, 3.0), ("mamba2", 64, 1e11, 2.0)),
+        *(("yaad", 32, 1e10, deep), ("titans", 32, 1e10, 9.0)),
+    ]
     return [
         ({"model": model, "width": width, "length": 128}, {"bits per byte": x, "FLOPs": flops})
         for model, width, flops, x in points

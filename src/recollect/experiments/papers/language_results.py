@@ -28,17 +28,22 @@ def bits(results: Results, **cell: Any) -> float:
     return math.inf if math.isnan(found) else found
 
 
-def learned(results: Results, **cell: Any) -> None:
+def learned(results: Results, *, models: Sequence[str] | None = None, **cell: Any) -> None:
     """That there is something to judge: the best of some models knows more than a byte bigram.
 
     Args:
         results: of an experiment; where no bigram stands beside the models, all is judged.
+        models: those that a claim names; all if omitted.
         **cell: what the grid varies, by name.
 
     Raises:
         Missing: none does, or none was measured.
     """
-    found = [record.values for record in results.where(**cell) if BITS in record.values]
+    found = [
+        record.values
+        for record in results.where(**cell)
+        if BITS in record.values and (models is None or record.cell["model"] in models)
+    ]
     if not found:
         raise Missing(f"{BITS} were not measured")
     numbers = [(float(one[BITS]), float(one.get(BIGRAM, math.inf))) for one in found]  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def _parts(one: Extraction, form: ExtractionForm) -> tuple[str, str]:
 
 @lru_cache(maxsize=2)
 def _words(size: int) -> Words:
-    """Every word that stands in some hundreds of documents of each form."""
+    """Every word that stands in some hundreds of documents of each form, codes as letters."""
     drawn = torch.Generator().manual_seed(0)
     made = (
         part
@@ -57,7 +57,7 @@ def _words(size: int) -> Words:
         for one in extractions(ExtractionConfig(form=form, length=size), 300, drawn)
         for part in _parts(one, form)
     )
-    return Words(made)
+    return Words(made, spelled=True)
 
 
 def _documents(
@@ -153,11 +153,12 @@ RECALL_REAL = Experiment(
     protocol=(
         "Documents in the shape of SWDE, NQ, DROP, FDA, SQuAD and TriviaQA, drawn by a generator, "
         "with the questions of the local tasks fixture_* of recollect eval; none of it is those "
-        "data, whose numbers are beside this run for their order alone. Tokens are words, and "
-        "pairs of digits. The paper measures language models of up to 1.3 billion parameters "
-        "trained on text; here small models learn the six forms in equal parts, the loss on the "
-        "answer, in one course for all that begins with repeating random tokens. Every model has "
-        "its preset's options and a short convolution around its memory. AdamW, one rate. An "
+        "data, whose numbers are beside this run for their order alone. Tokens are words, "
+        "pairs of digits, and the letters of codes. The paper measures language models of up to "
+        "1.3 billion parameters trained on text; here small models learn the six forms in equal "
+        "parts, the loss on the answer, in one course for all that begins with repeating random "
+        "tokens. Every model has its preset's options and a short convolution around its memory. "
+        "AdamW, one rate. An "
         "answer counts where every token of it and its end has the largest logit after the ones "
         "before it, so where greedy decoding writes it; the first of several answers is the "
         "right one."

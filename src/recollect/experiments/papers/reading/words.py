@@ -2,7 +2,8 @@
 
 Each word that is known is a token, and each other mark. Digits are read in pairs, as the tokenizers
 of the papers read them in groups: a number of seven digits is four tokens, a UUID sixteen and its
-four dashes. All words that are not known are one token.
+four dashes. Codes in capitals may be read letter by letter. All words that are not known are one
+token.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ UNKNOWN = "<unknown>"
 """What all words are that are not known."""
 
 
-def _marks(text: str) -> list[str]:
-    """Words, pairs of digits and other marks, in order."""
+def _marks(text: str, spelled: bool = False) -> list[str]:
+    """Words, pairs of digits and other marks, in order; words in capitals as letters if asked."""
     found: list[str] = []
     for uuid, digits, word, mark in _MARKS.findall(text):
         if uuid:
@@ -42,6 +43,8 @@ def _marks(text: str) -> list[str]:
             odd = len(digits) % 2
             found += [digits[:odd]] if odd else []
             found += [digits[i : i + 2] for i in range(odd, len(digits), 2)]
+        elif spelled and word.isupper():
+            found += word
         else:
             found.append(word or mark)
     return found
@@ -54,11 +57,21 @@ class Words:
         needed: texts whose words are all known.
         text: sentences, of whose words the most frequent are known too.
         frequent: how many of these.
+        spelled: whether words in capitals, drawn as codes, are read letter by letter.
     """
 
-    def __init__(self, needed: Iterable[str], text: Iterable[str] = (), frequent: int = 0) -> None:
-        known = {mark: None for one in needed for mark in _marks(one)}
-        counted = Counter(mark for one in text for mark in _marks(one) if mark not in known)
+    def __init__(
+        self,
+        needed: Iterable[str],
+        text: Iterable[str] = (),
+        frequent: int = 0,
+        *,
+        spelled: bool = False,
+    ) -> None:
+        self._spelled = spelled
+        known = {mark: None for one in needed for mark in _marks(one, spelled)}
+        others = (mark for one in text for mark in _marks(one, spelled))
+        counted = Counter(mark for mark in others if mark not in known)
         known |= dict.fromkeys(mark for mark, _ in counted.most_common(frequent))
         self._index = {mark: index for index, mark in enumerate((UNKNOWN, *known))}
 
@@ -67,7 +80,7 @@ class Words:
 
     def __call__(self, text: str) -> list[int]:
         """The tokens of a text."""
-        return [self._index.get(mark, 0) for mark in _marks(text)]
+        return [self._index.get(mark, 0) for mark in _marks(text, self._spelled)]
 
 
 @dataclass(frozen=True, kw_only=True)
