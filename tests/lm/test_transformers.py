@@ -145,7 +145,8 @@ def test_tuples_hidden_states_and_logits_to_keep() -> None:
         logits, *_ = net(ids, return_dict=False)
         last = net(ids, logits_to_keep=2).logits
     assert isinstance(logits, Tensor) and torch.equal(logits, whole.logits)
-    assert torch.equal(last, whole.logits[:, -2:])
+    # A product of fewer rows may round otherwise.
+    torch.testing.assert_close(last, whole.logits[:, -2:])
     assert [x.shape for x in whole.hidden_states] == [(1, T, 16)] * 3
 
 
