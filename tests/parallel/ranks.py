@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
-__all__ = ["on_ranks"]
+__all__ = ["on_ranks", "together"]
 
 SECONDS = 60
 """After which an exchange that nobody answers ends with an error."""
+
+IMPORTED = ["recollect.parallel", "recollect.lm", "recollect.lm.training.train"]
+
+
+def together(
+    count: int, job: Callable[..., None], *arguments: object, seconds: float = 240
+) -> None:
+    """Run ``job(index, *arguments)`` in so many processes; the first error of any is raised here.
+
+    Torch is imported once for all tests, by a server without threads of its own; these processes
+    are its forks.
+
+    Args:
+        count: of processes.
+        job: a function of a module.
+        arguments: what is pickled for it.
+        seconds: after which those that have not ended are killed.
+    """
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    begun = start_processes(
+        job, args=arguments, nprocs=count, join=False, start_method="forkserver"
+    )
+    assert begun is not None
+    last = time.monotonic() + seconds
+    try:
+        while not begun.join(timeout=1.0):
+            assert time.monotonic() < last, f"a process has not ended in {seconds} seconds"
+    finally:
+        for process in begun.processes:
+            process.kill()
 
 
 def on_ranks(
@@ -35,8 +67,7 @@ def on_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder) / "rendezvous"
-        given = (ranks, str(where), job, arguments, seconds, meet)
-        spawn(_begin, args=given, nprocs=ranks)
+        together(ranks, _begin, ranks, str(where), job, arguments, seconds, meet)
 
 
 def _begin(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,9 +11,20 @@ from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 from typing import Any
 
+import torch
+from tests.parallel.ranks import together
 from tests.processes import begun
 
 ROOT = Path(__file__).parents[2]
+
+
+def told(count: int) -> dict[str, str]:
+    """What a launcher tells all of so many processes."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
+    return {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 @contextmanager
@@ -20,9 +32,7 @@ def group(
     count: int, code: str, place: Path, *, arguments: tuple[str, ...] = (), **environment: str
 ) -> Iterator[list[Popen[str]]]:
     """So many processes that run the same code, each in a session of its own; none survives."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    shared = told(count)
     with ExitStack() as stack:
         yield [
             stack.enter_context(
@@ -33,10 +43,7 @@ def group(
                     PYTHONPATH=f"{ROOT / 'src'}:{ROOT}",
                     RANK=str(rank),
                     LOCAL_RANK=str(rank),
-                    WORLD_SIZE=str(count),
-                    LOCAL_WORLD_SIZE=str(count),
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=port,
+                    **shared,
                     **environment,
                 )
             )
@@ -58,12 +65,15 @@ def ended(processes: list[Popen[str]], seconds: float = 240) -> list[tuple[int, 
 
 def job(call: str, count: int, place: Path, **environment: str) -> list[Any]:
     """What `tests.parallel.jobs` makes of a call in each of several processes, in their order."""
-    code = (
-        "import json, os, tests.parallel.jobs as jobs\n"
-        f"made = jobs.{call}\n"
-        "open('made-' + os.environ['RANK'] + '.json', 'w').write(json.dumps(made))"
-    )
-    with group(count, code, place, **environment) as processes:
-        for status, _, err in ended(processes):
-            assert status == 0, err[-3000:]
+    together(count, _make, call, str(place), told(count) | environment)
     return [json.loads((place / f"made-{rank}.json").read_text()) for rank in range(count)]
+
+
+def _make(rank: int, call: str, place: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.chdir(place)
+    torch.set_num_threads(1)
+    from tests.parallel import jobs
+
+    made = eval(f"jobs.{call}", {"jobs": jobs})
+    Path(f"made-{rank}.json").write_text(json.dumps(made))
