@@ -116,11 +116,12 @@ def mac(layer: Any, x: Tensor) -> Tensor:
         before, retrieved = learned.W, []  # M_(t−1): of this segment for all of its tokens
         segment = list(x[start : start + C])
         for j, token in enumerate(segment):
-            retrieved.append(learned.read(token, before))  # (21)
+            retrieved.append(rms(learned.read(token, before), layer.retrieved_norm.weight))  # (21)
             context = [*tokens_before(layer), *retrieved, *segment[: j + 1]]  # (22)
             y = attend(attention_layer, token, context)  # (23)
-            learned.learn(y)  # (24)
-            said.append(gate(layer, y, learned.read(y)))  # (25)
+            z = rms(y, layer.learned_norm.weight)
+            learned.learn(z)  # (24)
+            said.append(gate(layer, y, learned.read(z)))  # (25)
     return torch.stack(said)
 
 

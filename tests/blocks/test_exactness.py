@@ -169,6 +169,18 @@ def test_mac_that_recalls_nothing_is_segment_attention() -> None:
     torch.testing.assert_close(y, alone, **TOL)
 
 
+def test_what_the_parts_of_mac_say_may_be_of_any_size() -> None:
+    """Nothing else in the layer holds the sizes of their last maps, which grow in training."""
+    layer = made(AsContext(loops.memory(), loops.attention(), segment=5))
+    x, said = torch.randn(2, 13, 8, dtype=torch.float64), []
+    for _ in range(2):
+        with torch.no_grad():
+            for part in layer.parts.values():
+                part.out.weight.mul_(1e4)  # the second time, what the norms' ε adds is nothing
+        said.append(layer(x)[0])
+    torch.testing.assert_close(*said, atol=1e-6, rtol=1e-6)
+
+
 def test_mag_with_a_constant_gate_is_sliding_window_attention() -> None:
     layer = made(Gated(loops.memory(), loops.attention(WINDOW)))
     with torch.no_grad():

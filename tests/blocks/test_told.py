@@ -55,7 +55,7 @@ def test_every_hybrid_is_in_the_zoo_with_its_source() -> None:
 def test_explain_tells_the_composition_its_problems_and_its_state() -> None:
     said = run("explain", "titans_mac")
     assert "composes AsContext(memory, attention, segment=128, persistent=8)" in said
-    assert "h_j = M(q(x_j)), M as it was when the segment of 128 tokens began" in said
+    assert "h_j = w_h ⊙ RMS(M(q(x_j))), M as it was when the segment of 128 tokens began" in said
     alone = rc.explain(rc.zoo.get("titans"))
     assert f"min  {alone.problem}" in said
     assert "660 KiB per sequence and head after 4096 tokens at K = V = 64, constant" in said

@@ -8,6 +8,9 @@ a segment all tokens run at once. The attention layer runs over the stream
 from an empty state, and what it says at x_j is y_j. In a causal layer x_j then meets the persistent
 tokens, the retrievals h_1 … h_j and the tokens x_1 … x_j, which is the mask of eqs. 22–23; and the
 state of any causal layer continues the stream at any token.
+
+What one part says is another's input, and no residual stream is between them, so both h and what
+the memory learns have RMS 1 per channel but for learned weights, as a block's norm gives its layer.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 from recollect.blocks.composed import Composed, GateOf, PersistentTokens, initial_memory_of, kept
 from recollect.blocks.compositions import AsContext
 from recollect.blocks.state import MixerState
-from recollect.layer.memory_layer import MemoryLayer
+from recollect.layer.memory_layer import NORM_EPS, MemoryLayer
 from recollect.layer.state import LayerState
 from recollect.recall.packing import CompactedBatch, compact, scatter
 from recollect.recall.reading import read
@@ -51,6 +54,8 @@ class AsContextLayer(Composed):
         super().__init__(d_model, mixer, parts)
         self.segment, self.count = mixer.segment, mixer.persistent
         self.persistent = PersistentTokens(self.count, d_model) if self.count else None
+        self.retrieved_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
+        self.learned_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
         self.gate = GateOf(d_model)
 
     @property
@@ -124,7 +129,7 @@ class AsContextLayer(Composed):
             now.start = now.memory.where(begins, now.start)
             fresh = initial_memory_of(self.parts["attention"])
             now.attention = now.attention.reset(begins, fresh)
-        h = self._retrieve(x, now, piece.lengths)
+        h = _normed(self.retrieved_norm, self._retrieve(x, now, piece.lengths))
         stream = torch.stack([h, x], dim=2).flatten(1, 2)  # h_1, x_1, h_2, x_2, ...
         real = None if live is None else live.repeat_interleave(2, dim=1)
         if prefix:
@@ -142,7 +147,7 @@ class AsContextLayer(Composed):
             after = kept(self.parts["attention"], after, self.count + 2 * self.segment)
         now.attention = after
         y = y[:, self.count if prefix else 0 :][:, 1::2]
-        read_after, now.memory = self.memory(y, now.memory, live)
+        read_after, now.memory = self.memory(_normed(self.learned_norm, y), now.memory, live)
         return self.gate(y, read_after)
 
     def _retrieve(self, x: Tensor, now: _Now, lengths: Tensor | None) -> Tensor:
@@ -159,6 +164,10 @@ class AsContextLayer(Composed):
             memory=now.memory.memory, conv=inputs.conv, phase=inputs.turned, shift=inputs.shift
         )
         return layer.outputs(h, inputs)
+
+
+def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 @dataclass(kw_only=True)

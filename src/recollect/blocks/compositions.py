@@ -154,13 +154,13 @@ class AsContext(Mixer):
 
     For a segment S of C tokens that begins after the memory M has learned all segments before it::
 
-        h_j = M(q(x_j))                                       read, not written           (21)
+        h_j = w_h ⊙ RMS(M(q(x_j)))                            read, not written           (21)
         y_j = attention of x_j to [persistent, h_1 … h_j, x_1 … x_j]                      (22–23)
-        M_j = M_(j−1) having learned y_j                                                  (24)
-        o_j = w_a ⊙ RMS(y_j) ⊙ σ(w_m ⊙ RMS(M_j(q(y_j))))                                  (25)
+        M_j = M_(j−1) having learned z_j = w_z ⊙ RMS(y_j)                                 (24)
+        o_j = w_a ⊙ RMS(y_j) ⊙ σ(w_m ⊙ RMS(M_j(q(z_j))))                                  (25)
 
     Token j meets retrievals of tokens ≤ j only, and all of them from the memory as it was when the
-    segment began. `docs/design/blocks.md` has the derivation.
+    segment began. `docs/design/blocks.md` has the derivation, and why there are norms between.
 
     Args:
         memory: a recipe that can be read without being written.
@@ -210,16 +210,17 @@ class AsContext(Mixer):
         }
 
     def own_parameters(self, d_model: int) -> Mapping[str, int]:
-        return {"norms": 2 * d_model, "other": d_model * self.persistent}
+        return {"norms": 4 * d_model, "other": d_model * self.persistent}
 
     @property
     def equations(self) -> tuple[str, ...]:
         context = "[p, h_1 … h_j, x_1 … x_j]" if self.persistent else "[h_1 … h_j, x_1 … x_j]"
+        began = f"M as it was when the segment of {self.segment} tokens began"
         return (
-            f"h_j = M(q(x_j)), M as it was when the segment of {self.segment} tokens began",
+            f"h_j = w_h ⊙ RMS(M(q(x_j))), {began}",
             f"y_j = attention of x_j to {context}, of this segment",
-            "M_j = M_(j−1) having learned y_j",
-            "o_j = w_a ⊙ RMS(y_j) ⊙ σ(w_m ⊙ RMS(M_j(q(y_j))))",
+            "M_j = M_(j−1) having learned z_j = w_z ⊙ RMS(y_j)",
+            "o_j = w_a ⊙ RMS(y_j) ⊙ σ(w_m ⊙ RMS(M_j(q(z_j))))",
         )
 
     @property
