@@ -151,7 +151,7 @@ def test_an_evaluation_has_a_page(tmp_path: Path) -> None:
     def result(task: str, lower: tuple[str, ...] = (), **metrics: float) -> TaskResult:
         return TaskResult(
             task=task, metrics=metrics, errors={"acc": 0.01}, lower_is_better=lower, documents=50,
-            version="1", settings={"limit": 50}, notes=("of <words>",),
+            version="1", settings={"limit": 50, "model": "ab" * 32}, notes=("of <words>",),
         )  # fmt: skip
 
     tasks = (result("piqa", acc=0.7), result("wikitext", ("ppl",), ppl=20.0), result("none"))
@@ -182,6 +182,7 @@ def test_an_evaluation_has_a_page(tmp_path: Path) -> None:
         ABOUT["commit"],
         "71 (x)",
         "of <words>",
+        "abababababab…",
     ):
         assert str(here) in text
     assert "No paper that is kept here reports these tasks." in said(())

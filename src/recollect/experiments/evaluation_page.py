@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -86,6 +87,9 @@ def _how(result: Evaluation) -> Table:
 
 
 def _plain(value: object) -> Cell:
+    """A setting as a cell; of a digest the beginning, as the results have it whole."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value):
+        return f"{value[:12]}…"
     return value if value is None or isinstance(value, int | float) else str(value)
 
 
