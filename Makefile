@@ -28,7 +28,7 @@ SUITABLE_TORCH = import torch; v = torch.__version__.split("."); \
 	assert (int(v[0]), int(v[1])) >= (2, 9)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu lint types format docs bench clean distclean setup
+.PHONY: help demo test test-slow test-gpu lint types format docs bench dist clean distclean setup
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ docs: $(STAMP)-dev  ## build the documentation into site/
 
 bench: $(STAMP)-demo  ## speed and memory against peers, side by side in one run
 	$(BIN)/recollect bench $(BENCH_FLAGS)
+
+dist: $(STAMP)-dev  ## build the wheel and the source distribution into dist/
+	$(BIN)/python -m hatchling build
 
 setup: $(STAMP)-dev  ## only make the environment for development
 

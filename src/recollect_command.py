@@ -9,9 +9,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from types import FrameType
 
-__all__ = ["main"]
+__all__ = ["MISSING", "main"]
+
+MISSING = (
+    "recollect's commands need typer and rich: pip install typer rich, or in its checkout "
+    'pip install -e ".[cli]"'
+)
+"""What is said where the extra [cli] is missing; before torch is imported, which takes seconds."""
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -29,6 +36,8 @@ def _refused(sentence: str) -> int:
 
 def main() -> None:
     """Import the command line and run it; in a folder that is gone, torch cannot be imported."""
+    if not all(map(find_spec, ("typer", "rich"))):
+        sys.exit(MISSING)
     try:
         os.getcwd()
     except OSError:

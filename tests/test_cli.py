@@ -305,7 +305,9 @@ def test_without_typer_one_sentence_says_what_to_install() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert found.returncode == 1
-    assert found.stderr.strip().split("\n")[-1].endswith('pip install -e ".[cli]" in its checkout')
+    assert (
+        found.stderr.strip().split("\n")[-1].endswith('or in its checkout pip install -e ".[cli]"')
+    )
     assert "Traceback" not in found.stderr
 
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from recollect.experiments import compare, reproduce
     from recollect.zoo.preset import Preset
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ConvergenceWarning",

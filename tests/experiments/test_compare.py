@@ -107,8 +107,8 @@ def test_a_value_that_is_not_where_its_curve_ends_says_why(
     (read,) = same.of("text")
     assert read.value == pytest.approx(read.curve[-1][1], rel=1e-6)
     page = save_comparison(same, tmp_path / "same")["report"].read_text()
-    assert "so that a curve may end elsewhere" in page.split("Recall: accuracy")[1]
-    assert "so that a curve may end elsewhere" not in page.split("Recall: accuracy")[0]
+    assert "so that a curve may end elsewhere" in page.split("<h2>Recall: accuracy")[1]
+    assert "so that a curve may end elsewhere" not in page.split("<h2>Recall: accuracy")[0]
     assert same.measured["mqar"] == (64, 256)
 
     monkeypatch.setitem(tasks.MEASURED, "text", (64, 100_000))

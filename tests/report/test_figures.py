@@ -85,8 +85,8 @@ def test_the_legend_is_inside_the_figure_and_off_the_axes(
     seen: list[bool] = []
     save = module.figure_files
 
-    def look(canvas):  # type: ignore[no-untyped-def]
-        files = save(canvas)
+    def look(canvas, drawn):  # type: ignore[no-untyped-def]
+        files = save(canvas, drawn)
         box = canvas.legends[0].get_window_extent()
         axes = canvas.axes[0].get_window_extent()
         page = canvas.bbox

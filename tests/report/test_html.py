@@ -2,41 +2,15 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from tests.report.reader import Reader
 
 from recollect.report import Figure, FigureFiles, Note, Report, Table
+from recollect.report.shell import SCRIPTS, source
 
-VOID = {"meta", "img"}
 EVIL = "<script>alert(\"a & 'b'\")</script>"
-
-
-class Reader(HTMLParser):
-    """Collects tags and text, and fails on tags that do not match."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.text: list[str] = []
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
 
 
 def a_page(word: str = "word") -> str:
@@ -59,8 +33,12 @@ def test_the_page_is_well_formed_and_needs_nothing_else() -> None:
     page = Reader(a_page())
     assert page.links
     assert all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
-    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert not {"link", "iframe", "object", "embed", "base", "form"} & set(page.tags)
+    assert page.scripts == [{}]  # its own, which stands in it
+    for asks in ("fetch(", "XMLHttpRequest", "import(", "WebSocket", "sendBeacon", "innerHTML"):
+        assert asks not in "".join(map(source, SCRIPTS))
     style = a_page().split("<style>")[1].split("</style>")[0]
+    assert style.strip() == source("report.css").strip()
     assert "url(" not in style
     assert "@import" not in style
     for use in ("prefers-color-scheme: dark", "@media print"):
@@ -70,10 +48,10 @@ def test_the_page_is_well_formed_and_needs_nothing_else() -> None:
 
 def test_every_text_is_escaped() -> None:
     page = a_page(EVIL)
-    assert "<script" not in page
+    assert EVIL not in page and "<script>alert" not in page
     shown = "".join(Reader(page).text)
     # title twice, command, summary, fact twice, table four times, figure's title and caption,
-    # note's title and text, code
+    # note's title and text, code; the names of the table's group and of the image are attributes
     assert shown.count(EVIL) == 15
 
 
@@ -115,8 +93,8 @@ def test_a_table_scrolls_by_itself_and_breaks_only_sentences() -> None:
     assert re.search(r"\.sentence \{[^}]*white-space: normal", style)
     sentence = "Every estimate is within five standard errors of the closed form."
     table = Table(columns=["a", "b"], rows=[["gated_delta_net", sentence]]).render()
-    assert table.startswith('<div class="wide"><table>')
-    assert f'<td>gated_delta_net</td><td class="sentence">{sentence}</td>' in table
+    assert table.startswith('<div class="wide" role="group" tabindex="0" aria-label="a, b"><table>')
+    assert f'<th scope="row">gated_delta_net</th><td class="sentence">{sentence}</td>' in table
 
 
 def test_numbers_stand_to_the_right_under_their_heading() -> None:
@@ -161,3 +139,25 @@ def test_numbers_that_are_written_out_stand_to_the_right() -> None:
             drawn = Table(columns=["x"], rows=[[cell] for cell in (*pair, None)]).render()
             assert (drawn.count(' class="number"') == 4) is right, pair
             assert (' class="number"' in drawn) is right, pair
+
+
+def test_cells_carry_the_number_that_they_are_sorted_by() -> None:
+    rows = [
+        ["a", "14.1 KiB", "0.834 ± 0.012", 12_345, "of 3"],
+        ["b", "1 MiB, grows", "−1", None, ""],
+    ]
+    drawn = Table(columns=["m", "state", "value", "n", "words"], rows=rows).render()
+    found = [
+        dict(re.findall(r'([\w-]+)="([^"]*)"', cell)) for cell in re.findall("<td[^>]*>", drawn)
+    ]
+    keys = [cell.get("data-sort") for cell in found]
+    assert keys == ["14438.4", "0.834", "12345", None, "1048576", "-1", None, None]
+
+
+def test_a_column_with_one_that_diverged_is_still_sorted_by_numbers() -> None:
+    drawn = Table(
+        columns=["m", "loss"], rows=[["a", "2.5"], ["b", "diverged"], ["c", "1e-3"]]
+    ).render()
+    assert drawn.count("data-sort") == 2 and ' class="number"' not in drawn
+    words = Table(columns=["m"], rows=[["a"], ["b"], ["3"]]).render()
+    assert "data-sort" not in words

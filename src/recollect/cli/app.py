@@ -22,6 +22,7 @@ from recollect.recipe.files import load_recipe
 from recollect.recipe.modules import import_modules
 from recollect.report.ranks import is_of_all, rank, speaks, world_size
 from recollect.report.signals import ENDINGS, endings_interrupt, received
+from recollect_command import MISSING
 
 if TYPE_CHECKING:
     import typer
@@ -54,7 +55,6 @@ if typer is not None:
 
 __all__ = ["COMMANDS", "build", "load_recipe", "main"]
 
-_MISSING = 'recollect\'s commands need typer and rich: pip install -e ".[cli]" in its checkout'
 _UNREGISTERED = (
     "import the module that defines it (its class carries @rc.member) before loading this recipe"
 )
@@ -77,7 +77,7 @@ _EXTRAS = {
 def main() -> None:
     """Entry point of the ``recollect`` command."""
     if not COMMANDS:
-        sys.exit(_MISSING)
+        sys.exit(MISSING)
     try:
         build()()
     except SystemExit as leave:

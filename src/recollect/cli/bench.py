@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,7 +43,9 @@ def bench(
         str, typer.Option(help="A few of the suite's names, separated by commas, and the baseline.")
     ] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    save: Annotated[Path | None, typer.Option(help="Where to store the result as JSON.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Where to store the result as JSON, a page beside it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Time implementations alternately in one run, beside the device's own ceiling."""
@@ -82,9 +86,7 @@ def bench(
     result.print(console_of_page())
     for what, ratio in extra.items():
         typer.echo(f"{what}: {ratio:.2f}")
-    if save is not None:
-        _save(save, data)
-        typer.echo(f"saved: {save}")
+    _told(save, data)
 
 
 def _bench_train(rounds: int, length: int, save: Path | None, as_json: bool) -> None:
@@ -111,9 +113,7 @@ def _bench_train(rounds: int, length: int, save: Path | None, as_json: bool) -> 
         return
     result.print(console_of_page())
     typer.echo(f"tokens per second of {RUN} by the {BARE}'s: {ratio:.2f}")
-    if save is not None:
-        _save(save, data)
-        typer.echo(f"saved: {save}")
+    _told(save, data)
 
 
 def _bench_memory(only: list[str], save: Path | None, as_json: bool) -> None:
@@ -135,15 +135,15 @@ def _bench_memory(only: list[str], save: Path | None, as_json: bool) -> None:
         typer.echo(f"{name}: {readable(peak['live'], 'B')} live{resident}")
     for what, ratio in data["ratios"].items():
         typer.echo(f"{what}: {ratio:.3f}")
-    if save is not None:
-        _save(save, data)
-        typer.echo(f"saved: {save}")
+    _told(save, data)
 
 
 def _check_place(save: Path | None) -> None:
     """That a result could be written there, before minutes are spent on it."""
     if save is None:
         return
+    if save.suffix == ".html":
+        raise ValueError(f"--save {save} takes a JSON file: its page is written beside it")
     folder = save.absolute().parent
     while not folder.exists():
         folder = folder.parent
@@ -151,8 +151,17 @@ def _check_place(save: Path | None) -> None:
         raise ValueError(f"--save {save} cannot be written: give a file in a folder of yours")
 
 
+def _told(save: Path | None, data: Mapping[str, Any]) -> None:
+    """Write a result, and say where it is."""
+    if save is not None:
+        _save(save, data)
+        typer.echo(f"saved: {save}")
+        typer.echo(f"report: {save.with_suffix('.html')}")
+
+
 def _save(save: Path | None, data: Mapping[str, Any]) -> None:
-    """Write a result that was shown already."""
+    """Write a result that was shown already, and its page beside it."""
+    from recollect.bench.page import save_bench_page
     from recollect.report.files import rescue, write_atomic
 
     if save is None:
@@ -160,5 +169,7 @@ def _save(save: Path | None, data: Mapping[str, Any]) -> None:
     text = json.dumps(data, indent=2, allow_nan=False) + "\n"
     try:
         write_atomic(save, text)
+        command = shlex.join(["recollect", *sys.argv[1:]])
+        save_bench_page(data, save.with_suffix(".html"), command=command)
     except OSError as error:
         raise ValueError(rescue({save.name: text}, wanted=save, error=error)) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,6 +66,7 @@ def eval(  # noqa: A001
     check_writable(out)
     from transformers.utils import logging
 
+    from recollect.experiments.evaluation_page import save_evaluation_page
     from recollect.experiments.framework.beside import beside
 
     logging.disable_progress_bar()
@@ -84,12 +87,15 @@ def eval(  # noqa: A001
         said(f"interrupted: {progress.kept()}")
         raise typer.Exit(INTERRUPTED) from None
     papers = beside(result)
+    command = shlex.join(["recollect", *sys.argv[1:]])
+    report = save_evaluation_page(result, papers, out, command=command)
     if as_json:
         data = result.to_dict() | {"published": [_row(one) for one in papers]}
         typer.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
         return
     _show(page, result, papers)
     page.print(f"results: {out / 'results.json'}", soft_wrap=True)
+    page.print(f"report: {report}", soft_wrap=True)
 
 
 class _Progress:

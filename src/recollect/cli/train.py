@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recollect.cli.console import INTERRUPTED, console_of_page
+from recollect.cli.console import INTERRUPTED, console_of_page, said
 from recollect.cli.progress import TrainDisplay
 from recollect.report.ranks import is_first
 from recollect.wording import worded
 
 if TYPE_CHECKING:
     from recollect.lm.training.plan import TrainPlan
+    from recollect.lm.training.progress import Header, Trained
 
 __all__ = ["train"]
 
@@ -50,6 +53,11 @@ def train(
     console.quiet = page.quiet = not is_first()
 
     told: list[str] = []
+    headers: list[Header] = []
+
+    def begins(header: Header) -> None:
+        headers.append(header)
+        display.head(header, page)
 
     def say(sentence: str) -> None:
         told.append(sentence)
@@ -63,7 +71,7 @@ def train(
                 resume=resume,
                 watch=display.show,
                 say=say,
-                begins=lambda header: display.head(header, page),
+                begins=begins,
             )
     except Interrupted as error:
         say(str(error))
@@ -75,6 +83,7 @@ def train(
         raise typer.Exit(INTERRUPTED) from None
     if not is_first():
         return
+    report = _report(result, plan, headers)
     facts = {
         "model": str(result.folder),
         "steps": result.steps,
@@ -100,6 +109,21 @@ def train(
     if result.heldout is not None:
         typer.echo(f"bits per byte: held-out {result.heldout:.3f}")
     typer.echo(f"model: {result.folder}")
+    if report is not None:
+        typer.echo(f"report: {report}")
+
+
+def _report(result: Trained, plan: TrainPlan, headers: list[Header]) -> Path | None:
+    """The run's page; the model stands, so a full disk is said and is no failure."""
+    from recollect.experiments.training_page import save_run_page
+
+    command = shlex.join(["recollect", *sys.argv[1:]])
+    header = headers[-1] if headers else None
+    try:
+        return save_run_page(result, plan, header=header, command=command)
+    except OSError as error:
+        said(f"the report could not be written ({error.strerror}); the model is saved")
+        return None
 
 
 def _plan(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from recollect.experiments.comparison.comparison import Comparison
     from recollect.experiments.comparison.report import save_comparison
     from recollect.experiments.comparison.results import ModelRun, Sizes, Watcher
+    from recollect.experiments.comparison.stored import load_comparison
     from recollect.experiments.comparison.table import add_rows, write_rows_table
     from recollect.experiments.comparison.training import Schedule
 from recollect.wording import suggests
@@ -53,6 +54,7 @@ __all__ = [
     "Watcher",
     "add_rows",
     "compare",
+    "load_comparison",
     "published",
     "published_names",
     "reproduce",
@@ -68,6 +70,7 @@ _TRAINING = {
     "ModelRun": "comparison.results",
     "Sizes": "comparison.results",
     "Watcher": "comparison.results",
+    "load_comparison": "comparison.stored",
     "add_rows": "comparison.table",
     "write_rows_table": "comparison.table",
     "Schedule": "comparison.training",

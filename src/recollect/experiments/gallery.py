@@ -12,24 +12,9 @@ from recollect.experiments.registry import EXPERIMENTS
 from recollect.recipe.json_text import read_json
 from recollect.report.files import write_atomic
 from recollect.report.html import prose
+from recollect.report.shell import shell
 
 __all__ = ["save_gallery", "save_gallery_markdown"]
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --faint: #5b6470; --paper: #fff;
-  --line: #d5dae0; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --faint: #a0a9b4; --paper: #15181c;
-  --line: #363c44; } }
-body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 76rem; background: var(--paper);
-  color: var(--ink); font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.05rem; margin: 0 0 .2rem; }
-main { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(34rem, 100%), 1fr));
-  gap: 1.5rem; }
-article { border: 1px solid var(--line); border-radius: 8px; padding: 1rem; }
-img { width: 100%; height: auto; background: #fff; border-radius: 6px; }
-p, li { font-size: .9rem; margin: .3rem 0; } .faint { color: var(--faint); }
-ul { padding-left: 1.1rem; margin: .4rem 0; }
-"""
 
 
 def _runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -52,12 +37,8 @@ def save_gallery(folder: str | PathLike[str]) -> Path | None:
     articles = [_article(home, data) for home, data in _runs(folder)]
     if not articles:
         return None
-    page = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Reproductions</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>Reproductions</h1>\n<main>\n{''.join(articles)}</main>\n</body>\n</html>\n"
-    )
+    body = f'<h1>Reproductions</h1>\n<div class="gallery">\n{"".join(articles)}</div>\n'
+    page = shell("Reproductions", body)
     return write_atomic(folder / "index.html", page)
 
 

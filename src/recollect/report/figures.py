@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recollect.report.files import write_atomic
+from recollect.report.plots import Curve, Drawn, Plot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,10 +87,12 @@ class FigureFiles:
     Args:
         png: raster image, 200 dots per inch.
         svg: vector image without external parts.
+        plots: its axes with curves, as data to read values off.
     """
 
     png: bytes
     svg: str
+    plots: tuple[Plot, ...] = ()
 
     def save(self, path: str | PathLike[str]) -> tuple[Path, Path]:
         """Write ``path`` with the endings .png and .svg; returns both paths."""
@@ -136,9 +139,11 @@ def line_figure(
     if not series:
         raise ValueError(f"line_figure {title!r}: there is no series to draw")
     with _axes(title, x, y) as (canvas, axes):
-        for index, line in enumerate(series):
-            # Markers of crowded lines would hide the lines; some ten of each are enough.
+        # Markers of crowded lines would hide the lines; some ten of each are enough.
+        curves = [
             draw_line(axes, line, index, marks=10, markersize=5, linewidth=1.6)
+            for index, line in enumerate(series)
+        ]
         for index, (name, level) in enumerate((baselines or {}).items()):
             axes.axhline(
                 level,
@@ -156,7 +161,9 @@ def line_figure(
         if y_range is not None:
             axes.set_ylim(*y_range)
         _legend(canvas, axes, len(series) + len(baselines or {}))
-        return figure_files(canvas)
+        return figure_files(
+            canvas, [Drawn(axes=axes, curves=curves, levels=baselines or {}, x=x, y=y)]
+        )
 
 
 def bar_figure(
@@ -234,22 +241,26 @@ def bar_figure(
 
 def draw_line(
     axes: Axes, line: Series, index: int, *, marks: int, markersize: float, linewidth: float
-) -> None:
+) -> Curve:
     """One series in the colour, dash and marker of its place, with about so many markers."""
     index = index if line.look is None else line.look
+    colour = _COLOURS[index % len(_COLOURS)]
     if line.low is not None and line.high is not None:
-        colour = _COLOURS[index % len(_COLOURS)]
         axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
     axes.plot(
         line.x,
         line.y,
         label=line.name,
-        color=_COLOURS[index % len(_COLOURS)],
+        color=colour,
         linestyle=_LINES[index % len(_LINES)],
         marker=_MARKERS[index % len(_MARKERS)],
         markersize=markersize,
         markevery=max(1, len(line.x) // marks),
         linewidth=linewidth,
+    )
+    low, high = (None if edge is None else tuple(edge) for edge in (line.low, line.high))
+    return Curve(
+        name=line.name, colour=colour, x=tuple(line.x), y=tuple(line.y), low=low, high=high
     )
 
 
@@ -349,9 +360,15 @@ def _legend(canvas: Canvas, axes: Axes, entries: int) -> None:
         canvas.legend(handles, labels, loc="outside right upper", handlelength=3.5)
 
 
-def figure_files(canvas: Canvas) -> FigureFiles:
-    """The finished canvas as files, the same bytes every time."""
+def figure_files(canvas: Canvas, drawn: Sequence[Drawn] = ()) -> FigureFiles:
+    """The finished canvas as files, the same bytes every time.
+
+    Args:
+        canvas: with all that it shall show.
+        drawn: its axes whose curves can be read off.
+    """
     png, svg = io.BytesIO(), io.StringIO()
     canvas.savefig(png, format="png", dpi=200, metadata={"Software": None})
     canvas.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    return FigureFiles(png=png.getvalue(), svg=svg.getvalue())
+    plots = tuple(one.plot() for one in drawn)  # where the page's drawing, the last one, has them
+    return FigureFiles(png=png.getvalue(), svg=svg.getvalue(), plots=plots)

@@ -1,9 +1,14 @@
-"""A report is one HTML file that needs nothing else: no network, no scripts, no other files."""
+"""A report is one HTML file that needs nothing else: no network, no other files, and no scripts.
+
+Its scripts, which stand in it, sort tables and read curves off; without them it says the same.
+"""
 
 from __future__ import annotations
 
 import base64
 import html
+import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,51 +18,26 @@ from pathlib import Path
 from recollect.report.figures import FigureFiles
 from recollect.report.files import write_atomic
 from recollect.report.notebook import prose
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --faint: #5b6470; --paper: #ffffff;
-  --line: #d5dae0; --band: #f4f6f8; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --faint: #a0a9b4;
-  --paper: #15181c; --line: #363c44; --band: #1d2126; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 60rem; background: var(--paper);
-  color: var(--ink); font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .5rem; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; }
-p { margin: .6rem 0; white-space: pre-line; }
-pre { margin: 1rem 0; padding: .7rem .9rem; overflow-x: auto; background: var(--band);
-  border-radius: 6px; font: .85rem/1.5 ui-monospace, Menlo, Consolas, monospace;
-  white-space: pre-wrap; overflow-wrap: anywhere; }
-code { font: .92em ui-monospace, Menlo, Consolas, monospace; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 1rem 0;
-  font-size: .9rem; }
-dt { color: var(--faint); }
-dd { margin: 0; overflow-wrap: anywhere; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem;
-  font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .6rem; text-align: left; border-bottom: 1px solid var(--line);
-  white-space: nowrap; }
-th { color: var(--faint); font-weight: 600; border-bottom-width: 2px; }
-.number { text-align: right; }
-.sentence { white-space: normal; min-width: 18rem; }
-figure { margin: 1.2rem 0; }
-figure img { display: block; width: 100%; max-width: 52rem; height: auto; background: #fff;
-  border-radius: 6px; }
-figcaption, .caption { color: var(--faint); font-size: .9rem; margin: .4rem 0; }
-@media print { :root { --ink: #000; --faint: #444; --paper: #fff; --line: #bbb; --band: #f4f4f4; }
-  body { max-width: none; padding: 0; font-size: 11pt; }
-  figure, table, pre { break-inside: avoid; } h2 { break-after: avoid; }
-  .wide { overflow: visible; } th, td { white-space: normal; } }
-"""
-
+from recollect.report.shell import shell
 
 _NUMERAL = r"[+−-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?"
 _WRITTEN = re.compile(
-    rf"{_NUMERAL}( ?(%|[kMGT]?B|[KMGT]iB|s))?( ± {_NUMERAL}| \({_NUMERAL} ?[–…] ?{_NUMERAL}\))?"
+    rf"(?P<value>{_NUMERAL})( ?(?P<unit>%|[kMGT]?B|[KMGT]iB|[mµn]?s))?"
+    rf"( ± {_NUMERAL}| \({_NUMERAL} ?[–…] ?{_NUMERAL}\))?"
     r"(, (grows|\d+ diverged))?"
 )
 """A number as it is written out: with a unit, its spread over seeds, and a word beside it."""
+
+_UNITS = {
+    **{f"{k}B": 1000.0**n for n, k in enumerate(("", "k", "M", "G", "T"))},
+    **{f"{k}iB": 1024.0**n for n, k in enumerate("KMGT", 1)},
+    "%": 0.01,
+    "s": 1.0,
+    "ms": 1e-3,
+    "µs": 1e-6,
+    "ns": 1e-9,
+}
+"""How much a unit is of the one by which a column is sorted."""
 
 SENTENCE = 40
 """Characters from which a cell of a table is taken for a sentence."""
@@ -94,13 +74,20 @@ class Table:
                 )
 
     def render(self) -> str:
-        """As HTML."""
+        """As HTML; its first cell names a row, and numbers stand beside cells to be sorted by."""
         # A column is one of numbers, heading included, if nothing else is in it: as they are, or
         # written out with their spread, unit or separators.
+        columns = [[row[i] for row in self.rows] for i in range(len(self.columns))]
         numeric = [
-            any(_reads_as_number(row[i]) for row in self.rows)
-            and all(row[i] is None or _reads_as_number(row[i]) for row in self.rows)
-            for i in range(len(self.columns))
+            any(_number(cell) is not None for cell in column)
+            and all(cell is None or _number(cell) is not None for cell in column)
+            for column in columns
+        ]
+        # Sorted by numbers where most of them are: one that diverged has none, and comes last.
+        sortable = [
+            2 * sum(_number(cell) is not None for cell in column)
+            > sum(cell not in (None, "") for cell in column)
+            for column in columns
         ]
         mark = [' class="number"' if flag else "" for flag in numeric]
         head = "".join(
@@ -109,14 +96,17 @@ class Table:
         body = "\n".join(
             "<tr>"
             + "".join(
-                f"<td{m or _long(c)}>{prose(_cell(c))}</td>" for c, m in zip(row, mark, strict=True)
+                _drawn(cell, first=i == 0, mark=mark[i], sortable=sortable[i])
+                for i, cell in enumerate(row)
             )
             + "</tr>"
             for row in self.rows
         )
+        name = _text((self.title or ", ".join(self.columns)).replace("`", ""))
         return (
             f"{_heading(self.title)}"
-            f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n'
+            f'<div class="wide" role="group" tabindex="0" aria-label="{name}"><table>\n'
+            f"<thead><tr>{head}</tr></thead>\n"
             f"<tbody>\n{body}\n</tbody></table></div>\n{_caption(self.caption)}"
         )
 
@@ -141,11 +131,35 @@ class Figure:
         """As HTML; the drawing is an image, so that nothing inside it can act on the page."""
         data = base64.b64encode(self.files.svg.encode("utf-8")).decode("ascii")
         caption = f"<figcaption>{prose(self.caption)}</figcaption>" if self.caption else ""
-        return (
-            f"{_heading(self.title)}<figure>"
-            f'<img alt="{_text(self.alt)}" src="data:image/svg+xml;base64,{data}">'
-            f"{caption}</figure>\n"
+        image = f'<img alt="{_text(self.alt)}" src="data:image/svg+xml;base64,{data}">'
+        figure = (
+            f'<figure><div class="wide"><div class="drawing">{image}</div></div>{caption}</figure>'
         )
+        if not self.files.plots:
+            return f"{_heading(self.title)}{figure}\n"
+        plots = json.dumps([plot.to_dict() for plot in self.files.plots], allow_nan=False)
+        # No text of the data can end the element that it stands in.
+        plots = plots.replace("<", "\\u003c")
+        return (
+            f'{_heading(self.title)}<div class="curves">{figure}\n<div class="reading"></div>\n'
+            f'<script type="application/json" class="plots">{plots}</script>\n'
+            f"<details><summary>Values of the curves</summary>\n{self._values()}</details></div>\n"
+        )
+
+    def _values(self) -> str:
+        """The curves' points as tables."""
+        tables: list[str] = []
+        for plot in self.files.plots:
+            rows, points = plot.rows(), len({x for curve in plot.curves for x in curve.x})
+            left = f" Of {points:,} places {len(rows)} are shown." if points > len(rows) else ""
+            where = " · ".join(filter(None, (plot.title, plot.y.label)))
+            table = Table(
+                columns=[plot.x.label, *(curve.name for curve in plot.curves)],
+                rows=rows,
+                caption=f"{where}.{left}",
+            )
+            tables.append(table.render())
+        return "".join(tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,20 +204,15 @@ class Report:
 
     def render(self) -> str:
         """The whole page. Every text in it is escaped, and `code` in it is shown as code."""
-        title = _text(self.title.replace("`", ""))
-        summary = f"<p>{prose(self.summary)}</p>\n" if self.summary else ""
+        summary = f'<p class="found">{prose(self.summary)}</p>\n' if self.summary else ""
         command = f"<pre>{_text(self.command)}</pre>\n" if self.command else ""
         facts = "".join(
             f"<dt>{_text(name)}</dt><dd>{prose(value)}</dd>\n" for name, value in self.facts.items()
         )
         block = f"<dl>\n{facts}</dl>\n" if facts else ""
         sections = "".join(section.render() for section in self.sections)
-        return (
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-            f"<h1>{prose(self.title)}</h1>\n{summary}{command}{block}{sections}</body>\n</html>\n"
-        )
+        body = f"<h1>{prose(self.title)}</h1>\n{summary}{command}{block}{sections}"
+        return shell(self.title.replace("`", ""), body)
 
     def save(self, path: str | PathLike[str]) -> Path:
         """Write the page atomically; missing folders are made."""
@@ -214,8 +223,23 @@ def _is_number(cell: Cell) -> bool:
     return isinstance(cell, int | float) and not isinstance(cell, bool)
 
 
-def _reads_as_number(cell: Cell) -> bool:
-    return _is_number(cell) or (isinstance(cell, str) and _WRITTEN.fullmatch(cell) is not None)
+def _number(cell: Cell) -> float | None:
+    """What a cell is sorted by: the number, in its column's least unit, or ``None``."""
+    if _is_number(cell):
+        return float(cell or 0)
+    found = _WRITTEN.fullmatch(cell) if isinstance(cell, str) else None
+    if found is None:
+        return None
+    value = float(found["value"].replace(",", "").replace("−", "-"))
+    return value * _UNITS.get(found["unit"] or "", 1.0)
+
+
+def _drawn(cell: Cell, *, first: bool, mark: str, sortable: bool) -> str:
+    """A cell of a table."""
+    number = _number(cell) if sortable else None
+    order = "" if number is None or not math.isfinite(number) else f' data-sort="{number:.12g}"'
+    name, scope = ("th", ' scope="row"') if first else ("td", "")
+    return f"<{name}{scope}{mark or _long(cell)}{order}>{prose(_cell(cell))}</{name}>"
 
 
 def _long(cell: Cell) -> str:

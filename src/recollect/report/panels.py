@@ -15,6 +15,7 @@ from recollect.report.figures import (
     figure_files,
     new_canvas,
 )
+from recollect.report.plots import Curve, Drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,8 +73,10 @@ def panel_figure(
         canvas.set_size_inches(7.2, 0.6 + height * rows + 0.2 * math.ceil(len(looks) / 4))
         grid = canvas.subplots(rows, columns, sharex=shared, squeeze=False).flatten()
         canvas.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        for axes, panel in zip(grid, panels, strict=False):
-            _draw_panel(axes, panel, looks, solo=len(panels) == 1)
+        drawn = [
+            _draw_panel(axes, panel, looks, solo=len(panels) == 1, x=panel.x or x)
+            for axes, panel in zip(grid, panels, strict=False)
+        ]
         for place, axes in enumerate(grid):
             if place >= len(panels):
                 axes.remove()
@@ -92,7 +95,7 @@ def panel_figure(
             ncols=across,
             handlelength=3.5,
         )
-        return figure_files(canvas)
+        return figure_files(canvas, drawn)
 
 
 def _looks(panels: Sequence[Panel]) -> dict[str, int]:
@@ -104,10 +107,13 @@ def _looks(panels: Sequence[Panel]) -> dict[str, int]:
     return looks
 
 
-def _draw_panel(axes: Axes, panel: Panel, looks: Mapping[str, int], *, solo: bool) -> None:
+def _draw_panel(axes: Axes, panel: Panel, looks: Mapping[str, int], *, solo: bool, x: str) -> Drawn:
     finite: list[float] = []
+    curves: list[Curve] = []
+    levels: dict[str, float] = {}
     for line in panel.series:
-        draw_line(axes, line, looks[line.name], marks=6, markersize=4, linewidth=1.3)
+        look = looks[line.name]
+        curves.append(draw_line(axes, line, look, marks=6, markersize=4, linewidth=1.3))
         finite += [value for value in line.y if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     wide = low > 0 and high > 100 * low and panel.y_range is None
@@ -115,6 +121,7 @@ def _draw_panel(axes: Axes, panel: Panel, looks: Mapping[str, int], *, solo: boo
         axes.set_yscale("log")
     for name, level in (panel.baselines or {}).items():
         if low < level < 2 * high or panel.y_range is not None:
+            levels[name] = level
             axes.axhline(level, color="0.35", linestyle="--", linewidth=1.0)
             axes.annotate(
                 name,
@@ -132,3 +139,4 @@ def _draw_panel(axes: Axes, panel: Panel, looks: Mapping[str, int], *, solo: boo
     if panel.title:
         axes.set_title(panel.title, loc="left", fontsize=9)
     axes.set_ylabel(panel.y)
+    return Drawn(axes=axes, curves=curves, levels=levels, x=x, y=panel.y, title=panel.title)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
+from recollect.experiments.comparison.found import found
 from recollect.experiments.comparison.results import ModelRun, Outcomes, Summary
 from recollect.experiments.comparison.tasks import RECALLS
 from recollect.report.figures import Series, line_figure
@@ -276,7 +277,7 @@ def _written(comparison: Outcomes, folder: Path, command: str) -> dict[str, Path
     report = Report(
         title="Sequence layers compared",
         command=command,
-        summary=_summary(comparison),
+        summary=found(comparison),
         facts=comparison.environment.facts(),
         sections=sections,
     )
@@ -300,22 +301,6 @@ def _figures(comparison: Outcomes, task: str) -> list[tuple[str, Figure]]:
     if task == "capacity":
         found.append(("capacity-state", _recall_by_state(comparison, task)))
     return [(name, figure) for name, figure in found if figure is not None]
-
-
-def _summary(comparison: Outcomes) -> str:
-    parts: list[str] = []
-    for task, best in (("text", min), *((name, max) for name in RECALLS)):
-        ended = [one for one in comparison.summaries(task) if one.values and one.finished]
-        if ended:
-            top = best(ended, key=lambda one: one.value or 0.0)
-            parts.append(f"Best on {task}: {top.model} with {top.told()} {_MEASURES[task]}.")
-    below = [one for one in comparison.summaries("text") if one.value is not None]
-    if comparison.bigram is not None and below:
-        count = sum((one.value or 0.0) < comparison.bigram for one in below)
-        parts.append(
-            f"{count} of {len(below)} are below the byte bigram's {comparison.bigram:.3f}."
-        )
-    return " ".join(parts)
 
 
 def _csv(runs: Sequence[ModelRun]) -> str:

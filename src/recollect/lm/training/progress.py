@@ -173,6 +173,8 @@ class Trained:
         heldout_loss: the same in nats per token, as ``loss``.
         skipped: lines left out, and the first few of them.
         notes: what a reader should know, such as what of the model was compiled.
+        history: lines of the log, of the whole run where it was resumed: ``step`` and, of steps,
+            ``loss``, ``tokens_per_second`` and more, of measurements ``eval_bits_per_byte``.
     """
 
     model: RecollectForCausalLM
@@ -186,6 +188,7 @@ class Trained:
     skipped: int = 0
     skipped_lines: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    history: tuple[Mapping[str, float], ...] = ()
 
 
 class Keeper(TrainerCallback):

@@ -287,6 +287,7 @@ def _trained(
         skipped=bad.count,
         skipped_lines=tuple(bad.examples),
         notes=tuple(notes),
+        history=tuple(trainer.state.log_history),
     )
 
 

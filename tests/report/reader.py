@@ -1,0 +1,49 @@
+"""A page of results as its reader has it: tags that match, its text, and what it would ask for."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+VOID = {"meta", "img"}
+
+
+class Reader(HTMLParser):
+    """Collects tags and text, and fails on tags that do not match."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.scripts: list[dict[str, str | None]] = []
+        self.ids: list[str | None] = []
+        self.text: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.ids += [value for name, value in attrs if name == "id"]
+        if tag == "script":
+            self.scripts.append(dict(attrs))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def check_page(page: str) -> str:
+    """That a page is well formed and asks nothing of any host; its text without scripts."""
+    read = Reader(page)
+    assert all(link.startswith("data:") for link in read.links)
+    assert [x for x in read.scripts if "src" in x] == []
+    ids = [value for value in read.ids if value]
+    assert len(ids) == len(set(ids))
+    assert read.tags.count("main") == read.tags.count("h1") == 1
+    return "".join(read.text)

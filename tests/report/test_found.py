@@ -1,0 +1,156 @@
+"""What a report begins with: sentences that rules make of crafted numbers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import recollect as rc
+from recollect.experiments.comparison.found import found
+from recollect.experiments.comparison.results import DEFAULTS, ModelRun
+from recollect.report import describe_environment
+
+ABOUT = describe_environment("cpu")
+
+
+def a_run(task: str, model: str, value: float | None, **more: Any) -> ModelRun:
+    given = {"parameters": 10, "state_bytes": 8, "grows": False} | more
+    return ModelRun(task=task, model=model, value=value, **given)
+
+
+def made(*runs: ModelRun, tasks: tuple[str, ...] = ("text",), **more: Any) -> Any:
+    sizes = {task: DEFAULTS[task] for task in tasks}
+    return rc.experiments.Comparison(runs=runs, sizes=sizes, seed=0, environment=ABOUT, **more)
+
+
+def recalled(model: str, few: float, many: float, **more: Any) -> ModelRun:
+    return a_run("capacity", model, (few + many) / 2, by_pairs={4: few, 48: many}, **more)
+
+
+BOTH = ("text", "capacity")
+
+
+def test_text_and_recall() -> None:
+    result = made(
+        *(a_run("text", name, value) for name, value in (("a", 2.75), ("b", 2.5), ("c", 3.0))),
+        recalled("a", 0.99, 0.5),
+        recalled("b", 1.0, 0.25),
+        recalled("c", 1.0, 0.75, grows=True),
+        tasks=BOTH,
+        bigram=2.9,
+    )
+    assert found(result) == (
+        "On text, b is best with 2.500 held-out bits per byte, 0.250 ahead of a. "
+        "On recall they are alike up to 4 pairs; what separates them is 48 pairs, of which "
+        "c, whose state grows, has 75 % right, a, the best of constant size, 50 % "
+        "and b, the last, 25 %."
+    )
+
+
+def test_text_alone_says_how_far_the_last_is_behind() -> None:
+    runs = [a_run("text", name, value) for name, value in (("a", 2.75), ("b", 2.5), ("c", 3.0))]
+    assert found(made(*runs, bigram=2.9)).split(". ")[1:] == [
+        "c is last of 3, 0.500 behind, and 2 of them are below the 2.900 of a byte bigram."
+    ]
+    assert found(made(*runs, bigram=3.5)).endswith(
+        "and all of them are below the 3.500 of a byte bigram."
+    )
+    assert found(made(*runs, bigram=1.0)).endswith(
+        "and none of them are below the 1.000 of a byte bigram."
+    )
+    assert found(made(*runs)).endswith("c is last of 3, 0.500 behind.")
+
+
+def test_recall_alone() -> None:
+    runs = [recalled("a", 1.0, 0.5), recalled("b", 0.75, 0.5), recalled("c", 0.5, 0.25)]
+    assert found(made(*runs, tasks=("capacity",))) == (
+        "On recall (capacity), a is best with 75 % of all pairs right, 12.5 points ahead of b "
+        "and c last with 38 %. On recall what separates them is 4 pairs, of which a has 100 % "
+        "right and c, the last, 50 %."
+    )
+
+
+def test_one_model() -> None:
+    assert found(made(a_run("text", "a", 2.5), bigram=3.0)) == (
+        "On text, a reaches 2.500 held-out bits per byte. "
+        "That is 0.500 below the 3.000 of a byte bigram."
+    )
+    assert "0.500 above" in found(made(a_run("text", "a", 3.5), bigram=3.0))
+    assert found(made(a_run("text", "a", 2.5))).endswith("nothing beside it to compare it with.")
+    assert found(made(recalled("a", 1.0, 0.5), tasks=("capacity",))) == (
+        "On recall (capacity), a reaches 75 % of all pairs right. "
+        "On recall, a has 100 % of 4 and 50 % of 48 pairs right, where guessing has 2 %."
+    )
+
+
+def test_what_did_not_end_is_named_and_has_no_place() -> None:
+    stopped = a_run("text", "b", 1.0, finished=False)
+    result = made(
+        a_run("text", "a", 2.5),
+        stopped,
+        a_run("text", "d", math.nan),
+        failures=(("text", "c", "it diverged"),),
+    )
+    assert found(result).startswith(
+        "On text, a reaches 2.500 held-out bits per byte (b, d and c did not finish on text)."
+    )
+    nobody = made(stopped, failures=(("text", "c", "it diverged"),), interrupted=True)
+    assert found(nobody) == "No model was trained to its end (b and c did not finish on text)."
+    half = made(
+        a_run("text", "a", 2.5),
+        a_run("text", "b", 2.6),
+        tasks=BOTH,
+        failures=(("capacity", "a", "it diverged"),),
+    )
+    assert found(half).endswith("0.100 behind (a did not finish on capacity).")
+
+
+def test_ties_and_memories_that_are_not_told_apart() -> None:
+    result = made(
+        *(a_run("text", name, 2.5) for name in "ab"),
+        *(recalled(name, 0.02, 0.03) for name in "ab"),
+        tasks=BOTH,
+    )
+    assert found(result) == (
+        "On text, a and b lead alike with 2.500 held-out bits per byte. Recall does not separate "
+        "the 2 memories: at every number of pairs they lie within 5 points of each other, at 4 "
+        "between 2 % and 2 % as guessing does."
+    )
+
+
+@pytest.mark.parametrize(("other", "doubt"), [(2.56, True), (2.9, False)])
+def test_a_margin_within_the_seeds_is_said_to_be(other: float, doubt: bool) -> None:
+    runs = [a_run("text", "a", 2.5 + 0.1 * seed, seed=seed) for seed in (0, 1)]
+    runs += [a_run("text", "b", other + 0.1 * seed, seed=seed) for seed in (0, 1)]
+    said = found(made(*runs, seeds=2))
+    assert ("which is less than the 2 seeds differ" in said) is doubt
+    assert "a is best with 2.550 (2.500–2.600)" in said
+
+
+def test_a_saved_comparison_is_read_again_and_only_if_it_is_one(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    curve = ((10, 3.0), (20, 2.5))
+    one = made(
+        a_run("text", "a", 2.5, curve=curve),
+        recalled("a", 1.0, 0.5),
+        tasks=BOTH,
+        bigram=3.0,
+        text={"source": "mine", "sha256": "0" * 64},
+        failures=(("text", "b", "it <diverged>"),),
+        measured={"text": (5, 10)},
+    )
+    page = one.save(tmp_path)["report"].read_text("utf-8")
+    assert page.count('<p class="found">') == 1 and "On text, a reaches 2.500" in page
+    again = rc.experiments.load_comparison(tmp_path)
+    assert again == one
+    assert again.save(tmp_path / "again")["report"].read_text("utf-8") == page
+    path = tmp_path / "results.json"
+    for text in ('{"schema": 2}', '{"schema": 1, "runs": [{}]}', "[]"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is no comparison that this version reads"):
+            rc.experiments.load_comparison(path)

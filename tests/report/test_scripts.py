@@ -1,0 +1,214 @@
+"""The reports' scripts by node: tables that sort, curves that are read off, also on log axes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recollect.report.plots import Axis, Curve, Plot
+from recollect.report.shell import SCRIPTS, source
+
+HERE = Path(__file__).parent
+SMALL_DOM = HERE.parent / "page" / "small_dom.js"
+
+
+def node(script: str, data: object, *, ahead: str = "") -> Any:
+    """What a script of this folder makes of data, after the scripts of a page."""
+    program = shutil.which("node")
+    if program is None:
+        pytest.skip("node is not installed: what the reports' scripts do is not checked")
+    texts = [ahead, *map(source, SCRIPTS), (HERE / script).read_text(encoding="utf-8")]
+    start = (
+        "const input = JSON.parse(require('fs').readFileSync(0, 'utf8'));\n"
+        "const answer = (x) => process.stdout.write(JSON.stringify(x));\n"
+    )
+    ran = subprocess.run(
+        [program, "-e", start + "\n".join(texts)],
+        input=json.dumps(data),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def cell(text: str, number: float | None = None) -> dict[str, Any]:
+    return {"text": text, "number": number}
+
+
+LOG = Plot(
+    box=(0.1, 0.2, 0.8, 0.6),
+    x=Axis(label="pairs", low=1, high=64, log=True),
+    y=Axis(label="loss", low=0.01, high=100, log=True),
+    curves=(
+        Curve(name="a", colour="#0072B2", x=(1, 8, 64), y=(100, 1, 0.01)),
+        Curve(name="b", colour="#D55E00", x=(1, 16, 64), y=(100, math.nan, 10), low=(90, 0, 5),
+              high=(110, 0, 20)),
+    ),
+    levels={"guessing": 50},
+)  # fmt: skip
+
+
+def test_rows_are_sorted_and_what_has_no_number_comes_last() -> None:
+    numbers = [cell("10", 10), cell("–"), cell("9", 9), cell("diverged"), cell("9", 9)]
+    words = [cell("b10"), cell("a"), cell("B2"), cell("é")]
+    found = node(
+        "ask.js",
+        [
+            ["sorted", x, order]
+            for x in (numbers, words)
+            for order in ("ascending", "descending", "none")
+        ],
+    )
+    assert found[:3] == [[2, 4, 0, 1, 3], [0, 2, 4, 1, 3], [0, 1, 2, 3, 4]]
+    assert found[3:] == [[1, 2, 0, 3], [3, 0, 2, 1], [0, 1, 2, 3]]
+
+
+def test_a_place_on_a_logarithmic_axis_is_one_of_logarithms() -> None:
+    plot = LOG.to_dict()
+    asked = [["share", plot["x"], 8], ["share", plot["y"], 10], ["share", plot["x"], 1]]
+    assert node("ask.js", asked) == pytest.approx([0.5, 0.75, 0.0])
+
+
+def test_the_nearest_point_and_what_every_curve_says_there() -> None:
+    plot = LOG.to_dict()
+    # In the middle lies a's (8, 1); near the upper right corner b's (64, 10), not a's (64, 0.01).
+    asked = [["nearest", plot, 0.52, 0.49], ["nearest", plot, 0.97, 0.9], ["stops", plot]]
+    near, corner, stops = node("ask.js", asked)
+    assert near == {"curve": 0, "point": 1} and corner == {"curve": 1, "point": 2}
+    assert stops == [1, 8, 64]  # 16 has no value: b's is missing there
+    said = node("ask.js", [["readings", plot, 64], ["readings", plot, 8]])
+    assert [(x["name"], x["x"], x["y"], x["here"]) for x in said[0]] == [
+        ("a", 64, 0.01, True),
+        ("b", 64, 10, True),
+    ]
+    assert (said[0][1]["low"], said[0][1]["high"]) == (5, 20)
+    # b has none at 8; 1 and 64 are as far on this axis, and the first of them is taken.
+    assert [(x["name"], x["x"], x["here"]) for x in said[1]] == [("a", 8, True), ("b", 1, False)]
+
+
+def test_numbers_are_told_as_a_reader_needs_them() -> None:
+    told = node("ask.js", [["told", x] for x in (57344, 2.674112, 1e-7, 0, 3e15, 0.00012, -3.5)])
+    assert told == ["57,344", "2.674", "1.000e-7", "0", "3.000e+15", "0.00012", "-3.5"]
+
+
+def test_a_page_is_sorted_and_read_by_the_keyboard_and_by_the_pointer() -> None:
+    found = node(
+        "drive_page.js",
+        {
+            "columns": ["model", "value"],
+            "rows": [
+                [["b", None], ["2", 2]],
+                [["a", None], ["10", 10]],
+                [["c", None], ["–", None]],
+            ],
+            "clicks": [1, 1, 1, 0],
+            "plots": [LOG.to_dict()],
+            "keys": ["ArrowRight", "ArrowRight", "End", "Escape", "ArrowLeft"],
+            # In the axes' middle: the box begins at 100 and is 800 wide, and 300 high from 100 on.
+            "at": [505, 255],
+        },
+        ahead=SMALL_DOM.read_text(encoding="utf-8") + TREE,
+    )
+    assert [x["order"] for x in found["sorts"]] == [
+        ["b", "a", "c"],
+        ["a", "b", "c"],
+        ["b", "a", "c"],
+        ["a", "b", "c"],
+    ]
+    assert [x["sorted"] for x in found["sorts"]] == [
+        [None, "ascending"],
+        [None, "descending"],
+        [None, None],
+        ["ascending", None],
+    ]
+    assert [(stop, text) for stop, text, _ in found["keys"]] == [
+        ("0", "pairs 1 · loss: a 100, b 100 (90 … 110)"),
+        ("1", "pairs 8 · loss: a 1, b 100 (90 … 110) at 1"),
+        ("2", "pairs 64 · loss: a 0.01, b 10 (5 … 20)"),
+        ("0", "no place chosen"),
+        ("2", "pairs 64 · loss: a 0.01, b 10 (5 … 20)"),
+    ]
+    assert found["pointed"][:2] == found["keys"][1][:2]
+    assert "guessing 50" in found["pointed"][2]
+    assert found["dots"] == 2
+
+
+TREE = """
+// What these scripts use of a tree beside what the page of six knobs does.
+Object.defineProperty(Element.prototype, "children", {
+  get() { return this.childNodes.filter((node) => node instanceof Element); },
+});
+Element.prototype.removeAttribute = function (name) { this.attributes.delete(name); };
+const plainly = Element.prototype.append;
+Element.prototype.append = function (...nodes) { // a node that moves leaves where it was
+  for (const node of nodes) {
+    const old = node instanceof Element || node instanceof TextNode ? node.parentNode : null;
+    if (old) old.childNodes = old.childNodes.filter((other) => other !== node);
+  }
+  plainly.apply(this, nodes);
+};
+"""
+
+
+def test_a_drawing_says_where_its_axes_lie() -> None:
+    pytest.importorskip("matplotlib")
+    import re
+
+    from recollect.report import Panel, Series, line_figure, panel_figure
+
+    line = Series(name="a", x=[2, 4, 8], y=[1.0, math.nan, 10.0])
+    other = Series(name="b", x=[2, 8], y=[5.0, 2.0], look=0)
+    figure = line_figure(
+        [line, other], x="x", y="y", title="T", log_x=True, log_y=True, baselines={"level": 3.0}
+    )
+    (plot,) = figure.plots
+    assert plot.x.log and plot.y.log and plot.levels == {"level": 3.0}
+    assert plot.curves[0].colour == plot.curves[1].colour == "#0072B2"
+    # The drawing's own markers say where the points are: (2, 1) and (8, 10) of the first curve.
+    width, height = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', figure.svg)[0])
+    uses = re.findall(
+        r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #0072b2', figure.svg
+    )
+    drawn = [(float(x) / width, float(y) / height) for x, y in uses]
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        left, top, wide, high = plot.box
+        across = math.log(x / plot.x.low) / math.log(plot.x.high / plot.x.low)
+        up = math.log(y / plot.y.low) / math.log(plot.y.high / plot.y.low)
+        return left + wide * across, top + high * (1 - up)
+
+    for point in ((2, 1.0), (8, 10.0), (8, 2.0)):
+        assert any(at(*point) == pytest.approx(one, abs=2e-3) for one in drawn), point
+    several = panel_figure(
+        [Panel(y="p", series=[line], title="one", log_x=True), Panel(y="q", series=[other], x="z")],
+        x="x",
+        title="T",
+    )
+    assert [(one.title, one.x.label, one.y.label) for one in several.plots] == [
+        ("one", "x", "p"),
+        ("", "z", "q"),
+    ]
+    assert several.plots[0].x.log and not several.plots[1].x.log
+
+
+def test_curves_are_a_table_too() -> None:
+    rows = LOG.rows()
+    assert rows == [[1, 100, 100], [8, 1, None], [64, 0.01, 10]]
+    long = Plot(
+        box=LOG.box,
+        x=LOG.x,
+        y=LOG.y,
+        curves=[Curve(name="a", colour="#000", x=tuple(range(1000)), y=tuple(range(1000)))],
+        levels={},
+    )
+    some = long.rows(most=50)
+    assert len(some) == 50 and some[0] == [0, 0] and some[-1] == [999, 999]

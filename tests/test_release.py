@@ -1,0 +1,202 @@
+"""What is released: one number, complete archives, and a wheel whose core needs torch alone."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import recollect as rc
+
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src"
+
+CHECK = """
+import sys, time
+began = time.perf_counter()
+import recollect as rc
+took = f"{time.perf_counter() - began:.2f} s, {time.process_time():.2f} s of the processor"
+print(f"import recollect: {took}", file=sys.stderr)
+import torch
+
+assert rc.__file__.startswith(sys.prefix), rc.__file__
+for name in ("typer", "rich", "transformers", "matplotlib", "numpy"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise AssertionError(f"{name} is here, so that this shows nothing")
+g = torch.Generator().manual_seed(0)
+k = torch.nn.functional.normalize(torch.randn(1, 4, 1, 8, generator=g), dim=-1)
+v = torch.randn(1, 4, 1, 8, generator=g)
+recipe = rc.Recipe(bias=rc.bias.DotProduct(), algorithm=rc.algorithm.GradientDescent(lr=1.0))
+y, state = rc.recall(recipe, k, k, v)
+W, expected = torch.zeros(8, 8), []  # W <- W + v k^T, then read by k: the definition
+for t in range(4):
+    W = W + torch.outer(v[0, t, 0], k[0, t, 0])
+    expected.append(W @ k[0, t, 0])
+print("recalled", torch.allclose(y[0, :, 0], torch.stack(expected), atol=1e-5))
+print(rc.explain("gated_delta_net"))
+"""
+
+
+def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        cwd=cwd,
+        env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "LC_ALL": "C.UTF-8"},
+    )
+
+
+def build(kinds: tuple[str, ...], source: Path, out: Path) -> None:
+    built = run(sys.executable, "-m", "hatchling", "build", "-d", out, *kinds, cwd=source)
+    assert built.returncode == 0, built.stderr
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the source distribution, built from this tree without a network."""
+    pytest.importorskip("hatchling", reason="hatchling is not installed, so nothing is built")
+    out = tmp_path_factory.mktemp("dist")
+    build(("-t", "wheel", "-t", "sdist"), ROOT, out)
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return wheel, sdist
+
+
+@pytest.fixture(scope="module")
+def alone(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel, torch and what torch needs, and nothing else."""
+    home = tmp_path_factory.mktemp("alone")
+    made = run(sys.executable, "-m", "venv", "--without-pip", home)
+    assert made.returncode == 0, made.stderr
+    (site,) = home.glob("lib/python*/site-packages")
+    for name in needed("torch"):
+        link(name, site)
+    options = ("--no-deps", "--no-index", "--quiet", "--disable-pip-version-check")
+    python = home / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    installed = run(*pip, "install", *options, archives[0])
+    assert installed.returncode == 0, installed.stderr
+    return home
+
+
+def needed(name: str) -> list[str]:
+    """A distribution and all that it needs here, without extras."""
+    from packaging.requirements import Requirement
+
+    found: list[str] = []
+    todo = [name]
+    while todo:
+        one = todo.pop()
+        if one.lower() in found:
+            continue
+        found.append(one.lower())
+        for text in metadata.requires(one) or []:
+            wanted = Requirement(text)
+            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+                todo.append(wanted.name)
+    return found
+
+
+def link(name: str, site: Path) -> None:
+    """Put an installed distribution's packages and modules into another environment."""
+    files = metadata.files(name) or []
+    for top in {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}:
+        here = Path(str(metadata.distribution(name).locate_file(top)))
+        if here.exists() and not (site / top).exists():
+            (site / top).symlink_to(here)
+
+
+def test_the_number_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.M)
+    assert cited is not None
+    assert rc.__version__ == project["version"] == cited[1]
+    assert f"## [{rc.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_the_supported_pythons_are_named() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    least = project["requires-python"].removeprefix(">=")
+    named = [x.rsplit(" ", 1)[1] for x in project["classifiers"] if re.search(r":: 3\.\d+$", x)]
+    assert named[0] == least and ".".join(map(str, sys.version_info[:2])) in named
+    assert project["scripts"] == {project["name"]: "recollect_command:main"}  # as pipx run wants
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(archives: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(archives[0]) as wheel:
+        held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        told = wheel.read(next(n for n in wheel.namelist() if n.endswith("METADATA"))).decode()
+    tree = {
+        path.relative_to(SRC).as_posix()
+        for path in SRC.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
+    }
+    assert held == tree
+    for data in (
+        "recollect/py.typed",
+        "recollect/page/static/page.html",
+        "recollect/report/static/report.css",
+        "recollect/lm/evaluation/local/local_niah_single_1.yaml",
+        "recollect/experiments/framework/published/atlas_table2.csv",
+        "recollect_command.py",
+    ):
+        assert data in held, data
+    needs = re.findall(r"^Requires-Dist: (.+)$", told, re.M)
+    assert [x for x in needs if "extra ==" not in x] == ["torch>=2.9"]
+    assert "License-Expression: Apache-2.0" in told
+
+
+def test_the_source_distribution_builds_the_same_wheel(
+    archives: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with tarfile.open(archives[1]) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    (tree,) = tmp_path.iterdir()
+    for name in ("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff",
+                 "Makefile", "docs/install.md", "examples/generate.py"):  # fmt: skip
+        assert (tree / name).is_file(), name
+    build(("-t", "wheel"), tree, tmp_path / "again")
+    (again,) = (tmp_path / "again").glob("*.whl")
+    assert contents(again) == contents(archives[0])
+
+
+def contents(wheel: Path) -> dict[str, str]:
+    with zipfile.ZipFile(wheel) as held:
+        return {name: hashlib.sha256(held.read(name)).hexdigest() for name in held.namelist()}
+
+
+def test_the_core_works_beside_torch_alone(alone: Path) -> None:
+    """Warnings are errors. How long it took is printed (`pytest -rP`), not held to a number.
+
+    One warning is torch's own: `import torch` says that it found no numpy, though it requires none.
+    """
+    numpy = "ignore:Failed to initialize NumPy:UserWarning"
+    found = run(alone / "bin" / "python", "-W", "error", "-W", numpy, "-c", CHECK)
+    print(found.stderr)
+    assert found.returncode == 0, found.stderr
+    assert "import recollect:" in found.stderr
+    assert found.stdout.startswith(
+        "recalled True\ngated_delta_net\nproblem  min  ½‖W k_t − v_t‖²\n"
+    )
+
+
+def test_without_its_extras_the_command_says_what_to_install(alone: Path) -> None:
+    found = run(alone / "bin" / "recollect", "zoo")
+    assert found.returncode == 1 and not found.stdout
+    assert found.stderr.strip() == (
+        "recollect's commands need typer and rich: pip install typer rich, or in its checkout "
+        'pip install -e ".[cli]"'
+    )
