@@ -96,8 +96,16 @@ class Coordinates:
         return max(self.coordinates, key=lambda one: abs(one.change_slope or 0.0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {**asdict(self), "widths": list(self.widths), "flat": self.flat}
+        """Plain data; numbers that are not finite are ``None``."""
+        return {**_finite(asdict(self)), "flat": self.flat}
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {name: _finite(x) for name, x in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(x) for x in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def check_coordinates(
@@ -155,7 +163,7 @@ def check_coordinates(
             found = _measured(one, batches, lr=lr, base_width=base_width, seed=seed, betas=betas)
             for name, pair in found.items():
                 logs[width][name].append(pair)
-    shrinking = _shrinking(config, base_width)
+    shrinking = _shrinking(configs[widths[0]], base_width)
     names = [name for name in logs[widths[0]] if all(name in logs[width] for width in widths)]
     return Coordinates(
         parametrization="standard" if base_width is None else "mup",
@@ -169,7 +177,7 @@ def check_coordinates(
             _coordinate(
                 name,
                 {width: logs[width][name] for width in widths},
-                shrinks=name in shrinking,
+                shrinks=any(f"{name}.".startswith(f"{one}.") for one in shrinking),
                 tolerance=tolerance,
             )
             for name in names
