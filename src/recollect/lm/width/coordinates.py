@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from recollect.layer.gates import GateProjection
 from recollect.lm.model.config import RecollectConfig
@@ -236,7 +237,7 @@ def _measured(
         model = RecollectForCausalLM(config)
         if base_width is not None:
             scale_for_width(model, base_width)
-        model.to(device)
+        cast(nn.Module, model).to(device)
         begun = _begun(model, _shrinking(config, base_width))
         before = _activations(model, batches[0], begun)
         groups = parameter_groups(model, weight_decay=0.0, lr=lr, base_width=base_width)
@@ -279,7 +280,7 @@ def _watched(
     found: dict[str, list[Tensor]],
     begun: Mapping[nn.Module, Tensor],
 ) -> Iterator[None]:
-    handles = []
+    handles: list[RemovableHandle] = []
     for path, module in model.named_modules():
         name = _named(path, cast(RecollectConfig, model.config))
         if name is None or isinstance(module, nn.ParameterList | nn.ParameterDict):

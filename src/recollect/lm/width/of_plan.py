@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from recollect.lm.data.rows import collate
+from torch import Tensor
+
+from recollect.lm.data.rows import Rows, collate
 from recollect.lm.data.sources import BadLines
 from recollect.lm.model.config import MLP, RecollectConfig
 from recollect.lm.training.plan import TrainPlan
@@ -66,13 +68,13 @@ def check_plan(
     config.num_hidden_layers = depth or min(config.num_hidden_layers, max(2, _pattern(config)))
     rows = rows_of(short, tokenizer, bad).train
     # Rows that are all read know an index alone.
-    each = (rows[i] for i in range(len(rows))) if hasattr(rows, "__getitem__") else iter(rows)
+    each = (rows[i] for i in range(len(rows))) if isinstance(rows, Rows) else iter(rows)
     device = find_device(plan.run.device, said="[run] device")
-    batches = []
+    batches: list[dict[str, Tensor]] = []
     for _ in range(steps):
         own = list(itertools.islice(each, optimizer.batch))
         batch = collate(own, reset=data.packing == "documents")
-        batches.append({name: x.to(device or "cpu") for name, x in batch.items()})
+        batches.append({name: x.to(device) for name, x in batch.items()})
     return check_coordinates(
         config,
         batches,
