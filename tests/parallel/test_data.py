@@ -117,6 +117,34 @@ def test_runs_of_two_processes_are_the_run_of_one(tmp_path: Path) -> None:
     assert all(rank["fsdp"]["held"] < 0.51 * whole for rank in ranks)
 
 
+@pytest.mark.slow
+def test_rules_for_width_hold_where_weights_are_shared(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.jsonl")
+    rules = {"parametrization": "mup", "base_width": 8}
+    ways = {"ddp": "ddp", "fsdp": "fsdp", "tensor": {"tensor": 2}}
+    plans = {
+        name: tables(tmp_path, name, optimizer=rules, run={"parallel": way, "save_every": 0})
+        for name, way in ways.items()
+    }
+    plans["tied"] = tables(
+        tmp_path, "tied", model={"tie": True}, optimizer=rules, run={"parallel": {"tensor": 2}}
+    )
+    once = {"save_every": 0}
+    train(TrainPlan.from_dict(tables(tmp_path, "one", optimizer=rules, run=once)))
+    model = {"tie": True}
+    train(TrainPlan.from_dict(tables(tmp_path, "alone", model=model, optimizer=rules, run=once)))
+    plain = train(TrainPlan.from_dict(tables(tmp_path, "plain", run=once))).folder
+    job(f"runs({plans!r})", 2, tmp_path)
+    for name in ways:
+        assert apart(tmp_path / "one/model", tmp_path / name / "model") < 1e-5, name
+    assert apart(tmp_path / "alone/model", tmp_path / "tied/model") < 1e-5
+    assert apart(tmp_path / "one/model", plain) > 1e-3
+    # And on from the shards of two processes in one, by the same rates.
+    longer = tables(tmp_path, "tied", model=model, optimizer={**rules, "steps": 10})
+    longer["run"]["parallel"] = "ddp"
+    assert train(TrainPlan.from_dict(longer), resume=True).steps == 2
+
+
 @pytest.mark.parametrize("at_four", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_whose_process_was_killed_goes_on_with_another_number(
     tmp_path: Path, at_four: bool

@@ -39,6 +39,7 @@ COMMANDS: tuple[Callable[..., None], ...] = ()
 if typer is not None:
     from recollect.cli.bench import bench
     from recollect.cli.compare import compare
+    from recollect.cli.coordinates import coordinates
     from recollect.cli.describe import explain, sizes, zoo
     from recollect.cli.eval import eval  # noqa: A004
     from recollect.cli.export import export
@@ -50,7 +51,7 @@ if typer is not None:
 
     COMMANDS = (
         *(zoo, explain, compare, reproduce, train, export, plan, sizes, generate, eval, bench),
-        page,
+        *(coordinates, page),
     )
 
 __all__ = ["COMMANDS", "build", "load_recipe", "main"]

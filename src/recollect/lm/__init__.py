@@ -50,10 +50,14 @@ from recollect.lm.training.divergence import Diverged
 from recollect.lm.training.plan import TrainPlan, load_plan
 from recollect.lm.training.train import Header, Progress, Trained, train
 from recollect.lm.training.weight_decay import parameter_groups
+from recollect.lm.width.coordinates import Coordinate, Coordinates, check_coordinates
+from recollect.lm.width.rules import Rule, scale_for_width, width_rules
 
 __all__ = [
     "PAPER_SIZES",
     "CheckpointError",
+    "Coordinate",
+    "Coordinates",
     "Diverged",
     "Evaluation",
     "EvaluationWatcher",
@@ -67,9 +71,11 @@ __all__ = [
     "RecollectForCausalLM",
     "RecollectForSequenceClassification",
     "RecollectModel",
+    "Rule",
     "TaskResult",
     "TrainPlan",
     "Trained",
+    "check_coordinates",
     "count_parameters",
     "evaluate",
     "load_plan",
@@ -79,7 +85,9 @@ __all__ = [
     "parameter_count",
     "parameter_groups",
     "replace_attention",
+    "scale_for_width",
     "train",
+    "width_rules",
 ]
 
 AutoConfig.register(RecollectConfig.model_type, RecollectConfig, exist_ok=True)

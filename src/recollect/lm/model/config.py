@@ -76,6 +76,8 @@ class RecollectConfig(PretrainedConfig):
         initializer_range: standard deviation of linear maps and embeddings; hidden_size^(−1/2) when
             omitted, which is the customary 0.02 at 2500.
         tie_word_embeddings: whether the output reads the embedding.
+        logit_scale: > 0, factor of the logits. 1 but for models whose output reads the embedding
+            and that were begun under rules for width (`recollect.lm.scale_for_width`).
         router_aux_loss_coef: ≥ 0, what the training loss adds of the load-balancing loss, where
             tokens are routed to memories (`recollect.blocks.Routed`); 0.01 as in Du et al. 2025.
         loss_chunk_size: tokens whose logits a training loss holds at once; 0 is all of them.
@@ -128,6 +130,7 @@ class RecollectConfig(PretrainedConfig):
         rms_norm_eps: float = 1e-6,
         initializer_range: float | None = None,
         tie_word_embeddings: bool = False,
+        logit_scale: float = 1.0,
         router_aux_loss_coef: float = 0.01,
         loss_chunk_size: int = 1024,
         use_cache: bool = True,
@@ -162,6 +165,7 @@ class RecollectConfig(PretrainedConfig):
         self.rms_norm_eps = rms_norm_eps
         self.initializer_range = initializer_range
         self.tie_word_embeddings = tie_word_embeddings
+        self.logit_scale = logit_scale
         self.router_aux_loss_coef = router_aux_loss_coef
         self.loss_chunk_size = loss_chunk_size
         self.use_cache = use_cache
@@ -357,7 +361,7 @@ def _check_fields(config: RecollectConfig) -> None:
     if chunk is None or not 0 <= chunk <= _LARGEST:
         refuse("loss_chunk_size", f"a whole number from 0 to {_LARGEST:,}")
     config.loss_chunk_size = chunk or 0
-    for name in ("rms_norm_eps", "initializer_range"):
+    for name in ("rms_norm_eps", "initializer_range", "logit_scale"):
         value = getattr(config, name)
         fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e3
         if not fits and not (value is None and name == "initializer_range"):

@@ -244,6 +244,8 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                 output_hidden_states=output_hidden_states,
             )
         x = outputs.last_hidden_state
+        if self.config.logit_scale != 1:
+            x = x * self.config.logit_scale
         if output_logits is None:
             output_logits = not (asked and self.training and self.config.loss_chunk_size)
         all_columns = isinstance(logits_to_keep, int) and logits_to_keep == 0

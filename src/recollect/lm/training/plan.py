@@ -25,6 +25,7 @@ from recollect.lm.training.plan_keys import (
     to_string,
     to_strings,
 )
+from recollect.lm.width.rules import BASE_WIDTH
 from recollect.wording import shown, word_for
 
 __all__ = [
@@ -217,6 +218,10 @@ class OptimizerPlan(_Table):
         weight_decay: on the weights that `parameter_groups` names.
         betas: AdamW's.
         clip: largest gradient norm; 0 is none.
+        parametrization: ``"standard"``: one learning rate; ``"mup"``: learning rates and initial
+            scales by each parameter's role (`recollect.lm.width_rules`), so that ``lr`` holds at
+            every width. For widths that grow by heads of one size.
+        base_width: of ``"mup"``: the width at which both are the same; 256 when omitted.
     """
 
     lr: float | None = number(None, above=0, at_most=100, optional=True)
@@ -229,10 +234,23 @@ class OptimizerPlan(_Table):
     weight_decay: float = number(0.1, at_least=0)
     betas: tuple[float, float] = checked((0.9, 0.95), to_betas)
     clip: float = number(1.0, at_least=0)
+    parametrization: str = option("standard", "mup")
+    base_width: int | None = integer(None, at_least=1, optional=True)
 
     def validate(self) -> None:
         if self.steps is not None and self.tokens is not None:
             raise ValueError("[optimizer] steps and tokens exclude each other")
+        if self.base_width is not None and self.parametrization == "standard":
+            raise ValueError(
+                '[optimizer] base_width is of parametrization = "mup": set that, or leave it out'
+            )
+
+    @property
+    def rules_from(self) -> int | None:
+        """The base width of the rules for width; ``None`` where there are none."""
+        if self.parametrization == "standard":
+            return None
+        return BASE_WIDTH if self.base_width is None else self.base_width
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,8 @@ _ALSO_CALLED = {
     **dict.fromkeys(("batch_size", "micro_batch_size", "per_device_train_batch_size"), "batch"),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "accumulate"),
     **dict.fromkeys(("max_grad_norm", "grad_clip", "clip_grad"), "clip"),
+    **dict.fromkeys(("mup", "parameterization", "use_mup"), "parametrization"),
+    **dict.fromkeys(("mup_base_width", "mup_base_dim", "base_hidden_size"), "base_width"),
     **dict.fromkeys(("warmup_ratio", "warmup_steps"), "warmup"),
     **dict.fromkeys(("hidden_size", "d_model", "dim"), "width"),
     **dict.fromkeys(("num_layers", "num_hidden_layers", "n_layers"), "depth"),

@@ -27,6 +27,7 @@ from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.model.paper_sizes import PAPER_SIZES
 from recollect.lm.sharding.layout import Layout
 from recollect.lm.training.plan import ModelPlan, TrainPlan
+from recollect.lm.width.rules import check_tied, scale_for_width
 from recollect.recipe.files import load_recipe
 from recollect.recipe.recipe import Recipe
 from recollect.report.ranks import is_first
@@ -56,9 +57,13 @@ def build_model(plan: TrainPlan, tokenizer: PreTrainedTokenizerFast) -> Recollec
     """
     if plan.model.start is not None:
         model = RecollectForCausalLM.from_pretrained(plan.model.start).float()
+        if plan.optimizer.rules_from is not None:
+            check_tied(model.config, plan.optimizer.rules_from)
     else:
         with worded(_WORDS):
             model = RecollectForCausalLM(model_config(plan.model, tokenizer))
+        if plan.optimizer.rules_from is not None:
+            scale_for_width(model, plan.optimizer.rules_from)
     model.config.loss_chunk_size = plan.run.loss_chunk
     return model
 

@@ -68,7 +68,7 @@ from recollect.lm.training.resume import (
     same_model,
 )
 from recollect.lm.training.segments import SegmentedTrainer, check_segments
-from recollect.lm.training.weight_decay import decayed_names
+from recollect.lm.training.weight_decay import decayed_names, rates_of, split_by_rate
 from recollect.recipe.modules import import_modules
 from recollect.report.ownership import owned_folder
 
@@ -233,6 +233,7 @@ def _trained(
             spread=lies,
         )
         trainer.begun_with = begun.record
+        trainer.rules_from = plan.optimizer.rules_from
         trainer.segments, trainer.kept = plan.data.segments, plan.data.segment_gradient == "kept"
         check_segments(model, trainer.segments)
         model.config.use_cache = True  # which the Trainer has switched off
@@ -300,6 +301,7 @@ class RecollectTrainer(SegmentedTrainer, ShardedTrainer):
     """The Trainer with our weight decay, order of rows, and a measurement weighted by tokens."""
 
     bytes_per_token = 1.0
+    rules_from: int | None = None  # base width of the rules for width, if there are any
     speed: Callable[[], dict[str, float]] = staticmethod(dict)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -343,6 +345,19 @@ class RecollectTrainer(SegmentedTrainer, ShardedTrainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Every log line of the loss also says how fast it goes."""
         super().log({**logs, **self.speed()} if "loss" in logs else logs, *args, **kwargs)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As the Trainer's, with the learning rates that the rules for width ask for.
+
+        Args:
+            model: in place of the Trainer's own.
+        """
+        fresh = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if fresh and self.rules_from is not None:
+            rates = rates_of(cast(nn.Module, model or self.model), self.rules_from)
+            optimizer.param_groups[:] = split_by_rate(optimizer.param_groups, rates)
+        return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return decayed_names(model)

@@ -1,8 +1,9 @@
-"""Weight-decay groups: projections and embeddings decay; gates and memories do not."""
+"""Groups of parameters: which of them decay, and which learning rate each has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
 from torch import nn
 
@@ -15,8 +16,10 @@ from recollect.layer.numbers import InitialMemory, InitialPairs
 from recollect.layer.rotation import Phase
 from recollect.layer.ties import Ties
 from recollect.layer.token_shift import TokenShift
+from recollect.lm.model.config import RecollectConfig
+from recollect.lm.width.rules import width_rules
 
-__all__ = ["decayed_names", "parameter_groups"]
+__all__ = ["decayed_names", "parameter_groups", "rates_of", "split_by_rate"]
 
 # Weights whose zero is no neutral value: a gate at 0 is a gate at half, a memory that starts at 0
 # has no gradient through its layers, a filter at 0 is deaf.
@@ -27,7 +30,13 @@ _KEPT = (
 )
 
 
-def parameter_groups(model: nn.Module, *, weight_decay: float = 0.1) -> list[dict[str, object]]:
+def parameter_groups(
+    model: nn.Module,
+    *,
+    weight_decay: float = 0.1,
+    lr: float | None = None,
+    base_width: int | None = None,
+) -> list[dict[str, object]]:
     """Parameters as ``torch.optim`` takes them, with weight decay only where it belongs.
 
     Matrices of linear maps, embeddings and the learned pairs of feed-forward memories decay. Gates
@@ -38,10 +47,19 @@ def parameter_groups(model: nn.Module, *, weight_decay: float = 0.1) -> list[dic
 
     Args:
         model: the model.
-        weight_decay: of the first group, ≥ 0.
+        weight_decay: of the weights that decay, ≥ 0.
+        lr: the learning rate, > 0, which every group then states.
+        base_width: of the rules for width (muP): matrices that read m = width / base_width times as
+            many channels have the learning rate lr / m and the weight decay m · weight_decay. For a
+            `RecollectForCausalLM` that began by `recollect.lm.scale_for_width`; needs ``lr``.
 
     Returns:
-        Two groups, ``{"params": ..., "weight_decay": ...}``; an empty one is left out.
+        Two groups, ``{"params": ..., "weight_decay": ...}``; an empty one is left out. With a base
+        width each falls into one per learning rate, the largest first.
+
+    Raises:
+        ValueError: a base width without a learning rate.
+        RecipeError: a model that the rules for width do not cover.
 
     Examples:
         >>> config = rc.lm.RecollectConfig.from_recipes(
@@ -61,7 +79,52 @@ def parameter_groups(model: nn.Module, *, weight_decay: float = 0.1) -> list[dic
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]]
+    if lr is not None:
+        groups = [{**group, "lr": lr} for group in groups]
+    if base_width is None:
+        return groups
+    if lr is None:
+        raise ValueError(
+            "parameter_groups(base_width=...) states a learning rate of every group: give lr too"
+        )
+    return split_by_rate(groups, rates_of(model, base_width))
+
+
+def rates_of(model: nn.Module, base_width: int) -> dict[nn.Parameter, float]:
+    """The factor of the learning rate of every parameter, by the rules for width.
+
+    Args:
+        model: a `RecollectForCausalLM`, whole or shared among processes: its configuration says
+            how large its parameters are.
+        base_width: of the rules.
+
+    Raises:
+        RecipeError: a model that they do not cover.
+    """
+    rules = width_rules(cast(RecollectConfig, model.config), base_width)
+    return {weight: rules[name].rate for name, weight in model.named_parameters()}
+
+
+def split_by_rate(
+    groups: Iterable[Mapping[str, Any]], rates: Mapping[nn.Parameter, float]
+) -> list[dict[str, Any]]:
+    """Groups of an optimizer, each divided by the learning rates of its parameters.
+
+    What decays in a step, the learning rate times the weight decay, stays as it was.
+
+    Args:
+        groups: with ``params``, ``lr`` and ``weight_decay``.
+        rates: of `rates_of`.
+    """
+    divided: list[dict[str, Any]] = []
+    for group in groups:
+        for rate in sorted({rates[p] for p in group["params"]}, reverse=True):
+            own = [p for p in group["params"] if rates[p] == rate]
+            decay = group["weight_decay"] / rate
+            stated = {"params": own, "lr": group["lr"] * rate, "weight_decay": decay}
+            divided.append({**group, **stated})
+    return divided
 
 
 def decayed_names(model: nn.Module) -> list[str]:
