@@ -48,7 +48,7 @@ def config(name: Any) -> rc.lm.RecollectConfig:
 
 def batches(steps: int = 3) -> list[Mapping[str, Tensor]]:
     """Rows of a text: tokens have something in common, or their updates were noise, n^(−1/2)."""
-    rows = torch.tensor([*TEXT.encode()])[: steps * 96].view(steps, 4, 24)
+    rows = torch.tensor([*TEXT.encode()])[: steps * 92].view(steps, 4, 23)
     return [{"input_ids": ids, "labels": ids} for ids in rows]
 
 
