@@ -110,7 +110,8 @@ def changing_map() -> dict[str, list[float]]:
     for name, recipe in RECIPES.items():
         errors, state = [torch.ones(TRIALS, dtype=torch.float64)], None
         for t in range(LENGTH - 1):  # what was written so far is asked for the next key
-            _, state = recall(recipe, *([k[:, t : t + 1]] * 2), v[:, t : t + 1], state=state)
+            key = k[:, t : t + 1]
+            _, state = recall(recipe, key, key, v[:, t : t + 1], state=state)
             found = read(recipe, k[:, t + 1 : t + 2], state=state)
             errors.append(_error(found, v[:, t + 1 : t + 2])[:, 0])
         made[name] = [float(error.mean()) for error in errors]
