@@ -2,15 +2,18 @@
 
 The python blocks of a page share their names, as somebody's who pastes one after the other. Console
 blocks run where they name ``recollect``; what they name of make and pip must exist. TOML blocks are
-written under the name that the page gives them. Each page starts in an empty folder with what it
-takes as given (`_given`): a saved model, texts. What would train for minutes runs at another size
-(`SMOKE`), everything else word for word; what takes seconds even so is slow.
+written under the name that the page gives them, and so is any block with a title, which is then not
+run by itself: ``torchrun`` runs it where it is a script. A text right below a block is what that
+printed. Each page starts in an empty folder with what it takes as given (`_given`): a saved model,
+texts. What would train for minutes runs at another size (`SMOKE`), everything else word for word;
+what takes seconds even so is slow.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -19,7 +22,7 @@ import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -37,14 +40,22 @@ from typer.testing import CliRunner
 from recollect.cli import build
 
 ROOT = Path(__file__).parents[1]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r'^```(\w*)(?: title="([\w.]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 RUN = ("python", "pycon", "console", "toml")
 PAGES = [
     str(path.relative_to(ROOT))
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
-    if any(kind in RUN for kind, _ in FENCE.findall(path.read_text(encoding="utf-8")))
+    if any(kind in RUN for kind, _, _ in FENCE.findall(path.read_text(encoding="utf-8")))
 ]
-SLOW_PAGES = ("docs/reproduce.md", "docs/training.md")
+SLOW_PAGES = (
+    "docs/reproduce.md",
+    "docs/training.md",
+    "docs/tutorials/scale-out.md",
+    "docs/tutorials/train.md",
+)
+TUTORIALS = "docs/tutorials/"
+ROUGH = 0.02  # of a tutorial's numbers with a decimal point: other processors round otherwise
+NUMBER = re.compile(r"\d+\.\d+")
 SLOW_COMMANDS = ("recollect compare",)
 
 TOML_NAMES = {
@@ -73,12 +84,20 @@ SMOKE = {
 }
 
 
-def _blocks(page: str) -> list[tuple[str, str, str]]:
-    """Kind, text, and what stands between the block before and this one."""
+class Block(NamedTuple):
+    """One of a page; ``between`` is what stands between the block before and this one."""
+
+    kind: str
+    text: str
+    between: str
+    title: str | None
+
+
+def _blocks(page: str) -> list[Block]:
     text = (ROOT / page).read_text(encoding="utf-8")
     found, last = [], 0
     for match in FENCE.finditer(text):
-        found.append((match[1], match[2], text[last : match.start()]))
+        found.append(Block(match[1], match[3], text[last : match.start()], match[2]))
         last = match.end()
     return found
 
@@ -151,12 +170,45 @@ def _python(page: str, block: str, module: types.ModuleType) -> str:
     return said.getvalue()
 
 
-def _console(page: str, block: str, slow: bool) -> None:
+def _console(page: str, block: str, slow: bool) -> str:
+    said = ""
     for command in _commands(block):
+        if command.startswith("torchrun ") and page.startswith(TUTORIALS):
+            said += _torchrun(shlex.split(command)[1:])
         if not command.startswith("recollect ") or (command.startswith(SLOW_COMMANDS) and not slow):
             continue
         found = CliRunner().invoke(build(), shlex.split(_smoke(command), comments=True)[1:])
         assert found.exit_code == 0, f"{page}: {command}\n{found.output}\n{found.exception!r}"
+        said += found.stdout
+    return said
+
+
+def _torchrun(arguments: list[str]) -> str:
+    """Several processes in the current folder, on a free port; what they printed."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    found = subprocess.run(
+        [*launch, "--rdzv-endpoint", "localhost:0", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=200,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    return found.stdout
+
+
+def _printed(line: str, lines: list[str], page: str) -> bool:
+    """Whether a line of the page is one that was printed; in tutorials decimals nearly so."""
+    if line in lines or not page.startswith(TUTORIALS):
+        return line in lines
+    wanted = list(map(float, NUMBER.findall(line)))
+    return any(
+        NUMBER.sub("#", line) == NUMBER.sub("#", one)
+        and list(map(float, NUMBER.findall(one))) == pytest.approx(wanted, rel=ROUGH)
+        for one in lines
+    )
 
 
 def _module(page: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
@@ -169,8 +221,10 @@ def _page(page: str, monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
     module = _module(page, monkeypatch)
     _given(page)
     printed = ""
-    for kind, block, between in _blocks(page):
-        if kind == "python":
+    for kind, block, between, title in _blocks(page):
+        if title is not None:
+            Path(title).write_text(_smoke(block), encoding="utf-8")
+        elif kind == "python":
             printed = _python(page, _smoke(block), module)
         elif kind == "pycon":
             code, said = block.removeprefix(">>> ").split("\n", 1)
@@ -180,13 +234,14 @@ def _page(page: str, monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
             assert name == type(refused.value).__name__
         elif kind == "toml":
             tomllib.loads(block)
-            Path(TOML_NAMES[page]).write_text(_smoke(block), encoding="utf-8")
+            if not Path(TOML_NAMES[page]).exists():  # later ones are parts of files
+                Path(TOML_NAMES[page]).write_text(_smoke(block), encoding="utf-8")
         elif kind == "console":
-            _console(page, block, slow)
+            printed = _console(page, block, slow)
         elif kind == "text" and (not between.strip() or page == "README.md"):
             # All of what the block above prints, or its first lines.
             lines = printed.splitlines()
-            assert [line for line in block.splitlines() if line not in lines] == []
+            assert [one for one in block.splitlines() if not _printed(one, lines, page)] == []
     for test in [value for name, value in vars(module).items() if name.startswith("test_")]:
         test()
 
@@ -200,7 +255,7 @@ def test_the_first_lines_on_language_models_register_them() -> None:
     """In a process of its own, where nothing else has imported `recollect.lm`."""
     page = "docs/language-models.md"
     _given(page)
-    first = next(block for kind, block, _ in _blocks(page) if kind == "python")
+    first = next(block for kind, block, *_ in _blocks(page) if kind == "python")
     command = [sys.executable, "-c", first]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
@@ -214,7 +269,7 @@ def test_a_page_that_trains_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_the_comparison_of_the_readme_runs() -> None:
-    for kind, block, _ in _blocks("README.md"):
+    for kind, block, *_ in _blocks("README.md"):
         if kind == "console":
             _console("README.md", block, slow=True)
 
@@ -223,7 +278,7 @@ def test_what_pages_name_of_make_and_pip_is_there() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for page in PAGES:
-        for kind, block, _ in _blocks(page):
+        for kind, block, *_ in _blocks(page):
             for command in _commands(block) if kind == "console" else ():
                 word, *rest = shlex.split(command, comments=True)
                 assert word in COMMANDS, command
@@ -237,7 +292,7 @@ def test_every_smoke_size_stands_for_something_printed() -> None:
     printed = "\n".join(
         "\n".join(_commands(block)) if kind == "console" else block
         for page in PAGES
-        for kind, block, _ in _blocks(page)
+        for kind, block, *_ in _blocks(page)
     )
     for text in SMOKE:
         assert text in printed
@@ -253,7 +308,7 @@ def test_the_readme_counts_the_zoo() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_the_loss_on_the_page_stays_finite(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = (text for _, text, _ in _blocks(page) if "class LogCosh" in text)
+    (block,) = (text for _, text, *_ in _blocks(page) if "class LogCosh" in text)
     module = _module(page, monkeypatch)
     _python(page, block, module)
     bias = vars(module)["LogCosh"](scale=1.0)

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,16 +85,22 @@ def test_every_page_stands_in_the_order_that_a_reader_needs() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     order = re.findall(r"([\w/-]+\.md)$", nav.partition("\n\n")[0], re.MULTILINE)
     assert sorted(order) == sorted(str(path.relative_to(DOCS)) for path in PAGES)
-    assert order[:3] == ["index.md", "install.md", "quickstart.md"]
+    assert order[:2] == ["index.md", "install.md"]
+    assert order.index("tutorials/state-a-layer.md") < order.index("guides.md")
     assert order.index("recipe.md") < order.index("layer.md") < order.index("language-models.md")
     assert order.index("language-models.md") < order.index("reproduce.md")
     assert all(name.startswith("design/") for name in order[order.index("design/README.md") :])
 
 
-def test_the_first_page_leads_to_every_other() -> None:
-    links = set(re.findall(r"\]\(([\w/-]+\.md)\)", page("index.md")))
-    others = {path.name for path in DOCS.glob("*.md")} - {"index.md"}
-    assert others <= links
+def test_the_first_pages_lead_to_every_other() -> None:
+    """In two steps: the first page, and those of tutorials and of guides, to which it leads."""
+    links = {"index.md"}
+    for name in ("index.md", "guides.md", "tutorials/index.md"):
+        assert name in links
+        found = re.findall(r"\]\(([\w/.-]+\.md)(?:#[\w-]+)?\)", page(name))
+        links |= {posixpath.normpath(posixpath.join(posixpath.dirname(name), x)) for x in found}
+    others = {path.relative_to(DOCS).as_posix() for path in PAGES}
+    assert {name for name in others if not name.startswith("design/")} <= links
 
 
 def toml(value: Any) -> str:
@@ -173,12 +180,12 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     config.plugins.on_startup(command="build", dirty=False)
     build.build(config)
     for path in PAGES:
-        made = path.relative_to(DOCS).with_suffix("")
-        folder = made.parent if made.name in ("index", "README") else made
-        assert (tmp_path / folder / "index.html").stat().st_size > 1000
+        made = path.relative_to(DOCS).with_suffix(".html")
+        made = made.with_name("index.html") if made.name == "README.html" else made
+        assert (tmp_path / made).stat().st_size > 1000
     knobs = (tmp_path / "six-knobs.html").read_text(encoding="utf-8")
     assert all(f'"name":"{name}"' in knobs for name in rc.zoo.names())
-    assert 'href="../six-knobs.html"' in (tmp_path / "page" / "index.html").read_text()
-    pages = [path.read_text(encoding="utf-8") for path in tmp_path.glob("*/index.html")]
+    assert 'href="six-knobs.html"' in (tmp_path / "page.html").read_text(encoding="utf-8")
+    pages = [path.read_text(encoding="utf-8") for path in tmp_path.glob("**/*.html")]
     shown = {i.rpartition(".")[2] for i in re.findall(r'id="(recollect[\w.]+)"', "".join(pages))}
     assert {name for name, _ in owed()} - shown == set()

@@ -62,6 +62,8 @@ def test_the_site_holds_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     from mkdocs.structure.files import Files
 
     monkeypatch.setattr(write, "render", lambda: "<!doctype html>")
+    monkeypatch.setattr("recollect.page.picture.draw", lambda **dark: "<svg/>")
+    monkeypatch.setattr("recollect.page.systems.system_pages", lambda results: {"zoo/x.md": "# X"})
     hook = "src/recollect/page/site.py"
     path = tmp_path / "mkdocs.yml"
     path.write_text(
@@ -70,8 +72,10 @@ def test_the_site_holds_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     )
     config = load_config(str(path))
     files = config.plugins.on_files(Files([]), config=config)
-    (file,) = list(files)
-    assert (file.src_uri, file.dest_uri) == (PAGE, PAGE)
+    made = {file.src_uri: file for file in files}
+    assert {"zoo/x.md", "assets/memories-dark.svg", "results/README.md"} <= made.keys()
+    file = made[PAGE]
+    assert file.dest_uri == PAGE
     assert file.content_string == "<!doctype html>"
     assert f"  - {hook}" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert f"]({PAGE})" in (ROOT / "docs" / "page.md").read_text(encoding="utf-8")

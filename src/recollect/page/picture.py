@@ -1,0 +1,170 @@
+"""The first page's picture: four answers to one regression problem, made by `rc.recall`.
+
+Left, how much a memory of 16 × 16 holds; right, how it takes to a map that changes. The recipes
+differ in one or two choices; nothing is trained, and nothing is drawn that was not computed here.
+"""
+
+from __future__ import annotations
+
+import io
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from recollect.choices import algorithm, bias, context, features, memory, retention
+from recollect.recall.reading import read
+from recollect.recall.recall import recall
+from recollect.recipe.recipe import Recipe
+from recollect.report.figures import Series, draw_line, new_canvas
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["CHANGE", "PAIRS", "RECIPES", "WIDTH", "changing_map", "draw", "held_pairs"]
+
+WIDTH = 16
+"""Channels of keys and values."""
+
+PAIRS = (1, 4, 8, 12, 16, 18, 20, 24, 28, 32, 36, 40)
+"""How many pairs are written, from left to right."""
+
+CHANGE, LENGTH = 48, 96
+TRIALS = 32
+
+RECIPES = {
+    "Hebbian: linear attention": Recipe(
+        bias=bias.DotProduct(), algorithm=algorithm.GradientDescent(lr=1.0)
+    ),
+    "one gradient step: DeltaNet": Recipe(algorithm=algorithm.GradientDescent(lr=1.0)),
+    "solved exactly: RLS": Recipe(
+        context=context.Prefix(), algorithm=algorithm.LeastSquares(ridge=1e-4)
+    ),
+    "solved, and forgetting": Recipe(
+        context=context.Prefix(decay=0.85), algorithm=algorithm.LeastSquares(ridge=1e-4)
+    ),
+    "every pair kept: softmax attention": Recipe(
+        memory=memory.LocalConstant(),
+        context=context.Similar(kernel=features.Exponential(temperature=0.08)),
+        retention=retention.Keep(),
+        algorithm=algorithm.Analytic(),
+    ),
+}
+"""What is drawn, by name."""
+
+_INK = {False: "#24292f", True: "#dfe3e8"}
+_LINES = {False: "#0072B2", True: "#56B4E9"}
+
+
+def _error(found: Tensor, wanted: Tensor) -> Tensor:
+    """‖y − v‖ / ‖v‖ of each pair, [B, T]."""
+    return ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1))[..., 0]
+
+
+@cache
+def held_pairs() -> dict[str, list[float]]:
+    """By recipe, the mean error over all pairs, asked for after the last is written.
+
+    Keys are random of length 1, values normal; as many numbers as `PAIRS`.
+
+    Examples:
+        >>> from recollect.page.picture import PAIRS, held_pairs
+        >>> found = held_pairs()["solved exactly: RLS"]
+        >>> found[PAIRS.index(16)] < 0.05 < found[PAIRS.index(20)]
+        True
+    """
+    draw = torch.Generator().manual_seed(0)
+    shape = (TRIALS, PAIRS[-1], 1, WIDTH)
+    k = normalize(torch.randn(shape, generator=draw, dtype=torch.float64), dim=-1)
+    v = torch.randn(shape, generator=draw, dtype=torch.float64)
+    made: dict[str, list[float]] = {}
+    for name, recipe in RECIPES.items():
+        made[name] = []
+        for pairs in PAIRS:
+            key, value = k[:, :pairs], v[:, :pairs]
+            _, state = recall(recipe, key, key, value)
+            made[name].append(float(_error(read(recipe, key, state=state), value).mean()))
+    return made
+
+
+@cache
+def changing_map() -> dict[str, list[float]]:
+    """By recipe, the error of each new pair of v = A k before it is written; A changes midway.
+
+    `LENGTH` numbers, means over trials; A is another one from token `CHANGE` on.
+    """
+    draw = torch.Generator().manual_seed(1)
+    shape = (TRIALS, LENGTH, 1, WIDTH)
+    k = normalize(torch.randn(shape, generator=draw, dtype=torch.float64), dim=-1)
+    maps = torch.randn(2, TRIALS, WIDTH, WIDTH, generator=draw, dtype=torch.float64)
+    v = torch.cat(
+        [
+            torch.einsum("bij,bthj->bthi", maps[0], k[:, :CHANGE]),
+            torch.einsum("bij,bthj->bthi", maps[1], k[:, CHANGE:]),
+        ],
+        dim=1,
+    )
+    made: dict[str, list[float]] = {}
+    for name, recipe in RECIPES.items():
+        errors, state = [torch.ones(TRIALS, dtype=torch.float64)], None
+        for t in range(LENGTH - 1):  # what was written so far is asked for the next key
+            key = k[:, t : t + 1]
+            _, state = recall(recipe, key, key, v[:, t : t + 1], state=state)
+            found = read(recipe, k[:, t + 1 : t + 2], state=state)
+            errors.append(_error(found, v[:, t + 1 : t + 2])[:, 0])
+        made[name] = [float(error.mean()) for error in errors]
+    return made
+
+
+def draw(*, dark: bool = False) -> str:
+    """The picture as SVG with a transparent ground.
+
+    Args:
+        dark: for a dark page.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    with new_canvas() as canvas:
+        import matplotlib
+
+        ink = _INK[dark]
+        style = {
+            **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), ink),
+            "axes.edgecolor": ink,
+            "axes.facecolor": "none",
+            "figure.facecolor": "none",
+            "savefig.facecolor": "none",
+        }
+        with matplotlib.rc_context(style):  # pyright: ignore[reportArgumentType]
+            canvas.set_size_inches(9.0, 4.0)
+            canvas.patch.set_alpha(0)
+            left, right = canvas.subplots(1, 2)
+            _panel(left, held_pairs(), list(PAIRS), dark)
+            _panel(right, changing_map(), list(range(1, LENGTH + 1)), dark)
+            left.axvline(WIDTH, color=ink, linestyle=":", linewidth=1.2)
+            left.text(WIDTH + 0.6, 1.5, "as many as features", fontsize=8.5)
+            right.axvline(CHANGE + 0.5, color=ink, linestyle=":", linewidth=1.2)
+            right.text(CHANGE + 2, 1.5, "another map", fontsize=8.5)
+            left.set_title("How much does it hold?", loc="left", fontsize=11, fontweight="bold")
+            right.set_title("What if the map changes?", loc="left", fontsize=11, fontweight="bold")
+            left.set_xlabel("pairs written into 16 × 16 numbers")
+            right.set_xlabel("tokens")
+            left.set_ylabel("error, read back")
+            right.set_ylabel("error of the next pair")
+            names = left.get_legend_handles_labels()
+            canvas.legend(*names, loc="outside lower center", ncols=2, handlelength=3.0)
+            made = io.StringIO()
+            canvas.savefig(made, format="svg", metadata={"Date": None, "Creator": None})
+    return made.getvalue()
+
+
+def _panel(axes: Axes, curves: dict[str, list[float]], x: list[int], dark: bool) -> None:
+    for place, (name, y) in enumerate(curves.items()):
+        line = Series(name=name, x=x, y=y)
+        draw_line(axes, line, place, marks=8, markersize=4.5, linewidth=1.7)
+        if dark and place == 0:  # the palette's blue is too dark on black
+            axes.lines[-1].set_color(_LINES[dark])
+    axes.set_ylim(0, 1.6)

@@ -1,0 +1,124 @@
+"""The pages that the documentation's hook makes: a page per system, results, the first picture."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import recollect as rc
+from recollect.page.measured import measured
+from recollect.page.python_text import as_python
+from recollect.page.systems import INDEX, families, system_pages
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SYSTEMS = [*rc.zoo.names(), *rc.zoo.hybrids()]
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    return system_pages(RESULTS)
+
+
+def test_every_system_has_a_page_and_a_row(pages: dict[str, str]) -> None:
+    assert set(pages) == {INDEX, *(f"zoo/{name}.md" for name in SYSTEMS)}
+    assert sorted(SYSTEMS) == sorted(name for names in families().values() for name in names)
+    rows = re.findall(r"^\| \[`(\w+)`\]\(\1\.md\)", pages[INDEX], re.MULTILINE)
+    assert sorted(rows) == sorted(SYSTEMS)
+    for name in SYSTEMS:
+        system, page = rc.zoo.find(name), pages[f"zoo/{name}.md"]
+        assert system.rule in page
+        assert f"**{system.fidelity.kind.capitalize()}**, from " in page
+        unescaped = page.replace("\\", "")
+        assert all(str(reference) in unescaped for reference in system.references)
+
+
+def test_equations_and_engines_are_those_of_the_explanation(pages: dict[str, str]) -> None:
+    for name in ("titans", "lru", "samba", "delta_former"):
+        page = pages[f"zoo/{name}.md"].replace("\\", "")
+        found = rc.explain(name)
+        for part in [found] if hasattr(found, "write") else found.parts.values():
+            assert f"problem  min  {part.problem}" in page
+            assert all(line in page for line in part.write)
+            assert f"{part.engine} ({part.how})" in page
+
+
+@pytest.mark.parametrize("family", families())
+def test_the_code_of_a_page_makes_its_system(family: str, pages: dict[str, str]) -> None:
+    pytest.importorskip("transformers")
+    for name in families()[family]:
+        (code,) = CODE.findall(pages[f"zoo/{name}.md"])
+        made: dict[str, Any] = {}
+        exec(compile(code, name, "exec"), made)
+        system = rc.zoo.find(name)
+        if "recipe" in made:
+            assert made["recipe"] == system.recipe
+            assert made.get("options", rc.LayerOptions()) == system.options
+        elif "mixer" in made:
+            assert rc.blocks.mixer_of(made["mixer"]) == system.mixer
+        else:
+            mixers = {key: rc.blocks.mixer_of(one) for key, one in made["layers"].items()}
+            assert tuple(mixers.items()) == system.layers
+
+
+def test_a_member_that_stands_nowhere_cannot_be_written() -> None:
+    class Elsewhere(rc.bias.L2):
+        pass
+
+    with pytest.raises(ValueError, match="Elsewhere does not stand under rc"):
+        as_python(rc.Recipe(bias=Elsewhere()))
+
+
+def test_numbers_are_those_of_the_results(pages: dict[str, str]) -> None:
+    for path in RESULTS.glob("language_models/*.json"):
+        value = json.loads(path.read_text())["run"]["value"]
+        assert f"| {value:.3f} |" in pages[f"zoo/{path.stem}.md"]
+        assert f"| {value:.3f} |" in pages[INDEX]
+    records = json.loads((RESULTS / "reproduce/mqar/results.json").read_text())["records"]
+    mine = [
+        r["values"]["accuracy"]
+        for r in records
+        if r["cell"] == {"architecture": "delta_net", "width": 16}
+    ]
+    (table,) = (t for t in measured("delta_net", RESULTS) if t.title.startswith("mqar"))
+    (row,) = (row for row in table.rows if row[0] == "width 16")
+    found = row[table.columns.index("accuracy")]
+    assert found == f"{sum(mine) / len(mine):.3f} ({min(mine):.3f} to {max(mine):.3f})"
+
+
+def test_without_results_pages_say_so(tmp_path: Path) -> None:
+    assert measured("titans", tmp_path) == []
+    assert "Nothing yet." in system_pages(tmp_path)["zoo/titans.md"]
+
+
+def test_links_between_pages_lead_somewhere(pages: dict[str, str]) -> None:
+    for path, text in pages.items():
+        for link in re.findall(r"\]\((?!http)([^)#]*\.md)", text):
+            place = (Path(path).parent / link).as_posix()
+            place = re.sub(r"[^/]+/\.\./", "", place)
+            if not place.startswith("results/"):
+                assert place in pages or (ROOT / "docs" / place).exists(), (path, link)
+            else:
+                assert (ROOT / place).exists(), (path, link)
+
+
+def test_the_picture_shows_what_was_computed() -> None:
+    """Least squares holds as many pairs as keys have channels, and forgetting follows a change."""
+    pytest.importorskip("matplotlib")
+    from recollect.page import picture
+
+    held, changed = picture.held_pairs(), picture.changing_map()
+    at = picture.PAIRS.index
+    assert held["solved exactly: RLS"][at(12)] < 0.01 < 0.2 < held["solved exactly: RLS"][at(20)]
+    assert max(held["every pair kept: softmax attention"]) < 0.05
+    assert all(a[at(1)] < 0.01 for a in held.values())
+    end = {name: sum(y[-8:]) / 8 for name, y in changed.items()}
+    assert min(end, key=end.__getitem__) == "solved, and forgetting"
+    light, dark = picture.draw(), picture.draw(dark=True)
+    assert light != dark
+    assert "<svg" in light and "http://www.w3.org/2000/svg" in light
