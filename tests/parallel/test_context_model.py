@@ -258,6 +258,8 @@ def _check_whole_rows() -> None:
     net, rank = _model("gated_delta_net"), dist.get_rank()
     ids = torch.randint(0, 32, (2, 11), generator=torch.Generator().manual_seed(2))
     wanted = net(ids, labels=ids).loss
+    with pytest.raises(ValueError, match="splits=True is for language models"):
+        rc.parallel.context(net.model.blocks[0].layer, splits=True)
     with rc.parallel.context(net, splits=True) as ranks:
         assert abs(net(ids, labels=ids).loss - wanted) < 1e-5
         after = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)

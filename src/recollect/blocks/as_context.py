@@ -158,7 +158,7 @@ class AsContextLayer(Composed):
 
 
 class Retrieval(nn.Module):
-    """A question to a memory layer: a call of its own, so that it may be hooked like the layer's."""
+    """A question to a memory layer: a call of its own, so that it may have hooks as the layer's."""
 
     def forward(
         self,

@@ -75,7 +75,14 @@ class ContextParallel:
                 f"{type(model).__name__} has no sequence layer of recollect's: give a MemoryLayer, "
                 "or a model that holds some"
             )
-        for inner in models(model):
+        inside = list(models(model))
+        if splits and not inside:
+            self.remove()
+            raise ValueError(
+                f"splits=True is for language models, and {type(model).__name__} is none: give its "
+                "layers this rank's tokens (`split`)"
+            )
+        for inner in inside:
             forward = self._language if "lm_head" in parts(inner) else self._body
             self._put(inner, partial(forward, inner))
 
@@ -293,9 +300,11 @@ def context(
             each takes its columns. What comes back is of these columns still.
 
     Raises:
-        ValueError: no process group, a model without sequence layers, tokens that are routed to
-            memories, an unknown way, a model that is compiled as a whole, classifies or has a
-            learned prompt, or one that is in such a context already.
+        ValueError: no process group, a model without sequence layers, ``splits`` without a language
+            model, tokens that are routed to memories, an unknown way, a model that is compiled as a
+            whole, classifies or has a learned prompt, or one that is in such a context already.
+            From a call: whole rows that differ between the ranks, or are shorter than these are
+            many.
 
     Examples:
         One optimizer step, on each rank::
