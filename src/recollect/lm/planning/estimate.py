@@ -17,8 +17,8 @@ activations    of its rows, as `footprint` counts   the same, of 1 / tensor of t
 
 Under tensor parallelism a rank has 1 / tensor of the heads, of the MLP's channels and of the
 vocabulary, and the stream between layers whole: its activations are those of a model of so many
-heads. ``context`` divides the tokens of a row, and each rank then holds what ``fsdp`` does. A batch
-is what all processes read together.
+heads. ``context`` divides the tokens of a row, and each rank then holds what ``fsdp`` does; what it
+takes from other ranks is not counted. A batch is what all processes read together.
 """
 
 from __future__ import annotations
