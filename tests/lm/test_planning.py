@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.planning.estimate import Way, config_of, estimate, rank_of
 from recollect.lm.planning.footprint import footprint
 from recollect.lm.planning.live_memory import LiveMemory
+from recollect.lm.training.arguments import share
 from recollect.lm.training.plan import TrainPlan
 from recollect.recipe import modules
 
@@ -157,6 +159,35 @@ def test_a_way_that_fits_is_among_the_meshes_that_are_tried(batch: int) -> None:
     found = estimate(run, config, devices=6, memory=int(both.total / 0.9) + 1)
     assert both in found.ranks and both.fits(found.memory)
     assert found.smallest is not None and found.smallest.way.devices == 6
+
+
+def test_one_row_is_planned_along_devices_as_train_divides_it() -> None:
+    """What is printed is what `train` reads; what it refuses is no way to share a run."""
+    run = plan(model={"heads": 1}, optimizer={"batch": 1}, run={"checkpointing": True})
+    config = config_of(run)
+    along = rank_of(run, config, Way(context=4, shards=True))
+    found = estimate(run, config, devices=4, memory=int(along.total / 0.9) + 1)
+    assert found.smallest is not None and found.launch is not None
+    assert found.smallest.way == Way(context=4, shards=True)
+    line, command = found.launch
+    assert line == "parallel = {context = 4}" and "--nproc-per-node 4" in command
+    for way in (*(rank.way for rank in found.ranks), Way(data=2, context=4, shards=True)):
+        if way.devices == 1:
+            continue
+        tables = run.to_dict()
+        tables["run"] |= tomllib.loads(f"parallel = {way.parallel}")
+        tables["optimizer"]["batch"] = way.data
+        layout = share(TrainPlan.from_dict(tables), way.devices)
+        assert (layout.data, layout.context, layout.tensor) == (way.data, way.context, way.tensor)
+        assert layout.shards == way.shards
+    short = plan(data={"context": 16, "segments": 8, "packing": "stream"})
+    refused = rank_of(short, config_of(short), Way(context=4, shards=True)).refused
+    assert refused is not None and "the 2 tokens of the shortest of 8 segments" in refused
+    kept = plan(data={"segments": 4, "segment_gradient": "kept"})
+    assert '"cut"' in str(rank_of(kept, config_of(kept), Way(data=2)).refused)
+    routed = plan(model={"recipe": "mixture_of_memories"})
+    said = rank_of(routed, config_of(routed), Way(context=2, shards=True)).refused
+    assert said is not None and "routed to memories" in said
 
 
 @pytest.mark.parametrize(

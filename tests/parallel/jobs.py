@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
+from recollect.blocks import AsContext, Chain, Gated
 from recollect.lm import RecollectConfig, RecollectForCausalLM, parameter_groups
 from recollect.lm.sharding.checkpoints import whole_weights
 from recollect.lm.sharding.layout import Layout
@@ -27,13 +28,26 @@ LAYOUTS = {
     "fsdp": Layout(data=2, shards=True),
     "tensor": Layout(tensor=2, shards=True),
     "both": Layout(data=2, tensor=2, shards=True),
+    "context": Layout(context=2, shards=True),
+    "data context": Layout(data=2, context=2, shards=True),
+    "context tensor": Layout(context=2, tensor=2, shards=True),
+}
+
+
+COMPOSED: dict[str, Any] = {
+    "hybrid": ["gated_delta_net", "softmax_attention"],
+    # Three segments of a row of twelve, and learned tokens before each.
+    "as_context": AsContext("titans", "softmax_attention", segment=5, persistent=2),
+    "chain": Chain(
+        Gated("atlas", "softmax_attention", persistent=1), "gated_delta_net", persistent=2
+    ),
 }
 
 
 def model(name: str, *, tie: bool = False) -> RecollectForCausalLM:
     torch.manual_seed(0)
     config = RecollectConfig.from_recipes(
-        ["gated_delta_net", "softmax_attention"] if name == "hybrid" else name,
+        COMPOSED.get(name, name),
         vocab_size=VOCAB,
         hidden_size=32,
         num_hidden_layers=2,
@@ -165,8 +179,17 @@ def killed(tables: dict[str, Any]) -> str:
 def runs(plans: dict[str, dict[str, Any]], resume: bool = False) -> dict[str, Any]:
     """Whole runs, one after the other, and what each said and held."""
     found: dict[str, Any] = {}
+    withheld: list[str] = []
+    own = DistributedDataParallel.no_sync
+
+    def counted(self: DistributedDataParallel) -> Any:
+        withheld.append("")
+        return own(self)
+
+    DistributedDataParallel.no_sync = counted  # type: ignore[method-assign]
     for name, tables in plans.items():
         said: list[str] = []
+        withheld.clear()
         made = train(
             TrainPlan.from_dict(copy.deepcopy(tables)),
             resume=resume,
@@ -176,6 +199,8 @@ def runs(plans: dict[str, dict[str, Any]], resume: bool = False) -> dict[str, An
         held = sum(_local(w.detach()).numel() for w in made.model.parameters())
         found[name] = {"said": said, "loss": made.loss, "held": held}
         found[name] |= {"heldout": made.heldout_loss, "tokens": made.tokens}
+        replaced = [n for n, module in made.model.named_modules() if "forward" in vars(module)]
+        found[name] |= {"withheld": len(withheld), "forwards": replaced}
     return found
 
 

@@ -253,9 +253,38 @@ def _check_calls() -> None:
         rc.parallel.context(rc.lm.RecollectForSequenceClassification(model.config))
 
 
+def _check_whole_rows() -> None:
+    """Whole rows are divided by the call itself, and all ranks end where they differ."""
+    net, rank = _model("gated_delta_net"), dist.get_rank()
+    ids = torch.randint(0, 32, (2, 11), generator=torch.Generator().manual_seed(2))
+    wanted = net(ids, labels=ids).loss
+    with pytest.raises(ValueError, match="splits=True is for language models"):
+        rc.parallel.context(net.model.blocks[0].layer, splits=True)
+    with rc.parallel.context(net, splits=True) as ranks:
+        assert abs(net(ids, labels=ids).loss - wanted) < 1e-5
+        after = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+        assert abs(net(ids, shift_labels=after).loss - wanted) < 1e-5
+        logits = net(ids).logits
+        assert logits.shape[1] == ranks.split(ids).shape[1]
+        other = ids.clone()
+        if rank:
+            other[0, :2] = other[0, :2].flip(0)  # the same tokens, in another order
+        assert bool((ids[0, 0] != ids[0, 1]).item())
+        for given, said in (
+            (other, "rank 1 of a sequence was given other input_ids than rank 0"),
+            (ids[:, : 11 - rank], "other tokens per row than rank 0"),
+            (ids[:, :1], "rows of 1 tokens cannot lie along 2 ranks"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                net(given)
+        with pytest.raises(ValueError, match="was given other labels than rank 0"):
+            net(ids, **({"labels": ids} if rank else {}))
+
+
 def _check_use(rank: int) -> None:
     """Prefill along ranks, mean gradients, what is refused, and the model as it was afterwards."""
     _check_calls()
+    _check_whole_rows()
     model = _model("gated_delta_net").eval()
     ids = torch.randint(0, 32, (2, 11), generator=torch.Generator().manual_seed(2))
     whole = model(ids, use_cache=True)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import torch
 from tests.parallel.jobs import model
 from tests.parallel.spawned import group, job
-from tests.parallel.test_data import NAMES, same, tables
+from tests.parallel.test_data import COMPOSED, NAMES, same, tables
 from tests.processes import paragraphs
 
 import recollect as rc
@@ -23,8 +23,14 @@ from recollect.lm.sharding.heads import Cut, cuts, keep_part
 OTHERS = ["rwkv7", "gla", "retnet", "mesa_net", "moneta"]  # shifts, ties, schedules, other biases
 
 
+@pytest.mark.slow
+def test_every_kind_of_composition_is_divided_by_heads(tmp_path: Path) -> None:
+    names = ["titans_mag", "samba", "residual_delta_net", "mixture_of_memories"]
+    same(job(f"equality({[*COMPOSED, *names]}, ['tensor'])", 2, tmp_path))
+
+
 def test_heads_divided_take_the_steps_of_one_process(tmp_path: Path) -> None:
-    found = job(f"equality({[*NAMES, *OTHERS]}, ['tensor'])", 2, tmp_path)
+    found = job(f"equality({[*NAMES, *OTHERS, COMPOSED[0]]}, ['tensor'])", 2, tmp_path)
     same(found)
     for case in found[0]:
         ranks = [rank[case] for rank in found]
@@ -94,6 +100,7 @@ recipe = {recipe}
 [data]
 train = ["text.txt"]
 context = 16
+{more}
 [optimizer]
 steps = 2
 batch = {batch}
@@ -107,7 +114,7 @@ parallel = {parallel}
 
 def write(place: Path, name: str, **changes: Any) -> None:
     values: dict[str, Any] = {"heads": 2, "batch": 4, "lr": 0.01, "parallel": '"fsdp"'}
-    values |= {"recipe": '"gated_delta_net"', "out": place.parent / name}
+    values |= {"recipe": '"gated_delta_net"', "out": place.parent / name, "more": ""}
     (place / f"{name}.toml").write_text(PLAN.format(**(values | changes)))
 
 
@@ -115,28 +122,31 @@ def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) 
     wanted = {
         "mesh": "data 3 × tensor 2 = 6 processes, and 2 were started",
         "heads": "tensor = 2 does not divide [model] heads = 1 of layer 0 (gated_delta_net)",
-        "mixed": "tensor = 2 divides layers by heads, and layer 0",
+        "no heads": "layer 0 (ffn_relu) is a FeedForward, which has none",
         "batch": "[optimizer] batch = 3 is what all processes read together",
-        "context": "asks for context = 2, and train divides no sequences",
+        "short": "context = 2 divides the 1 tokens of the shortest of 6 segments",
+        "routed": "context = 2: this model routes tokens to memories",
         "size": "needs whole numbers >= 1, and data is 0",
         "config": "process 1 has [optimizer] lr = 0.02, and process 0 0.01",
         "text": "process 1 has text text.txt",
         "missing": "process 1 of 2: there is no file missing.toml",
-        "good": "",
+        "good": "FSDP2, data 2",
+        "along": "FSDP2, context 2",
     }
-    both = '{mixer = "gated", memory = "gated_delta_net", attention = "sliding_window_attention"}'
     for rank in range(2):
         place = tmp_path / str(rank)
         place.mkdir()
         (place / "text.txt").write_text(paragraphs(20))
         write(place, "mesh", parallel="{data = 3, tensor = 2}")
         write(place, "heads", parallel="{tensor = 2}", heads=1)
-        write(place, "mixed", parallel="{tensor = 2}", recipe=both)
+        write(place, "no heads", parallel="{tensor = 2}", recipe='"ffn_relu"')
         write(place, "batch", batch=3)
-        write(place, "context", parallel="{data = 1, context = 2}")
+        write(place, "short", parallel="{context = 2}", more="segments = 6")
+        write(place, "routed", parallel="{context = 2}", recipe='"mixture_of_memories"')
         write(place, "size", parallel="{data = 0}")
         write(place, "config", lr=[0.01, 0.02][rank])
         write(place, "good")
+        write(place, "along", parallel="{data = 1, context = 2}")
         if rank == 0:
             write(place, "missing")
     cases = {name: [f"{name}.toml"] for name in wanted if name != "text"}
@@ -144,9 +154,9 @@ def test_what_does_not_fit_ends_all_processes_with_one_sentence(tmp_path: Path) 
     for name in cases:
         (status, out, err), (other, out_1, err_1) = (rank[name] for rank in ranks)
         assert (out_1, err_1) == ("", ""), name  # one of them speaks
-        if name == "good":
+        if name in ("good", "along"):
             assert status == other == 0, err
-            assert "FSDP2, data 2" in out
+            assert wanted[name] in out
             continue
         assert status == other == 2, (name, err)
         assert wanted[name] in err and err.count("\n") == 1, (name, err)

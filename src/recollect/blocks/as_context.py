@@ -30,7 +30,7 @@ from recollect.layer.state import LayerState
 from recollect.recall.packing import CompactedBatch, compact, scatter
 from recollect.recall.reading import read
 
-__all__ = ["AsContextLayer"]
+__all__ = ["AsContextLayer", "Retrieval"]
 
 BESIDE = ("conv", "phase", "shift")
 
@@ -57,6 +57,7 @@ class AsContextLayer(Composed):
         self.retrieved_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
         self.learned_norm = nn.RMSNorm(d_model, eps=NORM_EPS)
         self.gate = GateOf(d_model)
+        self.retrieval = Retrieval()
 
     @property
     def memory(self) -> MemoryLayer:
@@ -157,13 +158,37 @@ class AsContextLayer(Composed):
         before = LayerState(
             memory=now.memory.memory, conv=asked.conv, phase=asked.phase, shift=asked.shift
         )
+        h, now.asked = self.retrieval(x, layer, now.start, before, lengths)
+        return h
+
+
+class Retrieval(nn.Module):
+    """A question to a memory layer: a call of its own, so that it may have hooks as the layer's."""
+
+    def forward(
+        self,
+        x: Tensor,
+        layer: MemoryLayer,
+        start: LayerState,
+        before: LayerState,
+        lengths: Tensor | None,
+    ) -> tuple[Tensor, LayerState]:
+        """What the layer says, and what stands beside its memory after these questions.
+
+        Args:
+            x: tokens ``[B, T, d_model]``.
+            layer: that is asked; it writes nothing.
+            start: whose memory answers.
+            before: the memory that has learned the tokens before, and what stands beside it.
+            lengths: real tokens per row ``[B]``, where rows are padded on the right.
+        """
         inputs = layer.associations(x, before, lengths)
         params = inputs.params or None
-        h = read(layer.recipe, inputs.q, gates=inputs.gates, state=now.start.memory, params=params)
-        now.asked = LayerState(
-            memory=now.memory.memory, conv=inputs.conv, phase=inputs.turned, shift=inputs.shift
+        h = read(layer.recipe, inputs.q, gates=inputs.gates, state=start.memory, params=params)
+        after = LayerState(
+            memory=before.memory, conv=inputs.conv, phase=inputs.turned, shift=inputs.shift
         )
-        return layer.outputs(h, inputs)
+        return layer.outputs(h, inputs), after
 
 
 def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
@@ -12,16 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recollect.blocks.beside import ChainLayer, GatedLayer, TogetherLayer
-from recollect.blocks.composed import Composed
-from recollect.blocks.routed import Router
 from recollect.layer.feed_forward import FeedForward
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.parallel.functions import once_here
 from recollect.parallel.layer import Along, run_feed_forward, run_layer, run_memory_layer
 from recollect.parallel.link import Group, Link, link_of
+from recollect.parallel.models import by_name, check_model, layers, models, parts
 from recollect.parallel.segment import pieces_of
 from recollect.parallel.ways import Way
+from recollect.report.ranks import of_all
 
 __all__ = ["ContextParallel", "context"]
 
@@ -51,18 +49,21 @@ class ContextParallel:
         model: the model.
         along: the ranks.
         gradients: ``"sum"`` or ``"mean"``.
+        splits: whether calls are given whole rows.
         ways: how each memory layer goes from rank to rank, by its name in the model.
 
     Raises:
         ValueError: a model without sequence layers, or one that is in such a context already.
     """
 
-    def __init__(self, model: nn.Module, along: Along, gradients: str) -> None:
-        self.model, self.along, self.gradients = model, along, gradients
+    def __init__(
+        self, model: nn.Module, along: Along, gradients: str, *, splits: bool = False
+    ) -> None:
+        self.model, self.along, self.gradients, self.splits = model, along, gradients, splits
         self.ways: dict[str, Way] = {}
         self._changed: list[nn.Module] = []
-        _check_wrappers(model)
-        for name, layer in _layers(model, ""):
+        check_model(model)
+        for name, layer in layers(model, ""):
             if isinstance(layer, MemoryLayer):
                 self.ways[name] = along.way_of(layer)
                 run: Any = run_memory_layer
@@ -74,8 +75,15 @@ class ContextParallel:
                 f"{type(model).__name__} has no sequence layer of recollect's: give a MemoryLayer, "
                 "or a model that holds some"
             )
-        for inner in _models(model):
-            forward = self._language if "lm_head" in _parts(inner) else self._body
+        inside = list(models(model))
+        if splits and not inside:
+            self.remove()
+            raise ValueError(
+                f"splits=True is for language models, and {type(model).__name__} is none: give its "
+                "layers this rank's tokens (`split`)"
+            )
+        for inner in inside:
+            forward = self._language if "lm_head" in parts(inner) else self._body
             self._put(inner, partial(forward, inner))
 
     def _put(self, module: nn.Module, forward: Any) -> None:
@@ -140,30 +148,16 @@ class ContextParallel:
         """With labels, the loss of the whole sequence, the same on all ranks."""
         link = self.along.link
         named = self._local(model, given, named)
-        if named.get("shift_labels") is not None:
-            raise ValueError(
-                "shift_labels is not followed along several ranks: give labels, which are shifted "
-                "across the ranks here"
-            )
-        labels = named.pop("labels", None)
-        if labels is None:
+        labels, targets = named.pop("labels", None), named.get("shift_labels")
+        if labels is None and targets is None:
             return type(model).forward(model, **named)
         if "shift_labels" not in inspect.signature(type(model).forward).parameters:
             raise ValueError(
                 f"the loss of {type(model).__name__} takes no shift_labels, so it cannot see the "
                 "next rank's first label: leave labels out, or use RecollectForCausalLM"
             )
-        first = labels[:, :1].contiguous()
-        firsts = [torch.empty_like(first) for _ in range(link.ranks)]
-        dist.all_gather(firsts, first, group=link.group)
-        after = torch.full_like(first, IGNORE) if link.last else firsts[link.rank + 1]
-        targets = torch.cat([labels[:, 1:], after], dim=1)
-        mask, borders = named.get("attention_mask"), named.get("cu_seqlens")
-        if mask is not None:
-            targets = targets.masked_fill(mask.to(targets.device) == 0, IGNORE)
-        if borders is not None:
-            ends = borders[1:-1].to(targets.device, torch.long) - 1
-            targets = targets.index_fill(1, ends, IGNORE)
+        if targets is None:
+            targets = self._targets(labels, named)
         items = named.pop("num_items_in_batch", None)
         if items is None:
             items = (targets != IGNORE).sum()
@@ -178,11 +172,29 @@ class ContextParallel:
         found["loss"] = loss
         return found
 
+    def _targets(self, labels: Tensor, named: dict[str, Any]) -> Tensor:
+        """What this rank's columns predict: the last one, the next rank's first label."""
+        link = self.along.link
+        first = labels[:, :1].contiguous()
+        firsts = [torch.empty_like(first) for _ in range(link.ranks)]
+        dist.all_gather(firsts, first, group=link.group)
+        after = torch.full_like(first, IGNORE) if link.last else firsts[link.rank + 1]
+        targets = torch.cat([labels[:, 1:], after], dim=1)
+        mask, borders = named.get("attention_mask"), named.get("cu_seqlens")
+        if mask is not None:
+            targets = targets.masked_fill(mask.to(targets.device) == 0, IGNORE)
+        if borders is not None:
+            ends = borders[1:-1].to(targets.device, torch.long) - 1
+            targets = targets.index_fill(1, ends, IGNORE)
+        return targets
+
     def _local(
         self, model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
     ) -> dict[str, Any]:
         """Arguments of this rank's tokens, all by name; documents as its pieces."""
-        named = _by_name(model, given, named)
+        named = by_name(model, given, named)
+        if self.splits:
+            named = self._columns(named)
         for name in ("position_ids", "cache_position", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"):
             if named.get(name) is not None:
                 raise ValueError(
@@ -207,6 +219,48 @@ class ContextParallel:
         local, _ = pieces_of(borders, tokens, link.rank)
         return {**named, "cu_seqlens": local, "use_cache": False}
 
+    def _columns(self, named: dict[str, Any]) -> dict[str, Any]:
+        """This rank's columns of whole rows, which must be the same on all ranks."""
+        link = self.along.link
+        given = {name: named[name] for name in _COLUMNS if isinstance(named.get(name), Tensor)}
+        sums = [_fingerprint(given[name]) if name in given else -1 for name in _COLUMNS]
+        first = next(iter(given.values()))
+        own = torch.tensor([*first.shape[:2], *sums], device=first.device)
+        every = [torch.empty_like(own) for _ in range(link.ranks)]
+        dist.all_gather(every, own, group=link.group)
+        for name, told in zip(
+            ("rows", "tokens per row", *_COLUMNS), torch.stack(every, 1).tolist(), strict=True
+        ):
+            other = next((r for r, value in enumerate(told) if value != told[0]), None)
+            if other is not None:
+                raise self._said_by_one(
+                    f"rank {other} of a sequence was given other {name} than rank 0: all ranks of "
+                    "one sequence are given the same whole rows, of which each takes its columns"
+                )
+        if first.shape[1] < link.ranks:
+            raise self._said_by_one(
+                f"rows of {first.shape[1]} tokens cannot lie along {link.ranks} ranks: each needs "
+                "one token at least"
+            )
+        return named | {name: self.split(x) for name, x in given.items()}
+
+    def _said_by_one(self, reason: str) -> Exception:
+        """What all ranks of a sequence raise, and the first of them says."""
+        error = ValueError(reason)
+        return of_all(error, speakers=0) if self.along.link.rank else error
+
+
+_COLUMNS = ("input_ids", "inputs_embeds", "attention_mask", "labels", "shift_labels")
+"""Arguments of a language model with a column per token."""
+
+
+def _fingerprint(x: Tensor) -> int:
+    """A number that tells tensors of other entries, or of another order of them, apart."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    entries = x.detach().contiguous().view(whole).flatten().long()
+    place = torch.arange(entries.numel(), device=x.device)
+    return int((entries * (2 * 2654435761 * place + 1)).sum())  # modulo 2^64, odd weights
+
 
 def context(
     model: nn.Module,
@@ -215,6 +269,7 @@ def context(
     way: str = "auto",
     pieces: int | None = None,
     gradients: str = "sum",
+    splits: bool = False,
 ) -> ContextParallel:
     """Let a model's tokens be one rank's segment of sequences that lie along several ranks.
 
@@ -222,9 +277,10 @@ def context(
     same rows; segments may differ in length. Outputs, states and gradients are those of the whole
     sequence on one process; the loss is its mean over all tokens and the same on all ranks.
     Positions continue. Arguments of a language model mean: ``input_ids``, ``inputs_embeds``,
-    ``attention_mask`` and ``labels``: this rank's columns; ``cu_seqlens``: borders in the *whole*
-    sequence (one row); ``past_key_values``: before the first token of all, and after the last one
-    on the way back; both the same on all ranks.
+    ``attention_mask``, ``labels`` and ``shift_labels``: this rank's columns, or whole rows with
+    ``splits``; ``cu_seqlens``: borders in the *whole* sequence (one row); ``past_key_values``:
+    before the first token of all, and after the last one on the way back; both the same on all
+    ranks.
 
     A rank's gradients are its share: sum them over the ranks (`ContextParallel.reduce_gradients`).
     Backward passes have to run on every rank.
@@ -240,11 +296,15 @@ def context(
         gradients: ``"sum"``: the ranks' gradients add up to the whole one; ``"mean"``: their mean
             is the whole one, as DDP and FSDP2 over these ranks expect. It is the gradient of the
             loss that is scaled, not its value.
+        splits: whether a language model is called with whole rows, the same on all ranks, of which
+            each takes its columns. What comes back is of these columns still.
 
     Raises:
-        ValueError: no process group, a model without sequence layers, tokens that are routed to
-            memories, an unknown way, a model that is compiled as a whole, classifies or has a
-            learned prompt, or one that is in such a context already.
+        ValueError: no process group, a model without sequence layers, ``splits`` without a language
+            model, tokens that are routed to memories, an unknown way, a model that is compiled as a
+            whole, classifies or has a learned prompt, or one that is in such a context already.
+            From a call: whole rows that differ between the ranks, or are shorter than these are
+            many.
 
     Examples:
         One optimizer step, on each rank::
@@ -261,90 +321,6 @@ def context(
         )
     if gradients not in ("sum", "mean"):
         raise ValueError(f"gradients must be sum or mean, not {gradients!r}")
-    if any(isinstance(module, Router) for module in model.modules()):
-        raise ValueError(
-            "this model routes tokens to memories, and what its routers cost is a mean over all "
-            "tokens of a sequence, which no rank sees: keep its sequences on one rank"
-        )
     along = Along(link=link_of(group), way=way, pieces=pieces)
     _ = along.count
-    return ContextParallel(model, along, gradients)
-
-
-def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Sequence layers to be run along ranks: parts of compositions where these only add up."""
-    if isinstance(module, MemoryLayer | FeedForward):
-        yield name, module
-        return
-    parts: nn.Module = module
-    if isinstance(module, Composed):
-        plain = isinstance(module, ChainLayer | TogetherLayer | GatedLayer)
-        if not plain or module.persistent is not None:
-            yield name, module
-            return
-        parts = module.parts
-        name = f"{name}.parts" if name else "parts"
-    for child, inner in parts.named_children():
-        yield from _layers(inner, f"{name}.{child}" if name else child)
-
-
-def _parts(module: nn.Module) -> dict[str, nn.Module]:
-    """A module's own parts, and not those of what it wraps, which some wrappers pass on."""
-    return dict(module.named_children())
-
-
-def _models(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that see whole texts: with an output layer, or with blocks."""
-    parts = _parts(module)
-    if "lm_head" in parts or isinstance(parts.get("blocks"), nn.ModuleList):
-        if any(True for _ in _layers(module, "")):
-            yield module
-        return
-    for inner in parts.values():
-        yield from _models(inner)
-
-
-def _check_wrappers(model: nn.Module) -> None:
-    """Raise a ValueError where something around the layers would not see a context, or the whole.
-
-    A compiled forward need not ask whether that of a module in it was replaced; a classifier reads
-    the last token, and a learned prompt would stand before every rank's tokens.
-    """
-    for module in model.modules():
-        if next(_layers(module, ""), None) is None:
-            continue
-        parts, name = _parts(module), type(module).__name__
-        if "_orig_mod" in parts or getattr(module, "_compiled_call_impl", None) is not None:
-            raise ValueError(
-                f"this {name} is compiled as a whole, and would not see that its layers run along "
-                "several ranks: give the module before torch.compile"
-            )
-        if "score" in parts:
-            raise ValueError(
-                f"{name} reads the last token, which only one rank has: give its body, and read "
-                "the scores there"
-            )
-        if "prompt_encoder" in parts:
-            raise ValueError(
-                f"{name} puts learned tokens before the text, and would do so on every rank: use "
-                "an adapter that adds none"
-            )
-
-
-def _by_name(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a module's forward, each by its name."""
-    signature = inspect.signature(type(module).forward)
-    found: dict[str, Any] = {}
-    _, *bound = signature.bind(module, *given, **named).arguments.items()
-    for name, value in bound:
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            found |= value
-        elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-            raise ValueError(
-                f"{type(module).__name__} takes arguments without names, which cannot be told "
-                "apart along several ranks: give them by name"
-            )
-        else:
-            found[name] = value
-    return found
+    return ContextParallel(model, along, gradients, splits=splits)

@@ -17,8 +17,8 @@ activations    of its rows, as `footprint` counts   the same, of 1 / tensor of t
 
 Under tensor parallelism a rank has 1 / tensor of the heads, of the MLP's channels and of the
 vocabulary, and the stream between layers whole: its activations are those of a model of so many
-heads. ``context`` divides the tokens of a row, and each rank then holds what ``fsdp`` does. A batch
-is what all processes read together.
+heads. ``context`` divides the tokens of a row, and each rank then holds what ``fsdp`` does; what it
+takes from other ranks is not counted. A batch is what all processes read together.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from recollect.blocks.compositions import Routed
 from recollect.blocks.cost import cost
+from recollect.blocks.mixers import Leaf, Mixer
 from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.counts import parameter_count
 from recollect.lm.planning.flops import model_flops
 from recollect.lm.planning.footprint import SHORT, Counts, count
+from recollect.lm.sharding.layout import Layout
+from recollect.lm.training.arguments import check_rows
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.prepare import model_config
 
@@ -209,7 +213,7 @@ def estimate(
         raise ValueError(f"share must be above 0 and at most 1, not {share}")
     counted: dict[Any, Counts] = {}
     ranks = [rank_of(plan, config, way, counted=counted) for way in _ways(devices)]
-    tried = (way for size in _sizes(plan.optimizer.batch, devices) for way in _launched(size))
+    tried = (way for size in _sizes(plan.optimizer.batch, devices) for way in _ways(size))
     found = (rank_of(plan, config, way, counted=counted) for way in tried)
     smallest = next((rank for rank in found if rank.fits(memory)), None)
     flops = model_flops(config, context=plan.data.context)
@@ -231,7 +235,7 @@ def estimate(
 
 
 def _ways(devices: int) -> Iterator[Way]:
-    """One of each kind, over all devices."""
+    """One of each kind, over all devices, the plainest first."""
     yield Way(data=devices)
     if devices > 1:
         yield Way(data=devices, shards=True)
@@ -241,11 +245,6 @@ def _ways(devices: int) -> Iterator[Way]:
         for parts in _PARTS:
             if devices % parts == 0:
                 yield Way(data=devices // parts, context=parts, shards=True)
-
-
-def _launched(devices: int) -> Iterator[Way]:
-    """Those that `recollect train` runs, the plainest first."""
-    return (way for way in _ways(devices) if way.context == 1)
 
 
 def _sizes(batch: int, devices: int) -> list[int]:
@@ -276,6 +275,7 @@ def rank_of(
         return Rank(way=way, refused=said)
     rows = batch // way.data
     try:
+        _check(plan, config, way)
         part = _divided(config, way.tensor)
     except ValueError as error:
         return Rank(way=way, refused=str(error))
@@ -308,6 +308,32 @@ def rank_of(
         kept = plan.data.segments if plan.data.segment_gradient == "kept" else 2
         parts["states"] = kept * _state(part, plan.data.piece, rows=rows)
     return Rank(way=way, rows=rows, parts=parts)
+
+
+def _check(plan: TrainPlan, config: RecollectConfig, way: Way) -> None:
+    """That `recollect train` runs a plan so.
+
+    Raises:
+        ValueError: it does not.
+    """
+    shards = way.shards or way.context > 1
+    check_rows(plan, Layout(data=way.data, context=way.context, tensor=way.tensor, shards=shards))
+    every = [mixer for outermost, _ in config.mixed for mixer in _within(outermost)]
+    if way.context > 1 and any(isinstance(mixer, Routed) for mixer in every):
+        raise ValueError(
+            "tokens that are routed to memories are balanced over whole rows, which context divides"
+        )
+    if way.tensor > 1 and any(
+        isinstance(mixer, Leaf) and mixer.options.persistent for mixer in every
+    ):
+        raise ValueError("a feed-forward memory has no heads that tensor could divide")
+
+
+def _within(mixer: Mixer) -> Iterator[Mixer]:
+    """A mixer and all that it is composed of."""
+    yield mixer
+    for child in mixer.children.values():
+        yield from _within(child)
 
 
 def _divided(config: RecollectConfig, tensor: int) -> RecollectConfig:

@@ -22,7 +22,7 @@ def shard(model: RecollectForCausalLM, mesh: DeviceMesh, *, bf16: bool = False) 
 
     Args:
         model: the same on all ranks.
-        mesh: of one dimension, over the ranks that read different rows.
+        mesh: of one dimension, over the ranks that read different tokens.
         bf16: weights are gathered, and blocks computed, in bfloat16; what a rank keeps, and sums of
             gradients, stay float32.
     """

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from recollect.blocks.boosted import BoostedLayer, SecondMemory
+from recollect.blocks.composed import Composed
 from recollect.choices.member import RecipeError
 from recollect.layer.blocks import SwiGLU
 from recollect.layer.gates import GateProjection
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.layer.numbers import RecipeNumbers
 
 __all__ = ["Cut", "check_divisible", "cuts", "keep_part", "model_cuts"]
 
@@ -49,7 +52,7 @@ def cuts(module: nn.Module) -> dict[str, Cut]:
     """The weights of a layer or an MLP that are divided, by name; all others are whole everywhere.
 
     Args:
-        module: a `MemoryLayer` or the MLP of a block, whole.
+        module: a `MemoryLayer`, the second memory of one, or the MLP of a block, whole.
     """
     if isinstance(module, SwiGLU):
         width = module.width
@@ -57,21 +60,24 @@ def cuts(module: nn.Module) -> dict[str, Cut]:
             "gate_up.weight": Cut(axis=0, widths=(width, width)),
             "down.weight": Cut(axis=1, widths=(width,)),
         }
-    assert isinstance(module, MemoryLayer)
-    fused = tuple(size for size in module.sizes if size)
-    width = module.heads * module.value_dim
-    found = {
-        "qkv.weight": Cut(axis=0, widths=fused),
-        "qkv.bias": Cut(axis=0, widths=fused),
-        "conv.weight": Cut(axis=1, widths=fused),
-        "output_gate.weight": Cut(axis=0, widths=(width,)),
-        "out.weight": Cut(axis=1, widths=(width,)),
-    }
-    per_head = [module.skip, *module.ties.parameters()]
+    assert isinstance(module, RecipeNumbers)
+    found: dict[str, Cut] = {}
+    per_head: list[Tensor | None] = [*module.ties.parameters()]
+    if isinstance(module, MemoryLayer):
+        fused = tuple(size for size in module.sizes if size)
+        width = module.heads * module.value_dim
+        found = {
+            "qkv.weight": Cut(axis=0, widths=fused),
+            "qkv.bias": Cut(axis=0, widths=fused),
+            "conv.weight": Cut(axis=1, widths=fused),
+            "output_gate.weight": Cut(axis=0, widths=(width,)),
+            "out.weight": Cut(axis=1, widths=(width,)),
+        }
+        per_head.append(module.skip)
+        if module.phase is not None:
+            per_head += module.phase.parameters()
     if module.memory is not None:
         per_head += module.memory.parameters()
-    if module.phase is not None:
-        per_head += module.phase.parameters()
     for number in (*module.gates.values(), *module.params.values()):
         assert isinstance(number, GateProjection)
         per_head += [number.weight, number.bias]  # the first map of a low rank serves all heads
@@ -84,15 +90,15 @@ def cuts(module: nn.Module) -> dict[str, Cut]:
 
 
 def model_cuts(model: nn.Module) -> dict[str, Cut]:
-    """The same of all layers and MLPs of a language model, by whole name.
+    """The same of all layers and MLPs of a language model, or of a layer's parts, by whole name.
 
     Args:
-        model: whole, with blocks.
+        model: whole.
     """
     return {
-        f"{prefix}.{name}": cut
+        f"{prefix}.{name}" if prefix else name: cut
         for prefix, module in model.named_modules()
-        if isinstance(module, SwiGLU | MemoryLayer)
+        if isinstance(module, SwiGLU | MemoryLayer | SecondMemory)
         for name, cut in cuts(module).items()
     }
 
@@ -109,6 +115,11 @@ def check_divisible(module: nn.Module, parts: int, *, where: str = "") -> None:
         RecipeError: heads, memories or channels that are no multiple of the parts, or a layer that
             does not consist of heads.
     """
+    if isinstance(module, Composed):
+        for name, part in module.parts.items():
+            if not isinstance(part, SecondMemory):  # it has the heads of the first
+                check_divisible(part, parts, where=f"{where}, {name}")
+        return
     sizes = {"mlp": module.width} if isinstance(module, SwiGLU) else {}
     if isinstance(module, MemoryLayer):
         sizes = {"kv_heads": module.kv_heads, "heads": module.heads}
@@ -117,8 +128,8 @@ def check_divisible(module: nn.Module, parts: int, *, where: str = "") -> None:
     elif not sizes:
         raise RecipeError(
             f"[run] parallel: tensor = {parts} divides layers by heads, and {where} is a "
-            f"{type(module).__name__}, whose parts share what they read: leave tensor out, and "
-            "give data all processes"
+            f"{type(module).__name__}, which has none: leave tensor out, and give data all "
+            "processes"
         )
     for name, size in sizes.items():
         if size % parts:
@@ -131,20 +142,26 @@ def check_divisible(module: nn.Module, parts: int, *, where: str = "") -> None:
 def keep_part(module: nn.Module, index: int, parts: int) -> None:
     """Make a layer compute with one part of its heads; its weights are cut by whoever asks.
 
-    Sizes per head stay. What an MLP computes follows from its weights.
+    Sizes per head stay. What an MLP computes follows from its weights. Of a composition every part
+    does.
 
     Args:
         module: as in `cuts`.
         index: of the part, from 0.
         parts: equal ones.
     """
-    if not isinstance(module, MemoryLayer):
+    if isinstance(module, BoostedLayer):
+        keep_part(module.first, index, parts)
+        keep_part(module.second, index, parts)
+    if not isinstance(module, MemoryLayer | SecondMemory):
         return
-    module.heads, module.kv_heads = module.heads // parts, module.kv_heads // parts
-    module.sizes = [size // parts for size in module.sizes]
-    module.sharing = [count // parts for count in module.sharing]
-    if module.tail is not None:
-        module.tail = (module.tail[0], module.tail[1] // parts)
+    module.kv_heads //= parts
+    if isinstance(module, MemoryLayer):
+        module.heads //= parts
+        module.sizes = [size // parts for size in module.sizes]
+        module.sharing = [count // parts for count in module.sharing]
+        if module.tail is not None:
+            module.tail = (module.tail[0], module.tail[1] // parts)
     for number in (*module.gates.values(), *module.params.values()):
         assert isinstance(number, GateProjection)
         number.keep_heads(index, parts)

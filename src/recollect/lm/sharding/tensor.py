@@ -3,7 +3,9 @@
 Heads meet only in the last map of a layer, which adds up what they say. So a rank that holds the
 weights of its heads computes a part of that sum, and the sum over the ranks is the layer's output:
 one all-reduce forward, and one backward, where gradients of the layer's input are added up. The MLP
-is divided by its hidden channels in the same way (Shoeybi et al. 2019, section 3).
+is divided by its hidden channels in the same way (Shoeybi et al. 2019, section 3). A composition
+(`recollect.blocks`) adds up what each of its parts says, and what stands between the parts (gates,
+routers, learned tokens) is computed by all ranks alike.
 
 Weights are `DTensor` on the mesh, so optimizers, clipping and checkpoints know them as one weight.
 Layers compute with the local part of each, because engines and their own backward passes take plain
@@ -12,7 +14,7 @@ tensors: `_Locally` puts it in the weight's place while a module runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +28,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from recollect.blocks.as_context import AsContextLayer
+from recollect.blocks.boosted import BoostedLayer
+from recollect.blocks.composed import Composed
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.sharding.heads import check_divisible, cuts, keep_part
+from recollect.lm.sharding.heads import check_divisible, keep_part, model_cuts
 
 __all__ = ["check_heads", "divide_by_heads"]
 
@@ -91,12 +96,16 @@ class Alike(ParallelStyle):
 class ByHeads(ParallelStyle):
     """A layer of which each rank runs its part of the heads, or an MLP of its channels.
 
-    What comes in is the same on all ranks, and so is what goes out: the sum over them.
+    What comes in is the same on all ranks, and so is what goes out: the sum over them. Of a
+    composition that is so of every part.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # Both memories of a boosted layer see one set of heads, and one last map adds them up.
+        if isinstance(module, Composed) and not isinstance(module, BoostedLayer):
+            return self._composed(module, device_mesh)
         index, parts = device_mesh.get_local_rank(), device_mesh.size()
-        divided = cuts(module)
+        divided = model_cuts(module)
         names = {(id(owner), name): full for full, owner, name in _named(module)}
         for owner, name, weight in _weights(module):
             cut = divided.get(names[id(owner), name])
@@ -109,29 +118,53 @@ class ByHeads(ParallelStyle):
         # A weight that all heads read gets a part of its gradient from each rank.
         shares = {place: None for place, full in names.items() if full in divided}
         _Locally(module, shares, SUM)
-
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
-            x, *others = args
-            return (_summed_backward(x, device_mesh), *others), kwargs
-
-        def leave(_: nn.Module, args: Any, output: Any) -> Any:
-            if isinstance(output, Tensor):
-                return _summed(output, device_mesh)
-            y, *others = output
-            return (_summed(y, device_mesh), *others)
-
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(leave)
+        _added_up(module, device_mesh)
         return module
+
+    def _composed(self, module: Composed, mesh: DeviceMesh) -> nn.Module:
+        within = {id(owner) for part in module.parts.values() for owner in part.modules()}
+        own = [place for place in _weights(module) if id(place[0]) not in within]
+        for owner, name, weight in own:
+            _put(owner, name, weight, mesh, WHOLE)
+        _Locally(module, {}, WHOLE, of=[(owner, name) for owner, name, _ in own])
+        memory = module.memory if isinstance(module, AsContextLayer) else None
+        divided = {} if memory is None else model_cuts(memory)
+        for part in module.parts.values():
+            self._apply(part, mesh)
+        if isinstance(module, AsContextLayer) and memory is not None:  # it is asked by itself, too
+            named = _named(memory)
+            shares = {(id(owner), name): None for full, owner, name in named if full in divided}
+            places = [(owner, name) for _, owner, name in named]
+            _Locally(module.retrieval, shares, SUM, of=places)
+            _added_up(module.retrieval, mesh)
+        return module
+
+
+def _added_up(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let what a module says, and the gradient of what it reads, be the sum over the ranks."""
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
+        x, *others = args
+        return (_summed_backward(x, mesh), *others), kwargs
+
+    def leave(_: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return _summed(output, mesh)
+        y, *others = output
+        return (_summed(y, mesh), *others)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)
 
 
 class _Locally:
     """While a module runs, the local part of each of its weights stands in the weight's place.
 
     Args:
-        module: whose weights are `DTensor`.
+        module: whose run they are.
         own: placement of the gradient of some weights, by owner and name: ``None`` is the weight's.
         others: of the gradients of all others.
+        of: the weights, `DTensor`, by owner and name; without it all of the module.
     """
 
     def __init__(
@@ -139,9 +172,13 @@ class _Locally:
         module: nn.Module,
         own: Mapping[tuple[int, str], tuple[Placement, ...] | None],
         others: tuple[Placement, ...],
+        of: Sequence[tuple[nn.Module, str]] | None = None,
     ) -> None:
+        weights = [place[:2] for place in _weights(module)] if of is None else of
         self.places = [
-            (owner, name, own.get((id(owner), name), others)) for owner, name, _ in _weights(module)
+            (owner, name, own.get((id(owner), name), others))
+            for owner, name in weights
+            if owner._parameters[name] is not None
         ]
         self.kept: list[list[nn.Parameter | None]] = []
         module.register_forward_pre_hook(self._enter)

@@ -9,6 +9,7 @@ are this process's, and how its checkpoints are written. See docs/design/trainin
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,12 @@ from recollect.lm.sharding.checkpoints import (
 from recollect.lm.sharding.data import shard
 from recollect.lm.sharding.heads import Cut, model_cuts
 from recollect.lm.sharding.layout import Layout
-from recollect.lm.sharding.tensor import divide_by_heads
+from recollect.lm.sharding.tensor import check_heads, divide_by_heads
 from recollect.lm.training.atomic_checkpoints import AtomicTrainer
+from recollect.parallel.context import ContextParallel, context
+from recollect.parallel.models import check_model
 
-__all__ = ["ShardedTrainer", "Spread", "spread"]
+__all__ = ["ShardedTrainer", "Spread", "check_fits", "spread"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +47,37 @@ class Spread:
         layout: the grid.
         index: which of the groups that read different rows this process belongs to.
         cuts: weights that tensor parallelism divides, by name.
+        along: the processes that read segments of the same rows, ``None`` where each reads whole
+            ones. The model is called with whole rows all the same.
     """
 
     layout: Layout
     index: int
     cuts: Mapping[str, Cut]
+    along: ContextParallel | None = None
+
+    def alone_again(self) -> AbstractContextManager[Any]:
+        """Afterwards the model reads what it is given by itself."""
+        return nullcontext() if self.along is None else self.along
+
+
+def check_fits(model: RecollectForCausalLM, layout: Layout) -> None:
+    """That a model can be divided as a layout says; nobody is waited for.
+
+    Args:
+        model: whole. layout: the grid.
+
+    Raises:
+        ValueError: heads or channels that the tensor-parallel ranks do not divide; a model whose
+            rows cannot lie along several processes.
+    """
+    if layout.tensor > 1:
+        check_heads(model, layout.tensor)
+    if layout.context > 1:
+        try:
+            check_model(model)
+        except ValueError as error:
+            raise ValueError(f"[run] parallel: context = {layout.context}: {error}") from error
 
 
 def spread(
@@ -68,12 +97,14 @@ def spread(
     cuts = model_cuts(model)
     if not layout.divides:
         return Spread(layout=layout, index=0, cuts=cuts)
-    mesh = layout.mesh(device_type)
+    weights, tokens, along = layout.weights(device_type), layout.mesh(device_type), None
     if layout.tensor > 1:
-        divide_by_heads(model, mesh["tensor"])
-    if layout.data > 1:
-        shard(model, mesh["data"], bf16=bf16)
-    return Spread(layout=layout, index=mesh.get_local_rank("data"), cuts=cuts)
+        divide_by_heads(model, weights["tensor"])
+    if layout.readers > 1:
+        shard(model, weights["readers"], bf16=bf16)
+    if layout.context > 1:
+        along = context(model, tokens["context"], gradients="mean", splits=True)
+    return Spread(layout=layout, index=tokens.get_local_rank("data"), cuts=cuts, along=along)
 
 
 class ShardedTrainer(AtomicTrainer):
@@ -102,7 +133,7 @@ class ShardedTrainer(AtomicTrainer):
             super()._move_model_to_device(model, device)
 
     def get_train_dataloader(self) -> Any:
-        """The rows of a step in turn to the groups; one group's processes read the same."""
+        """The rows of a step in turn to the groups; one group's processes are given the same."""
         if not self.spread.layout.divides:
             return super().get_train_dataloader()
         loader = DataLoader(

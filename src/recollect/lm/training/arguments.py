@@ -16,7 +16,7 @@ from recollect.lm.training.plan import TrainPlan
 from recollect.report.devices import find_device
 from recollect.wording import word_for
 
-__all__ = ["device_of", "quiet", "share", "trainer_arguments"]
+__all__ = ["check_rows", "device_of", "quiet", "share", "trainer_arguments"]
 
 
 def share(plan: TrainPlan, processes: int) -> Layout:
@@ -36,14 +36,32 @@ def share(plan: TrainPlan, processes: int) -> Layout:
             f"[run] compile = true compiles MLPs, which tensor = {layout.tensor} divides: leave "
             "out one of them"
         )
-    if plan.data.segments > 1 and processes > 1:
-        _check_segments(plan, layout)
+    check_rows(plan, layout)
     return layout
 
 
-def _check_segments(plan: TrainPlan, layout: Layout) -> None:
-    """What rows in segments cannot do yet where several processes share a run."""
-    data = plan.data
+def check_rows(plan: TrainPlan, layout: Layout) -> None:
+    """That rows can be read as a layout says.
+
+    Args:
+        plan: of the run. layout: of its processes.
+
+    Raises:
+        ValueError: rows, or segments of them, that are shorter than the processes they lie along;
+            what rows in segments cannot do where several processes share a run.
+    """
+    data, along = plan.data, layout.context
+    shortest = data.context - (-(-data.context // data.piece) - 1) * data.piece
+    if along > shortest:
+        said = f"the {data.context} tokens of a row"
+        if data.segments > 1:
+            said = f"the {shortest} tokens of the shortest of {data.segments} segments of a row"
+        raise ValueError(
+            f"[run] parallel: context = {along} divides {said} among as many processes, and each "
+            "needs one token at least: take a smaller context there, or longer rows"
+        )
+    if data.segments == 1 or layout.processes == 1:
+        return
     if data.segment_gradient == "kept":
         raise ValueError(
             '[data] segment_gradient = "kept" runs back into states, which processes that share a '

@@ -266,8 +266,9 @@ class RunPlan(_Table):
         heldout_rows: rows measured on, at most.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``; by default a GPU, if any.
         parallel: what several processes do: ``"ddp"``, each holds the model; ``"fsdp"``, they share
-            its weights; or a mesh, ``{"data": 4, "tensor": 2}``, that shares weights over data and
-            divides layers by heads over tensor.
+            its weights; or a mesh, ``{"data": 4, "context": 2, "tensor": 2}``, that shares weights
+            over data and context, divides the tokens of a row over context, and layers by heads
+            over tensor.
         bf16: matrix products in bfloat16, weights in float32.
         checkpointing: activations are computed again in the backward pass instead of kept.
         loss_chunk: tokens whose logits the training loss holds at once; 0 is all.

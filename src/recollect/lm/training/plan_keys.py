@@ -90,11 +90,6 @@ def to_parallel(value: Any) -> str | dict[str, int]:
             raise ValueError(f"has the sizes data, tensor and context, and no {shown(name)}")
         if type(size) is not int or size < 1:
             raise ValueError(f"needs whole numbers >= 1, and {name} is {shown(size)}")
-    if sizes.get("context", 1) > 1:
-        raise ValueError(
-            f"asks for context = {sizes['context']}, and train divides no sequences among "
-            "processes: leave context out, and take data or tensor in its place"
-        )
     return sizes
 
 

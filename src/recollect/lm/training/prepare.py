@@ -154,7 +154,7 @@ def check_memory(
         ValueError: the device has less memory than that, naming what takes it.
     """
     weights, batch = least_memory(plan, config)
-    weights, batch = weights // layout.holders, batch // layout.data
+    weights, batch = weights // layout.holders, batch // layout.readers
     has = _memory(device)
     if has is None or weights + batch <= has:
         return

@@ -16,6 +16,7 @@ anew, at a border of pieces and within one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -166,6 +167,9 @@ class SegmentedTrainer(AtomicTrainer):
     ) -> Tensor:
         """As the Trainer's, with a backward pass for every piece.
 
+        Replicas average their gradients (DDP) after the last one; shards are summed after each,
+        as nobody holds the whole of them.
+
         Args:
             model: as the Trainer wrapped it.
             inputs: a batch.
@@ -175,13 +179,15 @@ class SegmentedTrainer(AtomicTrainer):
             return super().training_step(model, inputs, num_items_in_batch)
         batch = cast(dict[str, Tensor], self._prepare_inputs(inputs))
         items = predicted(batch) if num_items_in_batch is None else num_items_in_batch
-        own, parts = self._own(model), pieces(batch, self.segments)
+        own, parts = self._own(model), list(pieces(batch, self.segments))
         if self.kept:
-            return self._whole_gradient(model, list(parts), items)
+            return self._whole_gradient(model, parts, items)
         losses: list[Tensor] = []
         states = None
         for part in parts:
-            super().training_step(model, part.after(own, states), items)
+            goes_on = self.accelerator.no_sync(model) if part is not parts[-1] else nullcontext()
+            with goes_on:
+                super().training_step(model, part.after(own, states), items)
             losses.append(self._taken_loss())
             states = self._taken_states()
         return torch.stack(losses).sum()

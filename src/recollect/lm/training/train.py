@@ -31,8 +31,7 @@ from recollect.lm.planning.flops import measured_ceiling, model_flops
 from recollect.lm.sharding.data import reshard
 from recollect.lm.sharding.layout import Layout
 from recollect.lm.sharding.processes import agree, alive, join, together
-from recollect.lm.sharding.tensor import check_heads
-from recollect.lm.sharding.trainer import ShardedTrainer, spread
+from recollect.lm.sharding.trainer import ShardedTrainer, check_fits, spread
 from recollect.lm.training.arguments import device_of, quiet, share, trainer_arguments
 from recollect.lm.training.atomic_checkpoints import last_checkpoint
 from recollect.lm.training.divergence import Guard
@@ -202,8 +201,7 @@ def _trained(
         stock = rows_of(plan, tokenizer, bad)
         torch.manual_seed(plan.run.seed)
         model = build_model(plan, tokenizer)
-        if layout.tensor > 1:
-            check_heads(model, layout.tensor)
+        check_fits(model, layout)
     agree(given(begun.record, checkpoint), OTHERWISE)
     lies = spread(model, layout, here.type, bf16=plan.run.bf16)
     if (doubtful := measured_on_trained(plan, begun.record["texts"])) is not None:
@@ -264,7 +262,7 @@ def _trained(
         if trainer.args.should_save:
             note_begun(out, begun.record)
         began = time.perf_counter()
-        with alive(partial(last_checkpoint, out)):
+        with alive(partial(last_checkpoint, out)), lies.alone_again():
             with enough_memory(plan), finish_step(trainer):
                 start = None if checkpoint is None else str(checkpoint)
                 trainer.train(resume_from_checkpoint=start)

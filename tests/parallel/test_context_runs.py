@@ -1,0 +1,137 @@
+"""Runs whose rows lie along several processes, and rows in segments on several: the run of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from tests.lm.runs import write_text
+from tests.parallel.jobs import model
+from tests.parallel.spawned import ended, group, job
+from tests.parallel.test_data import apart, tables
+
+import recollect as rc
+from recollect.lm.sharding.export import export_model
+from recollect.lm.sharding.layout import Layout
+from recollect.lm.sharding.trainer import check_fits
+from recollect.lm.training.arguments import share
+from recollect.lm.training.plan import TrainPlan
+from recollect.lm.training.train import train
+
+STREAM = {"packing": "stream"}
+
+
+# Of each run the run of one process that it must be, and how it differs from that.
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "along": ("documents", {"parallel": {"context": 2}, "checkpointing": True}),
+    "deep": ("stream", {"parallel": {"data": 1, "context": 2}}),
+    "pieces": ("segments", {"parallel": {"context": 2}}),
+    "shards": ("segments", {"parallel": "fsdp"}),
+    "replicas": ("packed segments", {"parallel": "ddp"}),
+    "bf16": ("documents", {"parallel": {"context": 2}, "bf16": True}),
+}
+DATA: dict[str, dict[str, Any]] = {
+    "documents": {},
+    "stream": STREAM,
+    "segments": STREAM | {"segments": 4},
+    "packed segments": {"segments": 4},
+}
+TITANS = {"recipe": "titans"}  # its initial memory is used by the first piece of a row alone
+
+
+@pytest.mark.slow
+def test_rows_along_processes_and_in_segments_are_those_of_one(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.jsonl")
+
+    def of(out: str, like: str, run: dict[str, Any]) -> dict[str, Any]:
+        recipe = {} if like == "documents" else TITANS
+        return tables(
+            tmp_path, out, model=recipe, data=DATA[like], run={"save_every": 0, "keep": 1} | run
+        )
+
+    alone = {like: train(TrainPlan.from_dict(of(f"one {like}", like, {}))) for like in DATA}
+    several = {name: of(name, like, run) for name, (like, run) in RUNS.items()}
+    ranks = job(f"runs({several!r})", 2, tmp_path)
+    for name, (like, _) in RUNS.items():
+        found, one = ranks[0][name], alone[like]
+        near = 0.05 if name == "bf16" else 1e-5  # bfloat16 has 8 bits, of a loss of about 5
+        assert found["loss"] == pytest.approx(one.loss, abs=near), name
+        assert found["heldout"] == pytest.approx(one.heldout_loss, abs=near), name
+        assert found["tokens"] == one.tokens == 8 * 4 * 2 * 32  # batch is that of all processes
+        assert ranks[1][name]["loss"] == found["loss"] and not ranks[1][name]["said"]
+        if name != "bf16":
+            assert apart(tmp_path / f"one {like}/model", tmp_path / name / "model") < 1e-5, name
+        if name != "replicas":
+            whole = sum(weight.numel() for weight in one.model.parameters())
+            assert all(rank[name]["held"] < 0.52 * whole for rank in ranks), name
+    assert "FSDP2, context 2" in ranks[0]["along"]["said"][0]
+    # A step of two batches in four pieces each averages gradients once, after the eighth.
+    withheld = {name: ranks[0][name]["withheld"] for name in RUNS}
+    assert withheld["replicas"] == 8 * (1 + 3 + 3) and withheld["shards"] == 0
+    assert ranks[0]["along"]["forwards"] == []  # the model reads alone again
+
+
+@pytest.mark.slow
+def test_a_killed_run_along_processes_goes_on_with_others(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.jsonl")
+    train(TrainPlan.from_dict(tables(tmp_path, "unbroken")))
+    broken = tables(tmp_path, "broken", run={"parallel": {"context": 2}})
+    code = f"import tests.parallel.jobs as jobs; print(jobs.killed({broken!r}))"
+    with group(2, code, tmp_path) as processes:
+        (_, said, err), (status, _, _) = ended(processes)
+    assert status == -9 and "checkpoint-4 is whole" in said, err
+    exported = tmp_path / "exported"
+    assert export_model(tmp_path / "broken", exported).name == "checkpoint-4"
+    assert rc.lm.RecollectForCausalLM.from_pretrained(exported).config.num_hidden_layers == 2
+    four = {"parallel": {"data": 2, "context": 2}}
+    job(f"runs({{'four': {tables(tmp_path, 'broken', run=four)!r}}}, resume=True)", 4, tmp_path)
+    assert apart(tmp_path / "unbroken/model", tmp_path / "broken/model") < 1e-5
+
+
+def refusals() -> dict[str, tuple[dict[str, dict[str, Any]], str]]:
+    along = {"run": {"parallel": {"context": 2}}}
+    return {
+        "short rows": (
+            {"run": {"parallel": {"context": 8}}, "data": {"context": 7}},
+            r"context = 8 divides the 7 tokens of a row among as many processes",
+        ),
+        "short segments": (
+            {**along, "data": {"context": 10, "segments": 4, "packing": "stream"}},
+            r"context = 2 divides the 1 tokens of the shortest of 4 segments",
+        ),
+        "documents in segments": (
+            {**along, "data": {"segments": 2}},
+            r'take packing = "stream"',
+        ),
+        "kept": (
+            {**along, "data": {"segments": 2, "segment_gradient": "kept"}},
+            r'take "cut", or one process',
+        ),
+        "batch": (
+            {"run": {"parallel": {"data": 4, "context": 2}}, "optimizer": {"batch": 6}},
+            r"4 groups of them cannot share it equally",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", refusals())
+def test_what_cannot_be_divided_is_refused_before_anything_runs(tmp_path: Path, name: str) -> None:
+    changes, said = refusals()[name]
+    plan = TrainPlan.from_dict(tables(tmp_path, "run", **changes))
+    parallel = plan.run.parallel
+    assert isinstance(parallel, dict)
+    processes = torch.tensor([*parallel.values()]).prod()
+    with pytest.raises(ValueError, match=said):
+        share(plan, int(processes))
+
+
+def test_what_cannot_lie_along_processes_is_refused_by_all_alike() -> None:
+    along = Layout(context=2, shards=True)
+    check_fits(model("titans"), along)
+    with pytest.raises(ValueError, match=r"context = 2: this model routes tokens to memories"):
+        check_fits(model("mixture_of_memories"), along)
