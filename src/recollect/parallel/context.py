@@ -157,6 +157,7 @@ class ContextParallel:
                 "next rank's first label: leave labels out, or use RecollectForCausalLM"
             )
         if targets is None:
+            assert labels is not None
             targets = self._targets(labels, named)
         items = named.pop("num_items_in_batch", None)
         if items is None:
