@@ -2,7 +2,7 @@
 
 Examples:
     >>> rc.zoo.names("linear_attention")
-    ['linear_attention']
+    ['linear_attention', 'normalized_linear_attention']
     >>> print(rc.zoo.get("linear_attention").rule)
     M_t = M_(t−1) + v_t k_tᵀ
 """

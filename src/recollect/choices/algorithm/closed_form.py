@@ -142,11 +142,10 @@ class LeastSquares(_Condensed):
     Args:
         ridge: λ > 0: a constant, or a param (``"static"``) per head.
         per: ``"key"`` for one λ per lifted key channel.
-        form: what the ridge ρ_t does while the past is forgotten. ``"decaying"``: ρ_t = λ Π_{i≤t}
-        γ_i,
-            the classical recursion, which winds up where keys leave directions unexcited.
-            ``"refreshed"``: the same inside spans of ``every`` tokens, and λ again at the end of
-            each. ``"constant"``: ρ_t = λ (MesaNet). Without decay the three are one.
+        form: what the ridge ρ_t does while the past is forgotten. ``"decaying"``: ρ_t = λ Π γ_i
+            over i ≤ t, the classical recursion, which winds up where keys leave directions
+            unexcited. ``"refreshed"``: the same inside spans of ``every`` tokens, and λ again at
+            the end of each. ``"constant"``: ρ_t = λ (MesaNet). Without decay the three are one.
         every: tokens of a span; part of the model where γ < 1. A span's last token reads before the
             ridge is refreshed, and `recollect.read` after it reads behind.
 
