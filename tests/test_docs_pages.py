@@ -61,17 +61,12 @@ def table(text: str, heading: str) -> dict[str, str]:
 
 
 def owed() -> Iterator[tuple[str, Any]]:
-    """What must have a reference, by name."""
+    """Every public name, as it is reached: of `rc` and of each module that it names."""
     for name in rc.__all__:
-        if not inspect.ismodule(getattr(rc, name)):
-            yield name, getattr(rc, name)
-    for module, names in {
-        rc.lm: ("RecollectConfig", "RecollectForCausalLM", "RecollectCache", "TrainPlan"),
-        rc.experiments: ("Comparison", "ModelRun", "Sizes", "Schedule", "save_comparison"),
-        rc.zoo: ("get", "names", "preset", "Preset"),
-        rc.memory: ("Memory", "Stack", "LinearMap"),
-    }.items():
-        yield from ((name, getattr(module, name)) for name in names)
+        value = getattr(rc, name)
+        yield f"rc.{name}", value
+        if inspect.ismodule(value):
+            yield from ((f"rc.{name}.{n}", getattr(value, n)) for n in value.__all__)
 
 
 def test_every_reference_names_something_and_everything_public_has_one() -> None:
@@ -79,6 +74,33 @@ def test_every_reference_names_something_and_everything_public_has_one() -> None
     shown = [found for path in PAGES for found in referenced(path.read_text(encoding="utf-8"))]
     here = {id(found) for found in shown}
     assert [name for name, value in owed() if id(value) not in here] == []
+    # One home each: two would be found twice, and a reference would not know which is meant.
+    paths = [path for page in PAGES for path, _ in DIRECTIVE.findall(page.read_text("utf-8"))]
+    assert sorted(paths) == sorted(set(paths))
+
+
+def test_a_reference_is_headed_by_the_name_that_one_types() -> None:
+    pytest.importorskip("transformers")
+    names = dict(owed())
+    for path in (DOCS / "reference").glob("*.md"):
+        for where, options in DIRECTIVE.findall(path.read_text(encoding="utf-8")):
+            heading = re.search(r"heading: (.*)", options)
+            assert heading is not None, where
+            if heading[1].startswith("rc."):
+                assert names[heading[1]] is named(where), heading[1]
+
+
+def test_the_reference_begins_with_all_of_its_names() -> None:
+    for name in (DOCS / "reference").glob("*.md"):
+        if name.stem != "index":
+            (row,) = re.findall(
+                rf"^\| \[.*\]\({name.name}\) \| (.*) \|$", page("reference/index.md"), re.M
+            )
+            headings = re.findall(
+                r"^      toc_label: (\w+)$", name.read_text("utf-8"), re.MULTILINE
+            )
+            said = re.findall(r"`(\w+)`", row)
+            assert set(said) <= set(headings), name.name
 
 
 def test_every_page_stands_in_the_order_that_a_reader_needs() -> None:
@@ -93,9 +115,9 @@ def test_every_page_stands_in_the_order_that_a_reader_needs() -> None:
 
 
 def test_the_first_pages_lead_to_every_other() -> None:
-    """In two steps: the first page, and those of tutorials and of guides, to which it leads."""
+    """In two steps: the first page, and those of tutorials, guides and reference that it names."""
     links = {"index.md"}
-    for name in ("index.md", "guides.md", "tutorials/index.md"):
+    for name in ("index.md", "guides.md", "tutorials/index.md", "reference/index.md"):
         assert name in links
         found = re.findall(r"\]\(([\w/.-]+\.md)(?:#[\w-]+)?\)", page(name))
         links |= {posixpath.normpath(posixpath.join(posixpath.dirname(name), x)) for x in found}
@@ -186,6 +208,9 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     knobs = (tmp_path / "six-knobs.html").read_text(encoding="utf-8")
     assert all(f'"name":"{name}"' in knobs for name in rc.zoo.names())
     assert 'href="six-knobs.html"' in (tmp_path / "page.html").read_text(encoding="utf-8")
-    pages = [path.read_text(encoding="utf-8") for path in tmp_path.glob("**/*.html")]
-    shown = {i.rpartition(".")[2] for i in re.findall(r'id="(recollect[\w.]+)"', "".join(pages))}
-    assert {name for name, _ in owed()} - shown == set()
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text(encoding="utf-8"))
+    found = {entry["title"]: entry for entry in index["docs"]}
+    titles = {re.sub(r"<[^>]*>", "", title).split("¶")[0].strip() for title in found}
+    moved = {"rc.experiments.compare": "rc.compare", "rc.experiments.reproduce": "rc.reproduce"}
+    assert {moved.get(name, name) for name, _ in owed()} - titles == set()
+    assert re.split(index["config"]["separator"], "rc.memory.Matrix") == ["rc", "memory", "Matrix"]

@@ -8,6 +8,7 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import itertools
 import pkgutil
 import re
 import textwrap
@@ -26,6 +27,8 @@ import recollect as rc
 from recollect.choices import member
 
 # Faces of the package beside the modules that `rc` names.
+zoo_presets = importlib.import_module("recollect.zoo.preset")  # `rc.zoo.preset` is the decorator
+
 FACES = ("recollect", *(f"recollect.{n}" for n in ("bench", "layer", "recall", "recipe", "report")))
 FACES = (*FACES, "recollect.explain")
 
@@ -176,36 +179,82 @@ def examples() -> dict[str, doctest.DocTest]:
 
 
 EXAMPLES = examples()
-SHOWN = {
-    rc.lm: ("Prompt", "RecollectCache", "RecollectConfig", "RecollectForCausalLM"),
-    rc.tasks: (),
-    rc.theory: (),
+SLOW = {
+    "recollect.experiments.comparison.report.save_comparison",
+    "recollect.experiments.comparison.table.add_rows",
+    "recollect.experiments.comparison.table.write_rows_table",
+    "recollect.experiments.framework.run.Run",
+    "recollect.lm.training.progress.Trained",
 }
-"""Faces whose functions are all shown, with the classes that are."""
+"""Examples that train, beside those of the functions that do: `compare`, `train`, `reproduce`."""
 
 
-def shown() -> Iterator[tuple[str, Any]]:
-    yield from ((f"rc.{name}", getattr(rc, name)) for name in rc.__all__)
-    for face, classes in SHOWN.items():
-        for name in face.__all__:
-            if inspect.isfunction(getattr(face, name)) or name in classes:
-                yield f"{face.__name__}.{name}", getattr(face, name)
+def shown() -> Iterator[tuple[str, str, Any]]:
+    """Every public name: how it is reached, its last part, and what it is."""
+    faces = {"rc": rc}
+    faces |= {f"rc.{n}": getattr(rc, n) for n in rc.__all__ if inspect.ismodule(getattr(rc, n))}
+    for face, module in faces.items():
+        yield from ((f"{face}.{name}", name, getattr(module, name)) for name in module.__all__)
 
 
-@pytest.mark.parametrize(("name", "value"), list(shown()))
-def test_every_main_name_has_an_example(name: str, value: Any) -> None:
-    """A name of `rc`, and a function of its language models, tasks and theory, shows itself."""
-    where = value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{value.__name__}"
-    assert where in EXAMPLES, f"{name} has no Examples section"
+def defined(name: str, value: Any) -> str:
+    """Where a name is defined, as `EXAMPLES` calls it."""
+    if inspect.ismodule(value):
+        return value.__name__
+    ours = str(getattr(value, "__module__", "")).startswith("recollect")
+    own = ours and hasattr(value, "__qualname__")
+    return f"{value.__module__}.{value.__qualname__}" if own else f"constant {name}"
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def constants() -> dict[str, doctest.DocTest]:
+    """Examples in the strings below public names that are neither class nor function."""
+    wanted = {name for _, name, value in shown() if defined(name, value).startswith("constant")}
+    line = re.compile(rf"^({'|'.join(wanted)})(?:: .*)? = ", re.MULTILINE)
+    found: dict[str, doctest.DocTest] = {}
+    for path in Path(*rc.__path__).rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if not line.search(text):
+            continue
+        for assigned, below in itertools.pairwise(ast.parse(text).body):
+            targets = getattr(assigned, "targets", [getattr(assigned, "target", None)])
+            name = getattr(targets[0], "id", "")
+            match below:
+                case ast.Expr(value=ast.Constant(value=str(said))) if name in wanted:
+                    known = {"rc": rc, "torch": torch, "__name__": "__main__"}
+                    where = f"constant {name}"
+                    test = doctest.DocTestParser().get_doctest(said, known, where, str(path), 0)
+                    if test.examples:
+                        found[where] = test
+    return found
+
+
+EXAMPLES |= constants()
+
+
+@pytest.mark.parametrize(("where", "name", "value"), list(shown()))
+def test_every_public_name_has_an_example(where: str, name: str, value: Any) -> None:
+    """A name of `rc` or of a module that it names shows itself."""
+    assert defined(name, value) in EXAMPLES, f"{where} has no Examples section"
+
+
+def test_every_system_of_the_zoo_stands_in_the_example_of_its_family() -> None:
+    for name in (*rc.zoo.names(), *rc.zoo.hybrids()):
+        family = importlib.import_module(f"recollect.zoo.{rc.zoo.find(name).family}")
+        assert name in re.findall(r"\w+", family.__doc__ or ""), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in sorted(EXAMPLES)],
+)
 def test_every_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a docstring shows is what comes out. Files of an example lie in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     # Its members are those of the package and its own, whatever other tests have registered.
     own = {n: cls for n, cls in member.all_members().items() if "recollect." in cls.__module__}
     monkeypatch.setattr(member, "_REGISTRY", own)
+    for systems in ("_PRESETS", "_HYBRIDS"):
+        monkeypatch.setattr(zoo_presets, systems, dict(getattr(zoo_presets, systems)))
     told: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     failed, tried = runner.run(EXAMPLES[name], out=told.append)

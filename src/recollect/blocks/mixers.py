@@ -48,6 +48,11 @@ class Mixer(Options):
     Attributes:
         kind: its name in JSON.
         holds: its fields that hold mixers.
+
+    Examples:
+        >>> mixer = rc.blocks.Chain("gated_delta_net", "sliding_window_attention")
+        >>> isinstance(mixer, rc.blocks.Mixer), list(mixer.children)
+        (True, ['0', '1'])
     """
 
     kind: ClassVar[str]

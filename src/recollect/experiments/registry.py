@@ -53,7 +53,17 @@ EXPERIMENTS: dict[str, Experiment] = {
     )
     for experiment in module.EXPERIMENTS
 }
-"""What `recollect reproduce` can run."""
+"""What `recollect reproduce` can run.
+
+Examples:
+    >>> rc.experiments.EXPERIMENTS["ttr-fig2"].source
+    'TTR section 5, figure 2, eq. 55'
+"""
 
 PLANNED: tuple[Planned, ...] = ()
-"""What nobody can run yet."""
+"""What nobody can run yet.
+
+Examples:
+    >>> {planned.name for planned in rc.experiments.PLANNED} & set(rc.experiments.EXPERIMENTS)
+    set()
+"""

@@ -32,9 +32,10 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from recollect.lm.evaluation.evaluate import EvaluationWatcher, evaluate
+from recollect.lm.evaluation.evaluate import evaluate
 from recollect.lm.evaluation.local_tasks import local_tasks
 from recollect.lm.evaluation.results import Evaluation, TaskResult
+from recollect.lm.evaluation.watching import EvaluationWatcher
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.checkpoint import CheckpointError
 from recollect.lm.model.classification import RecollectForSequenceClassification

@@ -54,6 +54,15 @@ class ContextParallel:
 
     Raises:
         ValueError: a model without sequence layers, or one that is in such a context already.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> layer = rc.MemoryLayer(16, heads=2, recipe=rc.Recipe())
+        >>> with rc.parallel.context(layer) as parallel:
+        ...     [way.name for way in parallel.ways.values()]
+        ['affine']
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -315,6 +324,16 @@ def context(
                 model(ids, labels=ids).loss.backward()
                 ranks.reduce_gradients()
             optimizer.step()
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> layer, x = rc.MemoryLayer(16, heads=2, recipe=rc.Recipe()), torch.randn(1, 8, 16)
+        >>> with rc.parallel.context(layer):
+        ...     y, state = layer(x)  # x: this rank's segment; one rank has all of it
+        >>> torch.allclose(y, layer(x)[0], atol=1e-5)
+        True
+        >>> dist.destroy_process_group()
     """
     if way not in ("auto", "hand_over"):
         raise ValueError(

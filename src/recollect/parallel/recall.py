@@ -91,6 +91,16 @@ def recall(
             rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
             q, k, v = (x.tensor_split(ranks, dim=1)[rank] for x in whole)
             y, state = rc.parallel.recall("delta_net", q, k, v, gates)
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> q, k, v = torch.randn(3, 1, 8, 2, 4)  # this rank's segment; one rank has all of it
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=0.1))
+        >>> y, state = rc.parallel.recall(recipe, q, k, v)
+        >>> torch.allclose(y, rc.recall(recipe, q, k, v)[0], atol=1e-6)
+        True
+        >>> dist.destroy_process_group()
     """
     recipe = recipe_of(recipe, "rc.parallel.recall")
     check_flags(causal=causal, output_state=output_state)

@@ -20,6 +20,16 @@ from recollect.recipe.recipe import Recipe
 __all__ = ["WAYS", "Way", "way_of"]
 
 WAYS = ("affine", "gather", "hand_over")
+"""How a memory goes from rank to rank.
+
+``"affine"``: each rank's segment is one affine map of the weights, and the maps are scanned.
+``"gather"``: keys and values are gathered, as for attention. ``"hand_over"``: the state is handed
+from rank to rank.
+
+Examples:
+    >>> rc.parallel.way_of(rc.Recipe()).name in rc.parallel.WAYS
+    True
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +42,11 @@ class Way:
             ``"decays"``, numbers per row and column; ``"entries"``, a number per entry; ``"keys"``,
             a matrix over key features, the same for every row of the memory.
         why: in a few words.
+
+    Examples:
+        >>> way = rc.parallel.way_of(rc.zoo.get("gla").recipe)
+        >>> way.name, way.transition
+        ('affine', 'decays')
     """
 
     name: str
@@ -57,6 +72,14 @@ def way_of(recipe: Recipe, way: str = "auto") -> Way:
     Raises:
         RecipeError: a way that this recipe does not allow.
         ValueError: an unknown way.
+
+    Examples:
+        >>> rc.parallel.way_of(rc.zoo.get("gated_delta_net").recipe).name
+        'affine'
+        >>> rc.parallel.way_of(rc.zoo.get("softmax_attention").recipe).name
+        'gather'
+        >>> rc.parallel.way_of(rc.zoo.get("titans").recipe).name
+        'hand_over'
     """
     if way not in ("auto", *WAYS):
         raise ValueError(f"way must be auto, {', '.join(WAYS[:-1])} or {WAYS[-1]}, not {way!r}")

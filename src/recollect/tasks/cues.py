@@ -44,6 +44,12 @@ class CueConfig(Validated):
 
     Raises:
         ValueError: if no instance has this shape, saying which number to change.
+
+    Examples:
+        >>> config = rc.tasks.CueConfig(pairs=4, length=16)
+        >>> inputs, labels = rc.tasks.cues(config, 2, torch.Generator().manual_seed(0))
+        >>> inputs.shape, (labels != rc.tasks.IGNORE).sum().item()  # one question each
+        (torch.Size([2, 17]), 2)
     """
 
     pairs: int = integer(at_least=1)

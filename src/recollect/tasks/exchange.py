@@ -110,6 +110,13 @@ class Exchange:
         q: the key that is asked for at every token, ``[n + swaps, d]``.
         asked: its index; ``holds``: which value stands under it after that token.
         final: which value stands under every key after the last token, ``[n]``.
+
+    Examples:
+        >>> stream = rc.tasks.exchange(4, 8, 3, torch.Generator().manual_seed(0))
+        >>> stream.k.shape, stream.v.shape  # four writes, three swaps
+        (torch.Size([7, 8]), torch.Size([7, 4]))
+        >>> stream.final.sort().values  # the four values, in another order
+        tensor([0, 1, 2, 3])
     """
 
     k: Tensor

@@ -54,6 +54,12 @@ class ExtractionConfig(Validated):
 
     Raises:
         ValueError: another form, or too short a text.
+
+    Examples:
+        >>> config = rc.tasks.ExtractionConfig(form="fda", length=700)
+        >>> (one,) = rc.tasks.extractions(config, 1, torch.Generator().manual_seed(0))
+        >>> len(one.text) + len(one.question) <= 700
+        True
     """
 
     form: ExtractionForm = option("squad", *get_args(ExtractionForm))
@@ -69,6 +75,12 @@ class Extraction:
         question: what is asked; for ``swde`` and ``fda`` the name of an attribute, for ``squad``
             the beginning of a sentence.
         answers: whatever counts as right, the usual one first.
+
+    Examples:
+        >>> config = rc.tasks.ExtractionConfig(form="swde")
+        >>> (one,) = rc.tasks.extractions(config, 1, torch.Generator().manual_seed(0))
+        >>> one.answers[0] in one.text
+        True
     """
 
     text: str

@@ -46,6 +46,12 @@ class MappingConfig(Validated):
 
     Raises:
         ValueError: a number out of range, naming it.
+
+    Examples:
+        >>> config = rc.tasks.MappingConfig(name="low_rank", size=8, length=16, rank=2)
+        >>> found = rc.tasks.mapping(config, 2, torch.Generator().manual_seed(0))
+        >>> torch.linalg.matrix_rank(found.outputs, rtol=1e-4)  # [B, T, d] of rank k
+        tensor([2, 2])
     """
 
     name: MappingName = option(MISSING, *get_args(MappingName))
@@ -67,6 +73,12 @@ class Mapping:
 
     Attributes:
         inputs, outputs: ``[B, T, d]``.
+
+    Examples:
+        >>> config = rc.tasks.MappingConfig(name="low_rank", size=8, length=16, rank=2)
+        >>> found = rc.tasks.mapping(config, 2, torch.Generator().manual_seed(0))
+        >>> found.inputs.shape, found.outputs.shape
+        (torch.Size([2, 16, 8]), torch.Size([2, 16, 8]))
     """
 
     inputs: Tensor

@@ -39,6 +39,12 @@ class MadRecall(Validated):
 
     Raises:
         ValueError: a number out of range, naming it.
+
+    Examples:
+        >>> config = rc.tasks.MadRecall(vocab=16, length=32)
+        >>> inputs, labels = rc.tasks.mad(config, 2, torch.Generator().manual_seed(0))
+        >>> inputs.shape, int(inputs.max()) < config.vocab
+        (torch.Size([2, 31]), True)
     """
 
     vocab: int = integer(16)
@@ -73,6 +79,11 @@ class MadFuzzy(Validated):
 
     Raises:
         ValueError: a number out of range, naming it.
+
+    Examples:
+        >>> config = rc.tasks.MadFuzzy(vocab=16, length=64, motif=2)
+        >>> rc.tasks.mad(config, 2, torch.Generator().manual_seed(0))[0].shape
+        torch.Size([2, 64])
     """
 
     vocab: int = integer(16)
@@ -98,6 +109,12 @@ class MadMemorization(Validated):
 
     Raises:
         ValueError: a number out of range, naming it.
+
+    Examples:
+        >>> config = rc.tasks.MadMemorization(vocab=17, length=8)
+        >>> inputs, labels = rc.tasks.mad(config, 1, torch.Generator().manual_seed(0))
+        >>> inputs[0, 1::2], bool((labels[0, 1::2] >= 8).all())  # "insert": a value is asked
+        (tensor([16, 16, 16, 16]), True)
     """
 
     vocab: int = integer(256, at_least=3)
@@ -131,6 +148,12 @@ class MadCopying(Validated):
 
     Raises:
         ValueError: a number out of range, naming it.
+
+    Examples:
+        >>> config = rc.tasks.MadCopying(vocab=16, length=32, copies=4)
+        >>> inputs, labels = rc.tasks.mad(config, 1, torch.Generator().manual_seed(0))
+        >>> int((inputs[0] < 14).sum()), labels[0, -4:].equal(inputs[inputs < 14])
+        (4, True)
     """
 
     vocab: int = integer(16, at_least=3)
@@ -154,6 +177,12 @@ class MadCompression(Validated):
 
     Raises:
         ValueError: a number out of range, naming it.
+
+    Examples:
+        >>> config = rc.tasks.MadCompression(vocab=16, length=8)
+        >>> inputs, labels = rc.tasks.mad(config, 2, torch.Generator().manual_seed(0))
+        >>> torch.equal(inputs, labels), inputs[:, -1]
+        (True, tensor([15, 15]))
     """
 
     vocab: int = integer(16, at_least=2)
@@ -161,6 +190,12 @@ class MadCompression(Validated):
 
 
 MadConfig = MadRecall | MadFuzzy | MadMemorization | MadCopying | MadCompression
+"""What an instance of one of MAD's six tasks looks like.
+
+Examples:
+    >>> isinstance(rc.tasks.MadRecall(vocab=16, length=32), rc.tasks.MadConfig)
+    True
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +207,13 @@ class MadSetting:
         axis, value: what differs from the baseline; ``""`` and 0 for the baseline.
         config: what an instance looks like.
         train, test: how many examples there are.
+
+    Examples:
+        >>> baseline, *harder = rc.tasks.mad_settings("compression")
+        >>> baseline.axis, baseline.config
+        ('', MadCompression(vocab=16, length=32))
+        >>> sorted({setting.axis for setting in harder})
+        ['length', 'train', 'vocab']
     """
 
     task: str

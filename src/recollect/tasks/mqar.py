@@ -22,7 +22,13 @@ from torch import Tensor
 from recollect.fields import Validated, held, integer, number, option, whole, word
 
 IGNORE = -100
-"""The label of a position at which nothing is asked; PyTorch's cross entropy skips it."""
+"""The label of a position at which nothing is asked; PyTorch's cross entropy skips it.
+
+Examples:
+    >>> logits, labels = torch.zeros(2, 8), torch.tensor([3, rc.tasks.IGNORE])
+    >>> torch.nn.functional.cross_entropy(logits, labels)  # of the first alone: log 8
+    tensor(2.0794)
+"""
 
 
 __all__ = ["IGNORE", "MqarConfig", "MqarMix", "mqar", "mqar_mix"]
@@ -42,6 +48,12 @@ class MqarConfig(Validated):
 
     Raises:
         ValueError: if no instance has this shape, saying which number to change.
+
+    Examples:
+        >>> config = rc.tasks.MqarConfig(vocab=32, pairs=4, length=32)
+        >>> inputs, labels = rc.tasks.mqar(config, 2, torch.Generator().manual_seed(0))
+        >>> (labels != rc.tasks.IGNORE).sum(1)  # every pair is asked once
+        tensor([4, 4])
     """
 
     vocab: int = integer(at_least=1)
@@ -84,6 +96,13 @@ class MqarMix:
 
     Attributes:
         train, test: shapes of instances, each with how many there are.
+
+    Examples:
+        >>> mix = rc.tasks.mqar_mix("mixed")
+        >>> max(config.pairs for config, count in mix.train)
+        64
+        >>> max(config.pairs for config, count in mix.test)
+        256
     """
 
     train: tuple[tuple[MqarConfig, int], ...]

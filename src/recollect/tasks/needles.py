@@ -81,6 +81,12 @@ class NeedleConfig(Validated):
     Raises:
         ValueError: another name, too short a text, more queries than keys, or more keys than there
             are.
+
+    Examples:
+        >>> config = rc.tasks.NeedleConfig(keys=2, queries=2, length=1024)
+        >>> (prompt,) = rc.tasks.needle_prompts(config, [], 1, torch.Generator().manual_seed(0))
+        >>> len(prompt.places)
+        2
     """
 
     name: NeedleName = option("passkey", *get_args(NeedleName))

@@ -83,6 +83,12 @@ class Prompt:
         text: the context and the question, up to where the answer begins.
         answer: what should follow, word for word.
         places: where each hidden sentence begins in ``text``, in order.
+
+    Examples:
+        >>> config, draw = rc.tasks.NeedleConfig(length=600), torch.Generator().manual_seed(0)
+        >>> (prompt,) = rc.tasks.needle_prompts(config, [], 1, draw)
+        >>> prompt.answer.rstrip(".") in prompt.text[prompt.places[0] :]
+        True
     """
 
     text: str

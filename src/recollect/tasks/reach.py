@@ -30,6 +30,11 @@ class ReachConfig(Validated):
 
     Raises:
         ValueError: an odd number of nodes, or fewer than 2.
+
+    Examples:
+        >>> config, draw = rc.tasks.ReachConfig(nodes=8), torch.Generator().manual_seed(0)
+        >>> rc.tasks.reach(config, 3, draw).labels.sum(-1)  # half of the nodes
+        tensor([4, 4, 4])
     """
 
     nodes: int = integer(32, at_least=2)
@@ -49,6 +54,12 @@ class Reach:
         x: ``[B, n, n]``, node i's vector: onehot(i) + onehot(parent of i).
         parent: ``[B, n]``, int64, −1 for the two roots. Parents come before children.
         labels: ``[B, n]``, int64, 1 where node 0 reaches node i (itself included), else 0.
+
+    Examples:
+        >>> config, draw = rc.tasks.ReachConfig(nodes=8), torch.Generator().manual_seed(0)
+        >>> found = rc.tasks.reach(config, 3, draw)
+        >>> found.x.shape, (found.parent < 0).sum(-1)  # two roots
+        (torch.Size([3, 8, 8]), tensor([2, 2, 2]))
     """
 
     x: Tensor

@@ -13,6 +13,8 @@ own. A story hidden in long background text, sentence by sentence in order, is t
 (Kuratov et al. 2024; ATLAS figure 4): `story_prompts` and `story_bytes`.
 """
 
+# More than 400 lines: five kinds of stories that are told of one simulated world.
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -46,6 +48,12 @@ class StoryConfig(Validated):
 
     Raises:
         ValueError: a number out of range, naming it.
+
+    Examples:
+        >>> config = rc.tasks.StoryConfig(task=1, facts=2)
+        >>> (story,) = rc.tasks.stories(config, 1, torch.Generator().manual_seed(0))
+        >>> len(story.facts)
+        2
     """
 
     task: int = checked(1, whole(1, 5))
@@ -71,6 +79,12 @@ class Story:
         facts: sentences in order.
         question, answer: one word is the answer.
         supports: which facts it takes to answer, by index, in order.
+
+    Examples:
+        >>> config = rc.tasks.StoryConfig(task=1, facts=2)
+        >>> (story,) = rc.tasks.stories(config, 1, torch.Generator().manual_seed(0))
+        >>> story.answer in story.facts[story.supports[0]]
+        True
     """
 
     facts: tuple[str, ...]

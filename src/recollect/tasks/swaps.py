@@ -29,6 +29,12 @@ class SwapConfig(Validated):
 
     Raises:
         ValueError: a size too small.
+
+    Examples:
+        >>> config = rc.tasks.SwapConfig(items=5, length=16)
+        >>> inputs, labels = rc.tasks.swaps(config, 2, torch.Generator().manual_seed(0))
+        >>> inputs.shape, labels.shape
+        (torch.Size([2, 16]), torch.Size([2, 16]))
     """
 
     items: int = integer(5, at_least=2)

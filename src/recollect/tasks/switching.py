@@ -40,6 +40,11 @@ class SwitchingConfig(Validated):
 
     Raises:
         ValueError: a number out of range, naming it.
+
+    Examples:
+        >>> config = rc.tasks.SwitchingConfig(size=4, length=8)
+        >>> rc.tasks.switching(config, 2, torch.Generator().manual_seed(0)).k.shape
+        torch.Size([2, 8, 4])
     """
 
     size: int = integer(64, at_least=1)
@@ -71,6 +76,14 @@ class Switching:
         k, v: ``[B, T, K]``, the associations; values have length 1.
         q: ``[B, T, K]``, the next key.
         target: ``[B, T, K]``, the next value: what y_t forecasts.
+
+    Examples:
+        >>> config = rc.tasks.SwitchingConfig(size=4, length=8)
+        >>> found = rc.tasks.switching(config, 2, torch.Generator().manual_seed(0))
+        >>> torch.allclose(found.v.norm(dim=-1), torch.ones(2, 8))
+        True
+        >>> torch.equal(found.q[:, :-1], found.k[:, 1:])  # the next key
+        True
     """
 
     k: Tensor

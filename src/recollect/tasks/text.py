@@ -39,6 +39,15 @@ class TextCorpus:
         heldout: bytes to measure on, uint8 ``[M]``.
         sha256: a digest of both parts; equal digests mean equal corpora.
         source: where the text came from, in words.
+
+    Examples:
+        >>> corpus = rc.tasks.TextCorpus(
+        ...     train=torch.tensor(list(b"key value ") * 9, dtype=torch.uint8),
+        ...     heldout=torch.tensor(list(b"key value "), dtype=torch.uint8),
+        ...     sha256="of both parts", source="made up",
+        ... )
+        >>> round(rc.tasks.bigram_bits_per_byte(corpus), 1)
+        0.3
     """
 
     train: Tensor

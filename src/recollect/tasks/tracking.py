@@ -47,6 +47,12 @@ class VariableConfig(Validated):
 
     Raises:
         ValueError: a number out of range, naming it.
+
+    Examples:
+        >>> config = rc.tasks.VariableConfig(hops=2, length=600)
+        >>> (prompt,) = rc.tasks.variable_prompts(config, 1, torch.Generator().manual_seed(0))
+        >>> len(prompt.answer.split())  # the chain's first variable, and two hops
+        3
     """
 
     hops: int = checked(4, whole(1, 50))
@@ -66,6 +72,12 @@ class CommonWordsConfig(Validated):
 
     Raises:
         ValueError: a number out of range, naming it.
+
+    Examples:
+        >>> config = rc.tasks.CommonWordsConfig(words=3, often=6, seldom=1, length=1024)
+        >>> (prompt,) = rc.tasks.common_words(config, 1, torch.Generator().manual_seed(0))
+        >>> len(prompt.answer.split())
+        3
     """
 
     words: int = checked(10, whole(1, 1000))
@@ -93,6 +105,12 @@ class FrequentWordsConfig(Validated):
 
     Raises:
         ValueError: a number out of range, naming it.
+
+    Examples:
+        >>> config = rc.tasks.FrequentWordsConfig(words=2, length=1024)
+        >>> (prompt,) = rc.tasks.frequent_words(config, 1, torch.Generator().manual_seed(0))
+        >>> len(prompt.text + prompt.answer) <= 1024
+        True
     """
 
     alpha: float = number(2.0, above=1.0, at_most=10.0)

@@ -34,6 +34,12 @@ class WordConfig(Validated):
 
     Raises:
         ValueError: a size below one, or another group.
+
+    Examples:
+        >>> config = rc.tasks.WordConfig(items=3, length=4)
+        >>> inputs, labels = rc.tasks.words(config, 2, torch.Generator().manual_seed(0))
+        >>> inputs.shape  # the token that begins a word, and four permutations
+        torch.Size([2, 5])
     """
 
     items: int = integer(3, at_least=1)

@@ -29,6 +29,11 @@ class Margin:
         spread: ε, the largest |inner product| of two keys.
         arithmetic: a bound on the error of a product of two differences of keys in a dtype.
         total: 4ε + arithmetic, which must be below ½.
+
+    Examples:
+        >>> margin = rc.theory.Margin(spread=0.12, arithmetic=0.01)
+        >>> round(margin.total, 2)  # below ½: rounding tracks every swap
+        0.49
     """
 
     spread: float

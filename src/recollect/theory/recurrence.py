@@ -32,6 +32,13 @@ class GeneralForm:
     Attributes:
         A: ``[V, V]``, over values. B: ``[F, F]``, over (lifted) keys. C: ``[V, F]``, the write.
         before, after: S_{t−1} and S_t of the recipe, ``[V, F]``.
+
+    Examples:
+        >>> k, v = torch.randn(2, 3, 4, dtype=torch.float64)
+        >>> recipe = rc.zoo.get("linear_attention").recipe
+        >>> first, *_ = rc.theory.general_form(recipe, k, v)
+        >>> torch.allclose(first.C, torch.outer(v[0], k[0]))  # what linear attention writes
+        True
     """
 
     A: Tensor

@@ -46,6 +46,13 @@ __all__ = [
 ]
 
 KernelName = Literal["linear", "relu", "exp", "solu"]
+"""Kernels of AM section 2.2: κ(q, k) = s, max(s, 0), exp(s/τ) or s exp(s/τ), with s = q·k.
+
+Examples:
+    >>> from typing import get_args
+    >>> get_args(rc.theory.KernelName)
+    ('linear', 'relu', 'exp', 'solu')
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +63,11 @@ class Sampled:
         value: the mean.
         error: its standard error, from the spread of the trials.
         trials: how many there were.
+
+    Examples:
+        >>> sampled = rc.theory.Sampled(value=0.52, error=0.01, trials=100)
+        >>> sampled.agrees(0.5), sampled.agrees(0.6)
+        (True, False)
     """
 
     value: float

@@ -23,7 +23,14 @@ from torch import Tensor
 __all__ = ["Loss", "ftrl", "learning_retaining", "linearized", "memory_losses"]
 
 Loss = Callable[[Tensor], Tensor]
-"""A loss of flat weights ``[n]``, differentiable twice."""
+"""A loss of flat weights ``[n]``, differentiable twice.
+
+Examples:
+    >>> def loss(w: torch.Tensor) -> torch.Tensor:  # a rc.theory.Loss with its minimum at 1
+    ...     return 0.5 * (w - 1).square().sum()
+    >>> torch.func.grad(loss)(torch.zeros(2))
+    tensor([-1., -1.])
+"""
 
 
 def ftrl(losses: Sequence[Loss], regularizer: Loss, *, eta: float, start: Tensor) -> Tensor:

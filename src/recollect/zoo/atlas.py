@@ -1,4 +1,11 @@
-"""ATLAS's models: polynomial features, windows of associations, and Muon as the inner optimizer."""
+"""ATLAS's models: polynomial features, windows of associations, and Muon as the inner optimizer.
+
+Examples:
+    >>> rc.zoo.names("atlas")
+    ['dla', 'swla', 'omega_net', 'atlas', 'atlas_per_token', 'atlas_plus_plus']
+    >>> print(rc.zoo.get("dla").rule)
+    M_t = α_t M_(t−1) + η_t ∇⟨M_(t−1)(φ(k_t)), v_t⟩
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,13 @@
 """Softmax attention as a regression: the local constant that fits the values near the query.
 
 What tells these apart is which associations count, and how much: the context.
+
+Examples:
+    >>> rc.zoo.names("attention")
+    ['softmax_attention', 'qk_norm_attention', 'sliding_window_attention',
+     'unnormalized_attention', 'fox', 'bilinear_gated_attention', 'moba']
+    >>> print(rc.zoo.get("softmax_attention").rule)
+    y_t = Σ_(i≤t) softmax_i(q_t·k_i/√K) v_i
 """
 
 from __future__ import annotations

@@ -1,4 +1,16 @@
-"""Linear attention that forgets: fixed decays per head, and decays per channel from the token."""
+"""Linear attention that forgets: fixed decays per head, and decays per channel from the token.
+
+Examples:
+    >>> for name in rc.zoo.names("decay"):
+    ...     print(f"{name:<28} {rc.zoo.get(name).rule}")
+    retnet                       M_t = α M_(t−1) + v_t k_tᵀ
+    retnet_xpos                  M_t = M_(t−1) Diag(α ζ^(1/512)) + v_t k_tᵀ
+    lightning_attention          M_t = α M_(t−1) + v_t k_tᵀ
+    dfw                          M_t = (β_t α_tᵀ) ⊙ M_(t−1) + v_t k_tᵀ
+    gla                          M_t = M_(t−1) Diag(α_t) + v_t k_tᵀ
+    gateloop                     M_t = M_(t−1) Diag(α_t e^{iθ_t}) + v_t k_tᵀ
+    hgrn2                        M_t = M_(t−1) Diag(α_t) + v_t (1 − α_t)ᵀ
+"""
 
 from __future__ import annotations
 

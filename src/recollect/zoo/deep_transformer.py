@@ -1,4 +1,12 @@
-"""Transformers whose memory is deep: a perceptron over the exponential kernel's features."""
+"""Transformers whose memory is deep: a perceptron over the exponential kernel's features.
+
+Examples:
+    >>> for name in rc.zoo.names("deep_transformer"):
+    ...     print(f"{name:<28} {rc.zoo.get(name).rule}")
+    deep_transformer             M_t = M_(t−1) + η_t ∇⟨M_(t−1)(φ*(k_t)), v_t⟩
+    swdt                         M_t = α_t M_(t−1) + η_t Σ_(i>t−c) γ_i^(t) ∇⟨M_(t−1)(φ*(k_i)), v_i⟩
+    dot                          M_t = M_(t−1) − η_t Σ_(i>t−c) γ_i^(t) ∇½‖M_(t−1)(φ*(k_i)) − v_i‖²
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The delta rule on a kernel's features."""
+"""The delta rule on a kernel's features.
+
+Examples:
+    >>> rc.zoo.names("delta_former")
+    ['delta_former']
+    >>> print(rc.zoo.get("delta_former").rule)
+    u_t = α_t v_t − β_t Σ_(i<t) κ₁(k_i, w_t) u_i,  y_t = Σ_(i≤t) κ₂(k_i, q_t) u_i
+"""
 
 from __future__ import annotations
 

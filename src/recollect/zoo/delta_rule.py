@@ -1,4 +1,11 @@
-"""The delta rule: one step of online gradient descent on least squares."""
+"""The delta rule: one step of online gradient descent on least squares.
+
+Examples:
+    >>> rc.zoo.names("delta_rule")
+    ['delta_net', 'momentum_delta_net', 'gated_delta_net', 'delta_product', 'gated_delta_product']
+    >>> print(rc.zoo.get("delta_net").rule)
+    M_t = M_(t−1)(I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Linear attention on lifted keys and queries: kernels of softmax's kind at constant state."""
+"""Linear attention on lifted keys and queries: kernels of softmax's kind at constant state.
+
+Examples:
+    >>> rc.zoo.names("feature_maps")
+    ['performer', 'rfa', 'cosformer', 'hedgehog', 'based', 'rebased', 'dijiang', 'dpfp',
+     'polysketchformer']
+    >>> print(rc.zoo.get("rfa").rule)
+    y_t = Σ_(i≤t) s_ti v_i / Σ_(i≤t) s_ti,  s_ti = mean_j cos(w_j·(q_t − k_i)),  w_j = σ ⊙ ω_j
+"""
 
 from __future__ import annotations
 

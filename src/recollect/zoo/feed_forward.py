@@ -1,6 +1,12 @@
 """Feed-forward networks as memories that are read and never written (AM section 2.1).
 
 The same recipe memorises tokens in a `MemoryLayer`; here its associations are learned.
+
+Examples:
+    >>> rc.zoo.names("feed_forward")
+    ['ffn_relu', 'ffn_swiglu', 'ffn_moe', 'ffn_multi_head', 'ffn_normalized']
+    >>> print(rc.zoo.get("ffn_relu").rule)
+    y = W_Vᵀ ReLU(W_K x) = Σ_i v_i ReLU(k_i·x)
 """
 
 from __future__ import annotations

@@ -2,6 +2,24 @@
 
 In a layer, as data of `recollect.blocks`, or as layers that alternate over the depth. Every layer
 of a model is followed by an MLP.
+
+Examples:
+    >>> for name in rc.zoo.hybrids():
+    ...     print(f"{name:<22} {rc.zoo.find(name).title}")
+    samba                  Samba
+    titans_mac             Titans, memory as context (MAC)
+    titans_mag             Titans, memory as gate (MAG)
+    titans_mal             Titans, memory as layer (MAL)
+    atlas_mac              Atlas, memory as context (MAC)
+    atlas_mag              Atlas, memory as gate (MAG)
+    atlas_mal              Atlas, memory as layer (MAL)
+    gated_delta_net_h1     Gated DeltaNet-H1
+    gated_delta_net_h2     Gated DeltaNet-H2
+    moneta_h               MONETA-H
+    yaad_h                 YAAD-H
+    memora_h               MEMORA-H
+    residual_delta_net     Residual Delta Net (RDN)
+    mixture_of_memories    Mixture of memories (MoM)
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Adaptive filters as sequence layers: leaky, implicit and normalised least mean squares."""
+"""Adaptive filters as sequence layers: leaky, implicit and normalised least mean squares.
+
+Examples:
+    >>> rc.zoo.names("least_mean_squares")
+    ['leaky_lms', 'longhorn', 'longhorn_diagonal', 'nlms']
+    >>> print(rc.zoo.get("leaky_lms").rule)
+    M_t = M_(t−1)(α_t I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ
+"""
 
 from __future__ import annotations
 

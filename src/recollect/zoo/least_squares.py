@@ -1,4 +1,11 @@
-"""Least squares over all of the past: the optimum that linear attention and its kin approximate."""
+"""Least squares over all of the past: the optimum that linear attention and its kin approximate.
+
+Examples:
+    >>> rc.zoo.names("least_squares")
+    ['rls', 'geometric_rls', 'mesa_net']
+    >>> print(rc.zoo.get("rls").rule)
+    M_t = V_tᵀ K_t (K_tᵀ K_t + λ I)⁻¹
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Linear attention: one step of gradient descent on the dot product, or on least squares from 0."""
+"""Linear attention: one step of gradient descent on the dot product, or on least squares from 0.
+
+Examples:
+    >>> rc.zoo.names("linear_attention")
+    ['linear_attention', 'normalized_linear_attention']
+    >>> print(rc.zoo.get("linear_attention").rule)
+    M_t = M_(t−1) + v_t k_tᵀ
+"""
 
 from __future__ import annotations
 

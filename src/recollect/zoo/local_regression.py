@@ -1,4 +1,11 @@
-"""Regression around every query: softmax attention with slopes, and least squares on a kernel."""
+"""Regression around every query: softmax attention with slopes, and least squares on a kernel.
+
+Examples:
+    >>> rc.zoo.names("local_regression")
+    ['local_linear_attention', 'local_quadratic_attention', 'kernel_regression_attention']
+    >>> print(rc.zoo.get("local_linear_attention").rule)
+    [y_t M_t] = (Vᵀ W X)(Xᵀ W X)⁻¹,  X = [1, k_i − q_t],  W = diag(exp(q_t·k_i/√K))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""MIRAS's own models: MONETA, YAAD and MEMORA, memories with unusual losses and retention."""
+"""MIRAS's own models: MONETA, YAAD and MEMORA, memories with unusual losses and retention.
+
+Examples:
+    >>> rc.zoo.names("miras")
+    ['moneta', 'moneta_exact', 'yaad', 'memora', 'memora_per_token']
+    >>> print(rc.zoo.get("moneta").rule)
+    A_t = α_t A_(t−1) − η_t ρ_t ∇ℓ_p(W_(t−1); k_t, v_t),  W_t = A_t / ‖A_t‖_q^(q−2)
+"""
 
 from __future__ import annotations
 

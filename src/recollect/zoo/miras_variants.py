@@ -1,4 +1,12 @@
-"""What MIRAS derives but does not name: other losses and retention gates, on a matrix memory."""
+"""What MIRAS derives but does not name: other losses and retention gates, on a matrix memory.
+
+Examples:
+    >>> rc.zoo.names("miras_variants")
+    ['elastic_net', 'elastic_net_proximal', 'sigmoid_bregman', 'f_divergence', 'value_robust',
+     'value_less']
+    >>> print(rc.zoo.get("elastic_net").rule)
+    A_t = α_t A_(t−1) − η_t ∇ℓ_t,  W_t = S_τ(A_t),  S_τ(z) = sign(z) max(|z| − τ, 0)
+"""
 
 from __future__ import annotations
 

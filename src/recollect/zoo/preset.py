@@ -1,5 +1,7 @@
 """Presets: named systems of the literature, each a recipe and options, and how faithful it is."""
 
+# More than 400 lines: systems of one recipe and of several, which share one register of names.
+
 from __future__ import annotations
 
 import difflib
@@ -39,6 +41,10 @@ class Reference:
 
     Attributes:
         where: equation, section or table.
+
+    Examples:
+        >>> print(rc.zoo.Reference(paper="Katharopoulos et al.", year=2020, where="eqs. 18–20"))
+        Katharopoulos et al. (2020), eqs. 18–20
     """
 
     paper: str
@@ -58,6 +64,12 @@ class Fidelity:
             open).
         source: the equation that it follows.
         note: what was left open or chosen, and what the layer around the memory does differently.
+
+    Examples:
+        >>> print(rc.zoo.get("linear_attention").fidelity.kind)
+        exact
+        >>> print(rc.zoo.Fidelity(kind="exact", source="TTR eq. 24"))
+        exact, from TTR eq. 24
     """
 
     kind: str
@@ -87,6 +99,16 @@ class Preset:
         row: its number in the table of architectures.
         references, fidelity: whose it is, and how faithful.
         summary: one sentence.
+
+    Examples:
+        >>> preset = rc.zoo.get("gated_delta_net")
+        >>> preset.title, preset.family
+        ('Gated DeltaNet', 'delta_rule')
+        >>> preset.rule
+        'M_t = α_t M_(t−1)(I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ'
+        >>> layer = preset.build(d_model=16, heads=2)
+        >>> layer(torch.randn(1, 4, 16))[0].shape
+        torch.Size([1, 4, 16])
     """
 
     name: str
@@ -151,6 +173,14 @@ class Hybrid:
         row: its number in the table of architectures.
         references, fidelity: whose it is, and how faithful.
         summary: one sentence.
+
+    Examples:
+        >>> system = rc.zoo.find("titans_mal")
+        >>> system.rule
+        'y = M([p, x]),  o = SWA(y)'
+        >>> layer = system.build(d_model=16, heads=2)
+        >>> layer(torch.randn(1, 4, 16))[0].shape
+        torch.Size([1, 4, 16])
     """
 
     name: str
@@ -230,6 +260,20 @@ def preset(
 
     Raises:
         RecipeError: a name that another preset has.
+
+    Examples:
+        >>> @rc.zoo.preset(
+        ...     "Half delta net",
+        ...     row=999,
+        ...     rule="W_t = W_(t−1) − ½ (W_(t−1) k_t − v_t) k_tᵀ",
+        ...     references=(rc.zoo.Reference(paper="none", year=2026, where="here"),),
+        ...     fidelity=rc.zoo.Fidelity(kind="exact", source="the rule above"),
+        ... )
+        ... def half_delta_net():
+        ...     algorithm = rc.algorithm.GradientDescent(lr=0.5)
+        ...     return rc.Recipe(algorithm=algorithm), rc.LayerOptions()
+        >>> rc.zoo.get("half_delta_net").title
+        'Half delta net'
     """
 
     def register(make: Maker) -> Maker:
@@ -275,6 +319,19 @@ def hybrid(
 
     Raises:
         RecipeError: a name that another system has.
+
+    Examples:
+        >>> @rc.zoo.hybrid(
+        ...     "Delta net, then a window",
+        ...     row=999,
+        ...     rule="y = window(delta(x))",
+        ...     references=(rc.zoo.Reference(paper="none", year=2026, where="here"),),
+        ...     fidelity=rc.zoo.Fidelity(kind="exact", source="the rule above"),
+        ... )
+        ... def delta_then_window():
+        ...     return rc.blocks.Chain("delta_net", "sliding_window_attention")
+        >>> rc.zoo.find("delta_then_window").title
+        'Delta net, then a window'
     """
 
     def register(make: Composer) -> Composer:
@@ -299,7 +356,12 @@ def hybrid(
 
 
 def hybrids() -> list[str]:
-    """Names of all systems of several recipes, in the order of the table."""
+    """Names of all systems of several recipes, in the order of the table.
+
+    Examples:
+        >>> "titans_mal" in rc.zoo.hybrids()
+        True
+    """
     return [h.name for h in sorted(_HYBRIDS.values(), key=lambda h: h.row)]
 
 
@@ -308,6 +370,10 @@ def find(name: str) -> Preset | Hybrid:
 
     Raises:
         RecipeError: there is none; the nearest names are suggested.
+
+    Examples:
+        >>> rc.zoo.find("gla").title, rc.zoo.find("samba").title
+        ('gated linear attention (GLA)', 'Samba')
     """
     if isinstance(name, str) and name in _HYBRIDS:  # pyright: ignore[reportUnnecessaryIsInstance]
         return _HYBRIDS[name]
@@ -319,6 +385,10 @@ def names(family: str | None = None) -> list[str]:
 
     Raises:
         RecipeError: an unknown family.
+
+    Examples:
+        >>> rc.zoo.names("titans")
+        ['titans', 'titans_minus']
     """
     families = sorted({p.family for p in _PRESETS.values()})
     if family is not None and family not in families:
@@ -332,6 +402,10 @@ def get(name: str) -> Preset:
 
     Raises:
         RecipeError: there is none; the nearest names are suggested.
+
+    Examples:
+        >>> print(rc.explain(rc.zoo.get("gla")).write[0])
+        W_t = W_(t−1) Diag(α_t) + v_t k_tᵀ
     """
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RecipeError(

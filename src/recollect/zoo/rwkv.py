@@ -1,4 +1,11 @@
-"""RWKV: decays per channel from the token, token shifts, and a bonus for the current token."""
+"""RWKV: decays per channel from the token, token shifts, and a bonus for the current token.
+
+Examples:
+    >>> rc.zoo.names("rwkv")
+    ['rwkv6', 'rwkv7']
+    >>> print(rc.zoo.get("rwkv6").rule)
+    M_t = M_(t−1) Diag(w_t) + v_t k_tᵀ,  y_t = (M_(t−1) + v_t (u ⊙ k_t)ᵀ) q_t
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""State-space models: diagonal recurrences, whose decay and write share one step size."""
+"""State-space models: diagonal recurrences, whose decay and write share one step size.
+
+Examples:
+    >>> rc.zoo.names("state_space")
+    ['lru', 'rg_lru', 'mamba', 'mamba2']
+    >>> print(rc.zoo.get("lru").rule)
+    w_t = λ ⊙ w_(t−1) + √(1 − |λ|²) ⊙ v_t,  λ = α e^{iθ} complex
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Titans: a deep memory that learns by gradient descent with momentum and forgets."""
+"""Titans: a deep memory that learns by gradient descent with momentum and forgets.
+
+Examples:
+    >>> rc.zoo.names("titans")
+    ['titans', 'titans_minus']
+    >>> print(rc.zoo.get("titans").rule)
+    S_t = θ_t S_(t−1) − η_t ρ_t ∇ℓ(M_(t−1); k_t, v_t),  M_t = α_t M_(t−1) + S_t
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""TTT: the hidden state is a small network, trained on each inner batch by averaged steps."""
+"""TTT: the hidden state is a small network, trained on each inner batch by averaged steps.
+
+Examples:
+    >>> rc.zoo.names("ttt")
+    ['ttt_linear', 'ttt_mlp']
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""xLSTM's matrix memory: exponential input gates, kept in range by a running maximum."""
+"""xLSTM's matrix memory: exponential input gates, kept in range by a running maximum.
+
+Examples:
+    >>> rc.zoo.names("xlstm")
+    ['mlstm']
+"""
 
 from __future__ import annotations
 

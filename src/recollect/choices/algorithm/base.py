@@ -34,6 +34,14 @@ class Step:
             context), when the bias is affine.
         lr, momentum: η_t and θ_t; 1 and 0 where the algorithm has none.
         count: number of this token in its document, from 1, ``[B, 1, 1, 1]``.
+
+    Examples:
+        >>> one = torch.ones(1, 1, 1, 1)
+        >>> step = rc.algorithm.Step(
+        ...     gradient=4 * one, write=None, lr=0.5 * one, momentum=0 * one, count=one
+        ... )
+        >>> rc.algorithm.GradientDescent().update({}, step)  # no slots of its own, and −η g
+        ({}, tensor([[[[-2.]]]]))
     """
 
     gradient: Tensor
@@ -52,6 +60,13 @@ class Inverse:
             (G + λI)^(−p); ``"conjugate_gradient"``: so many steps from 0 on each query.
         ridge: what ρ_t of an exact inverse does: ``"constant"``, ``"decaying"``, ``"refreshed"``.
         every: tokens of a span of a refreshed ridge. power: p. steps: of conjugate gradients.
+
+    Examples:
+        >>> rc.algorithm.LeastSquares().inverse.slots
+        ('gram', 'origin', 'inverse', 'kept')
+        >>> diagonal = rc.algorithm.Inverse(kind="diagonal", power=0.5)
+        >>> diagonal.slot_shape("gram", (4, 8))
+        (8,)
     """
 
     kind: str = "exact"
@@ -108,6 +123,18 @@ class Algorithm(Member):
             `recollect.choices.algorithm.share.share`.
         searches: whether its step is scaled by `recollect.choices.algorithm.share.search` along the
             direction that `update` and `settle` give at rate 1; η scales the step alone.
+
+    Examples:
+        >>> @rc.member
+        ... class SignDescent(rc.algorithm.Algorithm):  # A_t = α_t A_(t−1) − η_t sign(g_t)
+        ...     lr = rc.quantity("token", at_least=0, init=0.1)
+        ...
+        ...     def update(self, slots, step):
+        ...         return {}, -step.lr * step.gradient.sign()
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> y, state = rc.recall(rc.Recipe(algorithm=SignDescent(lr=0.5)), q, k, v)
+        >>> state.weights[0].div(0.5).frac().abs().max()  # entries are multiples of η
+        tensor(0.)
     """
 
     choice = "algorithm"

@@ -28,6 +28,17 @@ class Analytic(Algorithm):
     Args:
         ridge: λ ≥ 0 on the non-constant terms of a local polynomial, in units of the total weight;
             λ > 0 of a kernel regression, ½λ‖W‖².
+
+    Examples:
+        >>> recipe = rc.Recipe(
+        ...     features=rc.features.Gaussian(),
+        ...     context=rc.context.Prefix(),
+        ...     algorithm=rc.algorithm.Analytic(ridge=1e-6),
+        ... )
+        >>> k, v = torch.randn(2, 1, 6, 2, 4, dtype=torch.float64)
+        >>> y, _ = rc.recall(recipe, k, k, v)
+        >>> torch.allclose(y, v, atol=1e-3)  # a kernel regression stores what it has seen
+        True
     """
 
     ridge: float = number(0.0, at_least=0)  # type: ignore[assignment]
@@ -131,11 +142,10 @@ class LeastSquares(_Condensed):
     Args:
         ridge: λ > 0: a constant, or a param (``"static"``) per head.
         per: ``"key"`` for one λ per lifted key channel.
-        form: what the ridge ρ_t does while the past is forgotten. ``"decaying"``: ρ_t = λ Π_{i≤t}
-        γ_i,
-            the classical recursion, which winds up where keys leave directions unexcited.
-            ``"refreshed"``: the same inside spans of ``every`` tokens, and λ again at the end of
-            each. ``"constant"``: ρ_t = λ (MesaNet). Without decay the three are one.
+        form: what the ridge ρ_t does while the past is forgotten. ``"decaying"``: ρ_t = λ Π γ_i
+            over i ≤ t, the classical recursion, which winds up where keys leave directions
+            unexcited. ``"refreshed"``: the same inside spans of ``every`` tokens, and λ again at
+            the end of each. ``"constant"``: ρ_t = λ (MesaNet). Without decay the three are one.
         every: tokens of a span; part of the model where γ < 1. A span's last token reads before the
             ridge is refreshed, and `recollect.read` after it reads behind.
 
@@ -150,6 +160,16 @@ class LeastSquares(_Condensed):
     Raises (by `recollect.recall`):
         ValueError: such decays. Nobody looks under `torch.compile`, nor on a GPU at calls of one
             token.
+
+    Examples:
+        >>> recipe = rc.Recipe(
+        ...     context=rc.context.Prefix(), algorithm=rc.algorithm.LeastSquares(ridge=1e-6)
+        ... )
+        >>> q, k = torch.randn(2, 1, 8, 1, 4)
+        >>> M = torch.randn(4, 4)
+        >>> y, _ = rc.recall(recipe, q, k, k @ M.mT)  # after four keys, a linear map is known
+        >>> torch.allclose(y[:, -1], q[:, -1] @ M.mT, atol=1e-3)
+        True
     """
 
     ridge: float | str = _ridge()
@@ -201,6 +221,17 @@ class Preconditioned(_Condensed):
         steps: j ≥ 1, of conjugate gradients.
         power: p in [0, 1], of diagonal and spectral.
         ridge: λ > 0: a constant or a param. per: ``"key"`` for one per lifted key channel.
+
+    Examples:
+        >>> recipe = rc.Recipe(
+        ...     context=rc.context.Prefix(),
+        ...     algorithm=rc.algorithm.Preconditioned(kind="spectral", power=1.0),
+        ... )
+        >>> q, k, v = torch.randn(3, 1, 6, 2, 4)
+        >>> y, _ = rc.recall(recipe, q, k, v)
+        >>> least, _ = rc.recall(recipe.but(algorithm=rc.algorithm.LeastSquares()), q, k, v)
+        >>> torch.allclose(y, least, atol=1e-4)  # p = 1 is least squares
+        True
     """
 
     kind: str = option("conjugate_gradient", "identity", "diagonal", "spectral")
@@ -250,6 +281,10 @@ def smallest_ridge(gram: Tensor) -> Tensor:
     """The ridge that the dtype of ``gram [..., F, F]`` still resolves, ``[..., 1]``.
 
     6 ε ‖G‖_F: beside a much smaller one, rounding in G k passes for excitation.
+
+    Examples:
+        >>> rc.algorithm.smallest_ridge(torch.eye(4))
+        tensor([1.4305e-06])
     """
     size = gram.detach().square().sum((-2, -1)).sqrt().unsqueeze(-1)
     return 6 * torch.finfo(gram.dtype).eps * size

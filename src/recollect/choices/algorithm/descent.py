@@ -97,6 +97,14 @@ class GradientDescent(Descent):
         offset: a learned correction to τ, one per place in the batch (``"static"``), or a constant.
         normalize: scale every association's gradient by ρ: η is then a share of its error. It needs
             a loss that says what it is least at (`Bias.target`).
+
+    Examples:
+        >>> print(*rc.explain(rc.Recipe(algorithm=rc.algorithm.GradientDescent())).write)
+        W_t = W_(t−1) − η_t (W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=1.0))
+        >>> k, v = torch.eye(4).view(1, 4, 1, 4), torch.randn(1, 4, 1, 3)
+        >>> torch.allclose(rc.recall(recipe, k, k, v)[0], v)  # orthonormal keys are stored exactly
+        True
     """
 
     batch: int = integer(1, at_least=1, size=True)
@@ -140,6 +148,13 @@ class Momentum(Descent):
         of: ``"gradient"``, or ``"value"``: on the write only, C_t = θ C_{t−1} + η v kᵀ, while the
             erasure acts at once (DeltaNet + momentum, AM T2).
         normalize: scale every association's gradient by ρ, write and erasure alike.
+
+    Examples:
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.Momentum())
+        >>> [gate.name for gate in recipe.gates()]
+        ['lr', 'momentum']
+        >>> print(*rc.explain(recipe).write)
+        S_t = θ_t S_(t−1) − η_t (W_(t−1) k_t − v_t) k_tᵀ;   W_t = W_(t−1) + S_t
     """
 
     batch: int = integer(1, at_least=1, size=True)
@@ -192,6 +207,12 @@ class Implicit(_Keyed):
 
     Args:
         lr: δ ≥ 0: the gate ``"lr"``, a constant or a param.
+
+    Examples:
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.Implicit(lr=4.0))
+        >>> one = torch.ones(1, 1, 1, 1)
+        >>> rc.recall(recipe, one, one, one)[0].flatten()  # η = 4/(1 + 4·1)
+        tensor([0.8000])
     """
 
     lr: float | str = step_size(letter="δ")
@@ -213,6 +234,12 @@ class Normalized(_Keyed):
 
     Args:
         lr: μ ≥ 0; 1 by default.
+
+    Examples:
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.Normalized())
+        >>> k, v = torch.randn(2, 1, 6, 2, 4)
+        >>> torch.allclose(rc.recall(recipe, k, k, v)[0], v, atol=1e-4)  # the newest, exactly
+        True
     """
 
     lr: float | str = step_size(1.0, init=1.0, letter="μ")

@@ -24,6 +24,13 @@ class RMSProp(_Elementwise):
 
     Args:
         decay_rate: ρ.
+
+    Examples:
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.RMSProp(lr=0.1))
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> y, state = rc.recall(recipe, q, k, v)
+        >>> {name: tuple(slot[0].shape) for name, slot in state.slots.items()}
+        {'square': (1, 2, 8, 8)}
     """
 
     batch: int = integer(1, at_least=1, size=True)
@@ -49,6 +56,13 @@ class Adam(_Elementwise):
 
     Args:
         beta1, beta2: decay rates of the moments.
+
+    Examples:
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.Adam(lr=0.1))
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> y, state = rc.recall(recipe, q, k, v)
+        >>> {name: tuple(slot[0].shape) for name, slot in state.slots.items()}
+        {'mean': (1, 2, 8, 8), 'square': (1, 2, 8, 8)}
     """
 
     batch: int = integer(1, at_least=1, size=True)

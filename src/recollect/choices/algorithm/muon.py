@@ -32,6 +32,12 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
     Args:
         S: matrices ``[..., out, in]``.
         steps: iterations, ≥ 0; five are customary.
+
+    Examples:
+        >>> S = torch.diag(torch.tensor([1.0, 3.0, 9.0]))
+        >>> singular = torch.linalg.svdvals(rc.algorithm.newton_schulz(S, steps=5))
+        >>> bool(((singular > 0.6) & (singular < 1.3)).all())
+        True
     """
     if steps == 0:
         return S
@@ -68,6 +74,13 @@ class Muon(Descent):
         every: ``"batch"``: tokens read W°, one update at the border of the inner batch, with the
             product of its decays and the mean of its rates.
         normalize: scale the step by λ; it needs ``scale="outer"`` and no link.
+
+    Examples:
+        >>> recipe = rc.Recipe(algorithm=rc.algorithm.Muon(lr=1.0, momentum=0.0))
+        >>> q, k, v = torch.randn(3, 1, 1, 1, 4)
+        >>> y, state = rc.recall(recipe, q, k, 99 * v)  # the size of the gradient does not matter
+        >>> bool(0.5 < torch.linalg.matrix_norm(state.weights[0], 2) < 1.5)
+        True
     """
 
     batch: int = integer(1, at_least=1, size=True)

@@ -42,6 +42,13 @@ class Probe(Member):
         normalize: how what a kernel's memory is found to hold is scaled. ``"none"``: Σ κ₁ u.
             ``"sum"``: a softmax over the past, Σ κ₁ u / Σ κ₁, for each of the J keys, 0 where there
             is no past (AM 94). ``"rms"``: divided by its root mean square (AM after 95).
+
+    Examples:
+        >>> recipe = rc.Recipe(bias=rc.bias.L2(probe=rc.bias.Probe()))
+        >>> [(gate.name, gate.axes) for gate in recipe.gates()]
+        [('probe', ('K',)), ('erase', ()), ('lr', ())]
+        >>> print(*rc.explain(recipe.but(algorithm=rc.algorithm.GradientDescent(lr=1.0))).write)
+        W_t = W_(t−1) − a_t (W_(t−1) w_t) k_tᵀ + v_t k_tᵀ
     """
 
     choice = "probe"
@@ -143,6 +150,21 @@ class Bias(Member):
         affine: ``(a, b)`` when the error is a·prediction − b·value, else ``None``. Declaring it
             opens the linear engine; the contract suite checks it against the gradient.
         probe: where the erasure is measured and written, if not at the key.
+
+    Examples:
+        >>> @rc.member
+        ... class Squared(rc.bias.Bias):  # ℓ = ‖M(k) − v‖², twice L2
+        ...     affine = (2.0, 2.0)
+        ...
+        ...     def loss(self, prediction, value, gates):
+        ...         return (prediction - value).square().sum(-1)
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> y, _ = rc.recall(
+        ...     rc.Recipe(bias=Squared(), algorithm=rc.algorithm.GradientDescent(lr=0.1)), q, k, v
+        ... )
+        >>> same, _ = rc.recall(rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr=0.2)), q, k, v)
+        >>> torch.allclose(y, same, atol=1e-5)
+        True
     """
 
     choice = "bias"

@@ -20,7 +20,13 @@ __all__ = ["L2", "DotProduct", "Huber", "Lp", "ValueRobust"]
 
 @member
 class DotProduct(Bias):
-    """ℓ = −⟨M(k), v⟩ (TTR 24; ATLAS's sign corrected)."""
+    """ℓ = −⟨M(k), v⟩ (TTR 24; ATLAS's sign corrected).
+
+    Examples:
+        >>> p, v = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])  # M(k) and v
+        >>> rc.bias.DotProduct().loss(p, v, {}), rc.bias.DotProduct().error(p, v, {})
+        (tensor(-7.), tensor([-1., -3.]))
+    """
 
     affine = (0.0, 1.0)
 
@@ -33,7 +39,13 @@ class DotProduct(Bias):
 
 @member
 class L2(Bias):
-    """ℓ = ½‖M(k) − v‖²; its error is e = M(k) − v, so the delta rule's β is exactly η."""
+    """ℓ = ½‖M(k) − v‖²; its error is e = M(k) − v, so the delta rule's β is exactly η.
+
+    Examples:
+        >>> p, v = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 3.0])  # M(k) and v
+        >>> rc.bias.L2().loss(p, v, {}), rc.bias.L2().error(p, v, {})
+        (tensor(1.), tensor([ 1., -1.]))
+    """
 
     affine = (1.0, 1.0)
     probe: Probe | None = slot(None, "probe", optional=True)
@@ -62,6 +74,12 @@ class Lp(Bias):
         eps: ε ≥ 0; 0 is exact.
         smooth: ``"root"`` as above, or ``"tanh"``: p·tanh(e/√ε)·(e² + ε)^{(p−1)/2}, the papers'
             practice (MIRAS after 29), which is the gradient of no loss.
+
+    Examples:
+        >>> p, v = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 4.0])  # M(k) and v
+        >>> bias = rc.bias.Lp(p=3, eps=0)
+        >>> bias.loss(p, v, {}), bias.error(p, v, {})
+        (tensor(9.), tensor([  3., -12.]))
     """
 
     shown = ("p",)
@@ -142,6 +160,13 @@ class Huber(Bias):
             error is e inside and δ·sign(e) outside.
         threshold: δ > 0: the gate ``"threshold"``, a constant, or a param.
         per: ``"head"``, or ``"value"`` for one δ per channel (coordinate form only).
+
+    Examples:
+        >>> p, v = torch.tensor([1.0, 5.0]), torch.tensor([0.5, 0.0])  # errors of 0.5 and 5
+        >>> rc.bias.Huber(form="coordinate").error(p, v, {"threshold": torch.tensor(1.0)})
+        tensor([0.5000, 1.0000])
+        >>> [gate.name for gate in rc.bias.Huber().gates()]
+        ['threshold']
     """
 
     form: str = option("switch", "coordinate", "norm")
@@ -210,6 +235,11 @@ class ValueRobust(Bias):
 
     Args:
         radius: Δ ≥ 0: a constant, the gate ``"value_radius"``, or a param.
+
+    Examples:
+        >>> p, v = torch.tensor([3.0, 4.0]), torch.zeros(2)  # ‖e‖ = 5
+        >>> rc.bias.ValueRobust().loss(p, v, {"value_radius": torch.tensor([0.1])})
+        tensor(13.)
     """
 
     radius: float | str = quantity("token", name="value_radius", letter="Δ", at_least=0, init=0.1)

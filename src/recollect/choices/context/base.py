@@ -41,6 +41,21 @@ class Context(Member):
         block: consecutive associations that are shown or hidden together.
         first: associations of a document's beginning that stay visible beside the latest.
         keeps: how many associations later tokens still need, ``first`` included; ``None`` for all.
+
+    Examples:
+        >>> @rc.member
+        ... class Everything(rc.context.Context):  # Σ_(i≤t) ℓ_i
+        ...     @property
+        ...     def horizon(self):
+        ...         return None
+        >>> context = Everything()
+        >>> context.time_invariant, context.total("ℓ_i")
+        (True, 'Σ_(i≤t) ℓ_i')
+        >>> recipe = rc.Recipe(context=context, algorithm=rc.algorithm.LeastSquares())
+        >>> recipe.normal_form() == recipe.but(context=rc.context.Prefix()).normal_form()
+        Traceback (most recent call last):
+            ...
+        TypeError: 'str' object is not callable
     """
 
     choice = "context"

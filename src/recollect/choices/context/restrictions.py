@@ -40,6 +40,12 @@ class Bilinear(_Restriction):
     Args:
         link: ``"identity"``: g may be negative, for plain sums. ``"sigmoid"``: σ(g), for means.
         temperature: τ > 0; ``None`` is √K.
+
+    Examples:
+        >>> [(gate.name, gate.axes) for gate in rc.context.Bilinear().gates()]
+        [('gate_key', ('K',)), ('gate_query', ('K',))]
+        >>> rc.context.Bilinear().signed, rc.context.Bilinear(link="sigmoid").signed
+        (True, False)
     """
 
     link: str = option("identity", "sigmoid")
@@ -91,6 +97,17 @@ class Blocks(_Restriction):
             is only read, the last block.
         share: ``"one"``: every association of a chosen block weighs 1 (AM 26). ``"softmax"``: the
             softmax of the chosen blocks' scores, through which the router learns.
+
+    Examples:
+        >>> recipe = rc.Recipe(
+        ...     memory=rc.memory.LocalConstant(),
+        ...     context=rc.context.Similar(within=(rc.context.Blocks(size=2, top=1),)),
+        ...     algorithm=rc.algorithm.Analytic(),
+        ... )
+        >>> q, k, v = torch.randn(3, 1, 5, 1, 4)
+        >>> y, _ = rc.recall(recipe, q, k, v)
+        >>> torch.allclose(y[:, 4], v[:, 4])  # token 4 begins a block, and sees that one alone
+        True
     """
 
     shown = ("size", "top")
@@ -188,6 +205,11 @@ class SinkWindow(_Restriction):
     Args:
         size: c ≥ 1.
         first: n ≥ 0; with 0 this is ``Window(size=c, gated=False)``.
+
+    Examples:
+        >>> context = rc.context.SinkWindow(size=4, first=2)
+        >>> context.horizon, context.keeps
+        (None, 6)
     """
 
     shown = ("size", "first")

@@ -24,6 +24,19 @@ class Similar(Context):
     Args:
         kernel: s, e.g. ``features.Exponential()``.
         within: contexts whose weights multiply, e.g. ``(Window(size=64, gated=False),)``.
+
+    Examples:
+        >>> window = rc.context.Window(size=2, gated=False)
+        >>> recipe = rc.Recipe(  # attention over a sliding window of two tokens
+        ...     memory=rc.memory.LocalConstant(),
+        ...     context=rc.context.Similar(within=(window,)),
+        ...     algorithm=rc.algorithm.Analytic(),
+        ... )
+        >>> q, k, v = torch.randn(3, 1, 5, 1, 4)
+        >>> y, _ = rc.recall(recipe, q, k, v)
+        >>> alone, _ = rc.recall(recipe, q[:, 3:], k[:, 3:], v[:, 3:])
+        >>> torch.allclose(y[:, 4], alone[:, 1], atol=1e-6)  # token 4 sees tokens 3 and 4
+        True
     """
 
     kernel: Kernel | None = slot(Exponential(), "features")

@@ -11,7 +11,12 @@ __all__ = ["Online", "Prefix", "Window"]
 
 @member
 class Online(Context):
-    """Only the current association: γ = 1 for i = t."""
+    """Only the current association: γ = 1 for i = t.
+
+    Examples:
+        >>> print(rc.explain(rc.Recipe(context=rc.context.Online())).problem)
+        ½‖W k_t − v_t‖²
+    """
 
 
 @member
@@ -22,6 +27,13 @@ class Window(Context):
         size: c ≥ 1. The window reaches across inner batches; documents start with an empty one.
         gated: γ comes from the gate ``"window" [B, T, H, c]`` of the *current* token (entry m
             weighs association t − m); otherwise γ = 1.
+
+    Examples:
+        >>> context = rc.context.Window(size=4)
+        >>> context.total("ℓ_i")
+        'Σ_(i>t−4) γ_i^(t) ℓ_i'
+        >>> [(gate.name, gate.axes) for gate in context.gates()]
+        [('window', ('c',))]
     """
 
     size: int = integer(at_least=1, size=True)
@@ -56,6 +68,11 @@ class Prefix(Context):
     Args:
         decay: γ in (0, 1]: a constant, the gate ``"log_decay"``, or a param.
         weight: w_i ≥ 0: a constant or the gate ``"weight"``, which travels with the association.
+
+    Examples:
+        >>> context = rc.context.Prefix(decay="token")
+        >>> context.total("ℓ_i"), [gate.name for gate in context.gates()]
+        ('Σ_(i≤t) γ_i^(t) ℓ_i', ['log_decay'])
     """
 
     decay: float | str = quantity(1.0, above=0, at_most=1, init=0.98, log=True, letter="γ")

@@ -22,6 +22,20 @@ class Features(Member):
     Attributes:
         definite: whether every Gram matrix κ(K, K) is known to be positive semidefinite.
         decimals: digits to which κ is rounded, if it is.
+
+    Examples:
+        >>> @rc.member
+        ... class Squares(rc.features.Features):  # φ(x) = [x, x²]
+        ...     def dim(self, K):
+        ...         return 2 * K
+        ...
+        ...     def phi(self, x, params, side, position):
+        ...         return torch.cat([x, x.square()], dim=-1)
+        >>> recipe = rc.Recipe(features=Squares(), algorithm=rc.algorithm.GradientDescent(lr=0.1))
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> y, state = rc.recall(recipe, q, k, v)
+        >>> state.weights[0].shape  # [B, H, V, F]
+        torch.Size([1, 2, 8, 16])
     """
 
     choice = "features"
@@ -129,6 +143,20 @@ class Kernel(Features):
 
     Attributes:
         smooth: whether its gradient is its slope; otherwise it stands in for one (`Round`).
+
+    Examples:
+        >>> @rc.member
+        ... class Cubic(rc.features.Kernel):  # κ(q, k) = (q·k)³
+        ...     def kappa(self, q, k):
+        ...         return (q @ k.mT) ** 3
+        >>> recipe = rc.Recipe(
+        ...     features=Cubic(),
+        ...     bias=rc.bias.DotProduct(),
+        ...     algorithm=rc.algorithm.GradientDescent(lr=1.0),
+        ... )
+        >>> x = torch.randn(1, 4, 2, 8)
+        >>> rc.recall(recipe, x, x, x)[0].shape
+        torch.Size([1, 4, 2, 8])
     """
 
     smooth: bool = True

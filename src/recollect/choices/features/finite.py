@@ -22,7 +22,15 @@ __all__ = ["EluPlusOne", "Identity", "Polynomial", "Relu", "Silu", "Taylor"]
 
 @member
 class Identity(Features):
-    """φ(x) = x."""
+    """φ(x) = x.
+
+    Examples:
+        >>> features, x = rc.features.Identity(), torch.randn(1, 4, 2, 1, 8)
+        >>> features.dim(8), features.lift("k_t")
+        (8, 'k_t')
+        >>> torch.equal(features.phi(x, {}, "key", torch.arange(4)[None]), x)
+        True
+    """
 
     @property
     def lifts(self) -> bool:
@@ -40,7 +48,13 @@ class Identity(Features):
 
 @member
 class EluPlusOne(Features):
-    """φ(x) = elu(x) + 1 > 0 (Katharopoulos et al. 2020, eq. 7)."""
+    """φ(x) = elu(x) + 1 > 0 (Katharopoulos et al. 2020, eq. 7).
+
+    Examples:
+        >>> x = torch.tensor([-1.0, 0.0, 2.0]).view(1, 1, 1, 1, 3)  # [B, T, H, N, K]
+        >>> rc.features.EluPlusOne().phi(x, {}, "key", torch.zeros(1, 1)).flatten()
+        tensor([0.3679, 1.0000, 3.0000])
+    """
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         return functional.elu(x) + 1
@@ -52,7 +66,13 @@ class EluPlusOne(Features):
 
 @member
 class Relu(Features):
-    """φ(x) = max(x, 0)."""
+    """φ(x) = max(x, 0).
+
+    Examples:
+        >>> x = torch.tensor([-1.0, 0.0, 2.0]).view(1, 1, 1, 1, 3)  # [B, T, H, N, K]
+        >>> rc.features.Relu().phi(x, {}, "key", torch.zeros(1, 1)).flatten()
+        tensor([0., 0., 2.])
+    """
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         return functional.relu(x)
@@ -63,7 +83,13 @@ class Relu(Features):
 
 @member
 class Silu(Features):
-    """φ(x) = x · sigmoid(x)."""
+    """φ(x) = x · sigmoid(x).
+
+    Examples:
+        >>> x = torch.tensor([-1.0, 0.0, 2.0]).view(1, 1, 1, 1, 3)  # [B, T, H, N, K]
+        >>> rc.features.Silu().phi(x, {}, "key", torch.zeros(1, 1)).flatten()
+        tensor([-0.2689,  0.0000,  1.7616])
+    """
 
     def phi(self, x: Tensor, params: Mapping[str, Tensor], side: str, position: Tensor) -> Tensor:
         return functional.silu(x)
@@ -80,6 +106,13 @@ class Polynomial(Features):
 
     Args:
         degree: p from 1 to 100. Cost and state grow with F: degree 2 at K = 64 is 2145 features.
+
+    Examples:
+        >>> features = rc.features.Polynomial(degree=2)
+        >>> features.dim(3)  # 1, three of degree 1, six of degree 2
+        10
+        >>> [(param.name, param.axes) for param in features.params()]
+        [('log_coefficients', ('degree',))]
     """
 
     shown = ("degree",)
@@ -120,6 +153,14 @@ class Taylor(Features):
     Args:
         order: p ≥ 1.
         temperature: τ > 0; ``None`` is √K, softmax attention's scale.
+
+    Examples:
+        >>> features, position = rc.features.Taylor(order=2, temperature=1.0), torch.zeros(1, 1)
+        >>> q, k = torch.randn(2, 1, 1, 1, 1, 3)
+        >>> lifted = [features.phi(x, {}, "key", position) for x in (q, k)]
+        >>> s = (q * k).sum()
+        >>> torch.allclose((lifted[0] * lifted[1]).sum(), 1 + s + s**2 / 2, atol=1e-5)
+        True
     """
 
     shown = ("order",)

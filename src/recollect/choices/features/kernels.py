@@ -55,6 +55,11 @@ class Exponential(_OfTemperature):
 
     Args:
         temperature: τ > 0; ``None`` is √K.
+
+    Examples:
+        >>> q, k = torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> rc.features.Exponential(temperature=2.0).kappa(q, k)  # [M, K], [N, K] → [M, N]
+        tensor([[2.7183, 1.0000]])
     """
 
     temperature: float | None = number(None, above=0, optional=True)
@@ -81,6 +86,11 @@ class Gaussian(Kernel):
     Args:
         bandwidth: B > 0; ``None`` is 2√K, with which queries and keys of one length give
             `Exponential`'s weights.
+
+    Examples:
+        >>> q, k = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+        >>> rc.features.Gaussian(bandwidth=1.0).kappa(q, k)  # [M, K], [N, K] → [M, N]
+        tensor([[1.0000, 0.3679]])
     """
 
     bandwidth: float | None = number(None, above=0, optional=True)
@@ -102,7 +112,13 @@ class Gaussian(Kernel):
 
 @member
 class LinearKernel(Kernel):
-    """κ(q, k) = q·k: the identity's features, kept as associations (AM 7)."""
+    """κ(q, k) = q·k: the identity's features, kept as associations (AM 7).
+
+    Examples:
+        >>> q, k = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.0], [-1.0, 1.0]])
+        >>> rc.features.LinearKernel().kappa(q, k)  # [M, K], [N, K] → [M, N]
+        tensor([[ 2., -1.]])
+    """
 
     definite = True
 
@@ -115,7 +131,13 @@ class LinearKernel(Kernel):
 
 @member
 class ReluKernel(Kernel):
-    """κ(q, k) = max(q·k, 0), a feed-forward network's (AM 14)."""
+    """κ(q, k) = max(q·k, 0), a feed-forward network's (AM 14).
+
+    Examples:
+        >>> q, k = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.0], [-1.0, 1.0]])
+        >>> rc.features.ReluKernel().kappa(q, k)  # [M, K], [N, K] → [M, N]
+        tensor([[2., 0.]])
+    """
 
     @property
     def nonnegative(self) -> bool:
@@ -130,7 +152,13 @@ class ReluKernel(Kernel):
 
 @member
 class SwishKernel(Kernel):
-    """κ(q, k) = q·k · sigmoid(q·k), of a feed-forward network with SiLU (AM after 14)."""
+    """κ(q, k) = q·k · sigmoid(q·k), of a feed-forward network with SiLU (AM after 14).
+
+    Examples:
+        >>> q, k = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.0], [-1.0, 1.0]])
+        >>> rc.features.SwishKernel().kappa(q, k)  # [M, K], [N, K] → [M, N]
+        tensor([[ 1.7616, -0.2689]])
+    """
 
     def kappa(self, q: Tensor, k: Tensor) -> Tensor:
         return functional.silu(_products(q, k))
@@ -145,6 +173,11 @@ class Solu(_OfTemperature):
 
     Args:
         temperature: τ > 0; ``None`` is √K.
+
+    Examples:
+        >>> q, k = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.0], [-1.0, 1.0]])
+        >>> rc.features.Solu(temperature=2.0).kappa(q, k)  # [M, K], [N, K] → [M, N]
+        tensor([[ 5.4366, -0.6065]])
     """
 
     temperature: float | None = number(None, above=0, optional=True)
@@ -165,6 +198,11 @@ class Round(Kernel):
 
     Args:
         decimals: digits after the point that stay.
+
+    Examples:
+        >>> q, k = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.9, 0.3], [0.1, 1.0]])
+        >>> rc.features.Round().kappa(q, k)  # what is nearly orthogonal becomes so
+        tensor([[1., 0.]])
     """
 
     decimals: int = integer(0)  # type: ignore[assignment]

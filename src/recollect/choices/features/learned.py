@@ -43,6 +43,12 @@ class Cosine(Features):
 
     Args:
         length: M ≥ 1, the longest sequence in which positions count.
+
+    Examples:
+        >>> features, x = rc.features.Cosine(length=8), torch.ones(1, 8, 1, 1, 1)
+        >>> phi = features.phi(x, {}, "key", torch.arange(8)[None]).view(8, 2)  # [T, F]
+        >>> (phi @ phi[0]).round(decimals=2)  # the match of token 0 fades with the distance
+        tensor([1.0000, 0.9800, 0.9200, 0.8300, 0.7100, 0.5600, 0.3800, 0.2000])
     """
 
     shown = ("length",)
@@ -75,6 +81,14 @@ class Hedgehog(Features):
 
     Args:
         normalize: the features of a token sum to one.
+
+    Examples:
+        >>> features = rc.features.Hedgehog()
+        >>> features.dim(8)
+        16
+        >>> layer = rc.MemoryLayer(16, heads=2, recipe=rc.Recipe(features=features))
+        >>> layer(torch.randn(1, 4, 16))[0].shape
+        torch.Size([1, 4, 16])
     """
 
     normalize: bool = flag(True)
@@ -115,6 +129,13 @@ class LearnedRelu(Features):
 
     Args:
         features: m; ``None`` is K. (T2R finds 32 to be enough for heads of 64.)
+
+    Examples:
+        >>> features = rc.features.LearnedRelu(features=32)
+        >>> features.dim(64)
+        32
+        >>> [(param.name, param.axes) for param in features.params()]
+        [('feature_map', ('F', 'K')), ('feature_shift', ('F',))]
     """
 
     features: int | None = integer(None, at_least=1, optional=True, size=True)
@@ -149,6 +170,13 @@ class Quadratic(Features):
     norm(x) = (x − mean)/√(variance + 1e-5). A product of zero is a weight of zero, which the Taylor
     map cannot give. F = K(K + 1)/2.
     Source: Aksenov et al. 2024 (ReBased), section 4. γ starts at 1, β at 0.
+
+    Examples:
+        >>> features = rc.features.Quadratic()
+        >>> features.dim(4)
+        10
+        >>> [param.name for param in features.params()]
+        ['feature_scale', 'feature_shift']
     """
 
     def dim(self, K: int) -> int:
@@ -190,6 +218,14 @@ class Dpfp(Features):
     Args:
         nu: ν ≥ 1; shifts from 2K on repeat.
         normalize: the features of a token sum to one, or are all 0.
+
+    Examples:
+        >>> features = rc.features.Dpfp(nu=2)
+        >>> features.dim(4)
+        16
+        >>> x = torch.tensor([1.0, -2.0]).view(1, 1, 1, 1, 2)  # r = [1, 0, 0, 2]
+        >>> rc.features.Dpfp(nu=1).phi(x, {}, "key", torch.zeros(1, 1)).flatten()
+        tensor([0., 0., 0., 2.])
     """
 
     nu: int = integer(1, at_least=1, size=True)

@@ -49,6 +49,16 @@ class PositiveRandom(Features):
         features: m; ``None`` is 4K, 256 at K = 64 as there.
         temperature: τ > 0; ``None`` is √K, softmax attention's scale.
         orthogonal: directions orthogonal in blocks of K: as unbiased, and less spread.
+
+    Examples:
+        >>> features, position = rc.features.PositiveRandom(features=4096), torch.zeros(1, 1)
+        >>> g = torch.Generator().manual_seed(0)
+        >>> q, k = 0.5 * torch.randn(2, 1, 1, 1, 1, 4, generator=g)
+        >>> params = rc.initial_params(rc.Recipe(features=features), H=1, K=4, V=4, generator=g)
+        >>> lifted = [features.phi(x, params, "key", position) for x in (q, k)]
+        >>> estimate, exact = (lifted[0] * lifted[1]).sum(), ((q * k).sum() / 2).exp()
+        >>> bool(abs(estimate / exact - 1) < 0.1)
+        True
     """
 
     features: int | None = integer(None, at_least=1, optional=True, size=True)
@@ -104,6 +114,13 @@ class RandomFourier(Features):
         frequencies: D; ``None`` is K. F = 2D.
         kernel: ``"gaussian"`` as there, or ``"softmax"``.
         temperature: τ > 0; ``None`` is √K.
+
+    Examples:
+        >>> features = rc.features.RandomFourier(frequencies=16, kernel="gaussian")
+        >>> features.dim(8)
+        32
+        >>> [(param.name, param.axes) for param in features.params()]
+        [('directions', ('m', 'K')), ('bandwidth', ('K',))]
     """
 
     frequencies: int | None = integer(None, at_least=1, optional=True, size=True)
@@ -170,6 +187,13 @@ class FrequencyDomain(Features):
         copies: draws of T per frequency, so F = copies · K; 1 as there.
         normalize: divide by the sum of the features, which is how the authors' code keeps the
             exponentials bounded (their softmax over features).
+
+    Examples:
+        >>> features = rc.features.FrequencyDomain(copies=2)
+        >>> features.dim(8)
+        16
+        >>> [(param.name, param.axes) for param in features.params()]
+        [('frequencies', ('F',)), ('feature_weight', ('F',))]
     """
 
     copies: int = integer(1, at_least=1, size=True)
@@ -220,6 +244,15 @@ class PolynomialSketch(Features):
     Args:
         degree: p, a power of two.
         size: r; ``None`` is K/2, 32 at K = 64 as there.
+
+    Examples:
+        >>> rc.features.PolynomialSketch(degree=4, size=8).dim(16)  # r(r + 1)/2
+        36
+        >>> exact, position = rc.features.PolynomialSketch(degree=2), torch.zeros(1, 1)
+        >>> q, k = torch.randn(2, 1, 1, 1, 1, 3)
+        >>> lifted = [exact.phi(x, {}, "key", position) for x in (q, k)]
+        >>> torch.allclose((lifted[0] * lifted[1]).sum(), (q * k).sum() ** 2, atol=1e-5)
+        True
     """
 
     shown = ("degree",)

@@ -41,6 +41,19 @@ class Read(Member):
         when: ``"after"`` the token's write, or ``"before"`` it (RWKV-6).
         bonus: adds ⟨φ(q), u ⊙ φ(k)⟩ v of the current token; a constant or ``"static"``, one u per
             head and channel.
+
+    Examples:
+        >>> read = rc.memory.Read(normalize="sum")  # linear attention with its denominator
+        >>> recipe = rc.Recipe(
+        ...     memory=rc.memory.Matrix(read=read),
+        ...     features=rc.features.EluPlusOne(),
+        ...     bias=rc.bias.DotProduct(),
+        ...     algorithm=rc.algorithm.GradientDescent(lr=1.0),
+        ... )
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> y, _ = rc.recall(recipe, q, k, torch.ones_like(v))
+        >>> torch.allclose(y, torch.ones_like(y))  # a mean of ones
+        True
     """
 
     choice = "read"
@@ -67,6 +80,20 @@ class Memory(Member):
         channelled: whether decays and rates per channel have a meaning.
         diagonal: whether there is one weight per channel instead of a matrix.
         residual: whether the raw key or query is added to the prediction, which needs K = V.
+
+    Examples:
+        >>> @rc.member
+        ... class Sine(rc.memory.Memory):  # M(x) = sin(W x)
+        ...     def shapes(self, F, V):
+        ...         return ((V, F),)
+        ...
+        ...     def forward(self, weights, x, raw, params):
+        ...         return torch.sin(x @ weights[0].mT)
+        >>> recipe = rc.Recipe(memory=Sine(), algorithm=rc.algorithm.GradientDescent(lr=0.1))
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> y, state = rc.recall(recipe, q, k, v, init=[torch.randn(2, 8, 8)])
+        >>> y.shape  # [B, T, H, V]
+        torch.Size([1, 4, 2, 8])
     """
 
     choice = "memory"
@@ -167,6 +194,13 @@ class LinearMap:
     Attributes:
         first: its input is the features; ``last``: its output is the prediction.
         bias: its last input column multiplies a constant 1.
+
+    Examples:
+        >>> first, last = rc.memory.MLP(depth=2, expansion=4).maps(8, 8)
+        >>> first.name, first.inp, first.out
+        ('W2', 8, 32)
+        >>> last.first, last.last
+        (False, True)
     """
 
     name: str
@@ -178,7 +212,15 @@ class LinearMap:
 
 
 class Stack(Memory):
-    """A memory made of linear maps, activations, norms and a residual."""
+    """A memory made of linear maps, activations, norms and a residual.
+
+    Examples:
+        >>> memory = rc.memory.MLP(depth=3, expansion=2)
+        >>> isinstance(memory, rc.memory.Stack)
+        True
+        >>> [(one.name, one.out, one.inp) for one in memory.maps(4, 4)]
+        [('W3', 8, 4), ('W2', 8, 8), ('W1', 4, 8)]
+    """
 
     channelled = True
 

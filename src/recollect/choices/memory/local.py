@@ -39,6 +39,19 @@ class LocalConstant(_Local):
 
     No weights: it keeps the associations themselves. With L2 it is normalised (softmax), with
     DotProduct a plain sum.
+
+    Examples:
+        >>> recipe = rc.Recipe(
+        ...     memory=rc.memory.LocalConstant(),
+        ...     context=rc.context.Similar(),
+        ...     algorithm=rc.algorithm.Analytic(),
+        ... )
+        >>> q, k, v = torch.randn(3, 1, 5, 2, 8)
+        >>> y, _ = rc.recall(recipe, q, k, v)
+        >>> attend = torch.nn.functional.scaled_dot_product_attention
+        >>> heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+        >>> torch.allclose(y.transpose(1, 2), attend(*heads_first, is_causal=True), atol=1e-5)
+        True
     """
 
     degree = 0
@@ -62,6 +75,18 @@ class LocalPolynomial(_Local):
 
     Args:
         degree: p ≥ 1: 1 is local linear (TTR 52–54), 2 local quadratic.
+
+    Examples:
+        >>> recipe = rc.Recipe(
+        ...     memory=rc.memory.LocalPolynomial(degree=1),
+        ...     context=rc.context.Similar(),
+        ...     algorithm=rc.algorithm.Analytic(ridge=1e-6),
+        ... )
+        >>> q, k = torch.randn(2, 1, 12, 1, 2, dtype=torch.float64)
+        >>> M = torch.tensor([[1.0, 2.0], [0.0, -1.0]], dtype=torch.float64)
+        >>> y, _ = rc.recall(recipe, q, k, k @ M.mT + 3)  # values that are linear in their keys
+        >>> torch.allclose(y[:, -1], q[:, -1] @ M.mT + 3, atol=1e-3)  # read exactly at any query
+        True
     """
 
     shown = ("degree",)

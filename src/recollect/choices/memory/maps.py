@@ -38,7 +38,16 @@ def _factor(W: str) -> str:
 
 @member
 class Vector(Memory):
-    """M(x) = w ⊙ x: one weight per channel; needs K = V."""
+    """M(x) = w ⊙ x: one weight per channel; needs K = V.
+
+    Examples:
+        >>> memory, w = rc.memory.Vector(), torch.tensor([1.0, 0.5, 0.0])
+        >>> memory.shapes(3, 3)
+        ((3,),)
+        >>> x = torch.tensor([[2.0, 2.0, 2.0]])
+        >>> memory.forward([w], x, x, {})
+        tensor([[2., 1., 0.]])
+    """
 
     linear = True
     channelled = True
@@ -69,7 +78,14 @@ class Vector(Memory):
 
 @member
 class Matrix(Stack):
-    """M(x) = W x, W ``[V, F]``: one linear map."""
+    """M(x) = W x, W ``[V, F]``: one linear map.
+
+    Examples:
+        >>> k, v = torch.tensor([1.0, 0.0]), torch.tensor([3.0, 4.0, 5.0])
+        >>> W = torch.outer(v, k)  # one association, written
+        >>> rc.memory.Matrix().forward([W], k[None], k[None], {})  # and read
+        tensor([[3., 4., 5.]])
+    """
 
     linear = True
     read: Read = slot(Read(), "read")
@@ -153,6 +169,13 @@ class MLP(_Perceptron):
         norm: ``None``, ``"layer"`` or ``"rms"`` after the last map, before the residual.
         biases: each map gets a weight on a constant input 1: one more column, last.
         read: ``Read(normalize="sum")`` for a kernel's features.
+
+    Examples:
+        >>> memory = rc.memory.MLP(depth=2, expansion=4)
+        >>> memory.shapes(8, 8)
+        ((32, 8), (8, 32))
+        >>> memory.at("k_t")
+        'k_t + W1 gelu(W2 k_t)'
     """
 
     depth: int = integer(2, at_least=1)
@@ -206,6 +229,13 @@ class GatedMLP(_Perceptron):
     """M(x) = x + norm(W_1(σ(W_2 x) ⊙ W_3 x)): a gated memory (ATLAS 43).
 
     Weights in order of application: W_2, W_3, W_1. Arguments as for `MLP`.
+
+    Examples:
+        >>> memory = rc.memory.GatedMLP(expansion=2, residual=False)
+        >>> memory.shapes(8, 4)
+        ((8, 8), (8, 8), (4, 8))
+        >>> memory.at("k_t")
+        'W1(silu(W2 k_t) ⊙ W3 k_t)'
     """
 
     expansion: int = integer(4, at_least=1, size=True)

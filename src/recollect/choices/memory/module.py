@@ -24,6 +24,13 @@ def module_factory(name: str) -> Callable[[Factory], Factory]:
     """Decorator: register ``factory(F, V) -> torch.nn.Module`` under a name for `Module`.
 
     The module maps ``[N, F]`` to ``[N, V]``, keeps no buffers, and draws no random numbers.
+
+    Examples:
+        >>> @rc.memory.module_factory("wide")
+        ... def wide(F, V):
+        ...     return torch.nn.Linear(F, V, bias=False)
+        >>> rc.memory.Module(factory="wide").shapes(4, 3)
+        ((3, 4),)
     """
 
     def register(factory: Factory) -> Factory:
@@ -45,6 +52,19 @@ class Module(Memory):
     Args:
         factory: the name under which ``factory(F, V)`` was registered with
             ``rc.memory.module_factory``. A recipe is data, so it holds the name, not the callable.
+
+    Examples:
+        >>> @rc.memory.module_factory("shallow")
+        ... def shallow(F, V):
+        ...     return torch.nn.Sequential(torch.nn.Linear(F, V), torch.nn.Tanh())
+        >>> memory = rc.memory.Module(factory="shallow")
+        >>> memory.shapes(4, 4)
+        ((4, 4), (4,))
+        >>> recipe = rc.Recipe(memory=memory, algorithm=rc.algorithm.GradientDescent(lr=0.1))
+        >>> q, k, v = torch.randn(3, 1, 6, 2, 4)
+        >>> y, state = rc.recall(recipe, q, k, v, init=[torch.randn(2, 4, 4), torch.zeros(2, 4)])
+        >>> y.shape, state.weights[0].shape
+        (torch.Size([1, 6, 2, 4]), torch.Size([1, 2, 4, 4]))
     """
 
     factory: str = text()

@@ -30,6 +30,17 @@ class Retention(Member):
         decay: the decay α, or ``None``.
         every: ``"token"``: W_t = link(A_t) at every token; ``"batch"``: the link acts at the
             borders of the inner batch and reading inside it is linear. The same when b = 1.
+
+    Examples:
+        >>> @rc.member
+        ... class Bounded(rc.retention.Retention):  # W = tanh(A), whose entries stay in (−1, 1)
+        ...     def link(self, A, gates):
+        ...         return A.tanh()
+        >>> recipe = rc.Recipe(retention=Bounded(), algorithm=rc.algorithm.GradientDescent(lr=1.0))
+        >>> k, v = torch.ones(1, 4, 1, 2), torch.full((1, 4, 1, 2), 9.0)
+        >>> y, _ = rc.recall(recipe, k, k, v)
+        >>> bool((y <= 2).all())  # no more than ‖k‖₁, however large the values
+        True
     """
 
     choice = "retention"
@@ -179,7 +190,13 @@ class Retention(Member):
 
 @member
 class Keep(Retention):
-    """Nothing is forgotten: α = 1."""
+    """Nothing is forgotten: α = 1.
+
+    Examples:
+        >>> recipe = rc.Recipe(retention=rc.retention.Keep())
+        >>> print(*rc.explain(recipe).write)
+        W_t = W_(t−1) − η_t (W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ
+    """
 
 
 _AXES = {
@@ -213,6 +230,18 @@ class Decay(Retention):
             α_t = exp(−δ_t ⊙ a). The gate ``"log_decay"`` holds −δ_t per channel (of values, when
             per entry), the param ``"decay_scale"`` a ≥ 0 (Mamba's Δ and A, RG-LRU's r and Λ), so
             that no tensor has tokens and entries.
+
+    Examples:
+        >>> recipe = rc.Recipe(
+        ...     bias=rc.bias.DotProduct(),
+        ...     retention=rc.retention.Decay(rate=0.5),
+        ...     algorithm=rc.algorithm.GradientDescent(lr=1.0),
+        ... )
+        >>> one = torch.ones(1, 4, 1, 1)
+        >>> rc.recall(recipe, one, one, one)[0].flatten()  # 1, 1 + ½, 1 + ½ + ¼, …
+        tensor([1.0000, 1.5000, 1.7500, 1.8750])
+        >>> [(gate.name, gate.axes) for gate in rc.retention.Decay(per="key").gates()]
+        [('log_decay', ('F',))]
     """
 
     per: str = option("head", "key", "value", "key_value", "entry")

@@ -54,6 +54,16 @@ class FDivergence(Linked):
             ``"chi_square"`` (τ − 1)² (reaches exact zeros).
         scale: c. axis: ``"in"``: each row is a measure; ``"out"``: each column; ``"all"``: the
             whole matrix of each map, as in MIRAS 18.
+
+    Examples:
+        >>> recipe = rc.Recipe(
+        ...     retention=rc.retention.FDivergence(kind="hellinger"),
+        ...     algorithm=rc.algorithm.GradientDescent(lr=0.1),
+        ... )
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> y, state = rc.recall(recipe, q, k, v)
+        >>> state.weights[0].sum(-1).allclose(torch.ones(1, 2, 8), atol=1e-4)  # rows are measures
+        True
     """
 
     kind: str = option("kl", *_DIVERGENCES)

@@ -69,6 +69,11 @@ class Lq(Linked):
     Args:
         q: > 1; 2 is the identity.
         floor: smallest ‖A‖_q of the printed form.
+
+    Examples:
+        >>> A = torch.tensor([[1.0, 2.0]])
+        >>> rc.retention.Lq(q=2).link(A, {}), rc.retention.Lq(q=4).link(A, {})
+        (tensor([[1., 2.]]), tensor([[0.2425, 1.9403]]))
     """
 
     shown = ("q",)
@@ -164,6 +169,11 @@ class Simplex(Linked):
         scale: c, the sum along ``axis``.
         axis: ``"in"``: every row sums to c; ``"out"``: every column; ``"all"``: the whole matrix
             of each map, Σ_jl W_jl = c (MIRAS 19–20).
+
+    Examples:
+        >>> A = torch.tensor([[0.0, 0.0], [0.0, 9.0]])
+        >>> rc.retention.Simplex().link(A, {}).sum(-1)
+        tensor([1., 1.])
     """
 
     scale: float = number(1.0, above=0)
@@ -232,6 +242,11 @@ class ElasticNet(Linked):
     Args:
         tau: τ ≥ 0: the gate ``"tau"``, a constant, or a param.
         smooth: MIRAS's differentiable form |z|·arctan(z/τ)/(π/2).
+
+    Examples:
+        >>> A = torch.tensor([[0.3, -2.0]])
+        >>> rc.retention.ElasticNet().link(A, {"tau": torch.tensor([[0.5]])})
+        tensor([[ 0.0000, -1.5000]])
     """
 
     form: str = option("ftrl", "proximal")
@@ -298,6 +313,10 @@ class Bregman(Linked):
     Args:
         map: (f')⁻¹. ``"sigmoid"`` (f' = logit) keeps entries in (0, 1), ``"tanh"`` in (−1, 1),
             ``"exp"`` and ``"softplus"`` positive.
+
+    Examples:
+        >>> rc.retention.Bregman(map="tanh").link(torch.tensor([[0.5, -99.0]]), {})
+        tensor([[ 0.4621, -1.0000]])
     """
 
     map: str = option("sigmoid", *_BREGMAN)
@@ -336,6 +355,11 @@ class Ball(Linked):
 
     Args:
         radius: r > 0: a constant, the gate ``"radius"``, or a param.
+
+    Examples:
+        >>> A = torch.tensor([[3.0, 4.0]])  # ‖A‖_F = 5
+        >>> rc.retention.Ball().link(A, {"radius": torch.tensor([[1.0]])})
+        tensor([[0.6000, 0.8000]])
     """
 
     radius: float | str = quantity(1.0, above=0, init=1.0, letter="r")

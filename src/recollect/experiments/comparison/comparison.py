@@ -16,7 +16,29 @@ __all__ = ["Comparison"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison(Outcomes):
-    """A comparison, whole or interrupted: ``print`` shows its tables, `save` writes its report."""
+    """A comparison, whole or interrupted: ``print`` shows its tables, `save` writes its report.
+
+    Examples:
+        >>> from recollect.report.environment import describe_environment
+        >>> schedule = rc.experiments.Schedule(steps=600, batch=16)
+        >>> found = rc.experiments.Comparison(
+        ...     runs=(
+        ...         rc.experiments.ModelRun(
+        ...             task="mqar", model="gla", parameters=9000, state_bytes=4096, grows=False,
+        ...             value=0.93,
+        ...         ),
+        ...     ),
+        ...     sizes={
+        ...         "mqar": rc.experiments.Sizes(
+        ...             width=64, depth=1, heads=1, length=48, schedule=schedule
+        ...         )
+        ...     },
+        ...     seed=0,
+        ...     environment=describe_environment("cpu"),
+        ... )
+        >>> [run.value for run in found.of("mqar")]
+        [0.93]
+    """
 
     def save(self, folder: str | PathLike[str], *, command: str = "") -> dict[str, Path]:
         """Write ``report.html``, ``results.json``, ``results.csv`` and the figures into a folder.

@@ -245,6 +245,16 @@ def save_comparison(
     Raises:
         ValueError: a run that is under way owns the folder; or it cannot be written, and the
             results are kept in a temporary one, which is named.
+
+    Examples:
+        >>> sizes = rc.experiments.Sizes(
+        ...     width=8, depth=1, heads=1, length=16,
+        ...     schedule=rc.experiments.Schedule(steps=1, batch=1, evaluations=1),
+        ... )
+        >>> found = rc.compare(["linear_attention"], "mqar", sizes=sizes)
+        >>> paths = rc.experiments.save_comparison(found, "runs/one")
+        >>> {"report.html", "results.json"} <= {path.name for path in paths.values()}
+        True
     """
     folder = Path(out)
     with owned_folder(folder), deferred():

@@ -27,6 +27,14 @@ class Sizes(Validated):
         schedule: steps, batch, learning rate.
         key_dim: K of every memory whose preset does not say; width / heads if ``None``.
         head_dim: K and V of every memory, whatever its preset says; width / heads if ``None``.
+
+    Examples:
+        >>> sizes = rc.experiments.Sizes(
+        ...     width=64, depth=2, heads=4, length=128,
+        ...     schedule=rc.experiments.Schedule(steps=100, batch=8),
+        ... )
+        >>> sizes.width, sizes.schedule.steps
+        (64, 100)
     """
 
     width: int = integer(at_least=1)
@@ -127,6 +135,13 @@ class ModelRun:
             threads.
         finished: False when the run was interrupted; the numbers are those so far.
         seed: of this run, where the comparison has several; otherwise ``None``.
+
+    Examples:
+        >>> run = rc.experiments.ModelRun(
+        ...     task="mqar", model="gla", parameters=9000, state_bytes=4096, grows=False, value=0.93
+        ... )
+        >>> run.finished, run.grows
+        (True, False)
     """
 
     task: str
@@ -300,7 +315,15 @@ class Outcomes:
 
 
 class Watcher(Protocol):
-    """Whoever shows progress; with several processes, several runs are on their way at once."""
+    """Whoever shows progress; with several processes, several runs are on their way at once.
+
+    Examples:
+        >>> class Spoken(rc.experiments.Watcher):  # rc.compare(..., watcher=Spoken()) tells it
+        ...     def begin(self, task, model, parameters, steps):
+        ...         print(f"{model} on {task}: {parameters:,} parameters, {steps} steps")
+        >>> Spoken().begin("mqar", "gla", 10_000, 600)
+        gla on mqar: 10,000 parameters, 600 steps
+    """
 
     def begin(self, task: str, model: str, parameters: int, steps: int) -> None:
         """A model starts.

@@ -71,6 +71,23 @@ def add_rows(
     Raises:
         ValueError: a row that stands was made under other terms; a run that is under way owns the
             folder; or it cannot be written, and the rows are kept in a temporary one.
+
+    Examples:
+        >>> sizes = rc.experiments.Sizes(
+        ...     width=8, depth=1, heads=1, length=16,
+        ...     schedule=rc.experiments.Schedule(steps=1, batch=1, evaluations=1),
+        ... )
+        >>> bytes_of = lambda text: torch.tensor(list(text), dtype=torch.uint8)
+        >>> corpus = rc.tasks.TextCorpus(
+        ...     train=bytes_of(b"key value " * 99), heldout=bytes_of(b"key value " * 9),
+        ...     sha256="of both", source="made up",
+        ... )
+        >>> found = rc.experiments.add_rows(
+        ...     ["gla"], "rows", sizes=sizes, parameters=9000, corpus=corpus
+        ... )
+        >>> [run.model for run in found.runs]
+        ['gla']
+        >>> rc.experiments.add_rows(["gla"], "rows", sizes=sizes, parameters=9000, corpus=corpus)
     """
     with owned_folder(folder):
         return _added(
@@ -251,6 +268,19 @@ def write_rows_table(folder: str | PathLike[str]) -> Path:
 
     Raises:
         ValueError: no rows, or rows under different terms.
+
+    Examples:
+        >>> sizes = rc.experiments.Sizes(
+        ...     width=8, depth=1, heads=1, length=16,
+        ...     schedule=rc.experiments.Schedule(steps=1, batch=1, evaluations=1),
+        ... )
+        >>> text = torch.tensor(list(b"key value " * 99), dtype=torch.uint8)
+        >>> corpus = rc.tasks.TextCorpus(train=text, heldout=text, sha256="none", source="made up")
+        >>> _ = rc.experiments.add_rows(
+        ...     ["gla"], "table", sizes=sizes, parameters=9000, corpus=corpus
+        ... )
+        >>> rc.experiments.write_rows_table("table").name
+        'README.md'
     """
     place = Path(folder)
     rows = [_read(path) for path in sorted(place.glob("*.json"))]

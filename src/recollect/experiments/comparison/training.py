@@ -45,6 +45,11 @@ class Schedule(Validated):
         weight_decay: AdamW's, on the weights that `recollect.lm.parameter_groups` names.
         clip: largest gradient norm.
         evaluations: how many points the learning curve has.
+
+    Examples:
+        >>> schedule = rc.experiments.Schedule(steps=100, batch=8, lr=1e-3)
+        >>> schedule.warmup, schedule.clip
+        (0.1, 1.0)
     """
 
     steps: int = integer(at_least=1)

@@ -43,6 +43,11 @@ class Verdict:
 
     Attributes:
         because: the numbers it rests on, in a sentence.
+
+    Examples:
+        >>> verdict = rc.experiments.Verdict(status="holds", because="0.91 against 0.42")
+        >>> verdict.status
+        'holds'
     """
 
     status: Status
@@ -79,6 +84,18 @@ class Claim:
         rule: when the claim counts as holding, in words.
         judge: the rule.
         scales: at which it can be tested; elsewhere the verdict says so.
+
+    Examples:
+        >>> def judge(results):
+        ...     recall = results.mean("recall", momentum=True)
+        ...     status = "holds" if recall > 0.5 else "does not hold"
+        ...     return rc.experiments.Verdict(status=status, because=f"recall of {recall}")
+        >>> claim = rc.experiments.Claim(
+        ...     name="momentum", text="Momentum recalls.", rule="recall above 0.5", judge=judge
+        ... )
+        >>> measured = [({"momentum": True}, 0, {"recall": 0.9})]
+        >>> claim.judge(rc.experiments.Results.of(measured)).because
+        'recall of 0.9'
     """
 
     name: str
@@ -131,6 +148,14 @@ class Experiment:
         work: the price of one cell.
         tried: what was tried where a claim fails.
         tables: names of published tables (`framework.published`) shown beside the run.
+
+    Examples:
+        >>> experiment = rc.experiments.EXPERIMENTS["ttr-fig2"]
+        >>> experiment.source, sorted(experiment.configs)
+        ('TTR section 5, figure 2, eq. 55', ['paper', 'small', 'smoke'])
+        >>> config = experiment.configs["smoke"]
+        >>> experiment.cells(config)[0]
+        {'layer': 'linear attention'}
     """
 
     name: str

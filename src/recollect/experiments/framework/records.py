@@ -36,6 +36,11 @@ class Record:
     Attributes:
         seconds: it took. commit, device, date: of the measurement. rules: a digest of the
             experiment's verdict rules at that time.
+
+    Examples:
+        >>> record = rc.experiments.Record(cell={"model": "gla"}, seed=0, values={"accuracy": 0.5})
+        >>> rc.experiments.Record.from_dict(record.to_dict()) == record
+        True
     """
 
     cell: Cell
@@ -86,6 +91,13 @@ class Results:
     Attributes:
         scale: ``"smoke"``, ``"small"`` or ``"paper"``.
         config: the configuration that was run.
+
+    Examples:
+        >>> results = rc.experiments.Results.of(
+        ...     [({"model": "gla"}, seed, {"accuracy": 0.4 + seed / 10}) for seed in (0, 1)]
+        ... )
+        >>> results.mean("accuracy", model="gla")
+        0.45
     """
 
     records: tuple[Record, ...]

@@ -37,6 +37,11 @@ class Run:
         folder: where its files are.
         jobs: processes that measured side by side.
         command: that repeats it.
+
+    Examples:
+        >>> run = rc.reproduce("am-state-exchange", scale="smoke", out="runs")
+        >>> run.complete, [(claim.name, verdict.status) for claim, verdict in run.verdicts]
+        (True, [('rounding tracks', 'holds'), ('linear fails', 'holds')])
     """
 
     experiment: Experiment

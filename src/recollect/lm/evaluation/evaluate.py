@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -22,6 +22,7 @@ from recollect.lm.evaluation.documents import CONTEXT
 from recollect.lm.evaluation.folder import earlier_groups, finished, keep
 from recollect.lm.evaluation.local_tasks import local_tasks
 from recollect.lm.evaluation.results import Evaluation, TaskResult
+from recollect.lm.evaluation.watching import EvaluationWatcher, Nobody
 from recollect.lm.loading import load_saved
 from recollect.lm.prompt import fingerprint
 from recollect.report.environment import describe_environment
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from recollect.lm.evaluation.harness import HarnessModel
     from recollect.lm.evaluation.names import Loaded
 
-__all__ = ["EvaluationWatcher", "evaluate"]
+__all__ = ["evaluate"]
 
 
 _TOKENIZER = (
@@ -46,35 +47,6 @@ _TOKENIZER = (
     "clean_up_tokenization_spaces",
 )
 """What a tokenizer does with texts that its file does not say."""
-
-
-class EvaluationWatcher(Protocol):
-    """Who is told of an evaluation as it goes on."""
-
-    def begin(self, task: str, index: int, count: int) -> None:
-        """A task is about to be measured.
-
-        Args:
-            task: its name.
-            index: its place among them, from 1 on.
-            count: how many tasks there are, without those that were measured before.
-        """
-        ...
-
-    def end(self, result: TaskResult, *, before: bool) -> None:
-        """A task was measured.
-
-        Args:
-            result: of it.
-            before: whether an earlier run measured it.
-        """
-        ...
-
-
-class _Nobody:
-    def begin(self, task: str, index: int, count: int) -> None: ...
-
-    def end(self, result: TaskResult, *, before: bool) -> None: ...
 
 
 def evaluate(
@@ -151,7 +123,7 @@ def evaluate(
     _check_positions(model, context)
     context = context or _context(model)
     path = None if text is None else str(text)
-    watcher = watcher or _Nobody()
+    watcher = watcher or Nobody()
     with _saved(tokenizer) as (place, digest), _evaluating(model), _owned(out) as folder:
         settings = {
             "model": _digest(fingerprint(model)),

@@ -35,6 +35,14 @@ class TaskResult:
         seconds: that it took.
         notes: what a reader of the numbers must know.
         members: tasks of which a group's numbers are the mean.
+
+    Examples:
+        >>> result = rc.lm.TaskResult(
+        ...     task="piqa", metrics={"acc": 0.61}, errors={"acc": 0.01}, documents=1838,
+        ...     version="1", settings={"limit": None},
+        ... )
+        >>> result.metrics["acc"], result.documents
+        (0.61, 1838)
     """
 
     task: str

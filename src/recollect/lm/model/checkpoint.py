@@ -35,6 +35,13 @@ class CheckpointError(ValueError):
     """A saved model, state or configuration that cannot be read or could not be written.
 
     Nothing of it was used; what stood before it stands.
+
+    Examples:
+        >>> try:
+        ...     rc.lm.RecollectForCausalLM.from_pretrained("./nowhere")
+        ... except rc.lm.CheckpointError as error:
+        ...     print(error)
+        there is no folder ./nowhere: name that of a saved model
     """
 
 

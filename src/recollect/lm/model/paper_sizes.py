@@ -21,6 +21,11 @@ class PaperSize:
         lr: peak learning rate.
         tokens: that the papers train on.
         vocab: of their tokenizer. context: tokens of a row. batch_tokens: of a step.
+
+    Examples:
+        >>> size = rc.lm.PAPER_SIZES["340M"]
+        >>> size.depth, size.width, size.heads, size.lr
+        (24, 1024, 16, 0.0015)
     """
 
     name: str
@@ -43,6 +48,12 @@ PAPER_SIZES = {
         PaperSize(name="1.3B", depth=18, width=2048, heads=8, lr=7e-4, tokens=100 * 10**9),
     )
 }
+"""The sizes of MIRAS table 5 and ATLAS table 7 by name, as `PaperSize`.
+
+Examples:
+    >>> {name: (size.depth, size.width) for name, size in rc.lm.PAPER_SIZES.items()}
+    {'170M': (12, 768), '340M': (24, 1024), '760M': (24, 1536), '1.3B': (18, 2048)}
+"""
 
 
 def paper_size(name: str) -> PaperSize:

@@ -32,7 +32,12 @@ _ENDED = (
 
 
 class ProcessEnded(ValueError):
-    """Another process of the run has ended, or does not answer; what was saved stands."""
+    """Another process of the run has ended, or does not answer; what was saved stands.
+
+    Examples:
+        >>> str(rc.lm.ProcessEnded("process 1 has ended; runs/a/step-100 stands"))
+        'process 1 has ended; runs/a/step-100 stands'
+    """
 
 
 def join() -> PartialState:

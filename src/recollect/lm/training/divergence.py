@@ -47,6 +47,11 @@ class Diverged(ValueError):
 
     Attributes:
         step, lr, origin, checkpoint: as given.
+
+    Examples:
+        >>> error = rc.lm.Diverged(step=3, lr=0.1, origin="the loss", advice="Lower lr.")
+        >>> error.step, error.origin
+        (3, 'the loss')
     """
 
     def __init__(

@@ -38,6 +38,16 @@ class Header:
         device: of this process, and how several share the run.
         dtype: of weights, and of matrix products.
         out: folder of the run. save_every, keep: of its checkpoints.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> header = rc.lm.Header(
+        ...     recipes={"gla": 2}, width=64, parameters={"embedding": 8192}, context=128,
+        ...     segments=1, rows=8, first=1, steps=100, device="cpu", dtype="float32",
+        ...     out=Path("runs/gla"), save_every=50, keep=2,
+        ... )
+        >>> header.tokens, header.lines()[0]
+        (102400, ('model', 'layers: 2 × gla; width 64'))
     """
 
     recipes: Mapping[str, int]
@@ -145,6 +155,11 @@ class Progress:
         ceiling_share: the model's operations per second against one large matrix product's.
         heldout: bits per byte of the last measurement.
         heldout_loss: the same in nats per token, to stand beside ``loss``.
+
+    Examples:
+        >>> progress = rc.lm.Progress(step=50, steps=100, loss=2.31, loss_step=50)
+        >>> progress.step / progress.steps
+        0.5
     """
 
     step: int
@@ -175,6 +190,21 @@ class Trained:
         notes: what a reader should know, such as what of the model was compiled.
         history: lines of the log, of the whole run where it was resumed: ``step`` and, of steps,
             ``loss``, ``tokens_per_second`` and more, of measurements ``eval_bits_per_byte``.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("text.txt").write_text("a memory is a map from keys to values. " * 20)
+        >>> plan = rc.lm.TrainPlan.from_dict(
+        ...     {
+        ...         "model": {"recipe": "gla", "width": 8, "depth": 1, "heads": 1},
+        ...         "data": {"train": "text.txt", "context": 8},
+        ...         "optimizer": {"steps": 1, "batch": 1},
+        ...         "run": {"out": "runs/gla", "save_every": 0},
+        ...     }
+        ... )
+        >>> trained = rc.lm.train(plan)
+        >>> trained.steps, trained.tokens, trained.folder.as_posix()
+        (1, 8, 'runs/gla/model')
     """
 
     model: RecollectForCausalLM

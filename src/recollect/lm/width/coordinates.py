@@ -54,6 +54,16 @@ class Coordinate:
             n^(−1/2), and what they learn gives 1: slopes from −1/2 on are as they should be. Of a
             linear map what was learned stands beside it alone.
         flat: whether the slopes are as rules for width have them.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gla", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ... )
+        >>> ids = torch.randint(32, (4, 16))
+        >>> batches = [{"input_ids": ids, "labels": ids}]
+        >>> found = rc.lm.check_coordinates(config, batches, widths=[16, 32], lr=0.01, seeds=1)
+        >>> "embed_tokens" in {one.name for one in found.coordinates}
+        True
     """
 
     name: str
@@ -75,6 +85,16 @@ class Coordinates:
         widths, lr, steps, seeds: as they were given.
         tolerance: largest slope that counts as flat.
         coordinates: in the order of the forward pass.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gla", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ... )
+        >>> ids = torch.randint(32, (4, 16))
+        >>> batches = [{"input_ids": ids, "labels": ids}]
+        >>> found = rc.lm.check_coordinates(config, batches, widths=[16, 32], lr=0.01, seeds=1)
+        >>> found.flat == all(one.flat for one in found.coordinates)
+        True
     """
 
     parametrization: str

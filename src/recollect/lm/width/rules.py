@@ -43,6 +43,14 @@ class Rule:
         role: ``"input"``, ``"hidden"`` or ``"output"``, see `recollect.lm.width.roles`.
         rate: factor of the learning rate, > 0; its inverse is that of the weight decay.
         start: factor of the initial weights, as the model draws them at its own width, > 0.
+
+    Examples:
+        >>> config = rc.lm.RecollectConfig.from_recipes(
+        ...     "gla", vocab_size=32, hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+        ... )
+        >>> rules = rc.lm.width_rules(config, base_width=64)  # the width itself: nothing changes
+        >>> {(rule.rate, rule.start) for rule in rules.values()}
+        {(1.0, 1.0)}
     """
 
     role: Role

@@ -48,6 +48,13 @@ class Published:
         grouping: what a row's group says, ``""`` where there are none.
         columns: names of the numbers, in order.
         rows: in the table's order.
+
+    Examples:
+        >>> table = rc.experiments.published("miras_table2")
+        >>> table.groups[0], table.columns[0]
+        ('340M / 15B tokens', 'wikitext ppl')
+        >>> table.value(table.rows[0].model, "wikitext ppl", group=table.groups[0])
+        31.52
     """
 
     name: str
@@ -90,7 +97,12 @@ class Published:
 
 
 def published_names() -> tuple[str, ...]:
-    """The tables there are."""
+    """The tables there are.
+
+    Examples:
+        >>> "miras_table2" in rc.experiments.published_names()
+        True
+    """
     files = resources.files(__name__).iterdir()
     return tuple(sorted(f.name.removesuffix(".csv") for f in files if f.name.endswith(".csv")))
 
@@ -102,6 +114,10 @@ def published(name: str) -> Published:
     Raises:
         KeyError: another name, listing these.
         ValueError: a file without source, table or units, or with a number missing.
+
+    Examples:
+        >>> rc.experiments.published("atlas_table4").units
+        'accuracy in per cent on MAD'
     """
     if name not in published_names():
         raise KeyError(f"no published table {name!r}: there are {', '.join(published_names())}")
