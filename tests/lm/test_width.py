@@ -272,3 +272,18 @@ def test_another_width_has_heads_of_the_same_size() -> None:
     assert at_width(config("gla", initializer_range=0.02), BASE).initializer_range == 0.02
     assert default_widths(made) == [64, 128, 256]
     assert default_widths(config("gla", 80, num_attention_heads=1)) == [80, 160, 320]
+
+
+def test_the_rate_that_is_logged_is_the_stated_one_below_the_base_width_too() -> None:
+    model = rc.lm.RecollectForCausalLM(config("gated_delta_net", 32))
+    for base in (16, 32, 64):
+        assert rc.lm.parameter_groups(model, lr=1e-3, base_width=base)[0]["lr"] == 1e-3
+
+
+def test_what_is_no_bare_language_model_is_refused_whole() -> None:
+    model = rc.lm.RecollectForCausalLM(config("gated_delta_net", 32))
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    for other in (model.model, torch.nn.Sequential(model), torch.nn.Linear(2, 2)):
+        with pytest.raises(rc.RecipeError, match="give that model itself"):
+            rc.lm.scale_for_width(other, base_width=16)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())

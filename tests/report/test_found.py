@@ -45,8 +45,8 @@ def test_text_and_recall() -> None:
         bigram=2.9,
     )
     assert found(result) == (
-        "On text, b is best with 2.500 held-out bits per byte, 0.250 ahead of a. "
-        "On recall they are alike up to 4 pairs; what separates them is 48 pairs, of which "
+        "On text, b is best with 2.500 held-out bits per byte, 0.250 ahead of a, with one seed "
+        "each. On recall they are alike up to 4 pairs; what separates them is 48 pairs, of which "
         "c, whose state grows, has 75 % right, a, the best of constant size, 50 % "
         "and b, the last, 25 %."
     )
@@ -69,9 +69,9 @@ def test_text_alone_says_how_far_the_last_is_behind() -> None:
 def test_recall_alone() -> None:
     runs = [recalled("a", 1.0, 0.5), recalled("b", 0.75, 0.5), recalled("c", 0.5, 0.25)]
     assert found(made(*runs, tasks=("capacity",))) == (
-        "On recall (capacity), a is best with 75 % of all pairs right, 12.5 points ahead of b "
-        "and c last with 38 %. On recall what separates them is 4 pairs, of which a has 100 % "
-        "right and c, the last, 50 %."
+        "On recall (capacity), a is best with 75 % of all pairs right, 12.5 points ahead of b, "
+        "with one seed each and c last with 38 %. On recall what separates them is 4 pairs, of "
+        "which a has 100 % right and c, the last, 50 %."
     )
 
 
@@ -108,6 +108,44 @@ def test_what_did_not_end_is_named_and_has_no_place() -> None:
         failures=(("capacity", "a", "it diverged"),),
     )
     assert found(half).endswith("0.100 behind (a did not finish on capacity).")
+    lost = made(
+        recalled("a", 1.0, 0.5),
+        tasks=BOTH,
+        failures=(("text", "a", "it diverged"), ("text", "b", "it diverged")),
+    )
+    assert found(lost).endswith("(a and b did not finish on text).")
+
+
+def test_a_model_some_of_whose_seeds_did_not_end_has_no_place() -> None:
+    runs = [a_run("text", "a", 2.5, seed=seed) for seed in (0, 1)]
+    for second in (a_run("text", "b", 1.0, seed=1, finished=False), None):
+        some = [*runs, a_run("text", "b", 1.0), *([second] if second else [])]
+        failures = () if second else (("text", "b, seed 1", "it diverged"),)
+        said = found(made(*some, seeds=2, failures=failures))
+        assert said.startswith("On text, a reaches 2.500") and "(b did not finish on text)" in said
+
+
+def test_levels_are_not_ranked() -> None:
+    level = [a_run("text", name, value) for name, value in (("a", 1.9996), ("b", 2.0004))]
+    assert found(made(*level)).endswith(
+        "a and b lead alike with 2.000 held-out bits per byte. Nothing is told apart."
+    )
+    behind = [a_run("text", name, value) for name, value in (("a", 2.5), ("b", 2.7), ("c", 2.7))]
+    assert found(made(*behind)).endswith("b and c are last of 3, 0.200 behind.")
+
+
+def test_alike_is_said_of_what_is_alike_from_the_fewest_pairs_on() -> None:
+    each = {"a": {4: 1.0, 8: 0.5, 16: 1.0, 32: 0.9}, "b": {4: 0.6, 8: 0.5, 16: 0.5, 32: 0.2}}
+    runs = [a_run("capacity", name, 0.5, by_pairs=pairs) for name, pairs in each.items()]
+    said = found(made(*runs, tasks=("capacity",)))
+    assert "alike" not in said.partition(". On ")[2] and "what separates them is 32 pairs" in said
+
+
+def test_of_several_recalls_the_one_told_is_named() -> None:
+    runs = [a_run("mqar", name, x, by_pairs={4: x}) for name, x in (("a", 0.5), ("b", 0.9))]
+    runs += [recalled("a", 1.0, 1.0), recalled("b", 0.2, 0.996)]
+    said = found(made(a_run("text", "a", 2.0), *runs, tasks=("text", "mqar", "capacity")))
+    assert "On recall (capacity) what separates them is 4 pairs" in said
 
 
 def test_ties_and_memories_that_are_not_told_apart() -> None:
@@ -128,7 +166,7 @@ def test_a_margin_within_the_seeds_is_said_to_be(other: float, doubt: bool) -> N
     runs = [a_run("text", "a", 2.5 + 0.1 * seed, seed=seed) for seed in (0, 1)]
     runs += [a_run("text", "b", other + 0.1 * seed, seed=seed) for seed in (0, 1)]
     said = found(made(*runs, seeds=2))
-    assert ("which is less than the 2 seeds differ" in said) is doubt
+    assert ("which is no more than the 2 seeds differ" in said) is doubt
     assert "a is best with 2.550 (2.500–2.600)" in said
 
 
@@ -150,7 +188,7 @@ def test_a_saved_comparison_is_read_again_and_only_if_it_is_one(tmp_path: Path) 
     assert again == one
     assert again.save(tmp_path / "again")["report"].read_text("utf-8") == page
     path = tmp_path / "results.json"
-    for text in ('{"schema": 2}', '{"schema": 1, "runs": [{}]}', "[]"):
+    for text in ('{"schema": 2}', '{"schema": 1, "runs": [{}]}', "[]", "<html>"):
         path.write_text(text)
         with pytest.raises(ValueError, match="is no comparison that this version reads"):
             rc.experiments.load_comparison(path)

@@ -113,11 +113,10 @@ def _fastest(data: Mapping[str, Any]) -> str:
         leads = f"{first['name']}, the baseline, is the fastest of {len(timings)} with {time}"
     else:
         leads += f", {first['ratio']:.3g} of the time of {data['baseline']}"
-    return (
-        f"{leads}. "
-        f"{last['name']} is the slowest with {_ms(last['median']):g} ms, "
-        f"{last['ratio'] / first['ratio']:.3g} times as long."
-    )
+    times = f"{last['ratio'] / first['ratio']:.3g}"
+    if times == "1":
+        return f"All {len(timings)} take the same time, {first['name']} {time}."
+    return f"{leads}. {last['name']} is the slowest and takes {times} times as long."
 
 
 def _least(data: Mapping[str, Any]) -> str:
@@ -125,10 +124,12 @@ def _least(data: Mapping[str, Any]) -> str:
     (least, low), (most, high) = peaks[0], peaks[-1]
     if least == most:
         return f"{least} needs {readable(low['live'], 'B')} of live tensors."
-    said = (
-        f"{least} needs the least memory, {readable(low['live'], 'B')} of live tensors, and {most} "
-        f"the most, {readable(high['live'], 'B')}."
-    )
+    said = f"All {len(peaks)} need {readable(low['live'], 'B')} of live tensors."
+    if low["live"] != high["live"]:
+        said = (
+            f"{least} needs the least memory, {readable(low['live'], 'B')} of live tensors, and "
+            f"{most} the most, {readable(high['live'], 'B')}."
+        )
     shares = [x["planned"] / x["live"] for _, x in peaks if x["planned"] is not None]
     if not shares:
         return said

@@ -117,13 +117,14 @@ def _found(trained: Trained, plan: TrainPlan, found: Mapping[str, Points]) -> st
     ]
     first = f"After {taken} {' and '.join(ends)}." if ends else f"The run has taken {taken}."
     curve = found["eval_bits_per_byte"] or found["loss"]
+    curve = [point for point in curve if math.isfinite(point[1])]
     what = "held-out" if found["eval_bits_per_byte"] else "training"
     if len(curve) < 2:
         return first
     best, last = min(curve, key=lambda point: point[1]), curve[-1]
-    if best[1] < last[1]:
-        return f"{first} Its least {what} value, {best[1]:.3f}, was that after {best[0]:,} tokens."
     before = curve[-2]
+    if any(round(value, 3) <= round(last[1], 3) for _, value in curve[:-1]):
+        return f"{first} Its least {what} value, {best[1]:.3f}, was that after {best[0]:,} tokens."
     return (
         f"{first} It was still getting better: its last two {what} values, after {before[0]:,} and "
         f"{last[0]:,} tokens, are {before[1]:.3f} and {last[1]:.3f}."

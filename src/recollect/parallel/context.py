@@ -234,6 +234,8 @@ class ContextParallel:
         link = self.along.link
         given = {name: named[name] for name in _COLUMNS if isinstance(named.get(name), Tensor)}
         sums = [_fingerprint(given[name]) if name in given else -1 for name in _COLUMNS]
+        if not given:
+            raise ValueError("whole rows are divided, and none were given: pass input_ids")
         first = next(iter(given.values()))
         own = torch.tensor([*first.shape[:2], *sums], device=first.device)
         every = [torch.empty_like(own) for _ in range(link.ranks)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 
 from recollect.experiments.comparison.results import Outcomes, Summary
 from recollect.experiments.comparison.tasks import RECALLS
@@ -46,14 +47,18 @@ def found(comparison: Outcomes) -> str:
         assert apart is not None
         first = _best(comparison, apart, with_last=True)
         second = _separates(comparison, apart)
-    told = {"text", apart}
+    told = {tasks[0], apart}
     others = [task for task in comparison.sizes if task not in told]
     return f"{first} {second[:-1]}{_lost(comparison, *others)}."
 
 
 def _ended(comparison: Outcomes, task: str) -> list[Summary]:
-    """Models whose runs came to their end with a number, the best first."""
-    some = [one for one in comparison.summaries(task) if one.finished and one.values]
+    """Models all of whose runs came to their end with a number, the best first."""
+    some = [
+        one
+        for one in comparison.summaries(task)
+        if len(one.values) == comparison.seeds and all(run.finished for run in one.runs)
+    ]
     some = [one for one in some if math.isfinite(_value(one))]
     return sorted(some, key=_value, reverse=task in RECALLS)
 
@@ -68,7 +73,8 @@ def _lost(comparison: Outcomes, *tasks: str) -> str:
     for task in tasks:
         ended = {one.model for one in _ended(comparison, task)}
         names = [one.model for one in comparison.summaries(task) if one.model not in ended]
-        names += [model for where, model, _ in comparison.failures if where == task]
+        failed = [model for where, model, _ in comparison.failures if where == task]
+        names += [model.partition(", seed ")[0] for model in failed]
         if names := [name for name in dict.fromkeys(names) if name not in ended]:
             lost[task] = names
     said = [f"{_listed(names)} did not finish on {task}" for task, names in lost.items()]
@@ -106,9 +112,11 @@ def _best(comparison: Outcomes, task: str, *, with_last: bool) -> str:
 def _doubt(comparison: Outcomes, top: Summary, after: Summary, margin: float) -> str:
     """Whether a margin is one of the seeds."""
     spread = max((max(one.values) - min(one.values) for one in (top, after)), default=0.0)
-    if comparison.seeds == 1 or margin > spread:
+    if comparison.seeds == 1:
+        return ", with one seed each"
+    if margin > spread:
         return ""
-    return f", which is less than the {comparison.seeds} seeds differ"
+    return f", which is no more than the {comparison.seeds} seeds differ"
 
 
 def _behind(comparison: Outcomes) -> str:
@@ -121,8 +129,13 @@ def _behind(comparison: Outcomes) -> str:
         away = _value(models[0]) - bigram
         side = "above" if away >= 0 else "below"
         return f"That is {abs(away):.3f} {side} the {bigram:.3f} of a byte bigram."
-    last = models[-1]
-    said = f"{last.model} is last of {len(models)}, {_value(last) - _value(models[0]):.3f} behind"
+    last, top = f"{_value(models[-1]):.3f}", f"{_value(models[0]):.3f}"
+    names = [one.model for one in models if f"{_value(one):.3f}" == last]
+    verb = "is" if len(names) == 1 else "are"
+    away = _value(models[-1]) - _value(models[0])
+    said = f"{_listed(names)} {verb} last of {len(models)}, {away:.3f} behind"
+    if last == top:
+        said = "Nothing is told apart"
     if bigram is not None:
         below = sum(_value(one) < bigram for one in models)
         count = "all" if below == len(models) else below or "none"
@@ -151,8 +164,10 @@ def _separates(comparison: Outcomes, task: str) -> str:
     """What separates the memories on recall."""
     models, lost = _by_pairs(comparison, task), _lost(comparison, task)
     count, apart = _widest(comparison, task)
+    several = sum(bool(_ended(comparison, one)) for one in RECALLS) > 1
+    recall = f"recall ({task})" if several else "recall"
     if not count:
-        return f"On recall nothing was measured by the number of pairs{lost}."
+        return f"On {recall} nothing was measured by the number of pairs{lost}."
     at = {name: pairs[count][0] for name, pairs in models.items()}
     order = sorted(at, key=lambda name: at[name], reverse=True)
     top, last = order[0], order[-1]
@@ -161,19 +176,21 @@ def _separates(comparison: Outcomes, task: str) -> str:
         ends = sorted({min(models[top]), max(models[top])})
         each = " and ".join(f"{_share(models[top][n][0])} of {n}" for n in ends)
         return (
-            f"On recall, {top} has {each} pairs right, where guessing has {_share(chance)}{lost}."
+            f"On {recall}, {top} has {each} pairs right, where guessing has {_share(chance)}{lost}."
         )
     if apart < ALIKE:
         near = " as guessing does" if at[top] < chance + ALIKE else ""
         return (
-            f"Recall does not separate the {len(order)} memories: at every number of pairs they "
-            f"lie within {100 * ALIKE:.0f} points of each other, at {count} between "
+            f"{recall.capitalize()} does not separate the {len(order)} memories: at every number "
+            f"of pairs they lie within {100 * ALIKE:.0f} points of each other, at {count} between "
             f"{_share(at[last])} and {_share(at[top])}{near}{lost}."
         )
+    shared = set.intersection(*(set(pairs) for pairs in models.values()))
     alike = [
-        n
-        for n in sorted(models[top])
-        if n < count and _apart([pairs[n][0] for pairs in models.values() if n in pairs]) < ALIKE
+        *takewhile(
+            lambda n: n < count and _apart([pairs[n][0] for pairs in models.values()]) < ALIKE,
+            sorted(shared),
+        )
     ]
     upto = f"they are alike up to {alike[-1]} pairs; " if alike else ""
     grows = {one.model: one.runs[0].grows for one in comparison.summaries(task)}
@@ -185,7 +202,7 @@ def _separates(comparison: Outcomes, task: str) -> str:
         said.append(f"{other}, the best of {kind}, {_share(at[other])}")
     said.append(f"{last}, the last, {_share(at[last])}")
     ended = ", ".join(said[:-1]) + f" and {said[-1]}"
-    return f"On recall {upto}what separates them is {count} pairs, of which {ended}{lost}."
+    return f"On {recall} {upto}what separates them is {count} pairs, of which {ended}{lost}."
 
 
 def _named(name: str, grows: dict[str, bool]) -> str:
@@ -196,4 +213,6 @@ def _named(name: str, grows: dict[str, bool]) -> str:
 
 
 def _share(value: float) -> str:
-    return f"{100 * value:.0f} %"
+    whole = f"{100 * value:.0f}"
+    few = whole in ("0", "100") and f"{100 * value:.1f}" not in ("0.0", "100.0")
+    return f"{100 * value:.1f} %" if few else f"{whole} %"

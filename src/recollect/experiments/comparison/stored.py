@@ -42,8 +42,9 @@ def load_comparison(folder: str | PathLike[str]) -> Comparison:
     """
     path = Path(folder)
     path = path / "results.json" if path.is_dir() else path
-    data = read_json(path.read_text(encoding="utf-8"))
+    stored = path.read_bytes()
     try:
+        data = read_json(stored.decode())
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']!r}")
         return _comparison(data)

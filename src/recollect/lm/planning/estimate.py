@@ -38,7 +38,7 @@ from recollect.lm.model.counts import parameter_count
 from recollect.lm.planning.flops import model_flops
 from recollect.lm.planning.footprint import SHORT, Counts, count
 from recollect.lm.sharding.layout import Layout
-from recollect.lm.training.arguments import check_rows
+from recollect.lm.training.arguments import check_layout
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.prepare import model_config
 
@@ -317,7 +317,7 @@ def _check(plan: TrainPlan, config: RecollectConfig, way: Way) -> None:
         ValueError: it does not.
     """
     shards = way.shards or way.context > 1
-    check_rows(plan, Layout(data=way.data, context=way.context, tensor=way.tensor, shards=shards))
+    check_layout(plan, Layout(data=way.data, context=way.context, tensor=way.tensor, shards=shards))
     every = [mixer for outermost, _ in config.mixed for mixer in _within(outermost)]
     if way.context > 1 and any(isinstance(mixer, Routed) for mixer in every):
         raise ValueError(

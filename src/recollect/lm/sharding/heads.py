@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from recollect.blocks.as_context import AsContextLayer
 from recollect.blocks.boosted import BoostedLayer, SecondMemory
 from recollect.blocks.composed import Composed
 from recollect.choices.member import RecipeError
 from recollect.layer.blocks import SwiGLU
 from recollect.layer.gates import GateProjection
 from recollect.layer.memory_layer import MemoryLayer
-from recollect.layer.numbers import RecipeNumbers
+from recollect.layer.numbers import InitialMemory, InitialPairs, RecipeNumbers
 
 __all__ = ["Cut", "check_divisible", "cuts", "keep_part", "model_cuts"]
 
@@ -113,9 +114,18 @@ def check_divisible(module: nn.Module, parts: int, *, where: str = "") -> None:
 
     Raises:
         RecipeError: heads, memories or channels that are no multiple of the parts, or a layer that
-            does not consist of heads.
+            does not consist of heads, or begins anew from an initial memory within.
     """
     if isinstance(module, Composed):
+        if isinstance(module, AsContextLayer) and any(
+            isinstance(own, InitialMemory | InitialPairs)
+            for own in module.parts["attention"].modules()
+        ):
+            raise RecipeError(
+                f"[run] parallel: tensor = {parts} divides initial memories by heads, and the "
+                f"attention of {where} begins anew from its own with every segment: take an "
+                "attention without a learned initial memory, or leave tensor out"
+            )
         for name, part in module.parts.items():
             if not isinstance(part, SecondMemory):  # it has the heads of the first
                 check_divisible(part, parts, where=f"{where}, {name}")

@@ -16,7 +16,7 @@ from recollect.lm.training.plan import TrainPlan
 from recollect.report.devices import find_device
 from recollect.wording import word_for
 
-__all__ = ["check_rows", "device_of", "quiet", "share", "trainer_arguments"]
+__all__ = ["check_layout", "device_of", "quiet", "share", "trainer_arguments"]
 
 
 def share(plan: TrainPlan, processes: int) -> Layout:
@@ -31,25 +31,26 @@ def share(plan: TrainPlan, processes: int) -> Layout:
     """
     layout = layout_of(plan.run.parallel, processes)
     layout.rows(plan.optimizer.batch)
-    if plan.run.compile and layout.tensor > 1:
-        raise ValueError(
-            f"[run] compile = true compiles MLPs, which tensor = {layout.tensor} divides: leave "
-            "out one of them"
-        )
-    check_rows(plan, layout)
+    check_layout(plan, layout)
     return layout
 
 
-def check_rows(plan: TrainPlan, layout: Layout) -> None:
-    """That rows can be read as a layout says.
+def check_layout(plan: TrainPlan, layout: Layout) -> None:
+    """That a run can be shared as a layout says.
 
     Args:
         plan: of the run. layout: of its processes.
 
     Raises:
         ValueError: rows, or segments of them, that are shorter than the processes they lie along;
-            what rows in segments cannot do where several processes share a run.
+            what rows in segments cannot do where several processes share a run; compiled MLPs
+            that are divided.
     """
+    if plan.run.compile and layout.tensor > 1:
+        raise ValueError(
+            f"[run] compile = true compiles MLPs, which tensor = {layout.tensor} divides: leave "
+            "out one of them"
+        )
     data, along = plan.data, layout.context
     shortest = data.context - (-(-data.context // data.piece) - 1) * data.piece
     if along > shortest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -16,8 +16,7 @@ from recollect.layer.numbers import InitialMemory, InitialPairs
 from recollect.layer.rotation import Phase
 from recollect.layer.ties import Ties
 from recollect.layer.token_shift import TokenShift
-from recollect.lm.model.config import RecollectConfig
-from recollect.lm.width.rules import width_rules
+from recollect.lm.width.rules import rules_of
 
 __all__ = ["decayed_names", "parameter_groups", "rates_of", "split_by_rate"]
 
@@ -102,14 +101,14 @@ def rates_of(model: nn.Module, base_width: int) -> dict[nn.Parameter, float]:
     Raises:
         RecipeError: a model that they do not cover.
     """
-    rules = width_rules(cast(RecollectConfig, model.config), base_width)
+    rules = rules_of(model, base_width)
     return {weight: rules[name].rate for name, weight in model.named_parameters()}
 
 
 def split_by_rate(
     groups: Iterable[Mapping[str, Any]], rates: Mapping[nn.Parameter, float]
 ) -> list[dict[str, Any]]:
-    """Groups of an optimizer, each divided by the learning rates of its parameters.
+    """Groups of an optimizer, each divided by learning rates; as stated comes first.
 
     What decays in a step, the learning rate times the weight decay, stays as it was.
 
@@ -119,7 +118,7 @@ def split_by_rate(
     """
     divided: list[dict[str, Any]] = []
     for group in groups:
-        for rate in sorted({rates[p] for p in group["params"]}, reverse=True):
+        for rate in sorted({rates[p] for p in group["params"]}, key=lambda x: (x != 1, -x)):
             own = [p for p in group["params"] if rates[p] == rate]
             decay = group["weight_decay"] / rate
             stated = {"params": own, "lr": group["lr"] * rate, "weight_decay": decay}

@@ -29,7 +29,7 @@ from recollect.choices.member import RecipeError
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.width.roles import Role, built, follows_width, roles
 
-__all__ = ["BASE_WIDTH", "Rule", "check_tied", "scale_for_width", "width_rules"]
+__all__ = ["BASE_WIDTH", "Rule", "check_tied", "rules_of", "scale_for_width", "width_rules"]
 
 BASE_WIDTH = 256
 """Of the base model, where none is stated: the width of a plan that states none."""
@@ -99,6 +99,27 @@ def width_rules(config: RecollectConfig, base_width: int = BASE_WIDTH) -> dict[s
     }
 
 
+def rules_of(model: nn.Module, base_width: int) -> dict[str, Rule]:
+    """The rule of every parameter that a model has.
+
+    Args:
+        model: with fresh or trained weights.
+        base_width: of the base model, ≥ 1.
+
+    Raises:
+        RecipeError: a model that is no bare `RecollectForCausalLM`, or that the rules do not cover.
+    """
+    config = getattr(model, "config", None)
+    rules = width_rules(config, base_width) if isinstance(config, RecollectConfig) else {}
+    other = next((name for name, _ in model.named_parameters() if name not in rules), None)
+    if other is not None:
+        raise RecipeError(
+            f"the rules for width know the parameters of a RecollectForCausalLM, and "
+            f"{type(model).__name__} has {other}: give that model itself, before it is wrapped"
+        )
+    return rules
+
+
 @torch.no_grad()
 def scale_for_width(model: nn.Module, base_width: int = BASE_WIDTH) -> None:
     """Give a new model the initial scales of its width, in place, before its first step.
@@ -124,8 +145,8 @@ def scale_for_width(model: nn.Module, base_width: int = BASE_WIDTH) -> None:
         >>> sorted({group["lr"] for group in groups})
         [0.00075, 0.003]
     """
+    rules = rules_of(model, base_width)
     config = cast(RecollectConfig, model.config)
-    rules = width_rules(config, base_width)
     for name, weight in model.named_parameters():
         weight.mul_(rules[name].start)
     if config.tie_word_embeddings:
