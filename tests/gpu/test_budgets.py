@@ -119,7 +119,10 @@ TURNED = (
 )
 
 
-@pytest.mark.parametrize("names", TURNED, ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(x, id=x[0], marks=pytest.mark.slow if i else ()) for i, x in enumerate(TURNED)],
+)
 def test_what_is_not_looked_at_is_not_overlooked(names: list[str]) -> None:
     """Padding, packing, resets, choices of rows, weights that change, decays beyond float32."""
     found = measured(*names, module="turns")

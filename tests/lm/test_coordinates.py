@@ -57,7 +57,12 @@ def check(name: Any, base: int | None, **changes: Any) -> rc.lm.Coordinates:
     return rc.lm.check_coordinates(config(name), batches(), base_width=base, **stated)
 
 
-NAMES = ["gated_delta_net", "titans", "softmax_attention", HYBRID]
+SLOW = pytest.mark.slow
+NAMES = [
+    "gated_delta_net",
+    "titans",
+    *(pytest.param(name, marks=SLOW) for name in ("softmax_attention", HYBRID)),
+]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=str)

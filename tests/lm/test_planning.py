@@ -192,7 +192,12 @@ def test_one_row_is_planned_along_devices_as_train_divides_it() -> None:
 
 @pytest.mark.parametrize(
     ("devices", "per_node", "nodes", "each"),
-    [(8, 6, 2, 4), (12, 8, 2, 6), (7, 4, 7, 1), (6, 8, 1, 6), (16, 8, 2, 8)],
+    [
+        (8, 6, 2, 4),
+        (7, 4, 7, 1),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((12, 8, 2, 6), (6, 8, 1, 6))),
+        pytest.param(16, 8, 2, 8, marks=pytest.mark.slow),
+    ],
 )
 def test_the_launch_starts_as_many_processes_as_the_mesh_has(
     devices: int, per_node: int, nodes: int, each: int

@@ -331,7 +331,7 @@ def test_a_run_that_is_extended_and_stopped_ends_where_one_that_is_not_does(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.parametrize("key", ["steps", "tokens"])
+@pytest.mark.parametrize("key", ["steps", pytest.param("tokens", marks=pytest.mark.slow)])
 def test_at_a_rate_that_stays_an_extended_run_is_the_longer_one(
     key: str, text: Path, tmp_path: Path
 ) -> None:

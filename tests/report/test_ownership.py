@@ -73,7 +73,9 @@ def test_what_a_kill_leaves_is_no_owner(tmp_path: Path) -> None:
     ("change", "lives"),
     [
         (lambda owner: owner, True),
-        (lambda owner: {**owner, "process_start": "another"}, False),
+        pytest.param(
+            lambda owner: {**owner, "process_start": "another"}, False, marks=pytest.mark.slow
+        ),
         (lambda owner: {**owner, "pid": 2**22 + 1}, False),
         (lambda owner: {**owner, "host": "elsewhere"}, True),
         (lambda owner: {"pid": "x"}, False),
