@@ -102,7 +102,7 @@ def _blocks(page: str) -> list[Block]:
     return found
 
 
-COMMANDS = ("recollect", "make", "pip", ".venv/bin/pre-commit", "torchrun", "accelerate")
+COMMANDS = ("recollect", "make", "pip", ".venv/bin/pre-commit", "torchrun", "accelerate", "pipx")
 
 
 def _commands(block: str) -> Iterator[str]:

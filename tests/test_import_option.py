@@ -90,6 +90,7 @@ def test_a_recipe_is_explained_when_its_module_is_named(place: Place) -> None:
     assert invoke("explain", "mine.toml", "--import", "my_biases.py").exit_code == 0
 
 
+@pytest.mark.slow
 def test_processes_of_a_comparison_know_it_too(place: Place) -> None:
     asked = ["compare", "--models", "mine.toml,linear_attention", "--text", "t.txt", "--jobs", "2"]
     asked += ["--steps", "2", "--width", "16", "--depth", "1", "--heads", "2", "--json"]
@@ -148,6 +149,7 @@ def test_a_preset_of_ones_own_is_listed_and_compared(place: Place) -> None:
 def test_every_command_takes_modules(command, place: Place) -> None:
     asked = {"explain": ["gla"], "train": ["run.toml"], "generate": ["nowhere"]}
     asked |= {"export": ["nowhere", "there"], "plan": ["run.toml"]}
+    asked["coordinates"] = ["run.toml"]
     asked["compare"] = ["--models", "gla"]
     name = command.__name__
     said = refused(invoke(name, *asked.get(name, []), "--import", "absent_module"))

@@ -50,7 +50,10 @@ def arguments(command: str, text: Path, out: Path) -> tuple[list[str], Path]:
     return [*rest, "--out", str(out)], out
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "rows", "reproduce"])
+@pytest.mark.parametrize(
+    "command",
+    ["train", *(pytest.param(x, marks=pytest.mark.slow) for x in ("compare", "rows", "reproduce"))],
+)
 def test_a_folder_that_another_run_owns_is_left_as_it_is(
     command: str, text: Path, tmp_path: Path
 ) -> None:

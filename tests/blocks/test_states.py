@@ -65,7 +65,11 @@ MIXERS: dict[str, Any] = {
         persistent=1,
     ),
 }
-EVERY = pytest.mark.parametrize("name", MIXERS)
+LONG = ("context around a gate",)
+EVERY = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in MIXERS],
+)
 
 
 def made(name: str) -> Any:

@@ -422,6 +422,7 @@ def test_where_curves_end_is_told_as_it_is_printed(
     assert ends in measured_on(made, "mqar")
 
 
+@pytest.mark.slow
 def test_two_seeds_are_told_by_both_values() -> None:
     two = run(["gla"], ["mqar"], "", seeds=2, jobs=2)
     low, high = sorted(r.value or 0.0 for r in two.runs)

@@ -372,6 +372,7 @@ def test_the_command_runs_and_writes_a_gallery(tmp_path: Path) -> None:
     assert save_gallery(tmp_path / "empty") is None
 
 
+@pytest.mark.slow
 def test_the_papers_scale_prints_its_plan_and_how_to_launch_it(tmp_path: Path) -> None:
     result = invoke("reproduce", "am-fig4", "--scale", "paper", "--jobs", "4")
     assert result.exit_code == 0, result.output

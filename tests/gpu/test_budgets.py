@@ -208,7 +208,10 @@ LEAP = "elastic_net_proximal"  # its soft threshold: a number on its other side 
 LEFT = [name for name in rc.zoo.names() if name not in (*SLOW, *ROUNDED, LEAP)]
 
 
-@pytest.mark.parametrize("bits", FEWER)
+@pytest.mark.parametrize(
+    "bits",
+    [pytest.param(x, marks=pytest.mark.slow if i else ()) for i, x in enumerate(FEWER)],
+)
 @pytest.mark.parametrize(
     "names",
     [pytest.param(ROUNDED, id="some"), pytest.param(LEFT, id="rest", marks=pytest.mark.slow)],

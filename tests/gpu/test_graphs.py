@@ -35,7 +35,7 @@ REST = [name for name in rc.zoo.names() if name not in QUICK]
     "names",
     [
         pytest.param(QUICK, id="presets"),
-        pytest.param(COMPOSED, id="compositions"),
+        pytest.param(COMPOSED, id="compositions", marks=pytest.mark.slow),
         pytest.param([*MORE, *REST], id="the rest", marks=pytest.mark.slow),
     ],
 )

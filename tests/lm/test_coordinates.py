@@ -93,7 +93,7 @@ def test_a_wrong_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
                 found[name] = replace(rule, rate=rule.rate**2)
         return found
 
-    monkeypatch.setattr("recollect.lm.training.weight_decay.width_rules", wrong)
+    monkeypatch.setattr("recollect.lm.width.rules.width_rules", wrong)
     found = {one.name: one for one in check("gated_delta_net", WIDTHS[0]).coordinates}
     assert not found["gated_delta_net.gates.lr"].flat
     assert not found["gated_delta_net.gates.log_decay"].flat

@@ -106,13 +106,13 @@ WORK = {
 @pytest.mark.parametrize(
     ("command", "number"),
     [
-        ("compare", signal.SIGINT),
+        pytest.param("compare", signal.SIGINT, marks=SLOW),
         pytest.param("compare", signal.SIGTERM, marks=SLOW),
         pytest.param("compare", signal.SIGHUP, marks=SLOW),
         pytest.param("reproduce", signal.SIGINT, marks=SLOW),
         pytest.param("reproduce", signal.SIGTERM, marks=SLOW),
         pytest.param("reproduce", signal.SIGHUP, marks=SLOW),
-        pytest.param("train", signal.SIGINT, marks=SLOW),
+        ("train", signal.SIGINT),
         pytest.param("train", signal.SIGTERM, marks=SLOW),
         pytest.param("train", signal.SIGHUP, marks=SLOW),
     ],
@@ -154,8 +154,8 @@ def test_a_second_signal_ends_it_at_once(number: signal.Signals, place: Path) ->
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("train", "short.toml"),
-        pytest.param(("sizes",), marks=SLOW),
+        pytest.param(("train", "short.toml"), marks=SLOW),
+        ("sizes",),
         pytest.param(("explain", "gla", "--json"), marks=SLOW),
         pytest.param(("reproduce", "ttr-fig2", "--scale", "smoke", "--out", "out"), marks=SLOW),
     ],

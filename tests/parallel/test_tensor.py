@@ -29,8 +29,15 @@ def test_every_kind_of_composition_is_divided_by_heads(tmp_path: Path) -> None:
     same(job(f"equality({[*COMPOSED, *names]}, ['tensor'])", 2, tmp_path))
 
 
-def test_heads_divided_take_the_steps_of_one_process(tmp_path: Path) -> None:
-    found = job(f"equality({[*NAMES, *OTHERS, COMPOSED[0]]}, ['tensor'])", 2, tmp_path)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([*NAMES, COMPOSED[0]], id="systems"),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_heads_divided_take_the_steps_of_one_process(names: list[str], tmp_path: Path) -> None:
+    found = job(f"equality({names}, ['tensor'])", 2, tmp_path)
     same(found)
     for case in found[0]:
         ranks = [rank[case] for rank in found]

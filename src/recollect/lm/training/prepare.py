@@ -1,5 +1,7 @@
 """Preparation of a run: tokenizer, training and held-out rows, and the initial model."""
 
+# More than 400 lines: everything that is decided before the first step, in its order.
+
 from __future__ import annotations
 
 import contextlib
