@@ -5,6 +5,8 @@ accumulation, many devices, logs, and going on from a checkpoint. Ours are only 
 weights that decay, checkpoints that are whole, and a measurement weighted by tokens.
 """
 
+# More than 400 lines: one run, from its plan to its model, in order.
+
 from __future__ import annotations
 
 import contextlib
