@@ -166,7 +166,7 @@ BABILONG = Experiment(
         | {"lessons": [["task", 64, 2, 2]], "tested": [[64, 2], [128, 2]]}
         | {"models": ["gated_delta_net", "titans_mac"]},
         "small": {"seeds": 1, "frequent": 100, "facts": 4, "people": 4, "width": 48, "heads": 3}
-        | {"layers": 2, "segment": 64, "lr": 1e-2}
+        | {"layers": 2, "segment": 64, "lr": 4e-3}
         | {
             "lessons": [
                 ["task", 40, 24, 500],
@@ -191,6 +191,10 @@ BABILONG = Experiment(
     measure=_measure,
     draw=_draw,
     work=_work,
+    tried=(
+        "A rate of 0.01: Gated DeltaNet answered 0.50 of the texts of 256 tokens in place of 0.48, "
+        "Titans' MAC 0.20 in place of 0.39."
+    ),
 )
 
 EXPERIMENTS = (BABILONG,)
