@@ -96,7 +96,8 @@ def test_a_run_that_is_told_to_end_saves_a_checkpoint(
         torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_comparison_that_is_told_to_end_keeps_what_it_has(
     jobs: str, text: Path, tmp_path: Path
 ) -> None:
@@ -133,6 +134,7 @@ def test_an_experiment_that_is_told_to_end_keeps_what_it_has(tmp_path: Path) -> 
 # -- pipes ----------------------------------------------------------------------------------------
 
 
+@SLOW
 def test_a_reader_that_leaves_ends_no_work(text: Path, tmp_path: Path) -> None:
     out = ("--out", str(tmp_path / "compare"), "--steps", "3", "--text", str(text))
     with begun(*COMPARE, *SIZES, *out) as run:
@@ -186,7 +188,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "asked",
-    [pytest.param(asked, marks=SLOW if i else ()) for i, asked in enumerate(PRINTING)],
+    [pytest.param(asked, marks=SLOW) for asked in PRINTING],
 )
 def test_head_of_a_list_is_no_error(asked: str, saved: Path) -> None:
     """Who reads nothing more, of one output or of both, is told nothing and changes nothing."""

@@ -252,6 +252,7 @@ class Fatal:
         return os._exit, (1,)
 
 
+@pytest.mark.slow
 def test_a_model_whose_process_dies_is_a_failure_with_its_reason() -> None:
     size = SMALL["mqar"]
     broken = {"fatal": Fatal(), "bound": lambda: None}

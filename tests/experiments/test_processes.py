@@ -54,6 +54,7 @@ def test_a_process_takes_one_item_after_another(monkeypatch: pytest.MonkeyPatch)
     assert len(begun) <= 3
 
 
+@pytest.mark.slow
 def test_a_death_is_seen_while_others_are_busy() -> None:
     """Not when they are done: the other would sleep for days."""
     fatal = Fatal(7)
@@ -70,6 +71,7 @@ def test_a_process_that_cannot_begin_is_told_from_one_that_dies() -> None:
     assert "could not begin" in lost.reason
 
 
+@pytest.mark.slow
 def test_what_work_raises_is_raised() -> None:
     with pytest.raises(ValueError, match="math domain error"):
         list(in_processes(math.sqrt, [-1.0, 4.0], 2))
@@ -91,6 +93,7 @@ def test_an_error_that_would_not_arrive_comes_in_words() -> None:
         list(in_processes(unsendable, ["too deep"], 1))
 
 
+@pytest.mark.slow
 def test_what_work_says_is_heard_in_order_and_before_its_result() -> None:
     heard: list[str] = []
     results = [len(heard) for _ in in_processes(tell, ["a", "b", "c"], 1, hear=heard.append)]
@@ -131,6 +134,7 @@ def interrupted(press: Callable[[], None], **options: Any) -> list[float]:
     return given
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_what_would_sleep_for_days() -> None:
     assert interrupted(interrupt) == [0.0]
 
@@ -157,6 +161,7 @@ def test_who_hears_may_interrupt_and_what_was_begun_is_given() -> None:
         assert given == ["a"]
 
 
+@pytest.mark.slow
 def test_an_interrupt_that_the_shell_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     found = {}

@@ -55,6 +55,7 @@ def test_rows_that_stand_are_not_trained_again(tmp_path: Path, corpus: TextCorpu
     assert "recollect compare ..." in page
 
 
+@pytest.mark.slow
 def test_rows_are_kept_as_processes_end(tmp_path: Path, corpus: TextCorpus) -> None:
     made = rows(["retnet", "gla"], tmp_path, corpus, jobs=2)
     assert made is not None

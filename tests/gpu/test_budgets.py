@@ -53,7 +53,7 @@ def _groups() -> list[Any]:
     # Families of a few presets join others.
     groups: list[tuple[str, list[str]]] = []
     for family, names in families.items():
-        if groups and len(groups[-1][1]) < 6:
+        if groups and len(groups[-1][1]) < 14:
             groups[-1] = (f"{groups[-1][0]}+{family}", groups[-1][1] + names)
         else:
             groups.append((family, names))

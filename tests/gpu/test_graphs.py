@@ -20,7 +20,7 @@ import recollect as rc
 
 __all__ = ["pytestmark"]
 
-QUICK = ("gated_delta_net", "mamba2", "rwkv7", "titans", "sliding_window_attention", "omega_net")
+QUICK = ("gated_delta_net", "rwkv7", "titans", "sliding_window_attention")
 COMPOSED = ("mac", "chain", "lm:titans")
 MORE = ("mag", "together", "boosted", "lm:mac")
 GROW = {

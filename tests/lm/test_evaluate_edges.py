@@ -186,8 +186,10 @@ def test_groups_of_an_earlier_run_stay(tmp_path: Path) -> None:
         assert [x.task for x in result.groups] == kept
         assert [x["task"] for x in strict(tmp_path / "results.json")["groups"]] == kept
     (tmp_path / "results.json").write_text("[]")
+    before = {path.name for path in (tmp_path / "tasks").iterdir()}
     with pytest.raises(ValueError, match=r"results\.json is no evaluation"):
-        rc.lm.evaluate(model, "local_babi_2", **short(tmp_path))
+        rc.lm.evaluate(model, "local_babi_3", **short(tmp_path))
+    assert {path.name for path in (tmp_path / "tasks").iterdir()} == before  # said at once
 
 
 def test_modules_that_were_frozen_for_training_still_are() -> None:

@@ -136,13 +136,13 @@ def test_the_smallest_mesh_fits_and_one_device_fewer_does_not() -> None:
     run = plan(optimizer={"batch": 12})
     config = config_of(run)
     three = rank_of(run, config, Way(data=3)).total
-    found = estimate(run, config, devices=8, memory=int(three / 0.9) + 1, peak=1e12, share=0.5)
+    found = estimate(run, config, devices=4, memory=int(three / 0.9) + 1, peak=1e12, share=0.5)
     assert found.smallest is not None and found.smallest.way == Way(data=3)
     fewer = (Way(data=1), Way(data=2), Way(data=2, shards=True), Way(tensor=2, shards=True))
     assert not any(rank_of(run, config, way).fits(found.memory) for way in fewer)
     assert found.tokens == 10 * 12 * 128
-    assert found.seconds == pytest.approx(found.tokens * found.flops / (8 * 0.5e12))
-    none = estimate(run, config, devices=8, memory=1000)
+    assert found.seconds == pytest.approx(found.tokens * found.flops / (4 * 0.5e12))
+    none = estimate(run, config, devices=4, memory=1000)
     assert none.smallest is None and none.launch is None
     alone = estimate(run, config, devices=1, memory=2**40)
     assert alone.launch == ("", "recollect train run.toml")
@@ -193,9 +193,11 @@ def test_one_row_is_planned_along_devices_as_train_divides_it() -> None:
 @pytest.mark.parametrize(
     ("devices", "per_node", "nodes", "each"),
     [
-        (8, 6, 2, 4),
         (7, 4, 7, 1),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((12, 8, 2, 6), (6, 8, 1, 6))),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in ((8, 6, 2, 4), (12, 8, 2, 6), (6, 8, 1, 6))
+        ),
         pytest.param(16, 8, 2, 8, marks=pytest.mark.slow),
     ],
 )

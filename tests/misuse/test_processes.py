@@ -112,7 +112,7 @@ WORK = {
         pytest.param("reproduce", signal.SIGINT, marks=SLOW),
         pytest.param("reproduce", signal.SIGTERM, marks=SLOW),
         pytest.param("reproduce", signal.SIGHUP, marks=SLOW),
-        ("train", signal.SIGINT),
+        pytest.param("train", signal.SIGINT, marks=SLOW),  # as `tests/test_endings.py` has it
         pytest.param("train", signal.SIGTERM, marks=SLOW),
         pytest.param("train", signal.SIGHUP, marks=SLOW),
     ],
@@ -324,7 +324,7 @@ def test_a_folder_of_somebody_else(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
-@pytest.mark.parametrize("line", ["zoo", "explain gla --json"])
+@pytest.mark.parametrize("line", ["zoo", pytest.param("explain gla --json", marks=SLOW)])
 def test_an_output_that_is_full(line: str, place: Path) -> None:
     """The sentence goes to the standard error; nothing is said to be fine."""
     code = "import recollect_command; recollect_command.main()"

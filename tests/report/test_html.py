@@ -161,3 +161,23 @@ def test_a_column_with_one_that_diverged_is_still_sorted_by_numbers() -> None:
     assert drawn.count("data-sort") == 2 and ' class="number"' not in drawn
     words = Table(columns=["m"], rows=[["a"], ["b"], ["3"]]).render()
     assert "data-sort" not in words
+
+
+def test_a_column_of_which_half_diverged_is_sorted_by_its_numbers() -> None:
+    halves = Table(columns=["gain"], rows=[["+0.50"], ["diverged"], ["−0.25"], ["diverged"]])
+    assert halves.render().count("data-sort") == 2
+    names = Table(columns=["x"], rows=[["3"], ["a4"], ["b10"]])
+    assert "data-sort" not in names.render()
+
+
+def test_a_page_of_another_command_is_kept_under_another_name(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    Report(title="first", kind="training").save(path)
+    Report(title="second", kind="training").save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+    Report(title="third", kind="benchmark").save(path)
+    assert "third" in path.read_text("utf-8")
+    assert "second" in (tmp_path / "report-1.html").read_text("utf-8")
+    path.write_bytes(b"\xff of somebody else")
+    Report(title="fourth", kind="benchmark").save(path)
+    assert (tmp_path / "report-2.html").read_bytes() == b"\xff of somebody else"

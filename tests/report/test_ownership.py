@@ -18,11 +18,15 @@ import pytest
 from recollect.report import ownership
 from recollect.report.ownership import LOCK, owned_folder, process_start
 
-HOLDER = """
+# The module alone, for torch takes seconds to import.
+HOLDER = f"""
 import sys
-from recollect.report.ownership import owned_folder
+from importlib.util import module_from_spec, spec_from_file_location
 
-with owned_folder(sys.argv[1]):
+spec = spec_from_file_location("ownership", {ownership.__file__!r})
+module = module_from_spec(spec)
+spec.loader.exec_module(module)
+with module.owned_folder(sys.argv[1]):
     print("owned", flush=True)
     sys.stdin.read()
 """

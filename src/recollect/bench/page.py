@@ -41,6 +41,7 @@ def save_bench_page(
         rows = [[name, float(f"{ratio:.4g}")] for name, ratio in data["ratios"].items()]
         sections.append(Table(title="Ratios", columns=["what", "ratio"], rows=rows))
     report = Report(
+        kind="benchmark",
         title=f"Benchmark: {data['suite']}",
         command=command,
         summary=_fastest(data) if timed else _least(data),

@@ -154,22 +154,30 @@ def _check_place(save: Path | None) -> None:
 def _told(save: Path | None, data: Mapping[str, Any]) -> None:
     """Write a result, and say where it is."""
     if save is not None:
-        _save(save, data)
+        kept = _save(save, data)
+        if kept is not None:
+            typer.echo(f"what stood there is kept: {kept}")
         typer.echo(f"saved: {save}")
         typer.echo(f"report: {save.with_suffix('.html')}")
 
 
-def _save(save: Path | None, data: Mapping[str, Any]) -> None:
-    """Write a result that was shown already, and its page beside it."""
+def _save(save: Path | None, data: Mapping[str, Any]) -> Path | None:
+    """Write a result that was shown already, and its page beside it.
+
+    Returns:
+        The copy of another file that stood there, or ``None``.
+    """
     from recollect.bench.page import save_bench_page
-    from recollect.report.files import rescue, write_atomic
+    from recollect.report.files import rescue, set_aside, write_atomic
 
     if save is None:
-        return
+        return None
     text = json.dumps(data, indent=2, allow_nan=False) + "\n"
     try:
+        kept = set_aside(save, text)
         write_atomic(save, text)
         command = shlex.join(["recollect", *sys.argv[1:]])
         save_bench_page(data, save.with_suffix(".html"), command=command)
     except OSError as error:
         raise ValueError(rescue({save.name: text}, wanted=save, error=error)) from error
+    return kept

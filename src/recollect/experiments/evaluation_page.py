@@ -41,6 +41,7 @@ def save_evaluation_page(
         sections.append(Note(title="What a reader must know", text="\n".join(result.notes)))
     sections.append(_how(result))
     report = Report(
+        kind="evaluation",
         title=f"Evaluation of {result.model}",
         command=command,
         summary=_found(result, papers),

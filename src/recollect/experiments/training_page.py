@@ -53,6 +53,7 @@ def save_run_page(
     written = json.dumps(plan.to_dict(), indent=2, ensure_ascii=False)
     sections.append(Note(title="The plan", text=written, code=True))
     report = Report(
+        kind="training",
         title=f"Training run {trained.folder.parent.name}",
         command=command,
         summary=_found(trained, plan, found),

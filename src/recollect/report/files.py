@@ -45,6 +45,18 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
     return path
 
 
+def free_name(path: Path) -> Path:
+    """The first of ``results-1.json``, ``results-2.json``, … that is free beside ``results.json``.
+
+    Args:
+        path: a file whose name is taken.
+    """
+    number = 1
+    while (free := path.with_stem(f"{path.stem}-{number}")).exists():
+        number += 1
+    return free
+
+
 def set_aside(path: Path, data: str) -> Path | None:
     """Copy the file that stands where another is about to be written to the next free name.
 
@@ -57,9 +69,7 @@ def set_aside(path: Path, data: str) -> Path | None:
     """
     if not path.is_file() or path.read_bytes() == data.encode("utf-8"):
         return None
-    number = 1
-    while (kept := path.with_stem(f"{path.stem}-{number}")).exists():
-        number += 1
+    kept = free_name(path)
     shutil.copy2(path, kept)  # a copy: if nothing more can be written, the earlier one still stands
     return kept
 

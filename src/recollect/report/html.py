@@ -10,15 +10,16 @@ import html
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
 from recollect.report.figures import FigureFiles
-from recollect.report.files import write_atomic
+from recollect.report.files import free_name, write_atomic
 from recollect.report.notebook import prose
-from recollect.report.shell import shell
+from recollect.report.shell import kind_mark, shell
 
 _NUMERAL = r"[+−-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?"
 _WRITTEN = re.compile(
@@ -83,12 +84,7 @@ class Table:
             and all(cell is None or _number(cell) is not None for cell in column)
             for column in columns
         ]
-        # Sorted by numbers where most of them are: one that diverged has none, and comes last.
-        sortable = [
-            2 * sum(_number(cell) is not None for cell in column)
-            > sum(cell not in (None, "") for cell in column)
-            for column in columns
-        ]
+        sortable = [_sorted_by_numbers(column) for column in columns]
         mark = [' class="number"' if flag else "" for flag in numeric]
         head = "".join(
             f'<th scope="col"{m}>{prose(c)}</th>' for c, m in zip(self.columns, mark, strict=True)
@@ -194,9 +190,12 @@ class Report:
         facts: names and values for the block below the command, such as
             ``describe_environment().facts()``.
         sections: tables, figures and notes, in order.
+        kind: what it reports of, one word such as ``"comparison"``; a page of another kind that
+            stands where this one is saved is kept under another name.
     """
 
     title: str
+    kind: str = ""
     command: str = ""
     summary: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -212,11 +211,25 @@ class Report:
         block = f"<dl>\n{facts}</dl>\n" if facts else ""
         sections = "".join(section.render() for section in self.sections)
         body = f"<h1>{prose(self.title)}</h1>\n{summary}{command}{block}{sections}"
-        return shell(self.title.replace("`", ""), body)
+        return shell(self.title.replace("`", ""), body, kind=self.kind)
 
     def save(self, path: str | PathLike[str]) -> Path:
-        """Write the page atomically; missing folders are made."""
+        """Write the page atomically; missing folders are made.
+
+        Args:
+            path: of the page. An earlier page of the same kind gives way; one of another kind, or
+                a file of somebody else, is renamed first, ``report-1.html`` for ``report.html``.
+        """
+        path = Path(path)
+        if path.is_file() and not _is_of_kind(path, self.kind):
+            shutil.copy2(path, free_name(path))  # a copy: the new page may not come to be
         return write_atomic(path, self.render())
+
+
+def _is_of_kind(path: Path, kind: str) -> bool:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        head = file.read(2000)
+    return bool(kind) and kind_mark(kind) in head
 
 
 def _is_number(cell: Cell) -> bool:
@@ -232,6 +245,16 @@ def _number(cell: Cell) -> float | None:
         return None
     value = float(found["value"].replace(",", "").replace("−", "-"))
     return value * _UNITS.get(found["unit"] or "", 1.0)
+
+
+def _sorted_by_numbers(column: Sequence[Cell]) -> bool:
+    """Whether most cells are numbers, or all others are one word, such as "diverged".
+
+    What has no number comes last.
+    """
+    said = [cell for cell in column if cell not in (None, "")]
+    words = [str(cell) for cell in said if _number(cell) is None]
+    return 2 * len(words) < len(said) or (len(words) < len(said) and len(set(words)) == 1)
 
 
 def _drawn(cell: Cell, *, first: bool, mark: str, sortable: bool) -> str:

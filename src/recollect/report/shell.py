@@ -10,7 +10,7 @@ import html
 from functools import cache
 from importlib import resources
 
-__all__ = ["SCRIPTS", "shell", "source"]
+__all__ = ["SCRIPTS", "kind_mark", "shell", "source"]
 
 SCRIPTS = ("tables.js", "curves.js")
 """The scripts of a page, in the order in which they run."""
@@ -28,17 +28,28 @@ def source(name: str) -> str:
     return (resources.files("recollect.report") / "static" / name).read_text(encoding="utf-8")
 
 
-def shell(title: str, body: str) -> str:
+def kind_mark(kind: str) -> str:
+    """How a page says in its head what it reports of.
+
+    Args:
+        kind: one word.
+    """
+    return f'<meta name="recollect" content="{html.escape(kind)}">'
+
+
+def shell(title: str, body: str, *, kind: str = "") -> str:
     """A whole page.
 
     Args:
         title: plain text, of the window.
         body: HTML, of which every text is escaped already.
+        kind: what the page reports of, one word, or nothing.
     """
+    mark = f"{kind_mark(kind)}\n" if kind else ""
     scripts = "\n".join(map(source, SCRIPTS))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>\n{source('report.css')}</style>\n</head>\n"
+        f"{mark}<title>{html.escape(title)}</title>\n<style>\n{source('report.css')}</style>\n</head>\n"
         f"<body>\n<main>\n{body}</main>\n<script>\n{scripts}{_START}</script>\n</body>\n</html>\n"
     )

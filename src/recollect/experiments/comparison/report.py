@@ -285,6 +285,7 @@ def _written(comparison: Outcomes, folder: Path, command: str) -> dict[str, Path
     for task, model, reason in comparison.failures:
         sections.append(Note(title=f"{model} could not be trained on {task}", text=reason))
     report = Report(
+        kind="comparison",
         title="Sequence layers compared",
         command=command,
         summary=found(comparison),

@@ -96,6 +96,7 @@ def _page(run: Run, figure: FigureFiles | None) -> Report:
         "software": run.environment.facts()["software"],
     }
     return Report(
+        kind="reproduction",
         title=f"{experiment.name}: {experiment.title}",
         command=run.command,
         summary=f"{experiment.source}. {verdict_line(run)}.",

@@ -143,6 +143,8 @@ def evaluate(
             text=path,
         )
         before = {} if folder is None else finished(folder, local)
+        # Asked before minutes are spent: it refuses a folder that holds another command's results.
+        earlier = () if folder is None else earlier_groups(folder, settings, before)
         loaded = load(manager, found, context=context, done=list(before))
         asked = [*(name for name in found if name in before), *loaded.tasks]
         for name in asked:
@@ -160,9 +162,7 @@ def evaluate(
                 keep(folder, results[name])  # what is no number is measured anew
             watcher.end(results[name], before=False)
         groups = {one.task: one for one in _groups(loaded, results, settings)}
-        if folder is not None:
-            earlier = {one.task: one for one in earlier_groups(folder, settings, before)}
-            groups = earlier | groups
+        groups = {one.task: one for one in earlier} | groups
         evaluation = Evaluation(
             model=called,
             tasks=tuple(results[name] for name in dict.fromkeys([*asked, *results])),

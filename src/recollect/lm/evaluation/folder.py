@@ -78,7 +78,8 @@ def earlier_groups(
         groups = [TaskResult.from_dict(one) for one in _data(path)["groups"]]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} is no evaluation ({error}): delete it, the finished tasks have their own files"
+            f"{path} is no evaluation ({error}): give another --out, or, if the file is of no use, "
+            "delete it; finished tasks have files of their own"
         ) from None
     return tuple(
         one
