@@ -101,12 +101,22 @@ def length(preset: rc.zoo.Preset) -> int:
     return DEEP_TOKENS if engine.name == "deep" else TOKENS
 
 
-def measure(name: str, *, tokens: int | None = None) -> dict[str, Any]:
-    """Counts of a preset by stretch, and the distance of its numbers from the CPU's."""
+def measure(
+    name: str, *, tokens: int | None = None, precision: str | None = None
+) -> dict[str, Any]:
+    """Counts of a preset by stretch, and the distance of its numbers from the CPU's.
+
+    Args:
+        name: of the preset.
+        tokens: of forward and backward.
+        precision: of the layer's products on the device; the CPU's have all bits.
+    """
     preset = rc.zoo.get(name)
     torch.manual_seed(0)
     cpu = preset.build(d_model=WIDTH, heads=HEADS)
     there = pretend.put_module(cpu)
+    if precision is not None:
+        there.precision = precision
     x = torch.randn(1, tokens or length(preset), WIDTH)
     quiet, stretches = Stretches(counts=False), Stretches(counts=True)
     y, slopes = passes(cpu, x.clone(), quiet)
@@ -167,6 +177,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--bits", type=int, help="of what products multiply: 10 TF32, 7 bfloat16")
+    parser.add_argument("--precision", help="of the layers' products on the device")
     parser.add_argument("--write", action="store_true", help="lower budgets.json")
     parser.add_argument("--raise", action="store_true", dest="higher", help="or raise it")
     args = parser.parse_args()
@@ -176,7 +187,8 @@ def main() -> None:
         write(args.names or rc.zoo.names(), higher=args.higher)
     else:
         for name in args.names:
-            print(json.dumps(measure(name, tokens=args.tokens)), flush=True)
+            found = measure(name, tokens=args.tokens, precision=args.precision)
+            print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -160,15 +160,18 @@ MULTIPLIED = {"mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "dot": (0, 1), "addmm":
 
 bits: int | None = None
 """Bits after the leading one that products of float32 keep of what they multiply: 10 is TF32, 7 is
-bfloat16. Sums are float32's."""
+bfloat16. Sums are float32's. ``None`` is what PyTorch's switch for CUDA says at each product."""
 
 
 def _rounded(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of an operation as tensor cores see them."""
     places = MULTIPLIED.get(name, ())
-    if bits is None or not places:
+    if not places:
         return args
-    return tuple(_kept_bits(x, bits) if n in places else x for n, x in enumerate(args))
+    count = 10 if bits is None and torch.backends.cuda.matmul.fp32_precision == "tf32" else bits
+    if count is None:
+        return args
+    return tuple(_kept_bits(x, count) if n in places else x for n, x in enumerate(args))
 
 
 def _kept_bits(x: Tensor, count: int) -> Tensor:

@@ -223,3 +223,46 @@ def test_products_of_tensor_cores(names: tuple[str, ...], bits: int) -> None:
         assert 2.0 ** -(bits + 6) < one["y"] <= far, one["name"]
         assert one.get("decoded", 0.0) <= 2 * far, one["name"]
         assert one["gradient"] <= slope, one["name"]
+
+
+CANCELS = ("mlstm", LEAP)
+"""Of a log rate's bias a normaliser leaves a gradient of next to nothing; a threshold's leaps."""
+
+FLOAT64 = ("swdt",)
+"""A device that does not look at decays keeps such keys in float64, and multiplies them there."""
+
+
+@pytest.mark.parametrize(
+    ("precision", "bits"),
+    [
+        ("tf32", 10),
+        pytest.param("bf16", 7, marks=pytest.mark.slow),
+        pytest.param("float32", 23, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(ROUNDED, id="some"),
+        pytest.param([*LEFT, LEAP], id="rest", marks=pytest.mark.slow),
+    ],
+)
+def test_precision_of_a_layer(names: tuple[str, ...], precision: str, bits: int) -> None:
+    """Asked of the layer: its memory's products alone take fewer bits, in every pass.
+
+    TF32 is what PyTorch's switch says while the device multiplies, and it stays nowhere else.
+    """
+    far, slope = FEWER.get(bits, (NEAR["y"], NEAR["gradient"]))
+    for one in measured("--precision", precision, *names):
+        name, recipe = one["name"], rc.zoo.get(one["name"]).recipe
+        engine = rc.select(recipe).engine
+        exact = bits == 23 or engine.needs_digits(recipe) is not None
+        most = max(NEAR["y"], FAR.get(name, 0.0)) if exact else far
+        assert one["y"] <= most, name
+        assert one.get("decoded", 0.0) <= 2 * most, name
+        if name not in CANCELS or exact:
+            assert one["gradient"] <= max(slope, FAR.get(name, 0.0)), name
+        # Fused attention follows no switch, and some memories multiply no matrices.
+        fused = engine.name == "kernel" and precision == "tf32"
+        if not exact and not fused and name not in ("lru", "rg_lru", *FLOAT64):
+            assert one["y"] > 2.0 ** -(bits + 9), name

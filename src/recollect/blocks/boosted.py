@@ -53,7 +53,7 @@ class SecondMemory(RecipeNumbers):
         check_options(leaf.recipe, options)
         self._recipe, self.options = leaf.recipe, options
         self.depth, self.chunk_size = first.depth, first.chunk_size
-        self.method = first.method
+        self._bind(first.method, first.precision)
         self._make_ties()
         self._make_numbers(without=share)
         if self.key_gates or self.ties.key is not None:

@@ -21,7 +21,7 @@ from recollect.layer.memory_layer import MemoryLayer
 
 __all__ = ["build", "received"]
 
-_SIZES = ("kv_heads", "head_dim", "value_dim", "method", "chunk_size", "depth")
+_SIZES = ("kv_heads", "head_dim", "value_dim", "method", "chunk_size", "precision", "depth")
 
 
 def build(
@@ -34,7 +34,7 @@ def build(
         d_model: width of the tokens.
         heads: query heads of every part.
         **sizes: other keywords of `MemoryLayer`, for every part: kv_heads, head_dim, value_dim,
-            method, chunk_size, depth.
+            method, chunk_size, precision, depth.
 
     Raises:
         RecipeError: sizes that do not fit a part, or a keyword that `MemoryLayer` does not take.

@@ -11,36 +11,67 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recollect.choices.member import RecipeError
+from recollect.choices.multiplying import innermost, multiplying
 
-__all__ = ["again", "at_full_precision", "leaves_of", "once", "once_through", "places"]
+__all__ = ["HandWritten", "again", "leaves_of", "once", "once_through", "places"]
 
 Backward = Callable[..., Any]
 
 
-def at_full_precision(backward: Backward) -> Backward:
-    """A written-out backward pass without autocast, as its forward pass was.
+class HandWritten(torch.autograd.Function):
+    """A function whose backward pass is written out, and runs as its forward pass did.
 
-    Whoever calls ``loss.backward()`` inside of ``torch.autocast`` would have its products rounded,
-    and in-place ones refused, where autograd's own formulas see to their types themselves.
-
-    Args:
-        backward: of a ``torch.autograd.Function``, below ``@staticmethod``.
+    That is without autocast: whoever calls ``loss.backward()`` inside of ``torch.autocast`` would
+    have its products rounded, and in-place ones refused, where autograd's own formulas see to their
+    types themselves. And it is with the products that the forward pass was asked for
+    (`recollect.choices.multiplying`), wherever and whenever it runs.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = vars(cls)
+        # Which of the two is given the context is torch's distinction.
+        first = "setup_context" if "setup_context" in own else "forward"
+        for name, wrap in ((first, _remembering), ("backward", _as_before)):
+            if name in own:
+                setattr(cls, name, staticmethod(wrap(getattr(cls, name))))
+
+
+def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What is given the context, and notes there which products are asked for."""
+
+    @functools.wraps(function)
+    def noting(ctx: Any, *given: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling() and innermost.mode is not None:
+            ctx.precision = innermost.mode.precision
+        return function(ctx, *given, **named)
+
+    return noting
+
+
+def _as_before(backward: Backward) -> Backward:
+    """A backward pass without autocast, and with the products of its forward pass."""
 
     @functools.wraps(backward)
     def exact(ctx: Any, *grads: Tensor | None) -> Any:
         device = next((g.device.type for g in grads if g is not None), None)
-        if device is None or not torch.amp.is_autocast_available(device):
+        rounds = (
+            device is not None
+            and torch.amp.is_autocast_available(device)
+            and torch.is_autocast_enabled(device)
+        )
+        precision = getattr(ctx, "precision", None)
+        if precision is None and not rounds:
             return backward(ctx, *grads)
-        if not torch.is_autocast_enabled(device):
-            return backward(ctx, *grads)
-        with torch.autocast(device, enabled=False):
+        outside = torch.autocast(device, enabled=False) if rounds and device else nullcontext()
+        with outside, multiplying(precision):
             return backward(ctx, *grads)
 
     return exact
@@ -136,7 +167,6 @@ def once(what: str, instead: str = _REFERENCE) -> Callable[[Backward], Backward]
     """
 
     def decorate(backward: Backward) -> Backward:
-        @at_full_precision
         @functools.wraps(backward)
         def wrapped(ctx: Any, *above: Tensor) -> Any:
             saved = ctx.saved_tensors

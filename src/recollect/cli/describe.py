@@ -135,12 +135,16 @@ def explain(
         typer.Argument(metavar="NAME_OR_FILE", help="An architecture, or a .json/.toml recipe."),
     ],
     method: Annotated[str, typer.Option(help="Explain as if this engine were asked for.")] = "auto",
+    precision: Annotated[
+        str | None, typer.Option(help="And this precision of products: float32, tf32 or bf16.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a recipe solves, how it moves, and which engine runs it."""
     # A name of the zoo stays one, whatever files lie around.
     of_file = name not in (*rc.zoo.names(), *rc.zoo.hybrids()) and ("." in name or "/" in name)
-    explained = rc.explain(load_recipe(Path(name)) if of_file else name, method=method)
+    recipe = load_recipe(Path(name)) if of_file else name
+    explained = rc.explain(recipe, method=method, precision=precision)
     if as_json:
         print_json(explained.to_dict())
     else:

@@ -51,6 +51,8 @@ class Engine:
         follows: whether a compiled layer lets the compiler follow calls of a recipe with so many
             tokens (its sizes, the tokens), as it can; ``None`` lets it follow none, and hands each
             over as one operation (`recollect.recall.one_operation`).
+        needs_digits: why its products of a recipe stay float32 whatever precision is asked for;
+            ``None`` where they take what is asked for (`recollect.choices.products.PRECISIONS`).
         rounded: whether it goes on from a memory whose tensors were rounded to half precision.
         inner_gradients: whether it may take inner gradients by autograd, which inference mode
             forbids.
@@ -70,6 +72,18 @@ class Engine:
     plan: Callable[[SizedRecipe], Any] | None = None
     token: Callable[..., tuple[Tensor, State] | None] | None = None
     follows: Callable[[SizedRecipe, int], bool] | None = None
+    needs_digits: Callable[[Recipe], str | None] = lambda recipe: None
+
+    def products(self, recipe: Recipe, precision: str | None) -> str | None:
+        """The precision that products of a recipe take where one is asked for.
+
+        Args:
+            recipe: that it runs.
+            precision: as asked for.
+        """
+        if precision is None or self.needs_digits(recipe) is None:
+            return precision
+        return "float32"
 
 
 ENGINES: tuple[Engine, ...] = (
@@ -92,6 +106,7 @@ ENGINES: tuple[Engine, ...] = (
         refuses=least_squares.refuses,
         describes=least_squares.describes,
         run=least_squares.run,
+        needs_digits=least_squares.needs_digits,
         cost=least_squares.flops,
         reading=least_squares.reading,
         shows_nan=True,
@@ -102,6 +117,7 @@ ENGINES: tuple[Engine, ...] = (
         refuses=kernel.refuses,
         describes=kernel.describes,
         run=kernel.run,
+        needs_digits=kernel.needs_digits,
         plan=kernel.plan,
         token=kernel.token,
         follows=kernel.follows,
@@ -125,6 +141,7 @@ ENGINES: tuple[Engine, ...] = (
         refuses=lambda recipe: [],
         describes=lambda recipe: "token by token, inner gradient by autograd",
         run=reference.run,
+        needs_digits=lambda recipe: "the reference is what others are compared with",
         cost=reference.flops,
         reading=reference.reading,
     ),

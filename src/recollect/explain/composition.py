@@ -38,6 +38,8 @@ class _Explained(Protocol):
     @property
     def how(self) -> str: ...
     @property
+    def products(self) -> str: ...
+    @property
     def properties(self) -> Mapping[str, bool]: ...
 
     def to_dict(self) -> dict[str, Any]: ...
@@ -108,7 +110,8 @@ class Composition:
             yield "write", list(part.write)
             yield "read", list(part.read)
             yield "where", list(part.where)
-            yield "engine", [f"{part.engine} ({part.how})"]
+            products = [f"products of {part.products}"] if part.products else []
+            yield "engine", [f"{part.engine} ({part.how})", *products]
         yield "", [""]
         yield "state", [line for name in self.layers for line in self._state(name, alone=alone)]
         yield "cost", [line for name in self.layers for line in self._cost(name, alone=alone)]

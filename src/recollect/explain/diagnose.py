@@ -199,6 +199,7 @@ class _Examination:
             init=self.layer.initial_memory if state is None else None,
             state=state,
             method=self.layer.method,
+            precision=self.layer.precision,
             chunk_size=self.layer.chunk_size,
         )
         assert after is not None
@@ -288,7 +289,14 @@ class _Examination:
                 name: g.repeat_interleave(n, 1) for name, g in gates.items() if name in wanted
             }
             flat = k.transpose(2, 3).reshape(B, t * n, H, K)
-            y = read(recipe, flat, gates=read_gates, state=state, params=self.params)
+            y = read(
+                recipe,
+                flat,
+                gates=read_gates,
+                state=state,
+                params=self.params,
+                precision=self.layer.precision,
+            )
             return y.unflatten(1, (t, n)).transpose(2, 3)
         position = state.position[:, None] + torch.arange(t, device=k.device)
         W = [w.to(state_dtype(k)) for w in state.weights]

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 from recollect.blocks.mixers import Leaf, Mixer
 from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
+from recollect.choices.products import check_precision_name
 from recollect.cost import Cost, cost
-from recollect.engines.select import select
+from recollect.engines.select import Engine, select
 from recollect.explain.composition import Composition, compose
 from recollect.explain.equations import legend, map_names, objective, read_rule, write_rule
 from recollect.explain.naming import PROPERTIES, Named, fingerprint, named, properties
@@ -90,6 +91,7 @@ class Explanation:
         ranks: how its memory goes from rank to rank where a sequence lies along several
             (`recollect.parallel`), and why so.
         theory: what `recollect.theory` says of it at these sizes, with sources.
+        products: what products multiply, where a precision was asked for, and why no less.
 
     Examples:
         >>> found = rc.explain(rc.Recipe())
@@ -122,6 +124,7 @@ class Explanation:
     ranks: str
     theory: tuple[str, ...] = ()
     units: Mapping[str, str] = field(default_factory=dict)
+    products: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -149,6 +152,7 @@ class Explanation:
             "cost": None if self.cost is None else self.cost.to_dict(),
             "ranks": self.ranks,
             "theory": list(self.theory),
+            "products": self.products,
         }
 
     def __str__(self) -> str:
@@ -176,6 +180,8 @@ class Explanation:
         if not self.compiles:
             said = "torch.compile may break the graph of rc.recall; a layer's call is one operation"
             refused.append(said)
+        if self.products:
+            refused.insert(0, f"products of {self.products}")
         yield "engine", [f"{self.engine} ({self.how})", *refused]
         if self.named and [n.name for n in self.named] != [self.title]:
             yield "named", [", ".join(map(str, self.named))]
@@ -214,22 +220,30 @@ class Explanation:
 
 
 @overload
-def explain(recipe: Recipe | _Preset, *, method: str = "auto") -> Explanation: ...
+def explain(
+    recipe: Recipe | _Preset, *, method: str = "auto", precision: str | None = None
+) -> Explanation: ...
 @overload
-def explain(recipe: Mixer | _Hybrid, *, method: str = "auto") -> Composition: ...
+def explain(
+    recipe: Mixer | _Hybrid, *, method: str = "auto", precision: str | None = None
+) -> Composition: ...
 @overload
-def explain(recipe: str, *, method: str = "auto") -> Any: ...
+def explain(recipe: str, *, method: str = "auto", precision: str | None = None) -> Any: ...
 
 
-def explain(recipe: Any, *, method: str = "auto") -> Explanation | Composition:
+def explain(
+    recipe: Any, *, method: str = "auto", precision: str | None = None
+) -> Explanation | Composition:
     """What a recipe solves, how it moves, and how it runs; of a composition, all of its recipes.
 
     Args:
         recipe: a recipe, a mixer, the name of an architecture of the zoo, or a preset.
         method: explain as if this engine had been asked for.
+        precision: and this precision of products, as for `recollect.recall`.
 
     Raises:
         RecipeError: an unknown name, or a method that cannot run the recipe.
+        ValueError: an unknown precision.
 
     Examples:
         >>> print(rc.explain("gated_delta_net").write[0])
@@ -239,6 +253,7 @@ def explain(recipe: Any, *, method: str = "auto") -> Explanation | Composition:
         >>> print(str(rc.explain("titans_mac")).splitlines()[1])
         composes AsContext(memory, attention, segment=128, persistent=8)
     """
+    check_precision_name(precision)
     layers = _composed(recipe)
     if layers is not None:
         title, mixers = layers
@@ -246,9 +261,9 @@ def explain(recipe: Any, *, method: str = "auto") -> Explanation | Composition:
         for name, mixer in mixers.items():
             for path, leaf in mixer.leaves.items():
                 key = path if len(mixers) == 1 else f"{name}.{path}" if path else name
-                parts[key] = _explained(leaf, method)
+                parts[key] = _explained(leaf, method, precision)
         return compose(title, mixers, parts, method)
-    return _explained(recipe, method)
+    return _explained(recipe, method, precision)
 
 
 def _composed(recipe: object) -> tuple[str, dict[str, Mixer]] | None:
@@ -264,7 +279,7 @@ def _composed(recipe: object) -> tuple[str, dict[str, Mixer]] | None:
     return None
 
 
-def _explained(recipe: object, method: str) -> Explanation:
+def _explained(recipe: object, method: str, precision: str | None) -> Explanation:
     """Of one recipe."""
     title, options, resolved = _resolve(recipe)
     selection = select(resolved, method)
@@ -291,7 +306,25 @@ def _explained(recipe: object, method: str) -> Explanation:
         ranks=str(way_of(resolved)),
         theory=findings(resolved, _SIZE, _SIZE),
         units=_units(resolved, options),
+        products=_products(selection.engine, resolved, precision),
     )
+
+
+_MULTIPLIED = {
+    "float32": "float32",
+    "tf32": "TF32 where the device has it, added in float32",
+    "bf16": "bfloat16, added in float32",
+}
+
+
+def _products(engine: Engine, recipe: Recipe, precision: str | None) -> str:
+    """What products multiply where a precision was asked for."""
+    if precision is None:
+        return ""
+    reason = engine.needs_digits(recipe)
+    if reason is None or precision == "float32":
+        return _MULTIPLIED[precision]
+    return f"float32, not {precision}: {reason}"
 
 
 def _units(recipe: Recipe, options: LayerOptions | None) -> dict[str, str]:

@@ -7,12 +7,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recollect.choices.gradients import at_full_precision
+from recollect.choices.gradients import HandWritten
 
 __all__ = ["ShortConvolution"]
 
 
-class _Slide(torch.autograd.Function):
+class _Slide(HandWritten):
     """y_t = Σ_j a_j ⊙ x_{t+j} for ``x [B, T + w − 1, D]``, few fused passes over the channels.
 
     Against `conv1d` this spares the transpose to ``[B, D, T]`` and back; against autograd of the
@@ -27,7 +27,6 @@ class _Slide(torch.autograd.Function):
         return _convolved(x, weight)
 
     @staticmethod
-    @at_full_precision
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         (x, weight), (dy,) = ctx.saved_tensors, gradients
         T = dy.shape[1]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect.choices.member import RecipeError
+from recollect.choices.products import check_precision_name
 from recollect.engines.select import select
 from recollect.layer.checks import check_heads
 from recollect.layer.memory_layer import MemoryLayer
@@ -36,6 +37,7 @@ class FeedForward(nn.Module):
         heads: memories.
         recipe: a local constant memory; gates that a query asks for are the query itself.
         options: ``persistent`` says how many pairs, ``joined`` makes all heads one memory.
+        precision: of products, as in `recollect.recall`; the attribute may be set later.
 
     Shapes: x ``[B, T, d_model]`` → y ``[B, T, d_model]``, and a state that only counts tokens.
 
@@ -43,8 +45,18 @@ class FeedForward(nn.Module):
         RecipeError: a recipe whose memory is written, or options that do not apply.
     """
 
-    def __init__(self, d_model: int, heads: int, recipe: Recipe, options: LayerOptions) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        recipe: Recipe,
+        options: LayerOptions,
+        *,
+        precision: str | None = None,
+    ) -> None:
         super().__init__()
+        check_precision_name(precision)
+        self.precision = precision
         if not recipe.nonparametric or recipe.memory.degree != 0:
             raise RecipeError(
                 f"LayerOptions(persistent=...) reads learned pairs, and {recipe.memory.title} is "
@@ -133,7 +145,8 @@ class FeedForward(nn.Module):
         q = x.flatten(0, 1).unflatten(-1, (self.heads, self.head_dim)).unsqueeze(0)
         gates = {name: q for part in self.recipe.context.within for name in part.reads}
         bundle = tuple(p.to(q.dtype) for p in self.bundle())
-        y = read(self.recipe, q, gates=gates, init=bundle)[0].flatten(1).unflatten(0, (B, T))
+        y = read(self.recipe, q, gates=gates, init=bundle, precision=self.precision)
+        y = y[0].flatten(1).unflatten(0, (B, T))
         y = y.to(x.dtype) if self.out is None else self.out(y)
         if attention_mask is not None:
             y = torch.where(attention_mask[..., None] != 0, y, 0.0)
@@ -171,11 +184,11 @@ def layer_of(
         heads: query heads.
         recipe: the regression problem each head solves.
         options: what is not regression; ``persistent`` asks for a `FeedForward`.
-        **sizes: other keywords of `MemoryLayer`; a `FeedForward` has no use for them.
+        **sizes: other keywords of `MemoryLayer`; a `FeedForward` has a use for precision alone.
 
     Raises:
         RecipeError: sizes or options that do not fit the recipe.
     """
     if options.persistent:
-        return FeedForward(d_model, heads, recipe, options)
+        return FeedForward(d_model, heads, recipe, options, precision=sizes.get("precision"))
     return MemoryLayer(d_model, heads, recipe, options, **sizes)

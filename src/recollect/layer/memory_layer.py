@@ -60,13 +60,15 @@ class MemoryLayer(RecipeNumbers):
         value_dim: V, size of values. Default: K.
         method: engine, as in `recall`; the attribute of the same name may be set later.
         chunk_size: an execution detail, as in `recall`.
+        precision: of the memory's products, as in `recall`; the attribute of the same name may be
+            set later.
         depth: (index of this layer, number of layers), for decays that depend on it.
 
     Shapes: x ``[B, T, d_model]`` → y ``[B, T, d_model]``.
 
     Raises:
         RecipeError: sizes or options that do not fit the recipe.
-        ValueError: an unknown method.
+        ValueError: an unknown method or precision.
 
     Examples:
         >>> recipe = rc.Recipe(retention=rc.retention.Decay(when="before"))
@@ -91,6 +93,7 @@ class MemoryLayer(RecipeNumbers):
         value_dim: int | None = None,
         method: str = "auto",
         chunk_size: int | None = None,
+        precision: str | None = None,
         depth: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__()
@@ -105,7 +108,7 @@ class MemoryLayer(RecipeNumbers):
         self._recipe, self.options = recipe, options
         self.chunk_size, self.depth = chunk_size, depth
         check_options(recipe, options)
-        self.method = method
+        self._bind(method, precision)
 
         per_memory = self.kv_heads * recipe.associations
         self.sizes = [
@@ -359,7 +362,8 @@ class MemoryLayer(RecipeNumbers):
         """Sizes, and the engine that runs the recipe."""
         grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
         engine = self._bound.engine.name
+        asked = "" if self.precision is None else f", precision={self.precision!r}"
         return (
             f"{self.d_model}, heads={self.heads}{grouped}, K={self.head_dim}, V={self.value_dim}, "
-            f"method={self.method!r} ({engine})"
+            f"method={self.method!r} ({engine}){asked}"
         )

@@ -242,8 +242,21 @@ class RecipeNumbers(nn.Module):
 
     @method.setter
     def method(self, name: str) -> None:
+        self._bind(name, self.precision)
+
+    @property
+    def precision(self) -> str | None:
+        """What products of the memory multiply, as `recollect.recall` takes it; it may be set."""
+        return self._bound.precision
+
+    @precision.setter
+    def precision(self, name: str | None) -> None:
+        self._bind(self.method, name)
+
+    def _bind(self, method: str, precision: str | None) -> None:
+        """The engine, and the precision of its products, for the memories that there are."""
         sizes = {"H": self.kv_heads, "K": self.head_dim, "V": self.value_dim}
-        self._bound = named(bind(self.recipe, **sizes, method=name))
+        self._bound = named(bind(self.recipe, **sizes, method=method, precision=precision))
 
     @property
     def inner_gradients(self) -> bool:

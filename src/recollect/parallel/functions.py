@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recollect.choices.gradients import Backward, at_full_precision
+from recollect.choices.gradients import Backward, HandWritten
 from recollect.choices.member import RecipeError
 from recollect.parallel.link import Link
 
@@ -109,7 +109,6 @@ def once_here(backward: Backward) -> Backward:
         backward: of a ``torch.autograd.Function``, below ``@staticmethod``.
     """
 
-    @at_full_precision
     @functools.wraps(backward)
     def wrapped(ctx: Any, *grads: Tensor) -> Any:
         if torch.is_grad_enabled():
@@ -122,7 +121,7 @@ def once_here(backward: Backward) -> Backward:
     return wrapped
 
 
-class Begin(torch.autograd.Function):
+class Begin(HandWritten):
     """The first number of a chain; it makes gradients of ``inputs`` pass through all of it.
 
     The last ``shared`` of them receive zeros, so that a rank that had no use for a parameter has a
@@ -143,7 +142,7 @@ class Begin(torch.autograd.Function):
         return None, None, *(None,) * ctx.none, *zeros
 
 
-class Tie(torch.autograd.Function):
+class Tie(HandWritten):
     """Tensors as they are, and the last number of a chain with them."""
 
     @staticmethod
@@ -157,7 +156,7 @@ class Tie(torch.autograd.Function):
         return torch.zeros_like(ctx.token), *grads
 
 
-class Gather(torch.autograd.Function):
+class Gather(HandWritten):
     """Everybody's tensor ``[R, ...]``; gradients are summed at the rank whose tensor it was."""
 
     @staticmethod
@@ -178,7 +177,7 @@ class Gather(torch.autograd.Function):
         return None, token, own
 
 
-class Hand(torch.autograd.Function):
+class Hand(HandWritten):
     """Send a state to the next rank; in the backward pass, receive its gradient from there."""
 
     @staticmethod
@@ -205,7 +204,7 @@ class Hand(torch.autograd.Function):
         return None, None, grads[0], *back
 
 
-class Take(torch.autograd.Function):
+class Take(HandWritten):
     """Receive a state from the rank before; in the backward pass, send its gradient there."""
 
     @staticmethod
@@ -232,7 +231,7 @@ class Take(torch.autograd.Function):
         return None, None, grads[0]
 
 
-class Share(torch.autograd.Function):
+class Share(HandWritten):
     """One rank's state at all ranks; gradients are summed there."""
 
     @staticmethod

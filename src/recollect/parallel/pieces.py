@@ -73,7 +73,14 @@ def cut(call: Call, piece: Piece) -> Call:
     count = heads.stop - heads.start
     return replace(
         made,
-        bound=bind(at.recipe, H=count, K=at.K, V=at.V, method=call.bound.method),
+        bound=bind(
+            at.recipe,
+            H=count,
+            K=at.K,
+            V=at.V,
+            method=call.bound.method,
+            precision=call.bound.precision,
+        ),
         q=made.q[:, :, heads.start * group : heads.stop * group],
         params={name: x[heads] for name, x in call.params.items()},
     )

@@ -47,6 +47,7 @@ def recall(
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
+    precision: str | None = None,
     output_state: bool = True,
 ) -> tuple[Tensor, State | None]:
     """Memorise and read one sequence that is split over ranks: y_t = M(W_t; φ(q_t)).
@@ -74,6 +75,7 @@ def recall(
         cu_seqlens: ``[N + 1]`` borders of N documents packed in one row, of the *whole* sequence,
             the same on all ranks; they may cross the borders of ranks.
         chunk_size: an execution detail; it does not change results.
+        precision: of products, as in `recollect.recall`.
         output_state: False returns ``None`` in place of the final state.
 
     Returns:
@@ -116,7 +118,14 @@ def recall(
     link = link_of(group)
     exchange = Exchange(link, q, k, v, *gates.values(), shared=tuple(params.values()))
     call = Call(
-        bound=bind(recipe, H=k.shape[2], K=k.shape[-1], V=v.shape[-1], method=method),
+        bound=bind(
+            recipe,
+            H=k.shape[2],
+            K=k.shape[-1],
+            V=v.shape[-1],
+            method=method,
+            precision=precision,
+        ),
         q=q,
         k=k,
         v=v,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from recollect.choices.products import check_precision_name
 from recollect.engines import select as engines
 from recollect.engines.select import Engine
 from recollect.recipe.recipe import Recipe
@@ -30,6 +31,8 @@ class Bound:
         method: as asked for, e.g. ``"auto"``.
         engine: the engine that runs it.
         plan: what that engine derived from ``sized`` (`Engine.plan`).
+        precision: of products, as asked for, or ``None``.
+        products: the precision that they take: ``"float32"`` where the engine needs its digits.
         name: by which `bound_of` finds it, of those that layers keep (`named`).
     """
 
@@ -37,20 +40,31 @@ class Bound:
     method: str
     engine: Engine
     plan: Any
+    precision: str | None = None
+    products: str | None = None
     name: str | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         # Saved and copied as what it was made of: functions and plans of engines are no data.
         at = self.sized
-        return _again, (at.recipe, at.H, at.K, at.V, self.method, self.name is not None)
+        kept = self.name is not None
+        return _again, (at.recipe, at.H, at.K, at.V, self.method, kept, self.precision)
 
 
-_Key = tuple[Recipe, int, int, int, str]
+_Key = tuple[Recipe, int, int, int, str, str | None]
 _kept: dict[_Key, tuple[tuple[Engine, ...], Bound]] = {}
 _named: dict[str, Bound] = {}
 
 
-def bind(recipe: Recipe, *, H: int, K: int, V: int, method: str = "auto") -> Bound:
+def bind(
+    recipe: Recipe,
+    *,
+    H: int,
+    K: int,
+    V: int,
+    method: str = "auto",
+    precision: str | None = None,
+) -> Bound:
     """Bind a recipe to sizes and to the engine that runs it.
 
     Args:
@@ -59,31 +73,36 @@ def bind(recipe: Recipe, *, H: int, K: int, V: int, method: str = "auto") -> Bou
         K: key channels.
         V: value channels.
         method: ``"auto"``, ``"reference"``, or an engine's name.
+        precision: of products of float32 numbers; ``None`` is what PyTorch is set to.
 
     Raises:
         RecipeError: sizes that the recipe cannot have, or a method that cannot run it.
-        ValueError: an unknown method.
+        ValueError: an unknown method or precision.
     """
     if torch.compiler.is_compiling():
-        return _bind(recipe, H, K, V, method)
-    key = (recipe, H, K, V, method)
+        return _bind(recipe, H, K, V, method, precision)
+    key = (recipe, H, K, V, method, precision)
     try:
         among, bound = _kept.get(key, (None, None))
     except TypeError:  # a member of one's own that cannot be hashed
-        return _bind(recipe, H, K, V, method)
+        return _bind(recipe, H, K, V, method, precision)
     if bound is None or among is not engines.ENGINES:
-        bound = _bind(recipe, H, K, V, method)
+        bound = _bind(recipe, H, K, V, method, precision)
         if len(_kept) >= KEPT:
             _kept.clear()
         _kept[key] = (engines.ENGINES, bound)
     return bound
 
 
-def _bind(recipe: Recipe, H: int, K: int, V: int, method: str) -> Bound:
+def _bind(recipe: Recipe, H: int, K: int, V: int, method: str, precision: str | None) -> Bound:
+    check_precision_name(precision)
     at = sized(recipe, H=H, K=K, V=V)
     engine = engines.select(recipe, method).engine
     plan = None if engine.plan is None else engine.plan(at)
-    return Bound(sized=at, method=method, engine=engine, plan=plan)
+    products = engine.products(recipe, precision)
+    return Bound(
+        sized=at, method=method, engine=engine, plan=plan, precision=precision, products=products
+    )
 
 
 def named(bound: Bound) -> Bound:
@@ -100,7 +119,7 @@ def named(bound: Bound) -> Bound:
     kinds = [
         f"{type(member).__module__}.{type(member).__qualname__}" for member in at.recipe.members()
     ]
-    said = repr((at.recipe, kinds, at.H, at.K, at.V, bound.method))
+    said = repr((at.recipe, kinds, at.H, at.K, at.V, bound.method, bound.precision))
     digest = hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
     name, more = digest, 0
     while name in _named and not _same(_named[name], bound):
@@ -115,7 +134,8 @@ def _same(one: Bound, other: Bound) -> bool:
     """Whether calls of one are calls of the other: one engine, and members of the same classes."""
     pairs = zip(one.sized.recipe.members(), other.sized.recipe.members(), strict=False)
     classes = all(type(a) is type(b) for a, b in pairs)
-    return classes and one.engine is other.engine and one.sized.recipe == other.sized.recipe
+    alike = one.engine is other.engine and one.precision == other.precision
+    return classes and alike and one.sized.recipe == other.sized.recipe
 
 
 def bound_of(name: str) -> Bound:
@@ -127,6 +147,14 @@ def bound_of(name: str) -> Bound:
     return _named[name]
 
 
-def _again(recipe: Recipe, H: int, K: int, V: int, method: str, kept: bool) -> Bound:
-    bound = bind(recipe, H=H, K=K, V=V, method=method)
+def _again(
+    recipe: Recipe,
+    H: int,
+    K: int,
+    V: int,
+    method: str,
+    kept: bool,
+    precision: str | None = None,
+) -> Bound:
+    bound = bind(recipe, H=H, K=K, V=V, method=method, precision=precision)
     return named(bound) if kept else bound

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from recollect.choices.multiplying import multiplying
 from recollect.engines.common.problem import Problem, tensors
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ordinary_mode",
     "ordinary_problem",
     "refuse_transforms",
+    "solving",
     "under_autocast",
     "with_autograd",
 ]
@@ -77,6 +79,24 @@ def ordinary_problem(problem: Problem) -> Problem:
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Without autocast, where it is on."""
     return torch.autocast(device.type, enabled=False) if under_autocast(device) else nullcontext()
+
+
+def solving(device: torch.device, precision: str | None) -> AbstractContextManager[object]:
+    """What an engine runs in: without autocast, and with products of this precision.
+
+    Args:
+        device: of the call.
+        precision: of `recollect.choices.products.PRECISIONS`; ``None`` is what PyTorch is set to.
+    """
+    if precision is None:
+        return full_precision(device)
+    return _multiplying(device, precision)
+
+
+@contextmanager
+def _multiplying(device: torch.device, precision: str) -> Generator[None]:
+    with full_precision(device), multiplying(precision):
+        yield
 
 
 def under_autocast(device: torch.device) -> bool:

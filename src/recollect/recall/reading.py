@@ -18,12 +18,12 @@ from recollect.recall.bound import bind
 from recollect.recall.checks import check_params, check_precision, check_state, tensors_of
 from recollect.recall.lowering import lower
 from recollect.recall.modes import (
-    full_precision,
     leaves_inference,
     ordinary,
     ordinary_mode,
     ordinary_problem,
     refuse_transforms,
+    solving,
 )
 from recollect.recipe.argument import Stated, recipe_of
 from recollect.recipe.sized import sized
@@ -41,6 +41,7 @@ def read(
     state: State | None = None,
     init: Init | None = None,
     params: Params | None = None,
+    precision: str | None = None,
 ) -> Tensor:
     """Read without writing: y_t = M(W; φ(q_t)) for every query, W the memory as it stands.
 
@@ -51,6 +52,7 @@ def read(
         state: what was memorised; or
         init: a memory A₀ as for `recall`, when nothing was memorised yet.
         params: learned tensors, as for `recall`.
+        precision: of products, as for `recall`.
 
     Returns:
         ``[B, T, Hq, V]`` in q's dtype.
@@ -107,7 +109,7 @@ def read(
     if state.rows != B:
         raise ValueError(f"q has {B} rows and the state has {state.rows}")
     H, held_k, V = state.sizes
-    bound = bind(recipe, H=H, K=held_k, V=V)
+    bound = bind(recipe, H=H, K=held_k, V=V, precision=precision)
     check_state(bound.sized, state)
     check_precision(state, state_dtype(q), bound.engine)
     if state.dtype == torch.float32 and q.dtype == torch.float64:
@@ -143,19 +145,24 @@ def read(
         params=params,
         state=state,
     )
-    engine = bound.engine
+    engine, products = bound.engine, bound.products
     if leaves_inference(shell, *gates.values(), inner_gradients=True):
         gates = {name: ordinary(x) for name, x in gates.items()}
         with ordinary_mode():
             shell = ordinary_problem(shell)
-            y = read_from(shell, shell.state, gates=gates, engine=engine)
+            y = read_from(shell, shell.state, gates=gates, engine=engine, precision=products)
     else:
-        y = read_from(shell, state, gates=gates, engine=engine)
+        y = read_from(shell, state, gates=gates, engine=engine, precision=products)
     return y.flatten(2, 3)
 
 
 def read_from(
-    problem: Problem, state: State, *, engine: Engine, gates: Mapping[str, Tensor] | None = None
+    problem: Problem,
+    state: State,
+    *,
+    engine: Engine,
+    gates: Mapping[str, Tensor] | None = None,
+    precision: str | None = None,
 ) -> Tensor:
     """What the problem's queries read from a state, ``[B, T, H, G, V]``.
 
@@ -164,6 +171,7 @@ def read_from(
         state: what was memorised.
         engine: which may know how to read its own states.
         gates: those that a read asks for.
+        precision: of products.
     """
     at, (B, T) = problem.sized, problem.q.shape[:2]
     dtype, device = state_dtype(problem.q, problem.k), problem.q.device
@@ -179,7 +187,7 @@ def read_from(
         state=state,
     )
     lowered = lower(empty, reading=True)
-    with full_precision(device):
+    with solving(device, precision):
         y = None if engine.read is None else engine.read(lowered.problem, rates)
         if y is None:
             y = reference.read(lowered.problem, rates)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from recollect.choices.devices import holds
 from recollect.engines.common.problem import Problem, resolve, state_dtype
-from recollect.engines.select import Engine
 from recollect.recall.arguments import check_flags, check_tensors, named
 from recollect.recall.bound import bind
 from recollect.recall.call import Call
@@ -30,11 +29,11 @@ from recollect.recall.checks import (
 )
 from recollect.recall.lowering import lower
 from recollect.recall.modes import (
-    full_precision,
     leaves_inference,
     ordinary_mode,
     ordinary_problem,
     refuse_transforms,
+    solving,
 )
 from recollect.recall.packing import run_compacted, run_documents
 from recollect.recall.reading import read_from
@@ -60,6 +59,7 @@ def recall(
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
+    precision: str | None = None,
     output_state: bool = True,
 ) -> tuple[Tensor, State | None]:
     """Memorise each association, then read: y_t = M(W_t; φ(q_t)).
@@ -86,6 +86,10 @@ def recall(
         cu_seqlens: ``[N + 1]`` borders of N documents packed in one row (B = 1); the memory starts
             anew at each, and states have one row per document.
         chunk_size: an execution detail; it does not change results.
+        precision: what products of float32 numbers multiply: ``"float32"``, ``"tf32"`` (where the
+            device has it), ``"bf16"``, or ``None``: what PyTorch is set to. They add in float32,
+            and nothing else is rounded. Recipes that need their digits stay float32
+            (`recollect.explain` says which), and so does the reference.
         output_state: False returns ``None`` in place of the final state.
 
     Returns:
@@ -95,7 +99,8 @@ def recall(
     Raises:
         RecipeError: gates or params missing, unknown or of the wrong shape; a method that cannot
             run.
-        ValueError: tensors whose shapes, devices or dtypes do not fit, or with NaN.
+        ValueError: tensors whose shapes, devices or dtypes do not fit, or with NaN; an unknown
+            method or precision.
         RuntimeError: inside a transform of `torch.func`, or forward-mode derivatives.
 
     Examples:
@@ -114,7 +119,14 @@ def recall(
     refuse_transforms(itertools.chain((q, k, v), gates.values(), params.values()))
     check_tensors(recipe, q, k, v)
     call = Call(
-        bound=bind(recipe, H=k.shape[2], K=k.shape[-1], V=v.shape[-1], method=method),
+        bound=bind(
+            recipe,
+            H=k.shape[2],
+            K=k.shape[-1],
+            V=v.shape[-1],
+            method=method,
+            precision=precision,
+        ),
         q=q,
         k=k,
         v=v,
@@ -138,6 +150,8 @@ def memorise(call: Call) -> tuple[Tensor, State | None]:
         RecipeError: as `recall`.
         ValueError: as `recall`.
     """
+    if call.bound.products is not None and torch.compiler.is_dynamo_compiling():
+        return _uncompiled(call)
     check_call(call)
     if call.init is not None:
         starts = tensors_of(call.init)
@@ -153,6 +167,10 @@ def memorise(call: Call) -> tuple[Tensor, State | None]:
     else:
         y, after = _run(call)
     return y, after if call.output_state else None
+
+
+# A compiler that follows an engine would follow each of its products into ours.
+_uncompiled: Callable[[Call], tuple[Tensor, State | None]] = torch.compiler.disable(memorise)  # type: ignore[assignment]
 
 
 def _started(call: Call, *, rows: int) -> Call:
@@ -172,7 +190,7 @@ def _run(call: Call) -> tuple[Tensor, State]:
     engine, at, state = call.bound.engine, call.bound.sized, call.state
     q, k, v = call.q, call.k, call.v
     if call.sure and engine.token is not None and state is not None and _one_by_one(call):
-        with full_precision(k.device):
+        with solving(k.device, call.bound.products):
             decoded = engine.token(at, call.bound.plan, q, k, v, call.gates, state)
         if decoded is not None:
             if suspicious(decoded[:1]):
@@ -207,9 +225,9 @@ def _run(call: Call) -> tuple[Tensor, State]:
     )
     if leaves_inference(problem, inner_gradients=engine.inner_gradients):
         with ordinary_mode():
-            y, after = _solve(ordinary_problem(problem), engine, causal=call.causal)
+            y, after = _solve(ordinary_problem(problem), call)
     else:
-        y, after = _solve(problem, engine, causal=call.causal)
+        y, after = _solve(problem, call)
     if (
         call.init is not None
         and not torch.compiler.is_compiling()
@@ -238,16 +256,17 @@ def _own(state: State, starts: Sequence[Tensor]) -> State:
     return state
 
 
-def _solve(problem: Problem, engine: Engine, *, causal: bool) -> tuple[Tensor, State]:
+def _solve(problem: Problem, call: Call) -> tuple[Tensor, State]:
     """Lower the problem, run it, and undo the lowering."""
-    recipe = problem.recipe
+    recipe, causal = problem.recipe, call.causal
+    engine, precision = call.bound.engine, call.bound.products
     if causal and problem.sized.plain:
-        with full_precision(problem.k.device):
+        with solving(problem.k.device, precision):
             y, after = engine.run(problem)
         return y.flatten(2, 3), after
     lowered = lower(problem)
     # Engines keep their sums in float32 themselves; autocast would undo that.
-    with full_precision(problem.k.device):
+    with solving(problem.k.device, precision):
         if not causal and (recipe.nonparametric or recipe.solves_from_gram):
             # What is kept depends on no query: nothing has to be read on the way.
             y, after = problem.v.new_zeros(0), problem.after()
@@ -255,7 +274,7 @@ def _solve(problem: Problem, engine: Engine, *, causal: bool) -> tuple[Tensor, S
             y, after = engine.run(lowered.problem)
     after = lowered.finish_state(after)
     if not causal:
-        y = read_from(problem, after, engine=engine)
+        y = read_from(problem, after, engine=engine, precision=precision)
     else:
         y = lowered.finish(y)
     return y.flatten(2, 3), after

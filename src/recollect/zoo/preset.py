@@ -132,12 +132,12 @@ class Preset:
             heads: query heads.
             options: in place of the preset's own, e.g. ``replace(preset.options, conv=0)``.
             **overrides: other keywords of `MemoryLayer`: kv_heads, head_dim, value_dim, method,
-                chunk_size, depth.
+                chunk_size, precision, depth.
 
         Raises:
             RecipeError: an override that `MemoryLayer` does not take.
         """
-        known = ("kv_heads", "head_dim", "value_dim", "method", "chunk_size", "depth")
+        known = ("kv_heads", "head_dim", "value_dim", "method", "chunk_size", "precision", "depth")
         for name in overrides:
             if name not in known:
                 raise RecipeError(

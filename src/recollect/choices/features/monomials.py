@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.devices import constant
-from recollect.choices.gradients import at_full_precision
+from recollect.choices.gradients import HandWritten
 
 
 def _weights(K: int, degree: int) -> Tensor:
@@ -28,7 +28,7 @@ def _weights(K: int, degree: int) -> Tensor:
     return torch.tensor(weights, dtype=torch.float64)
 
 
-class _Times(torch.autograd.Function):
+class _Times(HandWritten):
     """x_i times the end of ``lower`` from its first monomial in x_i on, for every i.
 
     Slices are written in place, and so are their gradients: autograd would make a full-size zero
@@ -49,7 +49,6 @@ class _Times(torch.autograd.Function):
         ctx.save_for_backward(x, lower)
 
     @staticmethod
-    @at_full_precision
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (x, lower), (dy,) = ctx.saved_tensors, gradients
         sizes = _starts(x.shape[-1], ctx.degree)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.gradients import at_full_precision
+from recollect.choices.gradients import HandWritten
 
 __all__ = ["NORM_EPS", "layer_norm"]
 
@@ -43,7 +43,7 @@ def _slope(g: Tensor, h: Tensor, mean: Tensor, r: Tensor) -> Tensor:
     )[0]
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(HandWritten):
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
         y, mean, r = torch.native_layer_norm(h, h.shape[-1:], None, None, NORM_EPS)
@@ -51,7 +51,6 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @at_full_precision
     def backward(ctx: Any, *above: Tensor) -> Tensor:
         h, y, mean, r = ctx.saved_tensors
         if torch.is_grad_enabled():
@@ -59,7 +58,7 @@ class _LayerNorm(torch.autograd.Function):
         return _slope(above[0], h, mean, r)
 
 
-class _Slope(torch.autograd.Function):
+class _Slope(HandWritten):
     """J g as a function of g and h."""
 
     @staticmethod
@@ -69,7 +68,6 @@ class _Slope(torch.autograd.Function):
         return Jg
 
     @staticmethod
-    @at_full_precision
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         (u,), (g, h, y, mean, r, Jg) = above, ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again: nothing is a constant

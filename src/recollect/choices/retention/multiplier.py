@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import at_full_precision, leaves_of
+from recollect.choices.gradients import HandWritten, leaves_of
 
 __all__ = ["multiplier", "weighed"]
 
@@ -44,7 +44,7 @@ def multiplier(
     return cast(Tensor, _Root.apply(g, one, scale, tuple(dim), W, step))
 
 
-class _Root(torch.autograd.Function):
+class _Root(HandWritten):
     @staticmethod
     def forward(
         ctx: Any,
@@ -66,7 +66,6 @@ class _Root(torch.autograd.Function):
         return high
 
     @staticmethod
-    @at_full_precision
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         W, step, zeta = ctx.saved_tensors
         outer = torch.is_grad_enabled()

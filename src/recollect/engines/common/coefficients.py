@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import at_full_precision
+from recollect.choices.gradients import HandWritten
 
 __all__ = [
     "Coefficients",
@@ -44,7 +44,7 @@ def cumulated(log_decay: Tensor, dim: int) -> Tensor:
     return _Cumulated.apply(log_decay, dim)  # type: ignore[no-any-return]
 
 
-class _Cumulated(torch.autograd.Function):
+class _Cumulated(HandWritten):
     """The sum, with a backward without flipped copies: Σ_{t≥i} g_t = g_i + Σ_t g_t − Σ_{t≤i} g_t.
 
     In float64 the difference costs nothing that a gradient of float32 could hold.
@@ -57,7 +57,6 @@ class _Cumulated(torch.autograd.Function):
         return log_decay.double().clamp_min(FORGOTTEN).cumsum(dim)
 
     @staticmethod
-    @at_full_precision
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (log_decay,) = ctx.saved_tensors
         later = grad + (grad.sum(ctx.dim, keepdim=True) - grad.cumsum(ctx.dim))
@@ -111,7 +110,7 @@ def _rows(x: Tensor) -> Tensor:
     return P
 
 
-class _Products(torch.autograd.Function):
+class _Products(HandWritten):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         P = flushed(_rows(x.detach()))
@@ -119,7 +118,6 @@ class _Products(torch.autograd.Function):
         return P
 
     @staticmethod
-    @at_full_precision
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         x, P = ctx.saved_tensors
         if torch.is_grad_enabled():

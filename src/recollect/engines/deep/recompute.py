@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import again, at_full_precision
+from recollect.choices.gradients import HandWritten, again
 
 __all__ = ["Part", "Plan", "run"]
 
@@ -93,7 +93,7 @@ def _forward(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), memory, starts
 
 
-class _Groups(torch.autograd.Function):
+class _Groups(HandWritten):
     """The groups in order, and in reverse for the gradient."""
 
     @staticmethod
@@ -105,7 +105,6 @@ class _Groups(torch.autograd.Function):
         return y, *(x.clone() for x in memory)
 
     @staticmethod
-    @at_full_precision
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.plan
         flat = list(ctx.saved_tensors)

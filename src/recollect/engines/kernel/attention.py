@@ -35,6 +35,7 @@ from torch.nn import functional
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.devices import looks
 from recollect.choices.features.base import Kernel
+from recollect.choices.multiplying import spacing
 from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.problem import Problem, state_dtype
 from recollect.engines.kernel.pieces import (
@@ -202,7 +203,7 @@ def _is_gentle(visible: VisibleAssociations, of_key: Tensor, dtype: torch.dtype)
         return True  # from the last slot, all others only lie below
     x = of_key.detach()[:, visible.first : visible.first + T]
     moved = [(piece - piece[:, :1]).abs().amax() for piece in x.split(PIECE, dim=1)]
-    return float(torch.stack(moved).max()) * torch.finfo(dtype).eps < GENTLE
+    return float(torch.stack(moved).max()) * spacing(dtype) < GENTLE
 
 
 def _front(visible: VisibleAssociations, first: int, c: int) -> Tensor:

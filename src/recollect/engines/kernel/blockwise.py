@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.features.base import Kernel
-from recollect.choices.gradients import again, at_full_precision
+from recollect.choices.gradients import HandWritten, again
 
 __all__ = ["Spec", "apply_rows", "solve_rows"]
 
@@ -225,7 +225,7 @@ def _substitute(
     return U[:, n:]
 
 
-class _SolveRows(torch.autograd.Function):
+class _SolveRows(HandWritten):
     @staticmethod
     def forward(ctx: Any, spec: Spec, *inputs: Any) -> Tensor:
         u = _substitute(spec, *inputs)
@@ -234,7 +234,6 @@ class _SolveRows(torch.autograd.Function):
         return u
 
     @staticmethod
-    @at_full_precision
     def backward(ctx: Any, *outer: Tensor) -> Any:
         *inputs, u = ctx.saved_tensors
         spec: Spec = ctx.spec
@@ -297,7 +296,7 @@ def _products(
     return torch.cat(outputs, dim=1)
 
 
-class _ApplyRows(torch.autograd.Function):
+class _ApplyRows(HandWritten):
     @staticmethod
     def forward(ctx: Any, spec: Spec, *inputs: Any) -> Tensor:
         ctx.spec = spec
@@ -305,7 +304,6 @@ class _ApplyRows(torch.autograd.Function):
         return _products(spec, *inputs)
 
     @staticmethod
-    @at_full_precision
     def backward(ctx: Any, *outer: Tensor) -> Any:
         inputs, spec = ctx.saved_tensors, cast(Spec, ctx.spec)
         (dy,), needs = outer, ctx.needs_input_grad[1:]

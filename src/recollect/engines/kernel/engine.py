@@ -28,6 +28,7 @@ __all__ = [
     "KernelPlan",
     "describes",
     "follows",
+    "needs_digits",
     "plan",
     "read",
     "refuses",
@@ -45,12 +46,14 @@ class Form:
         run: outputs and the state after the last token.
         read: outputs of queries that only read, given the numbers that they ask with; ``None``
             leaves it to the reference.
+        needs_digits: why its products stay float32, if they do.
     """
 
     refuses: Callable[[Recipe], list[str]]
     describes: Callable[[Recipe], str]
     run: Callable[[Problem], tuple[Tensor, State]]
     read: Callable[[Problem, Mapping[str, Tensor]], Tensor] | None = None
+    needs_digits: str | None = None
 
 
 def _keeping(attend: Callable[[Problem], Tensor]) -> Callable[[Problem], tuple[Tensor, State]]:
@@ -74,6 +77,7 @@ FORMS: tuple[Form, ...] = (
         describes=local_regression.describes,
         run=_keeping(local_regression.attend),
         read=local_regression.attend,
+        needs_digits="the system of a fit is made of differences, which lose digits",
     ),
     Form(
         refuses=kernel_regression.refuses,
@@ -92,6 +96,11 @@ FORMS: tuple[Form, ...] = (
         run=kernel_deep.run,
     ),
 )
+
+
+def needs_digits(recipe: Recipe) -> str | None:
+    """Why products of a recipe stay float32, if they do."""
+    return next((form.needs_digits for form in FORMS if not form.refuses(recipe)), None)
 
 
 def refuses(recipe: Recipe) -> list[str]:

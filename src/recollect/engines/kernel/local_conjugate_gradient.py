@@ -25,7 +25,7 @@ from torch import Tensor
 
 from recollect.choices.context.weights import VisibleAssociations
 from recollect.choices.devices import constant, looks
-from recollect.choices.gradients import once
+from recollect.choices.gradients import HandWritten, once
 
 __all__ = ["Fit", "Shares", "Shift", "conjugate_gradients", "iterative"]
 
@@ -176,7 +176,7 @@ class _System:
         return self.shift.up(self.q, (self.p * self.slopes(x)) @ self.f) + self.ridge * x
 
 
-class _Inverse(torch.autograd.Function):
+class _Inverse(HandWritten):
     """A⁻¹ r of a residual that is 0 up to rounding: value 0, gradient A⁻¹ of the gradient."""
 
     @staticmethod

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.features.base import Kernel
-from recollect.choices.gradients import once
+from recollect.choices.gradients import HandWritten, once
 from recollect.engines.common.associations import gather_visible, values
 from recollect.engines.common.linalg import least
 from recollect.engines.common.problem import Problem
@@ -150,7 +150,7 @@ def _plan(
     return pieces, solutions
 
 
-class _Recomputed(torch.autograd.Function):
+class _Recomputed(HandWritten):
     """All pieces, of which the backward pass makes each again.
 
     No graph is kept, not even the small nodes of one: between the large blocks of the pieces they

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.devices import looks
+from recollect.choices.multiplying import innermost, multiplying
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
@@ -55,11 +58,20 @@ def piecewise(
     size = piece_size(B * H * G, visible.k.shape[1], size)
     for queries, keys in slices(visible, horizon, size):
         if recompute and torch.is_grad_enabled():
-            result = checkpoint(piece, queries, keys, use_reentrant=False)
+            mode = innermost.mode
+            contexts = noop_context_fn if mode is None else partial(_as_asked, mode.precision)
+            result = checkpoint(piece, queries, keys, use_reentrant=False, context_fn=contexts)
         else:
             result = piece(queries, keys)
         assert isinstance(result, Tensor)
         yield result
+
+
+def _as_asked(
+    precision: str,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What a piece runs in, and what it runs in once more."""
+    return nullcontext(), multiplying(precision)
 
 
 def slices(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.devices import holds
-from recollect.choices.gradients import once
+from recollect.choices.gradients import HandWritten, once
 from recollect.engines.common.linalg import inverse_power
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.ridge import association, ridge_of
@@ -313,7 +313,7 @@ def _report(size: Tensor, enough: Tensor, tolerance: float, count: int, limit: i
         )
 
 
-class _Solve(torch.autograd.Function):
+class _Solve(HandWritten):
     """z = (D + λ)⁻¹ q for all prefixes; backward by the implicit function theorem.
 
     With u = (D + λ)⁻¹ z̄: q̄ = u, and the systems' inputs get the gradient of −⟨u, (D + λ) z⟩.

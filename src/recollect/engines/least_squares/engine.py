@@ -38,7 +38,7 @@ from recollect.state.state import State
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["describes", "refuses", "run"]
+__all__ = ["describes", "needs_digits", "refuses", "run"]
 
 HOPELESS, DOUBTFUL = 8.0, 4.0
 """What F tokens decay by together above which float32 is not tried, and where nobody may look.
@@ -85,6 +85,16 @@ def _every(recipe: Recipe) -> int:
     if inverse is None or inverse.ridge != "refreshed" or not recipe.context.forgets:
         return 0
     return inverse.every
+
+
+def needs_digits(recipe: Recipe) -> str | None:
+    """Why products stay float32, if they do: where digits are counted, or a solve must converge."""
+    if recipe.algorithm.wide(recipe):
+        return "some of its statistics are float64, and counted digits decide how they are kept"
+    inverse = recipe.algorithm.inverse
+    if inverse is None or inverse.kind in ("identity", "diagonal", "spectral") or inverse.recurs:
+        return None
+    return "conjugate gradients of rounded products end at another solution"
 
 
 def run(problem: Problem) -> tuple[Tensor, State]:

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import once
+from recollect.choices.gradients import HandWritten, once
 from recollect.engines.common.linalg import bmm, plus
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
 from recollect.engines.least_squares.recursion_forward import Layout, Saved, Spans, forward
@@ -69,7 +69,7 @@ def recursion(p: RidgeProblem, spans: Spans) -> tuple[Tensor, RidgeState, Tensor
 # -- backward ------------------------------------------------------------------------------------
 
 
-class _Recursion(torch.autograd.Function):
+class _Recursion(HandWritten):
     """The recursion with its written-out backward."""
 
     @staticmethod

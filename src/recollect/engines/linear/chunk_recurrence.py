@@ -33,7 +33,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import again, at_full_precision
+from recollect.choices.gradients import HandWritten, again
 from recollect.engines.common.linalg import baddbmm, bmm, plus
 
 __all__ = ["Pieces", "Plan", "run_chunks"]
@@ -240,7 +240,7 @@ def _pull(p: Pieces, starts: Tensor, dy: Tensor, dZ: Tensor) -> tuple[list[Tenso
     return grads, steps[0]
 
 
-class _ChunkRecurrence(torch.autograd.Function):
+class _ChunkRecurrence(HandWritten):
     """The recurrence with its written-out backward."""
 
     @staticmethod
@@ -251,7 +251,6 @@ class _ChunkRecurrence(torch.autograd.Function):
         return y, end
 
     @staticmethod
-    @at_full_precision
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         dy, dZ = grad_outputs
         plan: Plan = ctx.plan

@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.choices.gradients import again, at_full_precision
+from recollect.choices.gradients import HandWritten, again
 
 __all__ = ["GROUP", "ScanInputs", "scan"]
 
@@ -262,7 +262,7 @@ def _differentiable(plan: _Plan, x: ScanInputs) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs), A
 
 
-class _Scan(torch.autograd.Function):
+class _Scan(HandWritten):
     """The recurrence with its written-out backward."""
 
     @staticmethod
@@ -273,7 +273,6 @@ class _Scan(torch.autograd.Function):
         return y, A
 
     @staticmethod
-    @at_full_precision
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy, dA), plan = gradients, cast(_Plan, ctx.plan)
         dy = dy.contiguous()  # of a sum it is one number, on which products are slow

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from recollect.blocks.files import read_mixer
 from recollect.blocks.mixers import Leaf, Mixer, mixer_of
 from recollect.choices.member import RecipeError
+from recollect.choices.products import PRECISIONS
 from recollect.engines.select import select
 from recollect.fields import as_whole
 from recollect.layer.blocks import mlp_width
@@ -72,6 +73,9 @@ class RecollectConfig(PretrainedConfig):
             one follows the layers before it alone.
         schema: of this mapping.
         method: engine, as in `recall`.
+        precision: of the memories' products, as in `recall`: one for all layers, or
+            ``{name: precision}`` for those of some recipes. What a layer does around its memory is
+            autocast's matter.
         rms_norm_eps: of the norms.
         initializer_range: standard deviation of linear maps and embeddings; hidden_size^(−1/2) when
             omitted, which is the customary 0.02 at 2500.
@@ -127,6 +131,7 @@ class RecollectConfig(PretrainedConfig):
         layers: list[str] | None = None,
         schema: int = SCHEMA,
         method: str = "auto",
+        precision: str | dict[str, str] | None = None,
         rms_norm_eps: float = 1e-6,
         initializer_range: float | None = None,
         tie_word_embeddings: bool = False,
@@ -161,7 +166,7 @@ class RecollectConfig(PretrainedConfig):
         self.recipes = {} if recipes is None else recipes
         self.layers: list[str] = layers  # type: ignore[assignment]  # completed below
         self.schema = schema
-        self.method = method
+        self.method, self.precision = method, precision
         self.rms_norm_eps = rms_norm_eps
         self.initializer_range = initializer_range
         self.tie_word_embeddings = tie_word_embeddings
@@ -199,6 +204,12 @@ class RecollectConfig(PretrainedConfig):
                 )
             for leaf in self.mixer(name).leaves.values():
                 select(leaf.recipe, self.method)
+        for name in self.precision if isinstance(self.precision, Mapping) else ():
+            if name not in self.recipes:
+                raise RecipeError(
+                    f"precision names the recipe {shown(name)}, which is not among: "
+                    f"{', '.join(self.recipes) or 'none'}"
+                )
         pairs = zip(self.layers, [*self.layers[1:], *self.layers[:1]], strict=True)
         if self.layers[:1] == [MLP] or any(a == b == MLP for a, b in pairs):
             raise RecipeError(
@@ -257,6 +268,11 @@ class RecollectConfig(PretrainedConfig):
                 f"mixer({name!r}).leaves"
             )
         return mixer.recipe, mixer.options
+
+    def precision_of(self, name: str) -> str | None:
+        """The precision of products in the layers of a recipe."""
+        said = self.precision
+        return said.get(name) if isinstance(said, Mapping) else said
 
     def mixer(self, name: str) -> Mixer:
         """A recipe of this configuration, or a composition of several; raises as `recipe`."""
@@ -372,6 +388,10 @@ def _check_fields(config: RecollectConfig) -> None:
     for name in ("tie_word_embeddings", "use_cache"):
         if not isinstance(getattr(config, name), bool):
             refuse(name, "True or False")
+    said = config.precision
+    for one in said.values() if isinstance(said, Mapping) else [said]:
+        if one is not None and one not in PRECISIONS:
+            refuse("precision", "'float32', 'tf32' or 'bf16', or one of these by recipe")
     if not isinstance(config.method, str):
         refuse("method", "the name of an engine")
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):

@@ -403,6 +403,7 @@ def _layer(config: RecollectConfig, mixer: Mixer, index: int) -> nn.Module:
         head_dim=config.head_dim,
         value_dim=config.value_dim,
         method=config.method,
+        precision=config.precision_of(config.pattern[index]),
         depth=(index, config.num_hidden_layers),
     )
 

@@ -20,6 +20,7 @@ from recollect.lm.training.plan_keys import (
     to_mapping,
     to_name,
     to_parallel,
+    to_precision,
     to_recipe,
     to_separator,
     to_string,
@@ -73,6 +74,8 @@ class ModelPlan(_Table):
         parameters: trained numbers that the MLP's width is set to reach, in place of ``mlp``.
         tie: whether the output reads the embedding.
         method: engine, as in `recall`.
+        precision: of the memories' products, ``"float32"``, ``"tf32"`` or ``"bf16"``, or of some
+            recipes alone: ``{titans = "bf16"}``; as in `RecollectConfig`.
         start: folder of a saved model to go on from; its configuration and tokenizer are taken.
     """
 
@@ -91,6 +94,7 @@ class ModelPlan(_Table):
     parameters: int | None = integer(None, at_least=1, optional=True)
     tie: bool = flag(False)
     method: str = checked("auto", to_string)
+    precision: str | dict[str, str] | None = checked(None, to_precision, optional=True)
     start: str | None = checked(None, to_string, optional=True)
 
     def validate(self) -> None:

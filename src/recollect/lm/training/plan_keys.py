@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from recollect.choices.products import PRECISIONS
 from recollect.fields import Range, real
 from recollect.wording import shown
 
@@ -16,6 +17,7 @@ __all__ = [
     "to_mapping",
     "to_name",
     "to_parallel",
+    "to_precision",
     "to_recipe",
     "to_separator",
     "to_string",
@@ -93,6 +95,17 @@ def to_parallel(value: Any) -> str | dict[str, int]:
     return sizes
 
 
+def to_precision(value: Any) -> str | dict[str, str]:
+    """A precision of products, or one by name of a recipe."""
+    for one in value.values() if isinstance(value, Mapping) else [value]:
+        if one not in PRECISIONS:
+            said = ", ".join(map(repr, PRECISIONS))
+            raise ValueError(
+                f"must be one of {said}, or a table of these by recipe, not {shown(value)}"
+            )
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
 _ALSO_CALLED = {
     **dict.fromkeys(("learning_rate", "peak_lr", "max_lr"), "lr"),
     **dict.fromkeys(("max_steps", "num_steps", "iterations"), "steps"),
@@ -108,6 +121,7 @@ _ALSO_CALLED = {
     **dict.fromkeys(("intermediate_size", "ffn_dim"), "mlp"),
     **dict.fromkeys(("seq_len", "sequence_length", "max_length", "block_size"), "context"),
     "vocab_size": "vocab",
+    **dict.fromkeys(("matmul_precision", "float32_matmul_precision"), "precision"),
     **dict.fromkeys(("tbptt", "num_segments", "context_segments"), "segments"),
     **dict.fromkeys(("output_dir", "out_dir"), "out"),
     "save_steps": "save_every",

@@ -215,6 +215,7 @@ def model_config(plan: ModelPlan, tokenizer: PreTrainedTokenizerFast) -> Recolle
         intermediate_size=plan.mlp,
         tie_word_embeddings=plan.tie,
         method=plan.method,
+        precision=plan.precision,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )

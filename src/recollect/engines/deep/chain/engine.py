@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.bias.base import Bias
-from recollect.choices.gradients import again, at_full_precision
+from recollect.choices.gradients import HandWritten, again
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.backward import backward
 from recollect.engines.deep.chain.forward import (
@@ -216,7 +216,7 @@ def _spans(keys: Keys, start: Sequence[Tensor]) -> list[tuple[int, int]]:
 _FIXED = ("T", "scale", "k", "v", "raw", "c", "q", "C")
 
 
-class _ChainFunction(torch.autograd.Function):
+class _ChainFunction(HandWritten):
     """All inner batches with their backward; from a flat list to y and the memory after.
 
     Flat: `_FIXED`, the bias's numbers, then the memory per map.
@@ -239,7 +239,6 @@ class _ChainFunction(torch.autograd.Function):
         return torch.cat(outputs), *(w.clone() for w in memory)
 
     @staticmethod
-    @at_full_precision
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         spec: ChainSpec = ctx.spec
         flat = ctx.saved_tensors

@@ -1,0 +1,115 @@
+"""A precision in configurations, files of runs, and what `explain` says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import recollect as rc
+from recollect.lm.training.plan import ModelPlan
+from recollect.lm.training.plan_keys import to_precision
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+HYBRID = ["gated_delta_net", "softmax_attention"]
+
+
+def memories(model: torch.nn.Module) -> list[str | None]:
+    return [part.precision for part in model.modules() if isinstance(part, rc.MemoryLayer)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "layers"),
+    [
+        (None, [None, None]),
+        ("bf16", ["bf16", "bf16"]),
+        ({"gated_delta_net": "tf32"}, ["tf32", None]),
+        ({"gated_delta_net": "bf16", "softmax_attention": "float32"}, ["bf16", "float32"]),
+    ],
+)
+def test_layers_of_a_model(precision: Any, layers: list[str | None], tmp_path: Path) -> None:
+    """One for all, or by recipe; saved and loaded with the model."""
+    config = rc.lm.RecollectConfig.from_recipes(HYBRID, precision=precision, **SIZES)
+    torch.manual_seed(0)
+    model = rc.lm.RecollectForCausalLM(config).eval()
+    assert memories(model) == layers
+    model.save_pretrained(tmp_path)
+    again = rc.lm.RecollectForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.config == config
+    assert memories(again) == layers
+    x = torch.arange(12)[None] % 16
+    with torch.no_grad():
+        assert torch.equal(model(x).logits, again(x).logits)
+
+
+def test_a_configuration_that_says_nothing_is_one_of_before() -> None:
+    config = rc.lm.RecollectConfig.from_recipes("gated_delta_net", **SIZES)
+    data = config.to_dict()
+    data.pop("precision", None)
+    old = rc.lm.RecollectConfig(**{k: v for k, v in data.items() if k != "transformers_version"})
+    assert old == config
+    assert old.precision is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "said"),
+    [
+        ("half", "must be 'float32', 'tf32' or 'bf16', or one of these by recipe, not 'half'"),
+        (16, "must be 'float32', 'tf32' or 'bf16'"),
+        ({"gated_delta_net": "fp8"}, "must be 'float32', 'tf32' or 'bf16'"),
+        ({"titans": "bf16"}, "names the recipe 'titans', which is not among"),
+    ],
+)
+def test_refused(precision: Any, said: str) -> None:
+    with pytest.raises(rc.RecipeError, match=said):
+        rc.lm.RecollectConfig.from_recipes("gated_delta_net", precision=precision, **SIZES)
+
+
+def test_a_composition_hands_it_to_its_parts() -> None:
+    both = rc.blocks.Gated("gated_delta_net", "sliding_window_attention")
+    layer = rc.blocks.build(both, d_model=16, heads=2, precision="bf16")
+    assert memories(layer) == ["bf16", "bf16"]
+    config = rc.lm.RecollectConfig.from_recipes({"both": both}, precision={"both": "tf32"}, **SIZES)
+    assert set(memories(rc.lm.RecollectForCausalLM(config))) == {"tf32"}
+
+
+def test_the_file_of_a_run() -> None:
+    assert ModelPlan(precision="bf16").precision == "bf16"
+    assert ModelPlan(precision={"titans": "tf32"}).precision == {"titans": "tf32"}
+    for value in ("fp16", 16, {"titans": "double"}):
+        with pytest.raises(
+            ValueError, match="must be one of 'float32', 'tf32', 'bf16', or a table"
+        ):
+            to_precision(value)
+    with pytest.raises(ValueError, match="leave out precision"):
+        ModelPlan(start="model", precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "said"),
+    [
+        ("gated_delta_net", "bf16", "products of bfloat16, added in float32"),
+        ("gated_delta_net", "tf32", "products of TF32 where the device has it, added in float32"),
+        ("geometric_rls", "float32", "products of float32"),
+        (
+            "geometric_rls",
+            "bf16",
+            "products of float32, not bf16: some of its statistics",
+        ),
+        ("mesa_net", "tf32", "products of float32, not tf32: conjugate gradients"),
+        ("local_linear_attention", "bf16", "products of float32, not bf16: the system of a fit"),
+        ("titans_mac", "bf16", "products of bfloat16, added in float32"),
+    ],
+)
+def test_what_explain_says(name: str, precision: str, said: str) -> None:
+    assert said in str(rc.explain(name, precision=precision))
+    assert "products of" not in str(rc.explain(name))
+
+
+def test_explain_refuses_what_there_is_not() -> None:
+    with pytest.raises(ValueError, match=r"^precision must be"):
+        rc.explain("titans", precision="fp8")
