@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.parallel import saving
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
@@ -159,16 +161,27 @@ def _alike(net: nn.Module) -> int:
 
 
 class Dying(RecollectTrainer):
-    """The second process is killed while it takes the sixth step."""
+    """The second process is killed while it takes the sixth step.
+
+    Attributes:
+        writing: whether it is in the middle of writing the checkpoint of the fourth one.
+    """
+
+    writing = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.state.global_step == 5 and self.args.process_index == 1:
+            if not self.writing:
+                self.finish_saving()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(*args, **kwargs)
 
 
-def killed(tables: dict[str, Any]) -> str:
+def killed(tables: dict[str, Any], *, writing: bool = False) -> str:
     """What the process that survives says."""
+    Dying.writing = writing
+    if writing and join().process_index == 1:
+        saving.before_writing(4, threading.Event().wait)
     try:
         train(TrainPlan.from_dict(tables), trainer_class=Dying)
     except ProcessEnded as error:
