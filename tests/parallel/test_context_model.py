@@ -121,7 +121,7 @@ LAYERS = (
 )
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_layers_are_exact(ranks: int) -> None:
     """Convolutions, shifts, angles, positions and compositions, where a document crosses ranks."""
     cases: list[tuple[str, str, str]] = []

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from recollect.parallel.functions import (
@@ -27,10 +26,9 @@ from recollect.parallel.functions import (
     Take,
     Tie,
     filled,
-    header,
     parts_of,
 )
-from recollect.parallel.link import Link
+from recollect.parallel.link import Ranks
 from recollect.state.state import State
 
 __all__ = ["Exchange"]
@@ -45,7 +43,7 @@ class Exchange:
         shared: tensors that are the same on all ranks, and get a gradient on each.
     """
 
-    def __init__(self, link: Link, *inputs: Tensor, shared: Sequence[Tensor] = ()) -> None:
+    def __init__(self, link: Ranks, *inputs: Tensor, shared: Sequence[Tensor] = ()) -> None:
         self.link = link
         start = torch.zeros((), device=inputs[0].device, requires_grad=torch.is_grad_enabled())
         chain = Begin.apply(len(shared), start, *inputs, *shared)
@@ -58,23 +56,16 @@ class Exchange:
 
     def numbers(self, *values: int) -> list[list[int]]:
         """Everybody's whole numbers, rank by rank."""
-        own = torch.tensor(values, device=self.token.device)
-        pieces = [torch.empty_like(own) for _ in range(self.link.ranks)]
-        dist.all_gather(pieces, own, group=self.link.group)
-        return torch.stack(pieces).tolist()
+        return self.link.numbers(values, self.token.device)
 
     def counts(self, x: Tensor) -> Tensor:
         """Everybody's whole numbers ``x``, ``[R, ...]``."""
-        pieces = [torch.empty_like(x) for _ in range(self.link.ranks)]
-        dist.all_gather(pieces, x.contiguous(), group=self.link.group)
-        return torch.stack(pieces)
+        return self.link.gather(x)
 
     def hand(self, state: Mapped) -> None:
         """Send a state to the next rank."""
         state = _bare(state)
-        self.token = cast(
-            "Tensor", Hand.apply(self.link, header(state), self.token, *parts_of(state))
-        )
+        self.token = cast("Tensor", Hand.apply(self.link, state, self.token, *parts_of(state)))
 
     def take(self) -> Any:
         """Receive a state from the rank before."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recollect.choices.gradients import Backward, HandWritten
 from recollect.choices.member import RecipeError
-from recollect.parallel.link import Link
+from recollect.parallel.link import Link, Ranks, header
 
 __all__ = [
     "Begin",
@@ -25,7 +25,6 @@ __all__ = [
     "Take",
     "Tie",
     "filled",
-    "header",
     "once_here",
     "parts_of",
 ]
@@ -59,11 +58,6 @@ def filled(shapes: S, tensors: Sequence[Tensor]) -> S:
     """A state with other tensors."""
     given = iter(tensors)
     return cast("S", shapes.map(lambda _: next(given)))
-
-
-def header(state: Mapped) -> bytes:
-    """A state without numbers."""
-    return pickle.dumps(state.map(lambda x: torch.empty_like(x, device="meta")))
 
 
 def _read(data: Tensor) -> Any:
@@ -160,35 +154,26 @@ class Gather(HandWritten):
     """Everybody's tensor ``[R, ...]``; gradients are summed at the rank whose tensor it was."""
 
     @staticmethod
-    def forward(ctx: Any, link: Link, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, link: Ranks, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         ctx.link = link
-        x = x.contiguous()
-        pieces = [torch.empty_like(x) for _ in range(link.ranks)]
-        dist.all_gather(pieces, x, group=link.group)
-        return torch.stack(pieces), token.clone()
+        return link.gather(x), token.clone()
 
     @staticmethod
     @once_here
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad, token = grads
-        own = torch.empty_like(grad[0], memory_format=torch.contiguous_format)
-        pieces = list(grad.contiguous().unbind(0))
-        dist.reduce_scatter(own, pieces, group=ctx.link.group)
-        return None, token, own
+        return None, token, ctx.link.reduce_scatter(grad)
 
 
 class Hand(HandWritten):
     """Send a state to the next rank; in the backward pass, receive its gradient from there."""
 
     @staticmethod
-    def forward(ctx: Any, link: Link, shapes: bytes, token: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, link: Ranks, shapes: Mapped, token: Tensor, *tensors: Tensor) -> Tensor:
         ctx.link, ctx.device = link, token.device
         ctx.like = _meta(tensors)
-        head = torch.frombuffer(bytearray(shapes), dtype=torch.uint8).to(token.device)
-        to = link.rank + 1
-        link.post(torch.tensor([head.numel()], device=token.device), to)
-        link.post(head, to)
-        link.post(_packed(tensors).to(token.device), to)
+        link.tell(shapes, link.rank + 1, token.device)
+        link.post(_packed(tensors).to(token.device), link.rank + 1)
         return token.clone()
 
     @staticmethod

@@ -19,7 +19,7 @@ from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.numbers import RecipeNumbers
 from recollect.layer.state import LayerState
 from recollect.parallel.exchange import Exchange
-from recollect.parallel.link import Link
+from recollect.parallel.link import Ranks
 from recollect.parallel.memorise import memorise_segment, own_saved
 from recollect.parallel.recall import agreed, number_of_pieces
 from recollect.parallel.segment import Segment, segment_of
@@ -40,7 +40,7 @@ class Along:
         pieces: of a hand-over, or ``None`` for the default.
     """
 
-    link: Link
+    link: Ranks
     way: str = "auto"
     pieces: int | None = None
 

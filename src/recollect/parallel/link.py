@@ -2,18 +2,68 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Group", "Link", "link_of"]
+__all__ = ["Group", "Link", "Ranks", "header", "link_of"]
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """A group of processes, a mesh of one dimension, or ``None`` for all processes."""
+
+
+class Ranks(Protocol):
+    """How a layer's segment talks to the others: over a `Link`, or on paper."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """R."""
+        ...
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank holds the end of the sequence."""
+        ...
+
+    def numbers(self, own: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Everybody's whole numbers, rank by rank."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Everybody's ``x``, ``[R, ...]``."""
+        ...
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """The sum over all ranks of this rank's entry of their ``x [R, ...]``."""
+        ...
+
+    def tell(self, state: Any, to: int, device: torch.device) -> None:
+        """Say what a state is like whose numbers follow."""
+        ...
+
+    def post(self, x: Tensor, to: int) -> None:
+        """Send, and do not wait."""
+        ...
+
+    def fetch(self, x: Tensor, of: int) -> Tensor:
+        """Receive into ``x``."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until all that was sent has been received."""
+        ...
 
 
 @dataclass(eq=False)
@@ -37,6 +87,29 @@ class Link:
         """Whether this rank holds the end of the sequence."""
         return self.rank == self.ranks - 1
 
+    def numbers(self, own: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Everybody's whole numbers, rank by rank."""
+        return self.gather(torch.tensor(own, device=device)).tolist()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Everybody's ``x``, ``[R, ...]``."""
+        x = x.contiguous()
+        pieces = [torch.empty_like(x) for _ in range(self.ranks)]
+        dist.all_gather(pieces, x, group=self.group)
+        return torch.stack(pieces)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """The sum over all ranks of this rank's entry of their ``x [R, ...]``."""
+        own = torch.empty_like(x[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter(own, list(x.contiguous().unbind(0)), group=self.group)
+        return own
+
+    def tell(self, state: Any, to: int, device: torch.device) -> None:
+        """Say what a state is like whose numbers follow."""
+        head = torch.frombuffer(bytearray(header(state)), dtype=torch.uint8).to(device)
+        self.post(torch.tensor([head.numel()], device=device), to)
+        self.post(head, to)
+
     def post(self, x: Tensor, to: int) -> None:
         """Send, and do not wait."""
         while self.sent and self.sent[0][0].is_completed():
@@ -52,6 +125,11 @@ class Link:
         """Wait until all that was sent has been received."""
         while self.sent:
             self.sent.popleft()[0].wait()
+
+
+def header(state: Any) -> bytes:
+    """A state without numbers."""
+    return pickle.dumps(state.map(lambda x: torch.empty_like(x, device="meta")))
 
 
 _links: dict[dist.ProcessGroup, Link] = {}

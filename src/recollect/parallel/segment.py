@@ -27,6 +27,7 @@ class Segment:
         exchange: the call's.
         tokens: T of each rank, padding included.
         counts: real tokens of each rank that go on to the next (of the last piece), ``[R, B]``.
+        onward: the same of its longest row, padding included.
         fresh: of each rank, whether a document begins within it: nothing before then goes on.
         lengths: real tokens per row of this rank ``[B]``, where rows are padded on the right.
         padded: whether rows of any rank are.
@@ -36,6 +37,7 @@ class Segment:
     exchange: Exchange
     tokens: tuple[int, ...]
     counts: Tensor
+    onward: tuple[int, ...]
     fresh: tuple[bool, ...]
     lengths: Tensor | None
     padded: bool
@@ -118,8 +120,10 @@ class Segment:
             shape = (own.shape[0], n or 0, *own.shape[2:])
             return own.new_zeros(shape), held.new_zeros(shape[:2])
         joined, mask = torch.cat(blocks, 1), torch.cat(masks, 1)
-        if n is None:
+        if n is None and (self.padded or (given is not None and self.from_start)):
             n = int(mask.sum(1).max())
+        elif n is None:  # known without looking at numbers
+            n = sum(self.onward[reach : self.rank])
         if mask.shape[1] < n:
             short = n - mask.shape[1]
             blank = joined.new_zeros(own.shape[0], short, *own.shape[2:])
@@ -194,6 +198,7 @@ def segment_of(
         exchange=exchange,
         tokens=tokens,
         counts=counts,
+        onward=tuple(row[-2] for row in told),
         fresh=tuple(bool(row[-1]) for row in told),
         lengths=lengths,
         padded=padded,

@@ -1,6 +1,7 @@
 """Peak memory of training steps: the output layer in chunks, rows in segments, and plans.
 
-Every case runs in a process of its own. ``live`` is what tensors took at once (`LiveMemory`), the
+Every case runs in a process of its own, or in one per rank that a row lies along, of which the one
+that takes most is told. ``live`` is what tensors took at once (`LiveMemory`), the
 same in every run; ``resident`` is by how much the process grew from its first step on (Linux);
 ``planned`` is what `recollect plan` says.
 """
@@ -9,13 +10,16 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +29,12 @@ import torch
 from recollect.lm.planning.live_memory import LiveMemory
 from recollect.recipe.json_text import read_json
 from recollect.report.environment import describe_environment
+from recollect.report.files import write_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["CASES", "Peak", "measure", "measured", "planned"]
+__all__ = ["CASES", "Peak", "measure", "measured", "planned", "ranks_of"]
 
 PIECE, LONG = 8_192, 1_000_000
 _LAYERS = {"width": 64, "depth": 3, "heads": 1}
@@ -113,6 +118,20 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "rls": _steps(
         model={**_WIDER, "recipe": "rls"}, data={"context": 1024}, optimizer={"batch": 2}
     ),
+    **{
+        f"{recipe}, along 2 ranks": _steps(
+            model={**_WIDER, "recipe": recipe, "depth": 2},
+            data={"context": tokens},
+            optimizer={"batch": 2},
+            run={"parallel": {"context": 2}},
+        )
+        for recipe, tokens in (
+            ("gated_delta_net", 1024),  # transitions are gathered
+            ("mamba2", 1024),  # decays
+            ("softmax_attention", 1024),  # keys and values
+            ("titans", 512),  # a state is handed over
+        )
+    },
 }
 """Plans by name; where logits are named the vocabulary has 32,000 tokens."""
 
@@ -131,17 +150,8 @@ def measure(
     chosen = list(CASES) if names is None else names
     found: dict[str, Any] = {}
     for index, name in enumerate(chosen):
-        run = subprocess.run(
-            [sys.executable, "-m", __name__, name],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, **_ALLOCATOR},
-        )
-        if run.returncode:
-            said = run.stderr.strip().splitlines() or ["nothing was said"]
-            raise ValueError(f"{name}: its process ended with {run.returncode}: {said[-1]}")
-        found[name] = read_json(run.stdout.strip().splitlines()[-1])
+        every = _said(name, ranks_of(CASES[name]))
+        found[name] = max(every, key=lambda said: said["live"])
         if progress is not None:
             progress(index + 1, len(chosen))
     ratios = {
@@ -164,24 +174,75 @@ def measure(
     }
 
 
-def measured(tables: Mapping[str, Mapping[str, Any]], *, vocab: int | None = None) -> Peak:
+def ranks_of(tables: Mapping[str, Mapping[str, Any]]) -> int:
+    """Processes that a case takes.
+
+    Args:
+        tables: of a plan.
+    """
+    return math.prod(tables["run"].get("parallel", {}).values())
+
+
+def _said(name: str, ranks: int) -> list[dict[str, Any]]:
+    """What the processes of a case print.
+
+    Raises:
+        ValueError: one that failed.
+    """
+    with tempfile.TemporaryDirectory() as scratch, socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        shared = {**os.environ, **_ALLOCATOR}
+        if ranks > 1:
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
+            shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+        port.close()
+
+        def run(rank: int) -> subprocess.CompletedProcess[str]:
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            return subprocess.run(
+                [sys.executable, "-m", __name__, name, scratch],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=shared | place,
+            )
+
+        with ThreadPoolExecutor(ranks) as threads:
+            ended = list(threads.map(run, range(ranks)))
+    for one in ended:
+        if one.returncode:
+            said = one.stderr.strip().splitlines() or ["nothing was said"]
+            raise ValueError(f"{name}: its process ended with {one.returncode}: {said[-1]}")
+    return [read_json(one.stdout.strip().splitlines()[-1]) for one in ended]
+
+
+def measured(
+    tables: Mapping[str, Mapping[str, Any]],
+    *,
+    vocab: int | None = None,
+    place: str | None = None,
+) -> Peak:
     """The peak of a run's steps, here.
 
     Args:
         tables: of a plan, without ``[data] train`` and ``[run] out``.
         vocab: of the model's vocabulary; that of bytes when omitted.
+        place: a folder for the run, the same of all its processes; one of its own when omitted.
     """
     from recollect.lm.training.plan import TrainPlan
     from recollect.lm.training.train import train
 
+    alone = ranks_of(tables) == 1
     with tempfile.TemporaryDirectory() as scratch, LiveMemory() as memory:
+        scratch = place or scratch
         text = Path(scratch) / "text.txt"
         given = {name: dict(values) for name, values in tables.items()}
         steps, batch = given["optimizer"]["steps"], given["optimizer"]["batch"]
         draw = random.Random(0)
-        text.write_bytes(draw.randbytes(steps * batch * given["data"]["context"]).hex().encode())
+        drawn = draw.randbytes(steps * batch * given["data"]["context"]).hex()
+        write_atomic(text, drawn)  # the same, by every process
         given["data"] |= {"train": [str(text)], "packing": "stream"}
-        given["run"] |= {"out": f"{scratch}/run", "device": "cpu"}
+        given["run"] |= {"out": f"{scratch}/run"} | ({"device": "cpu"} if alone else {})
         if vocab is not None:
             _tokenizer(vocab).save_pretrained(f"{scratch}/tokenizer")
             given["data"]["tokenizer"] = f"{scratch}/tokenizer"
@@ -201,7 +262,7 @@ def measured(tables: Mapping[str, Mapping[str, Any]], *, vocab: int | None = Non
 
 
 def planned(tables: Mapping[str, Mapping[str, Any]], *, vocab: int | None = None) -> int:
-    """What a plan says of such steps on one device.
+    """What a plan says of one rank of such steps.
 
     Args:
         tables: as in `measured`. vocab: as there.
@@ -212,7 +273,9 @@ def planned(tables: Mapping[str, Mapping[str, Any]], *, vocab: int | None = None
 
     given = {**tables, "data": {**tables["data"], "train": ["text.txt"]}}
     plan = TrainPlan.from_dict(given)
-    return rank_of(plan, model_config(plan.model, _tokenizer(vocab)), Way()).total
+    sizes = tables["run"].get("parallel", {})
+    way = Way(**sizes, shards=bool(sizes))
+    return rank_of(plan, model_config(plan.model, _tokenizer(vocab)), way).total
 
 
 def _tokenizer(vocab: int | None) -> PreTrainedTokenizerFast:
@@ -242,12 +305,12 @@ def _reset_resident() -> None:
         return
 
 
-def _main(name: str) -> None:
+def _main(name: str, place: str | None = None) -> None:
     torch.set_num_threads(1)
     words = 32_000 if name.startswith("logits") else None
-    peak = asdict(measured(CASES[name], vocab=words))
+    peak = asdict(measured(CASES[name], vocab=words, place=place))
     print(json.dumps({**peak, "planned": planned(CASES[name], vocab=words)}))
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(*sys.argv[1:])

@@ -17,8 +17,8 @@ activations    of its rows, as `footprint` counts   the same, of 1 / tensor of t
 
 Under tensor parallelism a rank has 1 / tensor of the heads, of the MLP's channels and of the
 vocabulary, and the stream between layers whole: its activations are those of a model of so many
-heads. ``context`` divides the tokens of a row, and each rank then holds what ``fsdp`` does; what it
-takes from other ranks is not counted. A batch is what all processes read together.
+heads. ``context`` divides the tokens of a row: each rank then holds what ``fsdp`` does, and among
+activations what its layers gather or hand over (`along`). A batch is what all processes read.
 """
 
 from __future__ import annotations
@@ -280,10 +280,11 @@ def rank_of(
     except ValueError as error:
         return Rank(way=way, refused=str(error))
     counted = {} if counted is None else counted
-    key = (way.tensor, min(tokens, SHORT), tokens if plan.run.loss_chunk == 0 else 0)
+    short = min(tokens, SHORT)
+    key = (way.tensor, way.context, short, tokens if plan.run.loss_chunk == 0 else 0)
     if key not in counted:
         bf16, chunk = plan.run.bf16, plan.run.loss_chunk
-        counted[key] = count(part, tokens=tokens, bf16=bf16, loss_chunk=chunk)
+        counted[key] = count(part, tokens=tokens, bf16=bf16, loss_chunk=chunk, context=way.context)
     found = counted[key].at(rows, tokens)
     most, within = found.most(checkpointing=plan.run.checkpointing)
     shared = way.data * way.context if way.shards else 1

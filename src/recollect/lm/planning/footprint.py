@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from recollect.lm.model.config import MLP, RecollectConfig
 from recollect.lm.model.loss import next_token_loss
 from recollect.lm.model.model import RecollectForCausalLM
+from recollect.lm.planning.along import lay_along
 from recollect.lm.planning.live_memory import LiveMemory
 
 __all__ = ["SHORT", "Counts", "Footprint", "Passes", "count", "footprint"]
@@ -152,13 +153,19 @@ class Counts:
 
 
 def count(
-    config: RecollectConfig, *, tokens: int, bf16: bool = False, loss_chunk: int = 1024
+    config: RecollectConfig,
+    *,
+    tokens: int,
+    bf16: bool = False,
+    loss_chunk: int = 1024,
+    context: int = 1,
 ) -> Counts:
     """Count the bytes of a model's step; nothing is allocated.
 
     Args:
         config: of the model. tokens: of a row; rows of `SHORT` tokens stand for longer ones.
         bf16: whether products are in bfloat16. loss_chunk: as ``[run] loss_chunk``.
+        context: ranks that hold as many tokens each of a row.
 
     Raises:
         ValueError: a recipe with a member that looks at numbers.
@@ -170,6 +177,8 @@ def count(
         for name, followed in dict.fromkeys(kinds):
             try:
                 block = _alone(config, name, followed=followed).model.blocks[0]
+                if context > 1:
+                    lay_along(block, context)
 
                 def through(x: Tensor, block: nn.Module = block) -> Tensor:
                     return block(x, output_state=False)[0]

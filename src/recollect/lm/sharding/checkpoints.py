@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -21,7 +24,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor, Replicate
 
 from recollect.lm.model.checkpoint import CheckpointError, check_json
@@ -32,7 +35,9 @@ __all__ = [
     "load_optimizer",
     "load_weights",
     "save_shards",
+    "unwrapped",
     "whole_weights",
+    "write_layout",
 ]
 
 SHARDS = "shards"
@@ -45,34 +50,54 @@ WEIGHT, MOMENT = "model.", "optimizer."
 
 
 def save_shards(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, tensor: int, first: bool
-) -> None:
-    """Write weights and the optimizer's moments; all processes call this.
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
+) -> Future[Any]:
+    """Copy weights and the optimizer's moments, and write the copies while others go on.
+
+    All processes call this. On the CPU the copies are as large as what a process holds; from a
+    device they have to come there anyway.
 
     Args:
         folder: of the checkpoint.
         model: whose weights are shared.
         optimizer: of these weights.
-        tensor: ranks that layers are divided among.
-        first: whether this process writes what stands beside the shards.
+        group: of all processes, over gloo, in which nobody else talks meanwhile.
 
-    Raises:
-        OSError: or RuntimeError, of the process that could not write.
+    Returns:
+        What is done once all processes have written their shards, and fails at all of them if one
+        has failed (`unwrapped`).
     """
     state = {WEIGHT + name: weight.detach() for name, weight in model.named_parameters()}
     for name, weight in model.named_parameters():
         for key, value in optimizer.state.get(weight, {}).items():
             state[f"{MOMENT}{name}.{key}"] = value.reshape(1) if value.dim() == 0 else value
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\..*")
+        writer = HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
+        return cast("Future[Any]", async_save(state, storage_writer=writer, process_group=group))
+
+
+def write_layout(folder: Path, tensor: int) -> None:
+    """Write beside shards how they are divided.
+
+    Args:
+        folder: of the checkpoint. tensor: ranks that layers are divided among.
+    """
+    (folder / LAYOUT).write_text(json.dumps({"tensor": tensor}) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def unwrapped() -> Iterator[None]:
+    """Inside, what DCP gathered of failures is raised as the first of them.
+
+    Raises:
+        OSError: or RuntimeError, of the process that could not write.
+    """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"torch\..*")
-            writer = HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
-            save(state, storage_writer=writer)
+        yield
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise (reason if isinstance(reason, Exception) else RuntimeError(str(reason))) from error
-    if first:
-        (folder / LAYOUT).write_text(json.dumps({"tensor": tensor}) + "\n", encoding="utf-8")
 
 
 def load_weights(

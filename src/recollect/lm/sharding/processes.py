@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from recollect.report.ranks import of_all
 from recollect.wording import shown
 
-__all__ = ["PATIENCE", "ProcessEnded", "agree", "alive", "join", "together"]
+__all__ = ["PATIENCE", "ProcessEnded", "agree", "alive", "join", "patience", "together"]
 
 PATIENCE = "RECOLLECT_TIMEOUT"
 """Environment variable: seconds that a process waits for the others, 1,800 without it."""
@@ -55,20 +55,30 @@ def join() -> PartialState:
                     "model: configure accelerate without it (accelerate launch --multi_gpu)"
                 )
             )
-    written = os.environ.get(PATIENCE, "1800")
-    if not written.isdecimal() or not int(written):
-        said = f"{PATIENCE} must be a number of seconds, not {shown(written)}"
-        raise of_all(ValueError(said))
+    wait = patience()
     try:
         # Where there is no accelerator it meets nobody unless it is told so.
         alone = not torch.accelerator.is_available()
-        return PartialState(cpu=alone, timeout=timedelta(seconds=int(written)))
+        return PartialState(cpu=alone, timeout=wait)
     except (RuntimeError, ValueError) as error:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise
         reason = str(error).splitlines()[0]
         said = f"the processes of this run could not meet: {reason}"
         raise of_all(ValueError(said), speakers=2) from error
+
+
+def patience() -> timedelta:
+    """How long a process waits for the others.
+
+    Raises:
+        ValueError: the environment says what is no number of seconds.
+    """
+    written = os.environ.get(PATIENCE, "1800")
+    if not written.isdecimal() or not int(written):
+        said = f"{PATIENCE} must be a number of seconds, not {shown(written)}"
+        raise of_all(ValueError(said))
+    return timedelta(seconds=int(written))
 
 
 @contextmanager

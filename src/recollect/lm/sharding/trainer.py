@@ -21,16 +21,19 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from recollect.lm.model.model import RecollectForCausalLM
+from recollect.lm.sharding.background import Background
 from recollect.lm.sharding.checkpoints import (
     SHARDS,
     load_optimizer,
     load_weights,
     save_shards,
     whole_weights,
+    write_layout,
 )
 from recollect.lm.sharding.data import shard
 from recollect.lm.sharding.heads import Cut, model_cuts
 from recollect.lm.sharding.layout import Layout
+from recollect.lm.sharding.processes import patience
 from recollect.lm.sharding.tensor import check_heads, divide_by_heads
 from recollect.lm.training.atomic_checkpoints import AtomicTrainer
 from recollect.parallel.context import ContextParallel, context
@@ -127,6 +130,7 @@ class ShardedTrainer(AtomicTrainer):
             # Accelerate would put the parts into DDP, which wants them whole.
             own = self.accelerator.prepare_model
             self.accelerator.prepare_model = partial(own, evaluation_mode=True)
+            self.background = Background(patience())
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.spread.layout.divides:  # parts are where they belong
@@ -155,6 +159,8 @@ class ShardedTrainer(AtomicTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; of a shared model, a checkpoint is its shards, and all else whole.
 
+        Shards are being written still when this returns (`Background`).
+
         Args:
             output_dir: the folder.
             _internal_call: whether the Trainer asks.
@@ -165,14 +171,17 @@ class ShardedTrainer(AtomicTrainer):
         folder = Path(str(output_dir or self.args.output_dir))
         model, spread = cast(RecollectForCausalLM, self.model), self.spread
         tensor, first = spread.layout.tensor, self.args.should_save
-        folder.mkdir(parents=True, exist_ok=True)
-        if not self._aside:
+        if self.background is None or not self._aside:
+            folder.mkdir(parents=True, exist_ok=True)
             weights = whole_weights(model, spread.cuts, tensor=tensor, first=first)
             if first:
                 self._save(str(folder), state_dict=weights)
             return
-        save_shards(folder, model, self._plain_optimizer(), tensor=tensor, first=first)
+        optimizer = self._plain_optimizer()
+        self.background.begin(partial(save_shards, folder, model, optimizer))
+        folder.mkdir(parents=True, exist_ok=True)  # what fails from here on, the others hear of
         if first:
+            write_layout(folder, tensor)
             model.config.save_pretrained(folder)
             cast(Any, self.processing_class).save_pretrained(str(folder))
 

@@ -2,7 +2,7 @@
 
 The Trainer writes a checkpoint file by file under its name, so a kill leaves a folder that looks
 like a checkpoint and is none. Here it writes into a folder aside, which takes its name only when
-everything in it is on disk.
+everything in it is on disk. Where processes share a model, they take steps while it is written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +25,8 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from recollect.lm.model.checkpoint import CheckpointError, check_json
 from recollect.lm.model.manifest import MANIFEST, check_manifest, write_manifest
-from recollect.lm.sharding.checkpoints import SHARDS
+from recollect.lm.sharding.background import Background
+from recollect.lm.sharding.checkpoints import SHARDS, unwrapped
 
 __all__ = [
     "RECORD",
@@ -50,36 +52,83 @@ class AtomicTrainer(Trainer):
 
     Attributes:
         begun_with: what a checkpoint says of its run, in ``run.json``.
+        background: writes checkpoints while steps go on, where processes share a model.
     """
 
     begun_with: Mapping[str, Any] = MappingProxyType({})
+    background: Background | None = None
     _aside = False
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; when it ends, however it ends, no checkpoint is under way.
+
+        Raises:
+            CheckpointError: one could not be written.
+        """
+        try:
+            found = super().train(*args, **kwargs)
+            self.finish_saving()
+        finally:
+            self.settle_saving()
+        return found
+
+    @property
+    def saving_failed(self) -> bool:
+        """Whether a checkpoint is over that could not be written, of which nobody has heard."""
+        return self.background is not None and self.background.failed
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is under way.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self.background is not None:
+            self.background.finish()
+
+    def settle_saving(self) -> None:
+        """Wait for the checkpoint that is under way, and keep its failure to itself."""
+        if self.background is not None:
+            self.background.settle()
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
         return os.path.join(folder, _ASIDE) if self._aside else folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.finish_saving()
         run = Path(super()._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
             clear_aside(run)
         self.accelerator.wait_for_everyone()
-        self._aside = True
+        self._aside, failed = True, None
         try:
             with explained(run, name):
                 super()._save_checkpoint(model, trial)
+        except CheckpointError as error:
+            if self.background is None or not self.background.begun:
+                raise
+            failed = error  # which the others have to hear of
         finally:
             self._aside = False
+        if self.background is not None and self.background.begun:
+            place, drop = partial(self._place, run, name), partial(clear_aside, run)
+            self.background.complete(place, drop, partial(_writing, run, name), failed)
+            return
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             with explained(run, name):
-                made = run / _ASIDE / name
-                (made / RECORD).write_text(json.dumps(dict(self.begun_with)), encoding="utf-8")
-                write_manifest(made)
-                place_folder(made, run / name)
-            clear_aside(run)
-            rotate_checkpoints(str(run), self.args.save_total_limit)
+                self._place(run, name)
+
+    def _place(self, run: Path, name: str) -> None:
+        """Give a checkpoint that is written its manifest and its name, and drop older ones."""
+        made = run / _ASIDE / name
+        (made / RECORD).write_text(json.dumps(dict(self.begun_with)), encoding="utf-8")
+        write_manifest(made)
+        place_folder(made, run / name)
+        clear_aside(run)
+        rotate_checkpoints(str(run), self.args.save_total_limit)
 
     def save_whole(self, folder: Path) -> None:
         """The model (and its tokenizer) into a folder that appears whole."""
@@ -198,6 +247,13 @@ def explained(run: Path, name: str) -> Iterator[None]:
         raise CheckpointError(
             f"{name} could not be written to {run}: {reason} ({free:,.0f} MiB free); {left}"
         ) from error
+
+
+@contextlib.contextmanager
+def _writing(run: Path, name: str) -> Iterator[None]:
+    """`explained`, of what several processes write."""
+    with explained(run, name), unwrapped():
+        yield
 
 
 def _writer_errors() -> tuple[type[Exception], ...]:

@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from recollect.explain.diagnosis import SMALLER_STEPS
 from recollect.layer.gates import GateProjection
-from recollect.lm.training.atomic_checkpoints import last_checkpoint
+from recollect.lm.training.atomic_checkpoints import AtomicTrainer, last_checkpoint
 from recollect.report.ranks import of_all
 
 __all__ = ["OWN_STEPS", "REFUSALS", "Diverged", "Guard", "find_origin"]
@@ -80,7 +80,7 @@ class Guard(TrainerCallback):
     loss: Tensor
     losses: Callable[[Any, Any], Iterable[Tensor]]
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: AtomicTrainer) -> None:
         self.trainer = trainer
         self.losses = self._whole
         self._batches: list[tuple[Any, Any]] = []  # of the step under way
@@ -160,6 +160,7 @@ class Guard(TrainerCallback):
     def _diverged(self, origin: str | None) -> Diverged:
         args = self.trainer.args
         checkpoint = None
+        self.trainer.settle_saving()
         with suppress(ValueError):  # one that lost a file
             checkpoint = last_checkpoint(Path(str(args.output_dir)))
         change = "lower lr or clip" if args.max_grad_norm else "set clip = 1 or a lower lr"

@@ -11,8 +11,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
+from recollect.lm.training.atomic_checkpoints import AtomicTrainer
 from recollect.report.signals import ENDINGS, Ended, answered
 
 __all__ = ["Interrupted", "finish_step"]
@@ -39,7 +40,7 @@ class Interrupted(KeyboardInterrupt):
 class _Stopper(TrainerCallback):
     """Ends training after the step in which somebody asked, with a checkpoint."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: AtomicTrainer) -> None:
         self.trainer, self.asked, self.since = trainer, False, 0.0
 
     def ask(self) -> None:
@@ -55,16 +56,19 @@ class _Stopper(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         asked = self.asked
         if args.world_size > 1:  # all processes end after the same step
-            told = torch.tensor([float(asked)], device=args.device)
+            own = [float(asked), float(self.trainer.saving_failed)]
             accelerator: Any = self.trainer.accelerator
-            asked = bool(accelerator.reduce(told).item())
+            told = accelerator.reduce(torch.tensor(own, device=args.device)).tolist()
+            asked = bool(told[0])
+            if told[1]:  # in a moment all of them know why
+                self.trainer.finish_saving()
         if asked and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
             self.ask()
 
 
 @contextmanager
-def finish_step(trainer: Trainer) -> Iterator[None]:
+def finish_step(trainer: AtomicTrainer) -> Iterator[None]:
     """Inside, a first interrupt (or SIGTERM, SIGHUP) waits for the step, and a second does not.
 
     Raises:

@@ -1,0 +1,87 @@
+"""A layer as one rank of several runs it, with nobody at the other ends.
+
+The code of `recollect.parallel` runs, so what it gathers and keeps is what is counted. Among
+tensors without numbers an exchange has only to give back the right shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recollect.layer.feed_forward import FeedForward
+from recollect.layer.memory_layer import MemoryLayer
+from recollect.parallel.layer import Along, run_feed_forward, run_layer, run_memory_layer
+from recollect.parallel.models import layers
+from recollect.parallel.ways import way_of
+
+__all__ = ["PaperRanks", "lay_along"]
+
+
+class PaperRanks:
+    """One rank of a sequence; the others are as long, and what they say has no numbers.
+
+    Args:
+        rank: this one. ranks: R.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._sent: Tensor | None = None  # the last message, which is under way
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank holds the end of the sequence."""
+        return self.rank == self.ranks - 1
+
+    def numbers(self, own: Sequence[int], device: torch.device) -> list[list[int]]:
+        """This rank's, of everybody."""
+        return [list(own)] * self.ranks
+
+    def gather(self, x: Tensor) -> Tensor:
+        """R tensors and all of them in one, as in a `Link`."""
+        x = x.contiguous()
+        return torch.stack([torch.empty_like(x) for _ in range(self.ranks)])
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """One of R tensors."""
+        x = x.contiguous()
+        return torch.empty_like(x[0])
+
+    def tell(self, state: Any, to: int, device: torch.device) -> None:
+        """A kilobyte, which is not counted."""
+
+    def post(self, x: Tensor, to: int) -> None:
+        """Hold it until the next message."""
+        self._sent = x
+
+    def fetch(self, x: Tensor, of: int) -> Tensor:
+        """As it is."""
+        return x
+
+    def flush(self) -> None:
+        """Nothing is under way any more."""
+        self._sent = None
+
+
+def lay_along(block: nn.Module, ranks: int) -> None:
+    """Let a block's layers run as on the rank that holds most, in place.
+
+    Of what is gathered the last rank uses all; in a hand-over the first one computes as much as any
+    other, and sends.
+
+    Args:
+        block: of a model. ranks: R ≥ 2.
+    """
+    for _, layer in layers(block, ""):
+        run, rank = run_layer, 0
+        if isinstance(layer, MemoryLayer):
+            run = run_memory_layer
+            rank = 0 if way_of(layer.recipe).name == "hand_over" else ranks - 1
+        elif isinstance(layer, FeedForward):
+            run = run_feed_forward
+        layer.forward = partial(run, Along(link=PaperRanks(rank, ranks)), layer)

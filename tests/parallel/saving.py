@@ -1,0 +1,177 @@
+"""What the processes of a test do to checkpoints that are written while steps go on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
+
+from recollect.lm.model.checkpoint import CheckpointError
+from recollect.lm.training import atomic_checkpoints
+from recollect.lm.training.interrupts import Interrupted
+from recollect.lm.training.plan import TrainPlan
+from recollect.lm.training.train import RecollectTrainer, train
+
+SECONDS = 60
+_write = HuggingFaceStorageWriter.write_data
+_place = atomic_checkpoints.place_folder
+
+
+def before_writing(step: int, do: Callable[[], Any]) -> None:
+    """Let the thread that writes this process's shards of a step do something first."""
+
+    def write_data(self: HuggingFaceStorageWriter, *given: Any) -> Any:
+        if f"checkpoint-{step}/" in f"{self.path}/":
+            do()
+        return _write(self, *given)
+
+    HuggingFaceStorageWriter.write_data = write_data  # type: ignore[method-assign]
+
+
+def held(trainer: RecollectTrainer) -> dict[str, Tensor]:
+    """Copies of what this process has of weights and moments, by their names in a checkpoint."""
+    model, optimizer = trainer.model, trainer._plain_optimizer()
+    assert model is not None
+    found: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        found[f"model.{name}"] = weight.detach()
+        for key, value in optimizer.state[weight].items():
+            found[f"optimizer.{name}.{key}"] = value
+    local = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in found.items()}
+    return {name: x.clone().reshape(x.shape or (1,)) for name, x in local.items()}
+
+
+class Slow(RecollectTrainer):
+    """The checkpoint of step 4 is not written before two more steps have been taken.
+
+    Attributes:
+        went_on: set then. expected, later: what this process held at step 4, and at step 6.
+        early: whether the checkpoint had its name by then.
+    """
+
+    went_on: threading.Event
+    expected: dict[str, Tensor]
+    later: dict[str, Tensor]
+    early = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.state.global_step == 6 and not Slow.went_on.is_set():
+            Slow.later = held(self)
+            Slow.early = (Path(str(self.args.output_dir)) / "checkpoint-4").exists()
+            Slow.went_on.set()
+        return super().training_step(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any) -> None:
+        if self.state.global_step == 4:
+            Slow.expected = held(self)
+        super()._save_checkpoint(*args)
+
+
+def slow(tables: dict[str, Any]) -> dict[str, Any]:
+    """A run, and how the checkpoint of step 4 compares with what this process held then."""
+    Slow.went_on, waited = threading.Event(), list[bool]()
+    before_writing(4, lambda: waited.append(Slow.went_on.wait(SECONDS)))
+    out = Path(train(TrainPlan.from_dict(tables), trainer_class=Slow).folder).parent
+    place = int(os.environ["RANK"]) + 1
+    (own,) = (out / "checkpoint-4/shards").glob(f"shard-{place:05}-*")
+    saved = load_file(own)
+    return {
+        "waited": waited,
+        "early": Slow.early,
+        "last": (out / "checkpoint-8").is_dir(),  # by now
+        "names": sorted(saved),
+        "all": sorted(Slow.expected),
+        "other": [n for n, x in saved.items() if not x.equal(Slow.expected[n])],
+        "moved": sum(not x.equal(Slow.later[n]) for n, x in saved.items()),
+    }
+
+
+class Failing(RecollectTrainer):
+    """The checkpoint of step 4 cannot be written; the sixth step is not begun before it is known.
+
+    Attributes:
+        where: what fails. taken: steps.
+    """
+
+    where = ""
+    taken = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        Failing.taken = self.state.global_step + 1
+        last = time.monotonic() + SECONDS
+        while self.state.global_step == 5 and not self.saving_failed and time.monotonic() < last:
+            time.sleep(0.01)
+        return super().training_step(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if Failing.where == "beside" and self.args.process_index == 1:
+            fill(4 if output_dir.endswith("checkpoint-4") else 0)
+        super()._save_rng_state(output_dir)
+
+
+def fill(step: int) -> None:
+    """The disk is full at a step."""
+    if step == 4:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def full(plans: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What runs say whose disk is full at step 4, and after how many steps."""
+    found: dict[str, Any] = {}
+    for where, tables in plans.items():
+        Failing.where = where
+        alone = where == "shards" and os.environ["RANK"] == "1"
+        before_writing(4, (lambda: fill(4)) if alone else bool)
+
+        def place(made: Path, name: Path, where: str = where) -> None:
+            fill(4 if where == "manifest" and name.name == "checkpoint-4" else 0)
+            _place(made, name)
+
+        atomic_checkpoints.place_folder = place
+        try:
+            train(TrainPlan.from_dict(tables), trainer_class=Failing)
+            said = "it was written"
+        except CheckpointError as error:
+            said = str(error)
+        left = sorted(x.name for x in Path(tables["run"]["out"]).glob("[c.]*"))
+        found[where] = {
+            "said": re.sub(r"\(.* free\)", "", said),
+            "taken": Failing.taken,
+            "left": [name for name in left if name != ".run.lock"],
+        }
+    return found
+
+
+class Interrupting(RecollectTrainer):
+    """The first process is told to end while it takes the fourth step."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.state.global_step == 3 and self.args.process_index == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(*args, **kwargs)
+
+
+def interrupted(tables: dict[str, Any]) -> list[Any]:
+    """What a run says that is told to end, and whether what it says is there when it says so."""
+    before_writing(4, lambda: time.sleep(0.3))
+    try:
+        train(TrainPlan.from_dict(tables), trainer_class=Interrupting)
+    except Interrupted as error:
+        return [error.checkpoint.name, error.checkpoint.is_dir()]
+    return ["it went on"]
+
+
+def both(run: dict[str, Any], ended: dict[str, Any]) -> list[Any]:
+    """`slow`, then `interrupted`."""
+    return [slow(run), interrupted(ended)]
