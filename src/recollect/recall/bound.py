@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from recollect.engines import select as engines
+from recollect.engines.fla import Offer, offer
 from recollect.engines.select import Engine
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.sized import SizedRecipe, sized
@@ -30,6 +31,7 @@ class Bound:
         method: as asked for, e.g. ``"auto"``.
         engine: the engine that runs it.
         plan: what that engine derived from ``sized`` (`Engine.plan`).
+        offer: what flash-linear-attention has for it; ``None`` for nothing that the method takes.
         name: by which `bound_of` finds it, of those that layers keep (`named`).
     """
 
@@ -37,6 +39,7 @@ class Bound:
     method: str
     engine: Engine
     plan: Any
+    offer: Offer | None = None
     name: str | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -58,7 +61,7 @@ def bind(recipe: Recipe, *, H: int, K: int, V: int, method: str = "auto") -> Bou
         H: memories.
         K: key channels.
         V: value channels.
-        method: ``"auto"``, ``"reference"``, or an engine's name.
+        method: ``"auto"``, ``"torch"``, ``"fla"``, or an engine's name.
 
     Raises:
         RecipeError: sizes that the recipe cannot have, or a method that cannot run it.
@@ -83,7 +86,9 @@ def _bind(recipe: Recipe, H: int, K: int, V: int, method: str) -> Bound:
     at = sized(recipe, H=H, K=K, V=V)
     engine = engines.select(recipe, method).engine
     plan = None if engine.plan is None else engine.plan(at)
-    return Bound(sized=at, method=method, engine=engine, plan=plan)
+    found = offer(at, method)
+    taken = found if found.operators else None
+    return Bound(sized=at, method=method, engine=engine, plan=plan, offer=taken)
 
 
 def named(bound: Bound) -> Bound:

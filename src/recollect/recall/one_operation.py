@@ -45,7 +45,9 @@ def suits(call: Call) -> bool:
     grows = recipe.span is None or recipe.dual
     if call.bound.name is None or (apart and grows and call.output_state):
         return False  # how long the longest row is decides how long such a state is
-    return follows is None or not follows(call.bound.sized, call.k.shape[1])
+    if follows is None or call.bound.method == "fla":
+        return True  # kernels are no part of a graph
+    return not follows(call.bound.sized, call.k.shape[1])
 
 
 def memorise_as_one(call: Call) -> tuple[Tensor, State | None]:
