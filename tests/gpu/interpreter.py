@@ -8,7 +8,7 @@ put in its place:
 * ``tl.dot`` of bfloat16 multiplies raw bits, and of float32 ignores ``input_precision``: products
   are of what a tensor core reads (bfloat16 as numbers, TF32 as 10 bits), summed in float32;
 * sums, products and comparisons of bfloat16 work on raw bits, without a word: they are those of the
-  numbers, rounded to bfloat16;
+  numbers, rounded to bfloat16; some versions have no constants of it;
 * ``@triton.autotune`` asks for a driver: the first configuration is taken;
 * loop variables are plain integers, where a GPU has scalars with ``.to``, and bounds of a loop may
   be the interpreter's own numbers;
@@ -79,6 +79,11 @@ def _unary_op(self: Any, x: Any, op: Callable[..., Any]) -> Any:
     return own.TensorHandle(_bits(op(_numbers(x))), kind)
 
 
+def _constant(self: Any, value: float) -> Any:
+    return own.TensorHandle(_bits(np.array([value], dtype=np.float32)), tl.bfloat16)
+
+
+own.InterpreterBuilder.get_bf16 = _constant
 own.InterpreterBuilder.binary_op = _binary_op
 own.InterpreterBuilder.unary_op = _unary_op
 
@@ -137,6 +142,19 @@ def _whole(x: Any) -> int:
     """An int of an int, or of the interpreter's tensor of one."""
     handle = getattr(x, "handle", None)
     return int(x) if handle is None else int(handle.data.reshape(-1)[0])
+
+
+_patched = own._patch_lang_tensor
+
+
+def _patch_lang_tensor(tensor: Any, *scope: Any) -> None:
+    """The interpreter's numbers count as integers, where older versions take them for arrays."""
+    _patched(tensor, *scope)
+    if scope:
+        scope[0].set_attr(tensor, "__index__", _whole)
+
+
+own._patch_lang_tensor = _patch_lang_tensor
 
 
 def _gather(*args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import recollect as rc
-from recollect.engines.fla import offer
+from recollect.engines.fla import choose, offer
 from recollect.recipe.sized import sized
 
 HERE = Path(__file__).parent
@@ -176,6 +176,42 @@ def test_explain_says_which_and_why() -> None:
     assert "method='torch' does not take it" in rc.explain("delta_net", method="torch").backend
 
 
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its kernels ran on a CPU: what refuses a call then refuses it for another reason."""
+    monkeypatch.setattr(choose, "DEVICES", {"cpu"})
+    monkeypatch.setattr(choose, "installed", lambda: True)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_calls_that_are_not_taken_say_why() -> None:
+    q, k, v = torch.randn(3, 1, 20, 2, 8)
+    lr, log_decay = torch.rand(1, 20, 2), -torch.rand(1, 20, 2)
+    grown = q.clone().requires_grad_()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+    def refused(name: str, sentence: str, *x: Tensor, **given: Any) -> None:
+        with pytest.raises(rc.RecipeError, match=f"cannot run this call: .*{sentence}"):
+            rc.recall(name, *x, method="fla", **given)
+
+    refused("delta_net", "TF32, and .* is 'highest'", grown, k, v, gates={"lr": lr})
+    wide = [x.double() for x in (q, k, v)]
+    refused("delta_net", "no float64", *wide, gates={"lr": lr.double()})
+    one = [x[:, :1] for x in (q, k, v)]
+    refused("fox", "no way for one token", *one, gates={"log_decay": log_decay[:, :1]})
+    _, state = rc.recall("fox", q, k, v, {"log_decay": log_decay})
+    refused("fox", "the state holds others", q, k, v, gates={"log_decay": log_decay}, state=state)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_is_not_taken_goes_the_engines_way() -> None:
+    """With "auto" none of those calls is refused, and none changes."""
+    q, k, v = torch.randn(3, 1, 20, 2, 8, requires_grad=True)
+    given = {"lr": torch.rand(1, 20, 2)}
+    y, _ = rc.recall("delta_net", q, k, v, given)
+    assert torch.equal(y, rc.recall("delta_net", q, k, v, given, method="torch")[0])
+
+
 # -- on the pretended GPU --------------------------------------------------------------------------
 
 
@@ -236,6 +272,8 @@ def _bound(name: str, part: str) -> float:
         return BF16
     if name.startswith(("token by token", "fused")) or ("twice" in name and part.startswith("d")):
         return SINGLE  # float32, or this library's own way
+    if "normalised" in name and part == "d q":
+        return 2 * TF32  # of a quotient
     return FAINT if part == "d log_decay" and "strong" in name else TF32
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from recollect.choices.devices import holds
 from recollect.choices.member import RecipeError
-from recollect.engines.common.problem import Problem, wants_gradient
+from recollect.engines.common.problem import Problem, state_dtype, wants_gradient
 from recollect.engines.fla.operators import PACKAGE, Operator, installed, operators
 from recollect.engines.fla.structure import Structure, structure
 from recollect.recipe.sized import SizedRecipe
@@ -138,16 +139,14 @@ def choose(problem: Problem, offered: Offer) -> Choice | str:
         return "its operator has no way for one token"
     if what.memory == "mean" and state.buffer is not None and state.buffer.k.shape[1]:
         return "its attention begins at the first token, and the state holds others"
+    given = reduce(torch.promote_types, (problem.q.dtype, problem.k.dtype, problem.v.dtype))
+    if state_dtype(problem.q, problem.k, problem.v) == torch.float64:
+        return "it has no float64"
     features = problem.sized.features
     if tokens <= FEW and features <= WIDE and not wants_gradient(problem):
         for one in offered.operators:
             if one.token is not None:
                 return Choice(operator=one, dtype=torch.float32, few=True)
-    given = torch.promote_types(
-        torch.promote_types(problem.q.dtype, problem.k.dtype), problem.v.dtype
-    )
-    if given == torch.float64:
-        return "it has no float64"
     if not offered.operators[0].multiplies:
         return Choice(operator=offered.operators[0], dtype=torch.float32)
     dtype = allowed(given)
