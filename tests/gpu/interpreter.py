@@ -7,8 +7,8 @@ put in its place:
 
 * ``tl.dot`` of bfloat16 multiplies raw bits, and of float32 ignores ``input_precision``: products
   are of what a tensor core reads (bfloat16 as numbers, TF32 as 10 bits), summed in float32;
-* sums, products and comparisons of bfloat16 work on raw bits, without a word: they are those of the
-  numbers, rounded to bfloat16; some versions have no constants of it;
+* sums, products, comparisons and ``tl.sum`` of bfloat16 work on raw bits, without a word: they are
+  those of the numbers, rounded to bfloat16; some versions have no constants of it;
 * ``@triton.autotune`` asks for a driver: the first configuration is taken;
 * loop variables are plain integers, where a GPU has scalars with ``.to``, and bounds of a loop may
   be the interpreter's own numbers;
@@ -83,6 +83,17 @@ def _constant(self: Any, value: float) -> Any:
     return own.TensorHandle(_bits(np.array([value], dtype=np.float32)), tl.bfloat16)
 
 
+_sum = own.ReduceOps.sum
+
+
+def _sum_of(self: Any, x: Any) -> Any:
+    if x.dtype.scalar != tl.bfloat16:
+        return _sum(self, x)
+    total = np.sum(_numbers(x.handle), axis=self.axis, keepdims=self.keep_dims)
+    return self.to_tensor(_bits(total), x.dtype)
+
+
+own.ReduceOps.sum = _sum_of
 own.InterpreterBuilder.get_bf16 = _constant
 own.InterpreterBuilder.binary_op = _binary_op
 own.InterpreterBuilder.unary_op = _unary_op
