@@ -103,6 +103,8 @@ def test_gated_delta_net() -> None:
         "write    W_t = α_t W_(t−1) − η_t (α_t W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ",
         "read     y_t = W_t q_t",
         "engine   linear (triangular solve)",
+        "         on CUDA with recollect[gpu]: chunk_gated_delta_rule of flash-linear-attention, "
+        "where products may be bf16, fp16 or TF32",
         "         torch.compile may break the graph of rc.recall; a layer's call is one operation",
         "needs    gate log_decay [B, T, H] ≤ 0",
         "         gate lr [B, T, H] ≥ 0",

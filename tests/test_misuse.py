@@ -146,7 +146,7 @@ def test_params_that_do_not_fit(match: str, change: Callable[[dict[str, Tensor]]
     ("match", "options"),
     [
         ("chunk_size must be a whole number >= 1, not 0", {"chunk_size": 0}),
-        ("method='fast' is unknown: use 'auto' or one of", {"method": "fast"}),
+        ("method='fast' is unknown: use 'auto', 'torch', 'fla' or one of", {"method": "fast"}),
         ("method='kernel' cannot run this recipe.*these can: linear", {"method": "kernel"}),
         (
             "exclude each other",

@@ -172,7 +172,8 @@ def select(recipe: Recipe, method: str = "auto") -> Selection:
 
     Args:
         recipe: to be run.
-        method: ``"auto"``, ``"reference"``, or an engine's name.
+        method: ``"auto"``, ``"reference"``, or an engine's name. ``"torch"`` is ``"auto"`` without
+            flash-linear-attention, and ``"fla"`` the engine whose products that takes.
 
     Raises:
         ValueError: an unknown method.
@@ -185,8 +186,12 @@ def select(recipe: Recipe, method: str = "auto") -> Selection:
         'reference'
     """
     names = [engine.name for engine in ENGINES]
+    if method in ("torch", "fla"):
+        method = "auto"
     if method not in ("auto", *names):
-        raise ValueError(f"method={method!r} is unknown: use 'auto' or one of {', '.join(names)}")
+        raise ValueError(
+            f"method={method!r} is unknown: use 'auto', 'torch', 'fla' or one of {', '.join(names)}"
+        )
     refused: dict[str, list[str]] = {}
     for engine in ENGINES:
         reasons = engine.refuses(recipe)

@@ -25,6 +25,7 @@ from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
 from recollect.choices.products import check_precision_name
 from recollect.cost import Cost, cost
+from recollect.engines.fla import PACKAGE, offer
 from recollect.engines.select import Engine, select
 from recollect.explain.composition import Composition, compose
 from recollect.explain.equations import legend, map_names, objective, read_rule, write_rule
@@ -32,6 +33,7 @@ from recollect.explain.naming import PROPERTIES, Named, fingerprint, named, prop
 from recollect.parallel.ways import way_of
 from recollect.recipe.limit import step_limit
 from recollect.recipe.recipe import Recipe
+from recollect.recipe.sized import sized
 from recollect.report.notebook import facts
 from recollect.report.units import readable
 from recollect.theory import findings
@@ -77,6 +79,8 @@ class Explanation:
         write, read: equations, one per line.
         where: what their symbols mean.
         engine, how: which engine runs the recipe, and in which way.
+        backend: the operator of flash-linear-attention that takes the place of the engine's
+            products on CUDA, or why none does.
         refused: why each faster engine does not, by name.
         compiles: whether every call of this engine is inside one graph of `torch.compile`. Where
             none promises that, some recipes are: see docs/explain.md.
@@ -111,6 +115,7 @@ class Explanation:
     where: tuple[str, ...]
     engine: str
     how: str
+    backend: str
     refused: Mapping[str, tuple[str, ...]]
     compiles: bool
     named: tuple[Named, ...]
@@ -137,6 +142,7 @@ class Explanation:
             "where": list(self.where),
             "engine": self.engine,
             "how": self.how,
+            "backend": self.backend,
             "refused": {name: list(reasons) for name, reasons in self.refused.items()},
             "compiles": self.compiles,
             "named": [
@@ -177,6 +183,7 @@ class Explanation:
         yield "read", list(self.read)
         yield "where", list(self.where)
         refused = [f"not {name}: {reasons[0]}" for name, reasons in self.refused.items()]
+        refused.append(self.backend)
         if not self.compiles:
             said = "torch.compile may break the graph of rc.recall; a layer's call is one operation"
             refused.append(said)
@@ -293,6 +300,7 @@ def _explained(recipe: object, method: str, precision: str | None) -> Explanatio
         where=legend(resolved),
         engine=selection.engine.name,
         how=selection.how,
+        backend=_backend(resolved, method),
         refused={name: tuple(reasons) for name, reasons in selection.refused.items()},
         compiles=selection.engine.compiles,
         named=matches,
@@ -325,6 +333,15 @@ def _products(engine: Engine, recipe: Recipe, precision: str | None) -> str:
     if reason is None or precision == "float32":
         return _MULTIPLIED[precision]
     return f"float32, not {precision}: {reason}"
+
+
+def _backend(recipe: Recipe, method: str) -> str:
+    """What flash-linear-attention has for a recipe, or why nothing."""
+    try:
+        at = sized(recipe, H=1, K=_SIZE, V=_SIZE)
+    except RecipeError as error:
+        return f"not {PACKAGE}: {error}"
+    return str(offer(at, method))
 
 
 def _units(recipe: Recipe, options: LayerOptions | None) -> dict[str, str]:

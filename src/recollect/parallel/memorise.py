@@ -173,7 +173,9 @@ def _placed(first: _First, segment: Segment) -> State:
 def _through(call: Call, run: Run, state: State) -> tuple[Tensor, State]:
     """A call by another run of its engine."""
     engine = replace(call.bound.engine, run=run, token=None)
-    return _run(replace(call, bound=replace(call.bound, engine=engine), state=state, sure=False))
+    return _run(
+        replace(call, bound=replace(call.bound, engine=engine, offer=None), state=state, sure=False)
+    )
 
 
 def _gather(first: _First, segment: Segment, way: Way, pieces: int) -> tuple[Tensor, State]:

@@ -10,6 +10,7 @@ import torch
 
 from recollect.choices.products import check_precision_name
 from recollect.engines import select as engines
+from recollect.engines.fla import Offer, offer
 from recollect.engines.select import Engine
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.sized import SizedRecipe, sized
@@ -33,6 +34,7 @@ class Bound:
         plan: what that engine derived from ``sized`` (`Engine.plan`).
         precision: of products, as asked for, or ``None``.
         products: the precision that they take: ``"float32"`` where the engine needs its digits.
+        offer: what flash-linear-attention has for it; ``None`` for nothing that the method takes.
         name: by which `bound_of` finds it, of those that layers keep (`named`).
     """
 
@@ -42,6 +44,7 @@ class Bound:
     plan: Any
     precision: str | None = None
     products: str | None = None
+    offer: Offer | None = None
     name: str | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -72,7 +75,7 @@ def bind(
         H: memories.
         K: key channels.
         V: value channels.
-        method: ``"auto"``, ``"reference"``, or an engine's name.
+        method: ``"auto"``, ``"torch"``, ``"fla"``, ``"reference"``, or an engine's name.
         precision: of products of float32 numbers; ``None`` is what PyTorch is set to.
 
     Raises:
@@ -100,8 +103,15 @@ def _bind(recipe: Recipe, H: int, K: int, V: int, method: str, precision: str | 
     engine = engines.select(recipe, method).engine
     plan = None if engine.plan is None else engine.plan(at)
     products = engine.products(recipe, precision)
+    found = offer(at, method)
     return Bound(
-        sized=at, method=method, engine=engine, plan=plan, precision=precision, products=products
+        sized=at,
+        method=method,
+        engine=engine,
+        plan=plan,
+        precision=precision,
+        products=products,
+        offer=found if found.operators else None,
     )
 
 

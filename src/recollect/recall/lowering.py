@@ -127,6 +127,7 @@ def _one_association(problem: Problem) -> Problem:
         v=flat(problem.v),
         rates=rates,
         lengths=None if problem.lengths is None else problem.lengths * n,
+        borders=None if problem.borders is None else problem.borders * n,
         state=state.stating(None if seen is None else seen * n),
         steps_per_token=n,
     )

@@ -45,8 +45,8 @@ def suits(call: Call) -> bool:
     grows = recipe.span is None or recipe.dual
     if call.bound.name is None or (apart and grows and call.output_state):
         return False  # how long the longest row is decides how long such a state is
-    if call.bound.products is not None:
-        return True  # products of a precision of their own are not the compiler's
+    if call.bound.products is not None or call.bound.method == "fla":
+        return True  # neither kernels nor products of a precision of their own are the compiler's
     return follows is None or not follows(call.bound.sized, call.k.shape[1])
 
 

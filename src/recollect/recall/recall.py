@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from recollect.choices.devices import holds
+from recollect.engines import fla
 from recollect.engines.common.problem import Problem, resolve, state_dtype
 from recollect.recall.arguments import check_flags, check_tensors, named
-from recollect.recall.bound import bind
+from recollect.recall.bound import Bound, bind
 from recollect.recall.call import Call
 from recollect.recall.checks import (
     check_call,
@@ -79,7 +80,8 @@ def recall(
             gates that travel with them in the recipe's order; they count as m tokens before the
             first.
         state: continue from here; not together with ``init``.
-        method: ``"auto"``, ``"reference"``, or an engine's name.
+        method: ``"auto"``, ``"reference"``, or an engine's name; ``"torch"`` never takes
+            flash-linear-attention, which ``"auto"`` may take on CUDA, and ``"fla"`` nothing else.
         causal: False memorises everything first and then reads.
         attention_mask: ``[B, T]``, nonzero at real tokens; masked ones leave the state untouched
             and read 0.
@@ -159,9 +161,10 @@ def memorise(call: Call) -> tuple[Tensor, State | None]:
             raise ValueError("init has a NaN: every output would be one; mend its source")
     if call.cu_seqlens is not None:
         if call.init is not None:
-            # Documents are grouped by length below, so each takes its own start along.
+            # Documents may be grouped by length below, so each takes its own start along.
             call = _started(call, rows=call.cu_seqlens.numel() - 1)
-        y, after = run_documents(_run, call)
+        found = _run_packed(call)
+        y, after = run_documents(_run, call) if found is None else found
     elif call.attention_mask is not None:
         y, after = run_compacted(_run, call)
     else:
@@ -190,8 +193,12 @@ def _run(call: Call) -> tuple[Tensor, State]:
     engine, at, state = call.bound.engine, call.bound.sized, call.state
     q, k, v = call.q, call.k, call.v
     if call.sure and engine.token is not None and state is not None and _one_by_one(call):
+        plan, decoded = call.bound.plan, None
         with solving(k.device, call.bound.products):
-            decoded = engine.token(at, call.bound.plan, q, k, v, call.gates, state)
+            if call.bound.offer is not None and q.device.type in fla.DEVICES:
+                decoded = fla.token(at, plan, call.bound.offer, q, k, v, call.gates, state)
+            if decoded is None:
+                decoded = engine.token(at, plan, q, k, v, call.gates, state)
         if decoded is not None:
             if suspicious(decoded[:1]):
                 refuse_nan(call)
@@ -201,28 +208,7 @@ def _run(call: Call) -> tuple[Tensor, State]:
     if not engine.shows_nan:
         refuse_nan(call)
     refuse_long(call)
-    B, T = k.shape[:2]
-    dtype = state_dtype(q, k, v)
-    if state is None:
-        state = initial_state(at, B=B, dtype=dtype, device=k.device, init=call.init)
-    elif dtype == torch.float64 and state.dtype not in (None, dtype):
-        state = state.to(dtype=dtype)  # float64 inputs widen what float32 ones have left
-    problem = Problem(
-        sized=at,
-        plan=call.bound.plan,
-        q=q.unflatten(2, (at.H, q.shape[2] // at.H)),
-        k=k,
-        v=v,
-        rates=resolve(at, call.gates, call.params, B=B, T=T, dtype=dtype, device=k.device),
-        params=call.params,
-        lengths=call.lengths,
-        places=call.places,
-        packed=call.documents,
-        state=state,
-        chunk_size=call.chunk_size,
-        sources=tuple(call.params.values()) if call.sources is None else call.sources,
-        continues=call.output_state or not call.causal,
-    )
+    problem = _problem(call, rows=k.shape[0])
     if leaves_inference(problem, inner_gradients=engine.inner_gradients):
         with ordinary_mode():
             y, after = _solve(ordinary_problem(problem), call)
@@ -239,6 +225,51 @@ def _run(call: Call) -> tuple[Tensor, State]:
     if engine.shows_nan and suspicious((y,) if read else (y, *after.weights)):
         refuse_nan(call)
     return y, after
+
+
+def _problem(call: Call, *, rows: int) -> Problem:
+    """What an engine is asked, with states of so many rows."""
+    at, state, (q, k, v) = call.bound.sized, call.state, (call.q, call.k, call.v)
+    (B, T), dtype = k.shape[:2], state_dtype(q, k, v)
+    if state is None:
+        state = initial_state(at, B=rows, dtype=dtype, device=k.device, init=call.init)
+    elif dtype == torch.float64 and state.dtype not in (None, dtype):
+        state = state.to(dtype=dtype)  # float64 inputs widen what float32 ones have left
+    return Problem(
+        sized=at,
+        plan=call.bound.plan,
+        q=q.unflatten(2, (at.H, q.shape[2] // at.H)),
+        k=k,
+        v=v,
+        rates=resolve(at, call.gates, call.params, B=B, T=T, dtype=dtype, device=k.device),
+        params=call.params,
+        lengths=call.lengths,
+        places=call.places,
+        packed=call.documents,
+        state=state,
+        chunk_size=call.chunk_size,
+        sources=tuple(call.params.values()) if call.sources is None else call.sources,
+        continues=call.output_state or not call.causal,
+    )
+
+
+def _run_packed(call: Call) -> tuple[Tensor, State] | None:
+    """Documents in one row as they are, where an operator takes their borders; else ``None``."""
+    offer, borders = call.bound.offer, call.cu_seqlens
+    if offer is None or borders is None or not (call.causal and fla.packs(offer, call.k)):
+        return None
+    if not call.sure:
+        check_values(call.bound.sized, call.gates, call.params)
+    refuse_long(call)
+    problem = _problem(call, rows=borders.numel() - 1)
+    problem = dataclasses.replace(problem, borders=borders, lengths=borders.diff(), packed=True)
+    lowered = lower(problem)
+    with solving(call.k.device, call.bound.products):
+        found = fla.run(lowered.problem, offer)
+    if found is None:
+        return None
+    y, after = found
+    return lowered.finish(y).flatten(2, 3), lowered.finish_state(after)
 
 
 def _one_by_one(call: Call) -> bool:
@@ -259,10 +290,10 @@ def _own(state: State, starts: Sequence[Tensor]) -> State:
 def _solve(problem: Problem, call: Call) -> tuple[Tensor, State]:
     """Lower the problem, run it, and undo the lowering."""
     recipe, causal = problem.recipe, call.causal
-    engine, precision = call.bound.engine, call.bound.products
+    precision = call.bound.products
     if causal and problem.sized.plain:
         with solving(problem.k.device, precision):
-            y, after = engine.run(problem)
+            y, after = _by_engine(problem, call.bound)
         return y.flatten(2, 3), after
     lowered = lower(problem)
     # Engines keep their sums in float32 themselves; autocast would undo that.
@@ -271,10 +302,19 @@ def _solve(problem: Problem, call: Call) -> tuple[Tensor, State]:
             # What is kept depends on no query: nothing has to be read on the way.
             y, after = problem.v.new_zeros(0), problem.after()
         else:
-            y, after = engine.run(lowered.problem)
+            y, after = _by_engine(lowered.problem, call.bound)
     after = lowered.finish_state(after)
     if not causal:
-        y = read_from(problem, after, engine=engine, precision=precision)
+        y = read_from(problem, after, engine=call.bound.engine, precision=precision)
     else:
         y = lowered.finish(y)
     return y.flatten(2, 3), after
+
+
+def _by_engine(problem: Problem, bound: Bound) -> tuple[Tensor, State]:
+    """Outputs and state by the engine, or by an operator that takes the place of its products."""
+    if bound.offer is not None and (bound.offer.must or problem.q.device.type in fla.DEVICES):
+        found = fla.run(problem, bound.offer)
+        if found is not None:
+            return found
+    return bound.engine.run(problem)

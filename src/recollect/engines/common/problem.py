@@ -57,6 +57,8 @@ class Problem:
         lengths: real tokens per row ``[B]`` (the rest is padding on the right), or ``None``.
         places: ``[B, T]`` where each token stands in the caller's row, or ``None`` where it stands
             there as it does here. packed: whether rows are documents of the caller's only row.
+        borders: ``[N + 1]``, of N documents that stand in the only row of q, k and v while lengths
+            and states have a row for each; ``None`` where tokens have rows as these do.
         state: where to start.
         chunk_size: an execution detail, or ``None`` for the engine's own.
         sources: tensors that ``params`` were made of: what they hold decides what those are.
@@ -77,6 +79,7 @@ class Problem:
     lengths: Tensor | None = None
     places: Tensor | None = None
     packed: bool = False
+    borders: Tensor | None = None
     chunk_size: int | None = None
     sources: Sequence[Tensor] = ()
     steps_per_token: int = 1
@@ -91,7 +94,7 @@ class Problem:
     def live(self) -> Tensor | None:
         """``[B, T]``: which tokens are real, or ``None`` when all are."""
         # Made anew each time: a cached property takes a lock, at which torch.compile breaks.
-        if self.lengths is None:
+        if self.lengths is None or self.borders is not None:
             return None
         steps = torch.arange(self.k.shape[1], device=self.k.device)
         return steps < self.lengths[:, None]
@@ -155,6 +158,10 @@ class Problem:
 
     def positions(self) -> Tensor:
         """Index of each token (or association) in its document, ``[B, T]``, from 0."""
+        if self.borders is not None:
+            steps = torch.arange(self.k.shape[1], device=self.k.device)
+            row = torch.searchsorted(self.borders[1:], steps, right=True)
+            return (self.state.position[row] + steps - self.borders[row]).unsqueeze(0)
         first = self.state.position[:, None]
         if self.k.shape[1] == 1:
             return first

@@ -9,6 +9,7 @@ approximations of the inverse, go through products with the Gram matrices of all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,8 @@ e^−4 leaves a spread (`common.resolution`) of about 30.
 
 STALE = 1e3
 """The spread of eigenvalues above which decoding inverts the system at every token."""
+
+Solve = Callable[[Problem], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 Solved = tuple[Tensor, RidgeState, Tensor]
 """Outputs ``[B, T, H, G, V]``, the state after all tokens, and what is lost ``[n, B, H]``."""
@@ -97,12 +100,18 @@ def needs_digits(recipe: Recipe) -> str | None:
     return "conjugate gradients of rounded products end at another solution"
 
 
-def run(problem: Problem) -> tuple[Tensor, State]:
-    """Outputs ``[B, T, H, G, V]`` and the final state."""
+def run(problem: Problem, solve: Solve | None = None) -> tuple[Tensor, State]:
+    """Outputs ``[B, T, H, G, V]`` and the final state.
+
+    Args:
+        problem: the call.
+        solve: outputs, memory and slots of it; this engine's own way if omitted.
+    """
     B, T, H, G, _ = problem.q.shape
     if T == 0 or B == 0:
         return problem.v.new_zeros(B, T, H, G, problem.v.shape[-1]), problem.after()
-    solve = _recursive if _recurs(problem.recipe) else approximate
+    if solve is None:
+        solve = _recursive if _recurs(problem.recipe) else approximate
     y, weights, slots = solve(problem)
     seen = (problem.end > 0)[:, None, None, None]
 

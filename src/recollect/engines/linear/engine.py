@@ -7,6 +7,7 @@ row: correct, at V times the cost of the key products, which `describes` says.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,17 @@ if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
     from recollect.recipe.sized import SizedRecipe
 
-__all__ = ["describes", "follows", "per_value_systems", "refuses", "run", "scans"]
+__all__ = [
+    "bonus",
+    "describes",
+    "follows",
+    "per_value_systems",
+    "read_in_order",
+    "refuses",
+    "run",
+    "scans",
+    "solve_vector",
+]
 
 Solved = tuple[Tensor, Tensor, Tensor | None]
 """Outputs ``[B, T, H, G, V]``, A and S (``None`` without momentum) after all tokens."""
@@ -119,7 +130,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     if problem.plan.plain and problem.k.shape[1] == 1 and problem.lengths is None:
         y, after = one_token(problem)
         return y.to(problem.v.dtype), after
-    solve = _vector if problem.recipe.memory.diagonal else _matrix
+    solve = solve_vector if problem.recipe.memory.diagonal else _matrix
     y, A, S = solve(problem, linear_problem(problem))
     slots = {} if S is None else {"momentum": (S,)}
     return y.to(problem.v.dtype), problem.after(weights=(A,), slots=slots)
@@ -130,33 +141,47 @@ def run(problem: Problem) -> tuple[Tensor, State]:
 
 def _matrix(problem: Problem, p: LinearProblem) -> Solved:
     """A matrix memory, with a head per value channel where these follow different equations."""
-    read, shape, bonus = problem.recipe.memory.read, p.A0.shape, None
+    read, shape, extra = problem.recipe.memory.read, p.A0.shape, None
     if read.bonus != 0.0:
-        bonus = _bonus(p, problem.rates["bonus"])
+        extra = bonus(p, problem.rates["bonus"])
     split = per_value_systems(problem.recipe)
     if split:
         p = _split_values(p)
     elif p.lr.dim() == 4:
         # The dot product's write is η ⊙ v: a rate per value channel is a change of value.
         p = replace(p, v=p.v * p.lr, lr=torch.ones_like(p.lr[..., 0]))
-    y, A, S = _read_in_order(p, read.when)
+    y, A, S = read_in_order(p, read.when)
     if split:
         y = y.squeeze(-1).unflatten(2, shape[1:3]).transpose(-1, -2)
         A, S = A.reshape(shape), None if S is None else S.reshape(shape)
-    return y if bonus is None else y + bonus, A, S
+    return y if extra is None else y + extra, A, S
 
 
-def _bonus(p: LinearProblem, u: Tensor) -> Tensor:
-    """⟨φ(q), u ⊙ φ(k)⟩ v of the current token (RWKV-6)."""
+def bonus(p: LinearProblem, u: Tensor) -> Tensor:
+    """⟨φ(q), u ⊙ φ(k)⟩ v of the current token (RWKV-6).
+
+    Args:
+        p: the problem.
+        u: ``[B, T, H]``, or with a number per feature.
+    """
     match = torch.einsum("bthgk,bthk->bthg", p.q, (u if u.dim() == 4 else u.unsqueeze(-1)) * p.k)
     return match.unsqueeze(-1) * p.v.unsqueeze(3)
 
 
-def _read_in_order(p: LinearProblem, when: str) -> Solved:
-    """Read after the write; or before it, which is the next query read one token early."""
+def read_in_order(
+    p: LinearProblem, when: str, solve: Callable[[LinearProblem], Solved] | None = None
+) -> Solved:
+    """Read after the write; or before it, which is the next query read one token early.
+
+    Args:
+        p: the problem.
+        when: ``"after"`` or ``"before"``.
+        solve: what reads after the write; this engine's own if omitted.
+    """
+    solve = _solve if solve is None else solve
     if when == "after" or p.q.shape[1] == 0:
-        return _solve(p)
-    y, A, S = _solve(replace(p, q=torch.cat([p.q[:, 1:], torch.zeros_like(p.q[:, :1])], dim=1)))
+        return solve(p)
+    y, A, S = solve(replace(p, q=torch.cat([p.q[:, 1:], torch.zeros_like(p.q[:, :1])], dim=1)))
     first = torch.einsum("bhvk,bhgk->bhgv", p.A0, p.q[:, 0]).unsqueeze(1)
     return torch.cat([first, y[:, :-1]], dim=1), A, S
 
@@ -224,8 +249,13 @@ def _split_values(p: LinearProblem) -> LinearProblem:
 # -- a vector memory -----------------------------------------------------------------------------
 
 
-def _vector(problem: Problem, p: LinearProblem) -> Solved:
-    """A vector memory: a scan over its channels, or K = V = 1 and a head per channel."""
+def solve_vector(problem: Problem, p: LinearProblem) -> Solved:
+    """A vector memory: a scan over its channels, or K = V = 1 and a head per channel.
+
+    Args:
+        problem: whose recipe is meant.
+        p: its numbers.
+    """
     if scans(problem.recipe):
         return _scan_channels(p, problem.recipe.memory.read.when)
     B, H, V = p.A0.shape
@@ -253,7 +283,7 @@ def _vector(problem: Problem, p: LinearProblem) -> Solved:
         window=_each_head(p.window, V),
         past=past,
     )
-    y, A, S = _read_in_order(one, problem.recipe.memory.read.when)
+    y, A, S = read_in_order(one, problem.recipe.memory.read.when)
     y = y.squeeze(-1).unflatten(2, (H, V)).transpose(-1, -2)
     return y, A.reshape(B, H, V), None if S is None else S.reshape(B, H, V)
 

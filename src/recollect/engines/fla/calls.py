@@ -1,0 +1,306 @@
+"""Calls that an operator of flash-linear-attention takes, in place of an engine's own products.
+
+What it has no argument for is the engines': features, rates of keys, the read before a write, the
+bonus of the current token, an initial memory of least squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from recollect.choices.member import RecipeError
+from recollect.engines.common.problem import Problem
+from recollect.engines.common.ridge import association, ridge_of
+from recollect.engines.fla.choose import Choice, Offer, choose, refusal
+from recollect.engines.fla.operators import PACKAGE, function
+from recollect.engines.fla.recurrences import FLOOR, arguments, over, scan_channels, solve
+from recollect.engines.fla.twice import by_operator
+from recollect.engines.kernel.attention import attend
+from recollect.engines.least_squares import engine as least_squares
+from recollect.engines.linear.engine import bonus, read_in_order, solve_vector
+from recollect.engines.linear.inputs import LinearProblem, linear_problem
+from recollect.state.state import State
+
+if TYPE_CHECKING:
+    from recollect.engines.linear.decode import LinearPlan
+    from recollect.recipe.sized import SizedRecipe
+
+__all__ = ["packs", "run", "token"]
+
+Inputs = Mapping[str, Tensor]
+
+
+def run(problem: Problem, offered: Offer) -> tuple[Tensor, State] | None:
+    """Outputs ``[B, T, H, G, V]`` and the final state, or ``None`` where the engine has to.
+
+    Args:
+        problem: the call.
+        offered: what there is for its recipe.
+
+    Raises:
+        RecipeError: no operator takes the call, and the caller takes nothing else.
+    """
+    choice = choose(problem, offered)
+    if isinstance(choice, str):
+        if offered.must and problem.q.numel():
+            raise RecipeError(f"method='fla' cannot run this call: {choice}")
+        return None
+    return _RUNS[choice.operator.memory](problem, choice)
+
+
+def packs(offered: Offer, x: Tensor) -> bool:
+    """Whether documents in one row can go in as they are.
+
+    Args:
+        offered: what there is for the recipe.
+        x: of the call.
+    """
+    what = offered.structure
+    return what is not None and what.packs and bool(offered.operators) and refusal(x) is None
+
+
+# -- a matrix memory -------------------------------------------------------------------------------
+
+
+def _matrix(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
+    p, read = linear_problem(problem), problem.recipe.memory.read
+    operator, borders = choice.operator, problem.borders
+    if p.lr.dim() == 4:
+        # The dot product's write is η ⊙ v: a rate per value channel is a change of value.
+        p = replace(p, v=p.v * p.lr, lr=torch.ones_like(p.lr[..., 0]))
+    inputs = {**p.tokens(), "A0": p.A0}
+    if read.bonus != 0.0:
+        inputs["bonus"] = problem.rates["bonus"]
+
+    def fast(inputs: Inputs) -> tuple[Tensor, ...]:
+        u = inputs.get("bonus")
+        own = _per_head(u, p.k.shape[-1]) if u is not None and operator.reads_before else None
+
+        def theirs(q: LinearProblem) -> tuple[Tensor, Tensor, None]:
+            x = arguments(
+                operator,
+                q,
+                choice.dtype,
+                bonus=own,
+                borders=borders,
+                several=problem.steps_per_token,
+                final=problem.continues,
+            )
+            y, A = solve(operator, x, q, few=choice.few)
+            return y, q.A0 if A is None else A, None
+
+        now = over(p, inputs)
+        y, A, _ = read_in_order(now, "after" if operator.reads_before else read.when, theirs)
+        return (y if u is None or operator.reads_before else y + bonus(now, u)), A
+
+    def own(inputs: Inputs) -> tuple[Tensor, ...]:
+        now, u = over(p, inputs), inputs.get("bonus")
+        y, A = _each_document(now, read.when, borders)
+        return (y if u is None else y + bonus(now, u)), A
+
+    y, A = by_operator(fast, own, inputs)
+    return y.to(problem.v.dtype), problem.after(weights=(A,))
+
+
+def _per_head(u: Tensor, features: int) -> Tensor:
+    """The bonus ``[H, F]`` of numbers ``[B, T, H]`` or with F, which no token changes."""
+    u = u[0, 0]
+    return u if u.dim() == 2 else u.unsqueeze(-1).expand(-1, features)
+
+
+def _each_document(p: LinearProblem, when: str, borders: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Outputs and memories by the engine's own way, of documents one after the other."""
+    if borders is None:
+        return read_in_order(p, when)[:2]
+    places = borders.tolist()
+    outputs: list[Tensor] = []
+    memories: list[Tensor] = []
+    for row, (start, end) in enumerate(pairwise(places)):
+        here = {name: x[:, start:end] for name, x in p.tokens().items()}
+        y, A, _ = read_in_order(replace(p, **here, A0=p.A0[row : row + 1]), when)
+        outputs.append(y)
+        memories.append(A)
+    return torch.cat(outputs, 1), torch.cat(memories)
+
+
+def token(
+    sized: SizedRecipe,
+    plan: LinearPlan,
+    offered: Offer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Inputs,
+    state: State,
+) -> tuple[Tensor, State] | None:
+    """`run` of one token that goes on from a state, of numbers that nobody has to look at.
+
+    Args:
+        sized: the recipe.
+        plan: of the linear engine; ``None`` comes back where it is not `LinearPlan.bare`.
+        offered: what there is for the recipe.
+        q: the query ``[B, 1, H·G, K]``.
+        k: the key ``[B, 1, H, K]``.
+        v: the value ``[B, 1, H, V]``.
+        gates: by name, ``[B, 1, H, ...]``.
+        state: before the token.
+    """
+    what = offered.structure
+    if what is None or what.memory != "matrix" or not plan.bare or refusal(q) is not None:
+        return None
+    operator = next((one for one in offered.operators if one.token is not None), None)
+    (A,), affine = state.weights, sized.recipe.bias.affine
+    if operator is None or affine is None or not q.dtype == k.dtype == v.dtype == A.dtype:
+        return None
+    if A.dtype != torch.float32:
+        return None
+    p = LinearProblem(
+        q=q.unflatten(2, (sized.H, -1)),
+        k=k,
+        v=v,
+        lr=gates["lr"].float(),
+        A0=A,
+        log_decay=gates["log_decay"].float() if "log_decay" in gates else None,
+        affine=affine,
+        before=plan.before,
+    )
+    y, after = solve(operator, arguments(operator, p, q.dtype), p, few=True)
+    assert after is not None
+    return y.flatten(2, 3), state.moved(weights=(after,), written_by=sized.written)
+
+
+# -- a vector memory -------------------------------------------------------------------------------
+
+
+def _vector(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
+    p, when = linear_problem(problem), problem.recipe.memory.read.when
+
+    def fast(inputs: Inputs) -> tuple[Tensor, ...]:
+        now = over(p, inputs)
+        y, A = scan_channels(choice.operator, now, when, final=problem.continues)
+        return y, now.A0 if A is None else A
+
+    def own(inputs: Inputs) -> tuple[Tensor, ...]:
+        return solve_vector(problem, over(p, inputs))[:2]
+
+    y, A = by_operator(fast, own, {**p.tokens(), "A0": p.A0})
+    return y.to(problem.v.dtype), problem.after(weights=(A,))
+
+
+# -- the minimum under a constant ridge ----------------------------------------------------------
+
+
+def _ridge(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
+    return least_squares.run(problem, lambda problem: _conjugate_gradients(problem, choice))
+
+
+def _conjugate_gradients(
+    problem: Problem, choice: Choice
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Outputs, the memory and the statistics after all tokens, in 2 F steps as the engine's own."""
+    state, G = problem.state, problem.q.shape[3]
+    position = problem.positions()
+    k, v, weight = association(problem, position)
+    q = problem.phi(problem.q, "query", position)
+    A, log = state.weights[0], problem.rates.get("log_decay")
+    fresh = (state.position == 0)[:, None, None, None]
+    inputs = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "weight": weight,
+        "ridge": ridge_of(problem.rates, k.shape[-1]),
+        "start": A,
+        "origin": torch.where(fresh, A, state.slots["origin"][0]),
+        "gram": state.slots["gram"][0],
+    }
+    if log is not None and problem.recipe.context.forgets:
+        inputs["log_decay"] = log
+    live = problem.live
+
+    def fast(inputs: Inputs) -> tuple[Tensor, ...]:
+        q, k, weight, origin = (inputs[name] for name in ("q", "k", "weight", "origin"))
+        log = inputs.get("log_decay")
+        log = torch.zeros_like(weight) if log is None else log.clamp_min(FLOOR)
+        rest = inputs["v"] - torch.einsum("bhvf,bthf->bthv", origin, k)
+        if live is not None:
+            there = live[..., None]
+            weight, log = torch.where(there, weight, 0.0), torch.where(there, log, 0.0)
+            k, rest = (torch.where(there.unsqueeze(-1), x, 0.0) for x in (k, rest))
+            q = torch.where(there[..., None, None], q, 0.0)
+
+        def heads(x: Tensor, dim: int = 2) -> Tensor:
+            return x if G == 1 else x.repeat_interleave(G, dim=dim)
+
+        y, gram, rows = function(choice.operator.module, choice.operator.name)(
+            q.flatten(2, 3).to(choice.dtype),
+            heads(k).to(choice.dtype),
+            heads(rest).to(choice.dtype),
+            heads(log),
+            heads(weight),
+            heads(inputs["ridge"][0], 0).contiguous(),
+            h_kk_init=heads(inputs["gram"], 1).contiguous(),
+            h_kv_init=heads(inputs["start"] - origin, 1).mT.contiguous(),
+            output_final_state=True,
+            max_CG_iteration=2 * k.shape[-1],
+        )
+        H = weight.shape[2]
+        y = y.unflatten(2, (H, G)).to(origin.dtype)
+        y = y + torch.einsum("bhvf,bthgf->bthgv", origin, q)
+        gram, rows = (x.unflatten(1, (H, G))[:, :, 0] for x in (gram, rows))
+        return y, origin + rows.mT, gram
+
+    def own(inputs: Inputs) -> tuple[Tensor, ...]:
+        raise RecipeError(
+            f"a constant ridge solved by conjugate gradients ({PACKAGE}) can be differentiated "
+            "once, not its gradient again: use method='reference', which can be differentiated "
+            "any number of times"
+        )
+
+    y, W, gram = by_operator(fast, own, inputs)
+    return y, W, {"origin": inputs["origin"], "gram": gram}
+
+
+# -- softmax attention with a decay --------------------------------------------------------------
+
+
+def _mean(problem: Problem, choice: Choice) -> tuple[Tensor, State]:
+    recipe, G = problem.recipe, problem.q.shape[3]
+    kernel = recipe.context.kernel
+    exponent = None if kernel is None else kernel.exponent(problem.q.shape[-1])
+    assert exponent is not None  # `structure`
+    inputs = {"q": problem.q, "k": problem.k, "v": problem.v}
+    inputs["log_decay"] = problem.rates["log_decay"]
+
+    def fast(inputs: Inputs) -> tuple[Tensor, ...]:
+        q, k, v = (inputs[name].to(choice.dtype) for name in ("q", "k", "v"))
+        log = inputs["log_decay"].clamp_min(FLOOR)
+        y = function(choice.operator.module, choice.operator.name)(
+            q.flatten(2, 3), k, v, log.repeat_interleave(G, dim=2), scale=exponent[0]
+        )
+        y = y.unflatten(2, problem.q.shape[2:4]) * recipe.bias.optimum
+        return (y.to(problem.v.dtype),)
+
+    def own(inputs: Inputs) -> tuple[Tensor, ...]:
+        rates = {**problem.rates, "log_decay": inputs["log_decay"]}
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        return (attend(replace(problem, q=q, k=k, v=v, rates=rates)),)
+
+    (y,) = by_operator(fast, own, inputs)
+    if problem.live is not None:
+        y = torch.where(problem.live[..., None, None, None], y, 0.0)
+    return y, problem.after()
+
+
+_RUNS: Mapping[str, Callable[[Problem, Choice], tuple[Tensor, State]]] = {
+    "matrix": _matrix,
+    "vector": _vector,
+    "ridge": _ridge,
+    "mean": _mean,
+}

@@ -1,0 +1,190 @@
+"""Whether flash-linear-attention takes a call, with which operator and in which type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from recollect.choices.devices import holds
+from recollect.choices.member import RecipeError
+from recollect.choices.multiplying import innermost
+from recollect.engines.common.problem import Problem, state_dtype, wants_gradient
+from recollect.engines.fla.operators import PACKAGE, Operator, installed, operators
+from recollect.engines.fla.structure import Structure, structure
+from recollect.recipe.sized import SizedRecipe
+
+__all__ = ["DEVICES", "FEW", "Choice", "Offer", "allowed", "choose", "offer", "refusal"]
+
+DEVICES = {"cuda"}
+"""Types of devices that its kernels are taken on."""
+
+FEW = 16
+"""Tokens without a gradient that are computed one after the other, by one kernel in float32."""
+
+WIDE = 256
+"""Most key channels of that kernel, which holds a column of the memory in registers."""
+
+
+_ASKED = {"tf32": torch.float32, "bf16": torch.bfloat16}
+"""In which type its kernels multiply what was asked for; it has none that is exact in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What the package has for a recipe at known sizes.
+
+    Attributes:
+        structure: of the recipe; ``None`` where nothing is on offer.
+        operators: that compute it, the closest first.
+        reason: why there is none.
+        must: whether the caller takes nothing else (``method="fla"``).
+    """
+
+    structure: Structure | None
+    operators: tuple[Operator, ...]
+    reason: str | None
+    must: bool
+
+    def __str__(self) -> str:
+        if not self.operators:
+            return f"not {PACKAGE}: {self.reason}"
+        half = self.operators[0]
+        single = next((one for one in self.operators if one.float32), half)
+        said = f"on CUDA with recollect[gpu]: {half.name} of {PACKAGE}"
+        if not half.multiplies:
+            return said
+        if single is half:
+            return f"{said}, where products may be bf16, fp16 or TF32"
+        return f"{said}, where products may be bf16 or fp16; {single.name}, where TF32"
+
+
+def offer(sized: SizedRecipe, method: str = "auto") -> Offer:
+    """What the package has for a recipe.
+
+    Args:
+        sized: the recipe.
+        method: as `recollect.recall` takes it.
+
+    Raises:
+        RecipeError: nothing, where ``method="fla"`` takes nothing else.
+    """
+    must = method == "fla"
+    found = _on_offer(sized, must) if method in ("auto", "fla") else _not_asked(method)
+    if must and found.reason is not None:
+        raise RecipeError(
+            f"method='fla' cannot run this recipe: {found.reason}; use method='auto', which takes "
+            f"{PACKAGE} where it can"
+        )
+    return found
+
+
+def _not_asked(method: str) -> Offer:
+    reason = f"method={method!r} does not take it"
+    return Offer(structure=None, operators=(), reason=reason, must=False)
+
+
+def _on_offer(sized: SizedRecipe, must: bool) -> Offer:
+    what = structure(sized)
+    if isinstance(what, str):
+        return Offer(structure=None, operators=(), reason=what, must=must)
+    features = sized.features
+    fitting = tuple(one for one in operators(what) if one.takes(torch.bfloat16, features))
+    reason = None
+    if not fitting:
+        widest = max((one.widest or 0 for one in operators(what)), default=0)
+        reason = f"its operators take keys of at most {widest} features, not {features}"
+    return Offer(structure=what, operators=fitting, reason=reason, must=must)
+
+
+def allowed(dtype: torch.dtype) -> torch.dtype | None:
+    """The type in which products of a call may be taken, or ``None``.
+
+    Its kernels multiply in the type that they are given, float32 as TF32, and add in float32.
+    Inside `recollect.choices.multiplying` the type is that of the precision that was asked for.
+
+    Args:
+        dtype: of q, k and v together.
+    """
+    if innermost.mode is not None:
+        return _ASKED.get(innermost.mode.precision)
+    if dtype in (torch.bfloat16, torch.float16):
+        return dtype
+    tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return dtype if tf32 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How a call is run.
+
+    Attributes:
+        operator: that runs it.
+        dtype: in which it multiplies.
+        few: whether by its function for a few tokens.
+    """
+
+    operator: Operator
+    dtype: torch.dtype
+    few: bool = False
+
+
+def choose(problem: Problem, offered: Offer) -> Choice | str:
+    """The operator that takes a call, or why none does.
+
+    Args:
+        problem: the call.
+        offered: what there is for its recipe.
+    """
+    reason = refusal(problem.q) or offered.reason
+    if reason is not None:
+        return reason
+    what, tokens, state = offered.structure, problem.k.shape[1], problem.state
+    assert what is not None  # there is no reason
+    if what.memory in ("mean", "ridge") and tokens == 1:
+        return "its operator has no way for one token"
+    if what.memory == "mean" and state.buffer is not None and state.buffer.k.shape[1]:
+        return "its attention begins at the first token, and the state holds others"
+    given = reduce(torch.promote_types, (problem.q.dtype, problem.k.dtype, problem.v.dtype))
+    if state_dtype(problem.q, problem.k, problem.v) == torch.float64:
+        return "it has no float64"
+    features = problem.sized.features
+    if tokens <= FEW and features <= WIDE and not wants_gradient(problem):
+        for one in offered.operators:
+            if one.token is not None:
+                return Choice(operator=one, dtype=torch.float32, few=True)
+    if not offered.operators[0].multiplies:
+        return Choice(operator=offered.operators[0], dtype=torch.float32)
+    dtype = allowed(given)
+    if dtype is None and innermost.mode is not None:
+        return "precision='float32' was asked for, and it multiplies float32 as TF32"
+    if dtype is None:
+        return (
+            "it multiplies float32 as TF32, and torch.get_float32_matmul_precision() is 'highest': "
+            "set it to 'high', or give bfloat16"
+        )
+    if dtype == torch.float16 and (problem.sized.lifts or problem.sized.stabilised):
+        dtype = torch.float32  # of as many bits, and features may be large
+    for one in offered.operators:
+        if one.takes(dtype, features):
+            return Choice(operator=one, dtype=dtype)
+    return f"its operators for this recipe do not take {str(dtype).removeprefix('torch.')}"
+
+
+def refusal(x: Tensor) -> str | None:
+    """Why the package is not taken where a tensor is, whatever the recipe.
+
+    Args:
+        x: of the call.
+    """
+    if x.device.type not in DEVICES:
+        return f"its kernels run on {' and '.join(sorted(DEVICES))}, not on {x.device.type}"
+    if not installed():
+        return f"{PACKAGE} and triton are not installed: install recollect[gpu]"
+    if torch.compiler.is_compiling() or not holds(x):
+        return "its kernels are no part of a compiled graph"
+    if not x.numel():
+        return "there is nothing to compute"
+    return None

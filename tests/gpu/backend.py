@@ -1,0 +1,221 @@
+"""Presets on the pretended GPU with flash-linear-attention taken, its functions written out anew.
+
+``python -m tests.gpu.backend NAME...`` prints, for each preset, which functions the layer called
+and how far its outputs, decoded tokens and gradients are from those on the CPU, where nothing of
+the package may be called. The functions here are loops over tokens with the package's arguments:
+what is looked at is which of them is called, with what, and what is done around it. Whether the
+package's kernels are those functions is asked in `tests.gpu.operators`. A process of its own, as
+`tests.gpu.measure`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tests.gpu import pretend
+from tests.gpu.measure import Stretches, decode, distance, passes
+from torch import Tensor
+
+import recollect as rc
+from recollect.engines.fla import calls, choose, recurrences
+
+WIDTH, HEADS, TOKENS, PROMPT = 16, 2, 22, 18
+"""Without a gradient more tokens than `choose.FEW`, so that prompts go in chunks."""
+
+Step = Callable[[Tensor, int], Tensor]
+Found = tuple[Tensor, Tensor | None]
+
+
+# -- the package's functions, token by token -------------------------------------------------------
+
+
+def _loop(q: Tensor, v: Tensor, step: Step, read: Step | None, more: Mapping[str, Any]) -> Found:
+    """y_t = S_t q_t (or what ``read`` gives of S_(t−1)) for S ``[B, H, K, V]``."""
+    assert more["scale"] == 1.0
+    S, outputs = more["initial_state"], []
+    for t in range(q.shape[1]):
+        before, S = S, step(S, t)
+        given = torch.einsum("bhk,bhkv->bhv", q[:, t].float(), S)
+        outputs.append(given if read is None else read(before, t))
+    return torch.stack(outputs, 1).to(v.dtype), S if more["output_final_state"] else None
+
+
+def _outer(k: Tensor, v: Tensor) -> Tensor:
+    return k.float().unsqueeze(-1) * v.float().unsqueeze(-2)
+
+
+def _decayed(S: Tensor, g: Tensor | None, t: int) -> Tensor:
+    if g is None:
+        return S
+    assert bool(pretend.host(g).isfinite().all()), "a decay of −inf is NaN in the package"
+    return S * (g[:, t].exp().unsqueeze(-1) if g.dim() == 4 else g[:, t].exp()[..., None, None])
+
+
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, **more: Any) -> Found:
+    return _loop(q, v, lambda S, t: _decayed(S, g, t) + _outer(k[:, t], v[:, t]), None, more)
+
+
+def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **more: Any) -> Found:
+    assert g.shape == k.shape
+    return simple_gla(q, k, v, g, **more)
+
+
+def fused_recurrent_gla(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, **more: Any) -> Found:
+    return gla(q, k, v, gk, **more)
+
+
+def rwkv6(q: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **more: Any) -> Found:
+    assert u.shape == k.shape[2:]
+
+    def read(S: Tensor, t: int) -> Tensor:
+        now = S + _outer(u * k[:, t], v[:, t])
+        return torch.einsum("bhk,bhkv->bhv", q[:, t].float(), now)
+
+    return _loop(q, v, lambda S, t: _decayed(S, w, t) + _outer(k[:, t], v[:, t]), read, more)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, **more: Any
+) -> Found:
+    def step(S: Tensor, t: int) -> Tensor:
+        S = _decayed(S, g, t)
+        error = v[:, t].float() - torch.einsum("bhkv,bhk->bhv", S, k[:, t].float())
+        return S + _outer(k[:, t], beta[:, t].unsqueeze(-1) * error)
+
+    return _loop(q, v, step, None, more)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **more: Any) -> Found:
+    return gated_delta_rule(q, k, v, None, beta, **more)
+
+
+def product(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, n: int, **more: Any
+) -> Found:
+    assert q.shape[1] * n == k.shape[1]
+    idle = torch.zeros_like(q).unsqueeze(2).expand(-1, -1, n - 1, -1, -1)
+    all_q = torch.cat([idle, q.unsqueeze(2)], 2).flatten(1, 2)
+    if g is not None:
+        rest = torch.zeros_like(g).unsqueeze(2).expand(-1, -1, n - 1, -1)
+        g = torch.cat([g.unsqueeze(2), rest], 2).flatten(1, 2)
+    y, S = gated_delta_rule(all_q, k, v, g, beta, **more)
+    return y[:, n - 1 :: n], S
+
+
+def dplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, **more: Any) -> Found:
+    def step(S: Tensor, t: int) -> Tensor:
+        read = torch.einsum("bhkv,bhk->bhv", S, a[:, t].float())
+        return _decayed(S, gk, t) + _outer(b[:, t], read) + _outer(k[:, t], v[:, t])
+
+    return _loop(q, v, step, None, more)
+
+
+def hgrn(x: Tensor, g: Tensor, initial_state: Tensor, output_final_state: bool) -> Found:
+    h, outputs = initial_state, []
+    for t in range(x.shape[1]):
+        h = g[:, t].exp() * h + x[:, t]
+        outputs.append(h)
+    return torch.stack(outputs, 1), h if output_final_state else None
+
+
+def mesa(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lamb: Tensor, **more: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    D, E, outputs = more["h_kk_init"], more["h_kv_init"], []
+    for t in range(q.shape[1]):
+        weighed = beta[:, t].unsqueeze(-1) * k[:, t]
+        D = _decayed(D, g, t) + _outer(weighed, k[:, t])
+        E = _decayed(E, g, t) + _outer(weighed, v[:, t])
+        z = torch.linalg.solve(D + torch.diag_embed(lamb), q[:, t].unsqueeze(-1))
+        outputs.append((z.mT @ E).squeeze(-2))
+    return torch.stack(outputs, 1), D, E
+
+
+def forgetting(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) -> Tensor:
+    groups = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    sums = g.cumsum(1).transpose(1, 2)  # [B, H, T]
+    logits = torch.einsum("bthk,bshk->bhts", q, k) * scale + sums[..., None] - sums[..., None, :]
+    later = torch.ones_like(logits).triu(1) > 0
+    return torch.einsum("bhts,bshv->bthv", logits.masked_fill(later, -1e30).softmax(-1), v)
+
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "chunk_simple_gla": simple_gla,
+    "chunk_gla": gla,
+    "chunk_rwkv6": rwkv6,
+    "chunk_delta_rule": delta_rule,
+    "chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kda": gated_delta_rule,
+    "chunk_gated_delta_product": product,
+    "chunk_dplr_delta_rule": dplr,
+    "fused_recurrent_hgrn": hgrn,
+    "chunk_mesa_net": mesa,
+    "parallel_forgetting_attn": forgetting,
+    "fused_recurrent_simple_gla": simple_gla,
+    "fused_recurrent_gla": fused_recurrent_gla,
+    "fused_recurrent_rwkv6": rwkv6,
+    "fused_recurrent_delta_rule": delta_rule,
+    "fused_recurrent_gated_delta_rule": gated_delta_rule,
+    "fused_recurrent_kda": gated_delta_rule,
+    "fused_recurrent_dplr_delta_rule": dplr,
+}
+
+
+# -- the program -----------------------------------------------------------------------------------
+
+
+def measure(name: str) -> dict[str, Any]:
+    """What a preset's layer called on the device, and its distances from the CPU's numbers."""
+    called: dict[str, list[str]] = {"cpu": [], "training": [], "decoding": []}
+    now = "cpu"
+
+    def asked(module: str, function: str) -> Callable[..., Any]:
+        del module
+        if function not in called[now]:
+            called[now].append(function)
+        return FUNCTIONS[function]
+
+    recurrences.function = calls.function = asked  # type: ignore[assignment]
+    preset = rc.zoo.get(name)
+    torch.manual_seed(0)
+    cpu = preset.build(d_model=WIDTH, heads=HEADS)
+    there = pretend.put_module(cpu)
+    x = torch.randn(1, TOKENS, WIDTH)
+    y, slopes = passes(cpu, x.clone(), Stretches(counts=False))
+    pieces = [x[:, :PROMPT], *x[:, PROMPT:].split(1, 1)]
+    alone = decode(cpu, pieces, Stretches(counts=False))
+    now = "training"
+    y_there, slopes_there = passes(there, pretend.put(x), Stretches(counts=True))
+    now = "decoding"
+    decoded = decode(there, [pretend.put(piece) for piece in pieces], Stretches(counts=True))
+    return {
+        "name": name,
+        "called": called,
+        "y": distance(y_there, y),
+        "gradient": max(distance(slopes_there[n], slope) for n, slope in slopes.items()),
+        "decoded": distance(decoded, alone),
+    }
+
+
+def main(names: list[str]) -> None:
+    """Measure presets."""
+    warnings.simplefilter("ignore")
+    choose.DEVICES.add(pretend.NAME)
+    choose.installed = lambda: True
+    torch.set_float32_matmul_precision("high")  # or nothing would be taken
+    pretend.bits = 23  # but products are exact: the numbers are compared with the CPU's
+    for name in names:
+        print(json.dumps(measure(name)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    # Autograd keeps a thread per device, which torch cannot end for a device written in Python.
+    os._exit(0)

@@ -1,0 +1,321 @@
+"""flash-linear-attention as a backend: which operator a recipe takes, and that it computes it.
+
+Three questions, none of which needs a GPU: does the table find the operator that a person would
+take (by hand, below); does a layer on the pretended GPU call it, in the way in which its
+documentation asks for, and get the CPU's numbers (`tests.gpu.backend`); and do the package's own
+kernels, in Triton's interpreter, give the reference's numbers (`tests.gpu.operators`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import recollect as rc
+from recollect.choices.multiplying import multiplying
+from recollect.engines.fla import choose, offer
+from recollect.recipe.sized import sized
+
+HERE = Path(__file__).parent
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+# Written by hand from the papers' recurrences and the package's documentation: for bf16, and where
+# that is another, for float32 as TF32. Presets that are not here take none.
+SUM, GATE, DELTA = "chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule"
+PLAIN, ANY = "chunk_delta_rule", "chunk_dplr_delta_rule"
+EXPECTED: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        (
+            "linear_attention", "normalized_linear_attention", "performer", "rfa", "cosformer",
+            "hedgehog", "based", "rebased", "dijiang", "polysketchformer", "retnet",
+            "lightning_attention", "mamba2", "mlstm",
+        ),
+        (SUM, SUM),
+    ),
+    **dict.fromkeys(("retnet_xpos", "gla", "gateloop", "hgrn2"), (GATE, GATE)),
+    **dict.fromkeys(("delta_net", "dpfp", "longhorn", "nlms"), (PLAIN, DELTA)),
+    **dict.fromkeys(("delta_product", "gated_delta_product"), ("chunk_gated_delta_product", DELTA)),
+    **dict.fromkeys(("leaky_lms", "rwkv7"), (ANY, ANY)),
+    **dict.fromkeys(("lru", "rg_lru"), ("fused_recurrent_hgrn", "fused_recurrent_hgrn")),
+    "gated_delta_net": (DELTA, DELTA),
+    "rwkv6": ("chunk_rwkv6", "chunk_rwkv6"),
+    "mesa_net": ("chunk_mesa_net", "chunk_mesa_net"),
+    "fox": ("parallel_forgetting_attn", "parallel_forgetting_attn"),
+}  # fmt: skip
+
+SIZES = {"H": 2, "K": 16, "V": 16}
+
+
+def _taken(recipe: rc.Recipe, dtype: torch.dtype, **sizes: int) -> str | None:
+    """The operator for keys of a type, or ``None``."""
+    at = sized(recipe, **(SIZES | sizes))
+    fitting = [one for one in offer(at).operators if one.takes(dtype, at.features)]
+    return fitting[0].name if fitting else None
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", rc.zoo.names())
+def test_presets_take_the_expected_operator(name: str) -> None:
+    recipe = rc.zoo.get(name).recipe
+    found = _taken(recipe, torch.bfloat16), _taken(recipe, torch.float32)
+    assert found == EXPECTED.get(name, (None, None))
+
+
+@rc.member
+class Twice(rc.bias.Bias):
+    """½‖2 p − 3 v‖² by half of 2 p − 3 v: somebody's own bias that says it is affine."""
+
+    affine = (2.0, 3.0)
+
+    def error(self, prediction: Tensor, value: Tensor, gates: Any) -> Tensor:
+        return 2.0 * prediction - 3.0 * value
+
+
+@rc.member
+class Cubed(rc.features.Features):
+    """x³: somebody's own finite features."""
+
+    def map(self, x: Tensor, params: Any, side: str, position: Tensor) -> Tensor:
+        return x**3
+
+
+OWN = rc.algorithm.GradientDescent()
+
+
+def _own(per: str | None, when: str = "after", **choices: Any) -> rc.Recipe:
+    retention = rc.retention.Keep() if per is None else rc.retention.Decay(per=per, when=when)
+    return rc.Recipe(**{"bias": Twice(), "algorithm": OWN, "retention": retention, **choices})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "operator"),
+    [
+        (_own(None), PLAIN),
+        (_own("head", "before"), DELTA),
+        (_own("key", "before"), "chunk_kda"),
+        (_own("head", "after"), ANY),
+        (_own("key", "after"), ANY),
+        (_own("key", "after", bias=rc.bias.DotProduct()), GATE),
+        (_own("head", "before", algorithm=rc.algorithm.GradientDescent(steps=3)),
+         "chunk_gated_delta_product"),
+    ],
+)  # fmt: skip
+def test_a_recipe_of_ones_own_takes_what_its_structure_does(
+    recipe: rc.Recipe, operator: str
+) -> None:
+    assert _taken(recipe, torch.bfloat16) == operator
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (rc.zoo.get("titans").recipe, "memory.MLP is not linear"),
+        (rc.zoo.get("momentum_delta_net").recipe, "the momentum of algorithm.Momentum"),
+        (rc.zoo.get("swla").recipe, "context.Window, which writes a token more than once"),
+        (rc.zoo.get("mamba").recipe, "a decay per entry"),
+        (_own("value", "before"), "value channels that follow equations of their own"),
+        (_own("value", memory=rc.memory.Vector()), "takes? logarithms"),
+        (rc.zoo.get("rls").recipe, "a constant ridge"),
+        (rc.zoo.get("softmax_attention").recipe, "under one decay"),
+        (rc.zoo.get("delta_former").recipe, "softmax attention under one decay alone"),
+    ],
+)
+def test_what_is_not_covered_says_why(recipe: rc.Recipe, reason: str) -> None:
+    at = sized(recipe, **SIZES)
+    with pytest.raises(rc.RecipeError, match=rf"method='fla' cannot run this recipe: .*{reason}"):
+        offer(at, "fla")
+    said = offer(at)
+    assert not said.operators
+    assert str(said).startswith("not flash-linear-attention: ")
+
+
+def test_keys_may_be_too_wide() -> None:
+    recipe = rc.zoo.get("gated_delta_net").recipe
+    assert _taken(recipe, torch.bfloat16, K=256) == DELTA
+    assert _taken(recipe, torch.bfloat16, K=320) is None
+    assert "at most 256 features, not 320" in str(offer(sized(recipe, H=1, K=320, V=16)))
+    wide = rc.zoo.get("linear_attention").recipe
+    assert _taken(wide, torch.bfloat16, K=320) == SUM
+
+
+# -- the choice of a caller ------------------------------------------------------------------------
+
+
+def test_methods() -> None:
+    """On a CPU "fla" refuses in one sentence, and nothing else takes it."""
+    q, k, v = torch.randn(3, 1, 5, 2, 8)
+    given = {"lr": torch.rand(1, 5, 2)}
+    y, _ = rc.recall("delta_net", q, k, v, given)
+    for method in ("torch", "linear"):
+        assert torch.equal(rc.recall("delta_net", q, k, v, given, method=method)[0], y)
+    with pytest.raises(rc.RecipeError, match="cannot run this call: its kernels run on cuda"):
+        rc.recall("delta_net", q, k, v, given, method="fla")
+    with pytest.raises(rc.RecipeError, match=r"memory\.MLP is not linear"):
+        rc.zoo.get("titans").build(d_model=8, heads=1, method="fla")
+    with pytest.raises(rc.RecipeError, match=r"memory\.MLP is not linear"):
+        rc.explain("titans", method="fla")
+
+
+def test_explain_says_which_and_why() -> None:
+    said = rc.explain("delta_net").backend
+    assert said == (
+        "on CUDA with recollect[gpu]: chunk_delta_rule of flash-linear-attention, where products "
+        "may be bf16 or fp16; chunk_gated_delta_rule, where TF32"
+    )
+    assert said in str(rc.explain("delta_net"))
+    assert "method='torch' does not take it" in rc.explain("delta_net", method="torch").backend
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its kernels ran on a CPU: what refuses a call then refuses it for another reason."""
+    monkeypatch.setattr(choose, "DEVICES", {"cpu"})
+    monkeypatch.setattr(choose, "installed", lambda: True)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_calls_that_are_not_taken_say_why() -> None:
+    q, k, v = torch.randn(3, 1, 20, 2, 8)
+    lr, log_decay = torch.rand(1, 20, 2), -torch.rand(1, 20, 2)
+    grown = q.clone().requires_grad_()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+    def refused(name: str, sentence: str, *x: Tensor, **given: Any) -> None:
+        with pytest.raises(rc.RecipeError, match=f"cannot run this call: .*{sentence}"):
+            rc.recall(name, *x, method="fla", **given)
+
+    refused("delta_net", "TF32, and .* is 'highest'", grown, k, v, gates={"lr": lr})
+    asked = {"gates": {"lr": lr}, "precision": "float32"}
+    refused("delta_net", "precision='float32' was asked for", grown, k, v, **asked)
+    wide = [x.double() for x in (q, k, v)]
+    refused("delta_net", "no float64", *wide, gates={"lr": lr.double()})
+    one = [x[:, :1] for x in (q, k, v)]
+    refused("fox", "no way for one token", *one, gates={"log_decay": log_decay[:, :1]})
+    _, state = rc.recall("fox", q, k, v, {"log_decay": log_decay})
+    refused("fox", "the state holds others", q, k, v, gates={"log_decay": log_decay}, state=state)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_is_not_taken_goes_the_engines_way() -> None:
+    """With "auto" none of those calls is refused, and none changes."""
+    q, k, v = torch.randn(3, 1, 20, 2, 8, requires_grad=True)
+    given = {"lr": torch.rand(1, 20, 2)}
+    y, _ = rc.recall("delta_net", q, k, v, given)
+    assert torch.equal(y, rc.recall("delta_net", q, k, v, given, method="torch")[0])
+
+
+@pytest.mark.parametrize(
+    ("precision", "given", "taken"),
+    [
+        (None, torch.float32, None),
+        (None, torch.bfloat16, torch.bfloat16),
+        ("float32", torch.bfloat16, None),
+        ("tf32", torch.float32, torch.float32),
+        ("tf32", torch.bfloat16, torch.float32),
+        ("bf16", torch.float32, torch.bfloat16),
+    ],
+)
+def test_kernels_multiply_what_was_asked_for(
+    precision: str | None, given: torch.dtype, taken: torch.dtype | None
+) -> None:
+    with multiplying(precision):
+        assert choose.allowed(given) is taken
+
+
+# -- on the pretended GPU --------------------------------------------------------------------------
+
+
+def _printed(module: str, *arguments: str) -> list[dict[str, Any]]:
+    """What a module of `tests.gpu` prints, from a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.gpu.{module}", *arguments],
+        cwd=HERE.parents[1],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+NEAR = {"y": 1e-5, "decoded": 1e-5, "gradient": 1e-3}
+ONE_OF_EACH = (
+    "linear_attention", "gla", "rwkv6", "mlstm", "delta_net", "gated_delta_net", "leaky_lms",
+    "rwkv7", "gated_delta_product", "rg_lru", "mesa_net", "fox", "titans",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(VERSION < (2, 10), reason="torch before 2.10 has no backend written in Python")
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(ONE_OF_EACH, id="one of each"),
+        pytest.param([*EXPECTED], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_on_a_gpu_call_them(names: list[str]) -> None:
+    found = _printed("backend", *names)
+    assert [one["name"] for one in found] == [*names]
+    for one in found:
+        single = EXPECTED[one["name"]][1:] if one["name"] in EXPECTED else ()
+        called = one["called"]
+        assert called["cpu"] == []
+        assert tuple(called["training"]) == single, one["name"]
+        assert called["decoding"][:1] == [*single]
+        recurs = single and single[0].startswith("chunk") and "mesa" not in single[0]
+        assert len(called["decoding"]) == (2 if recurs else len(single))
+        far = [f"{part}: {one[part]:.1e}" for part, near in NEAR.items() if not one[part] <= near]
+        assert not far, f"{one['name']}: {far}"
+
+
+# -- the package's kernels -------------------------------------------------------------------------
+
+# Of ‖·‖: products of operands with 10 bits (TF32, fp16) or 7 (bf16), errors of 2^−11 and 2^−8
+# each. A decay's gradient is a difference of such sums, and the smaller the stronger it decays.
+TF32, BF16, SINGLE = 2e-3, 3e-2, 2e-6
+FAINT = 1e-2
+
+
+def _bound(name: str, part: str) -> float:
+    if "bf16" in name:
+        return BF16
+    if name.startswith(("token by token", "fused")) or ("twice" in name and part.startswith("d")):
+        return SINGLE  # float32, or this library's own way
+    if "normalised" in name and part == "d q":
+        return 2 * TF32  # of a quotient
+    return FAINT if part == "d log_decay" and "strong" in name else TF32
+
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or importlib.util.find_spec("fla") is None,
+    reason="triton or flash-linear-attention is not installed: pip install recollect[gpu]",
+)
+
+
+@needs_triton
+@pytest.mark.parametrize("cases", ["quick", pytest.param("long", marks=pytest.mark.slow)])
+def test_kernels_are_the_reference(cases: str) -> None:
+    found = _printed("operators", cases)
+    assert len(found) >= 19
+    for one in found:
+        name = one["name"]
+        if not name.startswith("token by token"):
+            assert one["ran"] == [name.partition(",")[0].partition(" ")[0]]
+        far = [
+            f"{part}: {far:.1e}"
+            for part, far in one["far"].items()
+            if not far <= _bound(name, part)
+        ]
+        assert not far, f"{name}: {far}"
