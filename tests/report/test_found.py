@@ -48,7 +48,7 @@ def test_text_and_recall() -> None:
         "On text, b is best with 2.500 held-out bits per byte, 0.250 ahead of a, with one seed "
         "each. On recall they are alike up to 4 pairs; what separates them is 48 pairs, of which "
         "c, whose state grows, has 75 % right, a, the best of constant size, 50 % "
-        "and b, the last, 25 %."
+        "and b, the last, 25 %, with one seed each."
     )
 
 

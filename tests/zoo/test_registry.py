@@ -99,3 +99,15 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         rc.zoo.get("zzz")
     with pytest.raises(rc.RecipeError, match="no family"):
         rc.zoo.names("birds")
+
+
+def test_a_system_changed_by_one_choice_keeps_the_options_of_its_layer() -> None:
+    """The recipe alone has none: its layer takes steps of another size."""
+    titans = rc.zoo.get("titans")
+    mine = titans.but(bias=rc.bias.Huber())
+    assert mine.recipe == titans.recipe.but(bias=rc.bias.Huber())
+    layer = mine.build(d_model=16, heads=2)
+    assert layer.options == titans.options != rc.MemoryLayer(16, 2, mine.recipe).options
+    assert mine.name not in rc.zoo.names() and mine.fidelity.source == "titans"
+    with pytest.raises(rc.RecipeError, match="no choice 'loss'"):
+        titans.but(loss=rc.bias.Huber())

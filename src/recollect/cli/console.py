@@ -15,6 +15,7 @@ import torch
 import typer
 from rich.console import Console
 
+from recollect.choices.member import RecipeError
 from recollect.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -112,14 +113,28 @@ def print_json(data: object) -> None:
 
 
 def stated(name: str) -> Preset | Hybrid | tuple[str, Recipe] | tuple[str, Recipe, LayerOptions]:
-    """A model by zoo name, or a recipe of one's own in a JSON or TOML file."""
-    from recollect.recipe.files import load_recipe
+    """A model by zoo name, or one's own in a JSON or TOML file.
+
+    The file holds a recipe, or ``recipe`` and ``options`` of its layer.
+
+    Raises:
+        RecipeError: no such name or file, or neither of both in it.
+    """
+    from recollect.layer.options import LayerOptions
+    from recollect.recipe.files import load_recipe, read_data
     from recollect.zoo.preset import find
 
     path = Path(name)
-    if path.suffix in (".json", ".toml"):
+    if path.suffix not in (".json", ".toml"):
+        return find(name)
+    data = read_data(path)
+    if not isinstance(data, dict) or set(data) != {"recipe", "options"}:
         return path.stem, load_recipe(path)
-    return find(name)
+    try:
+        options = LayerOptions.from_dict(data["options"])
+        return path.stem, Recipe.from_dict(data["recipe"]), options
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from None
 
 
 def check_device(device: str) -> None:

@@ -152,7 +152,8 @@ def _of_preset(preset: Preset) -> list[str]:
     code = f"import recollect as rc\n\nrecipe = {as_python(preset.recipe)}"
     if preset.options != LayerOptions():
         code += f"\noptions = {as_python(preset.options)}"
-    code += f'\nlayer = rc.MemoryLayer(d_model=64, heads=4, recipe="{preset.name}")'
+    given = "recipe" if preset.options == LayerOptions() else "recipe, options"
+    code += f"\nlayer = rc.MemoryLayer(64, 4, {given})"
     if preset.options.persistent:
         code = code.rpartition("\n")[0] + (
             f'\nlayer = rc.zoo.get("{preset.name}").build(d_model=64, heads=4)'

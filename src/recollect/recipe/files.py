@@ -12,7 +12,7 @@ from recollect.choices.member import RecipeError
 from recollect.recipe.json_text import read_json
 from recollect.recipe.recipe import Recipe
 
-__all__ = ["load_recipe"]
+__all__ = ["load_recipe", "read_data"]
 
 
 def load_recipe(path: str | PathLike[str]) -> Recipe:
@@ -31,6 +31,27 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
     """
     if not isinstance(path, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RecipeError(f"load_recipe takes the path of a file, not {type(path).__name__}")
+    path, data = Path(path), read_data(path)
+    if isinstance(data, dict) and {"recipe", "options"} <= set(data):
+        raise RecipeError(
+            f"{path} holds a recipe and the options of a layer, and a recipe alone is read here: "
+            "give what stands under 'recipe' a file of its own"
+        )
+    try:
+        return Recipe.from_dict(data)
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from None
+
+
+def read_data(path: str | PathLike[str]) -> Any:
+    """What a JSON or TOML file holds.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        RecipeError: no such file, neither JSON nor TOML, or bad syntax.
+    """
     path = Path(path)
     readers: Mapping[str, Callable[[str], Any]] = {".json": read_json, ".toml": tomllib.loads}
     suffix = path.suffix.lower()
@@ -46,11 +67,7 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
         reason = getattr(error, "strerror", None) or error
         raise RecipeError(f"{path} cannot be read: {reason}") from None
     try:
-        data = readers[suffix](text)
+        return readers[suffix](text)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else error
         raise RecipeError(f"{path} is not {suffix[1:].upper()}: {reason}") from None
-    try:
-        return Recipe.from_dict(data)
-    except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recollect.blocks.build import build
@@ -145,6 +145,36 @@ class Preset:
                 )
         options = self.options if options is None else options
         return layer_of(d_model, heads, self.recipe, options, **overrides)
+
+    def but(self, **changes: Any) -> Preset:
+        """This system with some choices of its recipe replaced, and the layer's options as they are.
+
+        A recipe alone has no options: ``preset.recipe.but(...)`` in a layer takes the default ones,
+        which are not what the system's authors or its measurements rest on.
+
+        Args:
+            **changes: choices by name, as `Recipe.but` takes them.
+
+        Raises:
+            RecipeError: a choice that there is not, or that does not fit the others; options of a
+                number that the changed recipe does not ask for are refused when a layer is built.
+
+        Examples:
+            >>> mine = rc.zoo.get("titans").but(bias=rc.bias.Huber())
+            >>> mine.recipe.bias.brief, mine.options == rc.zoo.get("titans").options
+            ('Huber()', True)
+            >>> layer = mine.build(d_model=16, heads=2)
+        """
+        said = ", ".join(f"{name} = {change.brief}" for name, change in changes.items())
+        return replace(
+            self,
+            name=f"{self.name}, {said}",
+            title=f"{self.title} with {said}",
+            recipe=self.recipe.but(**changes),
+            rule="",
+            fidelity=Fidelity(kind="reconstruction", source=self.name, note=f"with {said}"),
+            summary="",
+        )
 
     def _repr_html_(self) -> str:
         recipe = [(name, [getattr(self.recipe, name).brief]) for name in CHOICES]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
 from recollect.choices.devices import looks

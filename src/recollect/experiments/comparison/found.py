@@ -202,7 +202,11 @@ def _separates(comparison: Outcomes, task: str) -> str:
         said.append(f"{other}, the best of {kind}, {_share(at[other])}")
     said.append(f"{last}, the last, {_share(at[last])}")
     ended = ", ".join(said[:-1]) + f" and {said[-1]}"
-    return f"On {recall} {upto}what separates them is {count} pairs, of which {ended}{lost}."
+    doubt = ", with one seed each" if "text" in comparison.sizes else ""  # or said already
+    if comparison.seeds > 1:
+        widest = max(pairs[count][2] - pairs[count][1] for pairs in models.values())
+        doubt = f", where seeds differ by up to {100 * widest:.0f} points" if widest > ALIKE else ""
+    return f"On {recall} {upto}what separates them is {count} pairs, of which {ended}{doubt}{lost}."
 
 
 def _named(name: str, grows: dict[str, bool]) -> str:
