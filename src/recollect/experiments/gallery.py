@@ -76,7 +76,8 @@ def _where(data: dict[str, Any]) -> str:
 INTRO = (
     "Every figure below was drawn by `recollect reproduce NAME --scale small`, from the files in "
     "`results/reproduce/NAME`. Each claim stands with its verdict, the numbers it rests on and the "
-    "rule that was written before the run; where one was changed later, the report says so. [How this works](reproduce.md)."
+    "rule that was written before the run; where one was changed later, the report says so. "
+    "[How this works](reproduce.md)."
 )
 
 

@@ -147,7 +147,7 @@ class Preset:
         return layer_of(d_model, heads, self.recipe, options, **overrides)
 
     def but(self, **changes: Any) -> Preset:
-        """This system with some choices of its recipe replaced, and the layer's options as they are.
+        """This system with some choices of its recipe replaced, and its options as they are.
 
         A recipe alone has no options: ``preset.recipe.but(...)`` in a layer takes the default ones,
         which are not what the system's authors or its measurements rest on.
