@@ -33,7 +33,8 @@ def same(found: list[dict[str, Any]]) -> None:
     for case, numbers in found[0].items():
         limit = 1e-5 if case.endswith("float32") else 1e-9
         assert numbers["loss"] < 1e-5, (case, numbers)  # logits are summed in float32
-        assert numbers["norm"] < 1e-5, (case, numbers)  # of gradients, which AdamW divides out
+        # Of gradients, whose size AdamW divides out; in float32 delta rules lose two digits.
+        assert numbers["norm"] < (1e-4 if case.endswith("float32") else 1e-9), (case, numbers)
         assert numbers["weights"] < limit, (case, numbers)
 
 

@@ -68,7 +68,7 @@ class Background:
 
         Args:
             place: what the first process does then.
-            drop: what it does if one has failed.
+            drop: what it does if one has failed: gives the space back, when nobody writes any more.
             explained: turns what goes wrong while writing into one sentence.
             failed: why this process could not write what stands beside the shards.
         """
@@ -116,9 +116,12 @@ def _completed(
     if dist.get_rank(group) == 0:
         try:
             with explained():
-                place() if said is None else drop()
+                if said is None:
+                    place()
         except Exception as error:
             failed = error
+        if said is not None or failed is not None:
+            drop()
     said = _told(group, failed) or said
     if said is not None:
         raise of_all(CheckpointError(said)) from failed

@@ -104,7 +104,7 @@ class AtomicTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         self._aside, failed = True, None
         try:
-            with explained(run, name):
+            with explained(run, name, alone=self.background is None):
                 super()._save_checkpoint(model, trial)
         except CheckpointError as error:
             if self.background is None or not self.background.begun:
@@ -223,8 +223,13 @@ def check_resumable(checkpoint: Path) -> int:
 
 
 @contextlib.contextmanager
-def explained(run: Path, name: str) -> Iterator[None]:
+def explained(run: Path, name: str, *, alone: bool = True) -> Iterator[None]:
     """What goes wrong while writing, in one sentence, with the space given back.
+
+    Args:
+        run: its folder. name: of what is written there.
+        alone: whether nobody else writes; otherwise the space is left to who knows when all are
+            done.
 
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written.
@@ -234,7 +239,8 @@ def explained(run: Path, name: str) -> Iterator[None]:
     except (OSError, RuntimeError, *_writer_errors()) as error:
         if not _of_writing(error, run):
             raise
-        clear_aside(run)
+        if alone:
+            clear_aside(run)
         checkpoint = None
         with contextlib.suppress(ValueError):
             checkpoint = last_checkpoint(run)
@@ -252,7 +258,7 @@ def explained(run: Path, name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _writing(run: Path, name: str) -> Iterator[None]:
     """`explained`, of what several processes write."""
-    with explained(run, name), unwrapped():
+    with explained(run, name, alone=False), unwrapped():
         yield
 
 
