@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,36 +34,46 @@ def compiler() -> str:
     return found
 
 
-def library(build: Build, folder: Path) -> ctypes.CDLL:
-    """The walk of a build, compiled once per folder."""
-    macros = [f"-D{name}={value}" for name, value in build.macros().items()]
-    name = hashlib.sha256(" ".join(macros).encode()).hexdigest()[:12]
-    path = folder / f"walk_{name}.so"
+def library(kernel: str, build: Build, folder: Path) -> ctypes.CDLL:
+    """A kernel of a build, compiled once per folder."""
+    given = build.macros(trace=kernel == "trace")
+    macros = [f"-D{name}={value}" for name, value in given.items()]
+    digest = hashlib.sha256(" ".join(macros).encode()).hexdigest()[:12]
+    path = folder / f"{kernel}_{digest}.so"
+    text = HERE / ("back_sim.cpp" if kernel == "back" else "walk_sim.cpp")
     if not path.exists():
         flags = ["-O2", "-std=c++17", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
         command = [compiler(), *flags, *macros, f"-I{HERE}", f"-I{CUDA}"]
         made = path.with_suffix(".part")
-        subprocess.run([*command, str(HERE / "walk_sim.cpp"), "-o", str(made)], check=True)
+        subprocess.run([*command, str(text), "-o", str(made)], check=True)
         made.rename(path)
     return ctypes.CDLL(str(path))
 
 
 @contextmanager
 def simulated(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *, seed: int = 0, skip: int = -1, after: int = 0
-) -> Iterator[list[Build]]:
-    """Calls of `rc.recall` whose walks the simulator runs; yields the builds that ran.
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    *,
+    seed: int = 0,
+    skip: int = -1,
+    after: int = 0,
+    kernels: Sequence[str] = ("walk", "trace", "back"),
+) -> Iterator[list[str]]:
+    """Calls of `rc.recall` whose kernels the simulator runs; yields the names of those that ran.
 
     Args:
         seed: of the order of warps. skip: the barrier that is left out, or −1.
         after: how often each thread crosses it before that.
+        kernels: those that leave it out.
     """
-    ran: list[Build] = []
+    ran: list[str] = []
 
-    def launch(build: Build, task: ctypes.Structure, device: torch.device) -> None:
-        run = library(build, folder).run
-        fault = run(ctypes.byref(task), ctypes.c_uint(seed), skip, after)
-        ran.append(build)
+    def launch(kernel: str, build: Build, task: ctypes.Structure, device: torch.device) -> None:
+        run = library(kernel, build, folder).run
+        without = skip if kernel in kernels else -1
+        fault = run(ctypes.byref(task), ctypes.c_uint(seed), without, after)
+        ran.append(kernel)
         if fault:
             raise Fault(FAULTS[fault])
 

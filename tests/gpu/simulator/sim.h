@@ -153,9 +153,10 @@ static int launch(int clusters, int size, int count, size_t bytes, std::function
     std::vector<int> order(total), lag(total, 0), late(size, 0);
     for (int i = 0; i < total; i++) order[i] = i;
     for (long round = 0; !fault; round++) {
-      if (round % 16 == 0) {  // some warps fall behind, and now and then a whole block
+      if (round % 16 == 0) {  // some warps fall behind, and now and then a whole block,
         for (auto& x : lag) x = g() % 4 ? 0 : (int)(g() % 15);
-        for (auto& x : late) x = g() % 6 ? 0 : 1;
+        for (auto& x : late)  // for a while (1) or until nobody else can go on (2)
+          if (x != 2) x = g() % 6 ? 0 : 1 + (int)(g() % 2);
       }
       std::shuffle(order.begin(), order.end(), g);
       bool any = false, left = false, held = false;

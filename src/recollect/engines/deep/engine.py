@@ -28,6 +28,7 @@ from recollect.engines.deep.chain.engine import Chain, run_chain, slope_of
 from recollect.engines.deep.chain.token import is_bare
 from recollect.engines.deep.decode import Stepped, by_row, follow, step
 from recollect.engines.deep.fused.fitting import SIZES, build_of, misfit
+from recollect.engines.deep.fused.gradients import FusedWalker
 from recollect.engines.deep.fused.walk import Launch, launcher, run_walk
 from recollect.engines.deep.general import run_inner_batches
 from recollect.engines.deep.layout import DeepPlan, Grid, Layout, Memory, lay_out
@@ -195,8 +196,8 @@ def fused_describes(recipe: Recipe) -> str:
     many = recipe.algorithm.batch
     sizes = " or ".join(map(str, SIZES))
     return (
-        f"one CUDA kernel for batches of {many} tokens and {sizes} channels, products in bfloat16, "
-        "never run on a device yet; with gradients or elsewhere as deep"
+        f"CUDA kernels for batches of {many} tokens and {sizes} channels, products in bfloat16, "
+        "never run on a device yet; elsewhere as deep"
     )
 
 
@@ -273,12 +274,12 @@ def run(problem: Problem) -> tuple[Tensor, State]:
             outer=outer,
         )
         launch = _launch(method, layout)
-        if launch is not None:
+        if launch is not None and not outer:
             y, after = _run_fused(method, layout, memory.like(memories), launch)
+        elif method.chain is not None:
+            y, after = _run_chain(method, layout, memory.like(memories), launch)
         else:
-            y, after = (run_inner_batches if method.chain is None else _run_chain)(
-                method, layout, memory.like(memories)
-            )
+            y, after = run_inner_batches(method, layout, memory.like(memories))
         y = y.unflatten(3, (grid.b, G)).permute(1, 0, 3, 2, 4, 5).flatten(1, 2)
         return y, after.tensors()
 
@@ -297,9 +298,14 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     return y.to(problem.v.dtype), state_after
 
 
-def _run_chain(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor, Memory]:
-    """`run_inner_batches` of a memory that is a chain."""
+def _run_chain(
+    method: DeepPlan, layout: Layout, memory: Memory, launch: Launch | None
+) -> tuple[Tensor, Memory]:
+    """`run_inner_batches` of a memory that is a chain; ``launch`` runs it where it is fused."""
     assert method.chain is not None
+    walker = None
+    if launch is not None and method.fused is not None:
+        walker = FusedWalker(method.fused, launch)
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
     y, A, S = run_chain(
         method.chain,
@@ -309,6 +315,7 @@ def _run_chain(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor
         layout.commits,
         (memory.A, memory.slots.get("momentum")),
         outer=layout.outer,
+        walker=walker,
     )
     y = y.unflatten(1, layout.x.shape[1:3])
     return y, Memory(A=A, slots={} if S is None else {"momentum": S})
@@ -317,7 +324,7 @@ def _run_chain(method: DeepPlan, layout: Layout, memory: Memory) -> tuple[Tensor
 def _launch(method: DeepPlan, layout: Layout) -> Launch | None:
     """Who runs the fused walk of a group: where it was asked for and built for what is there."""
     x = layout.x
-    if method.fused is None or layout.outer or layout.G > 1 or x.dtype != torch.float32:
+    if method.fused is None or layout.G > 1 or x.dtype != torch.float32:
         return None
     return launcher(method.fused, x.device)
 

@@ -7,7 +7,7 @@ its part of A and S in the registers of 256 threads, 64 numbers each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from recollect.engines.deep.chain.engine import Chain
@@ -66,9 +66,29 @@ class Build:
         numbers += 3 * self.R * beside + 5 * self.R
         return -(-(2 * halves + 4 * numbers) // 16) * 16
 
-    def macros(self) -> dict[str, str]:
-        """What the source is compiled with."""
+    @property
+    def back_bytes(self) -> int:
+        """The same of the way back, ``BackShared``."""
+        slots, beside = 1 + self.momentum, 8 // (self.R // 16)
+        rows, hidden = self.R * (self.D + 8), self.R * (self.HS + 8)
+        halves = (2 * slots + 1) * self.HS * (self.D + 8) + (3 + 2 * slots) * rows + 6 * hidden
+        numbers = 3 * self.R * self.D + self.R * beside * (1 + slots) + 3 * self.R + 32
+        return -(-(2 * halves + 4 * numbers) // 16) * 16
+
+    @property
+    def traced(self) -> Build:
+        """The build that leaves a trace: with the registers for it, so at most 64 units a block."""
+        return replace(self, HS=64, CS=2 * self.CS) if self.HS == 128 else self
+
+    def macros(self, *, trace: bool = False) -> dict[str, str]:
+        """What the source is compiled with.
+
+        Args:
+            trace: whether the walk writes what the way back needs, in place of reading.
+        """
         return {
+            "TRACE": str(int(trace)),
+            "BACK_BYTES": str(self.back_bytes),
             "D": str(self.D),
             "R": str(self.R),
             "HS": str(self.HS),
@@ -148,7 +168,8 @@ def build_of(
         slope=float(chain.bias.affine[0]),
         offset=float(chain.bias.affine[1]),
     )
-    return build if build.shared_bytes <= MOST_SHARED else None
+    most = max(build.shared_bytes, build.back_bytes)
+    return build if most <= MOST_SHARED else None
 
 
 def runs_on(build: Build, capability: tuple[int, int]) -> bool:

@@ -41,23 +41,29 @@ def _call(name: str, *args: object) -> None:
 
 
 @functools.cache
-def _kernel(build: Build, device: int) -> ctypes.c_void_p:
+def _kernel(name: str, build: Build, device: int) -> ctypes.c_void_p:
     """The kernel's handle in the context of a device."""
     major, minor = torch.cuda.get_device_capability(device)
-    macros = [f"-D{name}={value}" for name, value in build.macros().items()]
-    code, _ = compiled("walk.cu", macros, f"sm_{major}{minor}")
+    macros = [f"-D{key}={value}" for key, value in build.macros(trace=name == "trace").items()]
+    file, entry = ("back.cu", b"fused_walk_back") if name == "back" else ("walk.cu", b"fused_walk")
+    code, _ = compiled(file, macros, f"sm_{major}{minor}")
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
     _call("cuModuleLoadData", ctypes.byref(module), code)
-    _call("cuModuleGetFunction", ctypes.byref(kernel), module, b"fused_walk")
-    _call("cuFuncSetAttribute", kernel, _SHARED_BYTES, build.shared_bytes)
+    _call("cuModuleGetFunction", ctypes.byref(kernel), module, entry)
+    _call("cuFuncSetAttribute", kernel, _SHARED_BYTES, _bytes(name, build))
     return kernel
 
 
-def launch(build: Build, task: ctypes.Structure, device: torch.device) -> None:
-    """Enqueue a walk on the current stream of a device.
+def _bytes(name: str, build: Build) -> int:
+    return build.back_bytes if name == "back" else build.shared_bytes
+
+
+def launch(name: str, build: Build, task: ctypes.Structure, device: torch.device) -> None:
+    """Enqueue a kernel on the current stream of a device.
 
     Args:
-        build: the kernel. task: its argument, copied at once. device: of all tensors.
+        name: ``"walk"``, ``"trace"`` or ``"back"``.
+        build: of the kernel. task: its argument, copied at once. device: of all tensors.
 
     Raises:
         CompileError: no NVRTC, or a source that it refuses.
@@ -65,8 +71,8 @@ def launch(build: Build, task: ctypes.Structure, device: torch.device) -> None:
     """
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
-        kernel = _kernel(build, torch.cuda.current_device())
+        kernel = _kernel(name, build, torch.cuda.current_device())
         args = (ctypes.c_void_p * 1)(ctypes.addressof(task))
-        grid, bytes_ = int(task.P) * build.CS, build.shared_bytes
-        rest = (ctypes.c_void_p(stream), args, None)
-        _call("cuLaunchKernel", kernel, grid, 1, 1, THREADS, 1, 1, bytes_, *rest)
+        grid, threads = int(task.P) * build.CS, THREADS // 2 if name == "back" else THREADS
+        rest = (_bytes(name, build), ctypes.c_void_p(stream), args, None)
+        _call("cuLaunchKernel", kernel, grid, 1, 1, threads, 1, 1, *rest)

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from recollect.engines.deep.fused.fitting import Build, runs_on
 from recollect.engines.deep.step_coefficients import Table
 
-__all__ = ["LAUNCHERS", "Task", "launcher", "run_walk"]
+__all__ = ["LAUNCHERS", "Launch", "Task", "aligned", "kept_batches", "launcher", "run_walk"]
 
 Weights = list[Tensor]
 
@@ -25,13 +25,14 @@ class Task(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("length", "full")),
         ("start", ctypes.c_void_p * 4),
         ("end", ctypes.c_void_p * 4),
-        ("y", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("y", "W", "h", "d", "slope", "bend", "e", "sums")),
         ("N", ctypes.c_int),
         ("P", ctypes.c_int),
     ]
 
 
-Launch = Callable[[Build, Task, torch.device], None]
+Launch = Callable[[str, Build, ctypes.Structure, torch.device], None]
+"""Of a kernel by name: ``"walk"``, ``"trace"`` or ``"back"``."""
 
 LAUNCHERS: dict[str, Launch] = {}
 """Who runs a walk, by type of device; tests put a simulator here."""
@@ -73,43 +74,43 @@ def run_walk(
     """
     N, P, n, _ = tokens[0].shape
     more, device = build.R - n, tokens[0].device
-    q, k, v = (_aligned(pad(x.to(torch.bfloat16), (0, 0, 0, more))) for x in tokens)
+    q, k, v = (aligned(pad(x.to(torch.bfloat16), (0, 0, 0, more))) for x in tokens)
     # Of fewer tokens than a batch has, no end is kept.
-    C = _aligned(pad(table.C, (0, more, 0, more)))
+    C = aligned(pad(table.C, (0, more, 0, more)))
 
     def row(x: Tensor | None) -> Tensor:
         x = C.new_ones(N, P, n) if x is None else x
-        return _aligned(pad(x, (0, more)))
+        return aligned(pad(x, (0, more)))
 
     a = row(table.a)
     length = row(k.float().square().sum(-1)[:, :, :n]) if build.normalised else a
     m, last = (row(table.m), row(table.D)) if build.momentum else (a, a)
-    s = a if table.s is None else _aligned(table.s)
+    s = a if table.s is None else aligned(table.s)
     A, S = memory
-    start = [_aligned(w) for w in (*A, *(S or ()))]
+    start = [aligned(w) for w in (*A, *(S or ()))]
     ends = [torch.empty_like(w) for w in start]
     y = C.new_empty(N, P, build.R, build.D)
-    full = _kept(commits, P, device)
+    full = kept_batches(commits, P, device)
     four = ctypes.c_void_p * 4
     task = Task(
         *(x.data_ptr() for x in (q, k, v, a, m, C, s, last, length, full)),
         four(*(w.data_ptr() for w in start)),
         four(*(w.data_ptr() for w in ends)),
         y.data_ptr(),
-        N,
-        P,
+        N=N,
+        P=P,
     )
-    launch(build, task, device)
+    launch("walk", build, task, device)
     return y[:, :, :n], ends[: len(A)], None if S is None else ends[len(A) :]
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """The same in one piece that begins at a multiple of 16 bytes, as copies of 16 bytes ask."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _kept(commits: Sequence[bool | Tensor], P: int, device: torch.device) -> Tensor:
+def kept_batches(commits: Sequence[bool | Tensor], P: int, device: torch.device) -> Tensor:
     """Batches whose end each row keeps, ``[P]``: always the first ones."""
     full = torch.full((P,), sum(x is True for x in commits), dtype=torch.int32, device=device)
     for mask in commits:

@@ -14,22 +14,10 @@
 //
 // Sizes and choices are macros: D channels of keys and values, R tokens of a batch, HS hidden units
 // of a block, CS blocks of a cluster, MOMENTUM, NORMALISED, RESIDUAL (0 or 1), CURVE, and ERROR_A,
-// ERROR_B of the error.
+// ERROR_B of the error. With TRACE nothing is read, and what the way back needs is written: W at
+// the start of every batch, h, d, f'(z) and f''(z) (A2' e), e, and |d|^2, |h|^2, |e|^2.
 #pragma once
-#include "primitives.cuh"
-
-constexpr int HALF = 256, THREADS = 2 * HALF, WARPS = 8;
-constexpr int LD = D + 8, LH = HS + 8;  // rows 16 bytes apart modulo 128: no bank conflicts
-constexpr int SLOTS = 1 + MOMENTUM, HIDDEN = CS * HS;
-constexpr float EPS = 1e-6f, TINY = 1.17549435e-38f;
-
-// A product [R, width]: its 16 rows by 8 columns over eight warps, each within one strip of rows.
-constexpr int STRIPS = R / 16, BESIDE = WARPS / STRIPS;
-constexpr int TH = (HS / 8 + BESIDE - 1) / BESIDE, TD = (D / 8 + BESIDE - 1) / BESIDE;
-// The state [HS, D] in tiles of 16 hidden units by 8 channels: WIDE of them in a row, per warp.
-constexpr int ACROSS = WARPS / (HS / 16), WIDE = D / 8 / ACROSS;
-static_assert(R % 16 == 0 && WARPS % STRIPS == 0, "tokens of a batch");
-static_assert(HS % 32 == 0 && HS <= 128 && D % 32 == 0 && WIDE % 2 == 0, "hidden units, channels");
+#include "layout.cuh"
 
 // The barriers of the walk, as tests name them.
 enum Place { BEGIN, HIDDEN_THERE, PREDICTED, ERROR_THERE, DELTA_THERE, SHARES, MOVED, READ, END };
@@ -43,6 +31,8 @@ struct Task {
   const float* start[4];               // A1 [P, hidden, D], A2 [P, D, hidden], then S1, S2
   float* end[4];
   float* y;                            // [N, P, R, D]
+  bf16 *W, *h, *d, *slope, *bend, *e;  // a trace: [N, P, slots, 2, hidden, D], [N, P, R, hidden or D]
+  float* sums;                         // [N, P, R, 4]
   int N, P;
 };
 
@@ -55,95 +45,10 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host counts otherwise");
 
-#if CURVE == 0  // gelu
-DEV void curve(float z, float& y, float& slope) {
-  const float c = 0.5f * (1.f + erff(z * 0.70710678f));
-  y = z * c, slope = c + z * 0.39894228f * expf(-0.5f * z * z);
-}
-#elif CURVE == 1  // gelu by tanh
-DEV void curve(float z, float& y, float& slope) {
-  const float t = tanhf(0.79788456f * z * (1.f + 0.044715f * z * z)), c = 0.5f * (1.f + t);
-  y = z * c, slope = c + 0.5f * z * (1.f - t * t) * 0.79788456f * (1.f + 0.134145f * z * z);
-}
-#elif CURVE == 2  // silu
-DEV void curve(float z, float& y, float& slope) {
-  const float c = 1.f / (1.f + expf(-z));
-  y = z * c, slope = c + y * (1.f - c);
-}
-#else  // relu
-DEV void curve(float z, float& y, float& slope) {
-  y = z > 0.f ? z : 0.f, slope = z > 0.f ? 1.f : 0.f;
-}
-#endif
-
-// acc[16, 8] += A[16, K] B', rows of B its columns; a points at the first row, b at the first.
-template <int K>
-DEV void dot_rows(float* acc, const bf16* a, int la, const bf16* b, int lb) {
-  const int l = tid() % 32;
-  u32 f[4], g[4];
-#pragma unroll
-  for (int i = 0; i < K; i += 32) {
-    ldm4(g, &b[(l % 8) * lb + i + (l / 8) * 8]);
-    ldm4(f, &a[(l % 16) * la + i + (l / 16) * 8]);
-    mma(acc, f, g);
-    ldm4(f, &a[(l % 16) * la + i + 16 + (l / 16) * 8]);
-    mma(acc, f, g + 2);
-  }
-}
-// acc[16, 8] += A[16, K] B[K, 8].
-template <int K>
-DEV void dot_columns(float* acc, const bf16* a, int la, const bf16* b, int lb) {
-  const int l = tid() % 32;
-  u32 f[4], g[4];
-#pragma unroll
-  for (int i = 0; i < K; i += 32) {
-    ldm4t(g, &b[(i + l) * lb]);
-    ldm4(f, &a[(l % 16) * la + i + (l / 16) * 8]);
-    mma(acc, f, g);
-    ldm4(f, &a[(l % 16) * la + i + 16 + (l / 16) * 8]);
-    mma(acc, f, g + 2);
-  }
-}
-DEV u32 scaled(u32 x, float first, float second) {
-  const float2 f = unpack(x);
-  return pack(f.x * first, f.y * second);
-}
-DEV void store2(bf16* p, u32 x) { *reinterpret_cast<u32*>(p) = x; }
-DEV u32 load2(const bf16* p) { return *reinterpret_cast<const u32*>(p); }
-// Over the four lanes that hold one row of a tile.
-DEV float over_row(float x) {
-  x += shuffle_xor(x, 1);
-  return x + shuffle_xor(x, 2);
-}
 DEV void sync_keys(int place) { sync_group(place, 1, HALF); }
 DEV void sync_queries(int place) { sync_group(place, 2, HALF); }
 
-// Where a warp's tiles of a product [R, width] are: its strip of rows, and its first column.
-struct Strip {
-  int row, warp, gr, gc;
-  DEV_IN Strip() {
-    const int w = tid() % HALF / 32, l = tid() % 32;
-    row = w % STRIPS * 16, warp = w / STRIPS, gr = l / 4, gc = l % 4 * 2;
-  }
-};
-
 // -- keys: eight warps, the state in their registers ---------------------------------------------
-
-struct State {
-  float W[SLOTS][2][WIDE][4];
-};
-
-struct Spot {  // the entries of the state that this thread holds
-  int hidden, first;
-  DEV_IN Spot() {
-    const int w = tid() / 32, l = tid() % 32;
-    hidden = w % (HS / 16) * 16 + l / 4, first = w / (HS / 16) * WIDE * 8 + l % 4 * 2;
-  }
-  DEV_IN size_t place(int map, size_t pair, int j, int e) const {
-    const size_t row = (size_t)cluster_rank() * HS + hidden + e / 2 * 8, at = first + j * 8 + e % 2;
-    return pair * HIDDEN * D + (map ? at * HIDDEN + row : row * D + at);
-  }
-};
 
 DEV void publish(const State& state, bf16 (*to)[2][HS * LD]) {
   const Spot spot;
@@ -160,8 +65,31 @@ DEV void publish(const State& state, bf16 (*to)[2][HS * LD]) {
         }
 }
 
-// z, h and f'(z) of this block's hidden units; |h|^2 of each row, by warp.
-DEV void hidden_units(Shared& s, int n, float (*slope)[4]) {
+DEV void keep_state(const State& state, const Task& task, size_t pair, int n) {
+  const Spot spot;
+  bf16* to = task.W + ((size_t)n * task.P + pair) * SLOTS * 2 * HIDDEN * D;
+#pragma unroll
+  for (int i = 0; i < SLOTS; i++)
+#pragma unroll
+    for (int map = 0; map < 2; map++)
+#pragma unroll
+      for (int j = 0; j < WIDE; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float* x = &state.W[i][map][j][2 * e];
+          const size_t row = (2 * i + map) * HIDDEN + cluster_rank() * HS + spot.hidden + e * 8;
+          store2(&to[row * D + spot.first + j * 8], pack(x[0], x[1]));
+        }
+}
+
+// Rows of this block's hidden units in a trace, [N, P, R, hidden].
+DEV size_t trace_row(const Task& task, int n, int r) {
+  const size_t pair = block() / CS;
+  return ((n * (size_t)task.P + pair) * R + r) * HIDDEN + cluster_rank() * HS;
+}
+
+// z, h and f'(z) (for a trace z in its place) of this block's hidden units; |h|^2 of each row, by warp.
+DEV void hidden_units(Shared& s, const Task& task, int n, float (*slope)[4]) {
   const Strip strip;
   const bf16* A = s.W[n & 1][0][0];
   float own[2] = {0, 0};
@@ -172,9 +100,16 @@ DEV void hidden_units(Shared& s, int n, float (*slope)[4]) {
     float z[4] = {0, 0, 0, 0}, h[4];
     dot_rows<D>(z, &s.k[n & 1][strip.row * LD], LD, &A[col * LD], LD);
 #pragma unroll
-    for (int e = 0; e < 4; e++) curve(z[e], h[e], slope[j][e]);
+    for (int e = 0; e < 4; e++) {
+      curve(z[e], h[e], slope[j][e]);
+      if (TRACE) slope[j][e] = z[e];
+    }
 #pragma unroll
     for (int e = 0; e < 2; e++) {
+      if (TRACE) {
+        const size_t at = trace_row(task, n, strip.row + strip.gr + e * 8) + col + strip.gc;
+        store2(&task.h[at], pack(h[2 * e], h[2 * e + 1]));
+      }
       own[e] += h[2 * e] * h[2 * e] + h[2 * e + 1] * h[2 * e + 1];
       store2(&s.h[n & 1][(strip.row + strip.gr + e * 8) * LH + col + strip.gc],
              pack(h[2 * e], h[2 * e + 1]));
@@ -212,7 +147,7 @@ DEV void predict(Shared& s, int n) {
 }
 
 // e of all channels, in every block; |e|^2 of each row, by warp.
-DEV void find_error(Shared& s, int n) {
+DEV void find_error(Shared& s, const Task& task, int n) {
   const Strip strip;
   float own[2] = {0, 0};
 #pragma unroll
@@ -236,6 +171,8 @@ DEV void find_error(Shared& s, int n) {
       x = ERROR_A * x - ERROR_B * v.x, y = ERROR_A * y - ERROR_B * v.y;
       own[e] += x * x + y * y;
       store2(&s.e[r * LD + col], pack(x, y));
+      if (TRACE && cluster_rank() == 0)
+        store2(&task.e[(((size_t)n * task.P + block() / CS) * R + r) * D + col], pack(x, y));
     }
   }
   if (NORMALISED)
@@ -247,7 +184,7 @@ DEV void find_error(Shared& s, int n) {
 }
 
 // d = f'(z) (A2' e) of this block's hidden units; |d|^2 of each row, by warp.
-DEV void turn_back(Shared& s, int n, const float (*slope)[4]) {
+DEV void turn_back(Shared& s, const Task& task, int n, float (*slope)[4]) {
   const Strip strip;
   float own[2] = {0, 0};
 #pragma unroll
@@ -258,9 +195,25 @@ DEV void turn_back(Shared& s, int n, const float (*slope)[4]) {
     dot_rows<D>(u, &s.e[strip.row * LD], LD, &s.W[n & 1][0][1][col * LD], LD);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
+      if (TRACE) {
+        const size_t at = trace_row(task, n, strip.row + strip.gr + e * 8) + col + strip.gc;
+        float bend[2], h;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          float& f = slope[j][2 * e + i];
+          bend[i] = u[2 * e + i] * curve_bend(f);
+          curve(f, h, f);
+        }
+        store2(&task.bend[at], pack(bend[0], bend[1]));
+        store2(&task.slope[at], pack(slope[j][2 * e], slope[j][2 * e + 1]));
+      }
       const float x = u[2 * e] * slope[j][2 * e], y = u[2 * e + 1] * slope[j][2 * e + 1];
       own[e] += x * x + y * y;
       store2(&s.d[(strip.row + strip.gr + e * 8) * LH + col + strip.gc], pack(x, y));
+      if (TRACE) {
+        const size_t at = trace_row(task, n, strip.row + strip.gr + e * 8) + col + strip.gc;
+        store2(&task.d[at], pack(x, y));
+      }
     }
   }
   if (NORMALISED)
@@ -272,7 +225,7 @@ DEV void turn_back(Shared& s, int n, const float (*slope)[4]) {
 }
 
 // rho = <e, e>/a / (|k|^2 |d|^2 + |h|^2 |e|^2 + eps |e|^2), and what it makes of c and D.
-DEV void weigh(Shared& s, int n, bool kept) {
+DEV void weigh(Shared& s, const Task& task, int n, bool kept) {
   const float *c = &s.C[n & 1][(R - 1) * R], *last = s.last[n & 1];
   if (!NORMALISED) {
     if (tid() < R) {
@@ -296,6 +249,10 @@ DEV void weigh(Shared& s, int n, bool kept) {
     const float rho = e / (ERROR_A * fmaxf(below, TINY));
     if (sub == 0) {
       s.rho[r] = rho;
+      if (TRACE && cluster_rank() == 0) {
+        float* to = task.sums + (((size_t)n * task.P + block() / CS) * R + r) * 4;
+        to[0] = d, to[1] = h, to[2] = e, to[3] = rho;
+      }
       s.w[0][r] = kept ? rho * c[r] : 0.f;
       if (MOMENTUM) s.w[1][r] = kept ? rho * last[r] : 0.f;
     }
@@ -367,19 +324,20 @@ DEV void walk_keys(Shared& s, const Task& task) {
   sync_block(BEGIN);
   for (int n = 0; n < task.N; n++) {
     float slope[TH][4];
-    hidden_units(s, n, slope);
+    if (TRACE) keep_state(state, task, pair, n);
+    hidden_units(s, task, n, slope);
     sync_keys(HIDDEN_THERE);
     predict(s, n);
     sync_cluster(PREDICTED);
-    find_error(s, n);
+    find_error(s, task, n);
     sync_keys(ERROR_THERE);
-    turn_back(s, n, slope);
+    turn_back(s, task, n, slope);
     if (NORMALISED) {
       sync_cluster(DELTA_THERE);
-      weigh(s, n, n < full);
+      weigh(s, task, n, n < full);
       sync_keys(SHARES);
     } else {
-      weigh(s, n, n < full);
+      weigh(s, task, n, n < full);
       sync_keys(DELTA_THERE);
     }
     move(state, s, n, n < full);
@@ -547,14 +505,14 @@ DEV void walk_queries(Shared& s, const Task& task) {
   wait_copies();
   sync_block(BEGIN);
   for (int n = 0; n <= task.N; n++) {
-    if (n > 0) {
+    if (n > 0 && !TRACE) {
       read_hidden(s, (n - 1) & 1);
       sync_queries(READ);
       read_output(s, (n - 1) & 1);
     }
     sync_cluster(PREDICTED);
     if (n < task.N) fetch(s, task, pair, n);
-    if (n > 0) hand_out(s, task, pair, n - 1);
+    if (n > 0 && !TRACE) hand_out(s, task, pair, n - 1);
     if (n == task.N) break;
     if (NORMALISED) sync_cluster(DELTA_THERE);
     wait_copies();
@@ -571,11 +529,6 @@ DEV void walk(Shared& s, const Task& task) {
 }
 
 #ifndef SIMULATED
-#if __CUDA_ARCH__ >= 900
-#define CLUSTERED __cluster_dims__(CS, 1, 1)
-#else
-#define CLUSTERED
-#endif
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) fused_walk(const Task task) {
   extern __shared__ __align__(16) unsigned char raw[];
   walk(*reinterpret_cast<Shared*>(raw), task);
