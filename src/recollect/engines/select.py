@@ -23,7 +23,7 @@ from recollect.state.state import State
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
-__all__ = ["ENGINES", "Engine", "Selection", "select"]
+__all__ = ["ASKED", "ENGINES", "Engine", "Selection", "select"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +147,20 @@ ENGINES: tuple[Engine, ...] = (
     ),
 )
 
+ASKED: tuple[Engine, ...] = (
+    Engine(
+        name="fused",
+        refuses=deep.fused_refuses,
+        describes=deep.fused_describes,
+        run=deep.run,
+        plan=deep.fused_plan,
+        token=deep.token,
+        cost=deep.flops,
+        reading=deep.reading,
+    ),
+)
+"""Engines that run only where a caller names them: what they give differs, in precision here."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
@@ -173,7 +187,8 @@ def select(recipe: Recipe, method: str = "auto") -> Selection:
     Args:
         recipe: to be run.
         method: ``"auto"``, ``"reference"``, or an engine's name. ``"torch"`` is ``"auto"`` without
-            flash-linear-attention, and ``"fla"`` the engine whose products that takes.
+            flash-linear-attention, and ``"fla"`` the engine whose products that takes. ``"fused"``
+            is never chosen by itself: `deep`, with a CUDA kernel that multiplies in bfloat16.
 
     Raises:
         ValueError: an unknown method.
@@ -185,7 +200,7 @@ def select(recipe: Recipe, method: str = "auto") -> Selection:
         >>> rc.select(rc.Recipe(), "reference").engine.name
         'reference'
     """
-    names = [engine.name for engine in ENGINES]
+    names = [engine.name for engine in (*ENGINES, *ASKED)]
     if method in ("torch", "fla"):
         method = "auto"
     if method not in ("auto", *names):
@@ -193,7 +208,8 @@ def select(recipe: Recipe, method: str = "auto") -> Selection:
             f"method={method!r} is unknown: use 'auto', 'torch', 'fla' or one of {', '.join(names)}"
         )
     refused: dict[str, list[str]] = {}
-    for engine in ENGINES:
+    asked = [engine for engine in ASKED if engine.name == method]
+    for engine in asked or ENGINES:
         reasons = engine.refuses(recipe)
         if method == engine.name and reasons:
             able = [e.name for e in ENGINES if not e.refuses(recipe)]

@@ -2,6 +2,27 @@
 
 from recollect.engines.deep.chain.token import token
 from recollect.engines.deep.cost import flops, reading
-from recollect.engines.deep.engine import describes, plan, refuses, run, way
+from recollect.engines.deep.engine import (
+    describes,
+    fused_describes,
+    fused_plan,
+    fused_refuses,
+    plan,
+    refuses,
+    run,
+    way,
+)
 
-__all__ = ["describes", "flops", "plan", "reading", "refuses", "run", "token", "way"]
+__all__ = [
+    "describes",
+    "flops",
+    "fused_describes",
+    "fused_plan",
+    "fused_refuses",
+    "plan",
+    "reading",
+    "refuses",
+    "run",
+    "token",
+    "way",
+]

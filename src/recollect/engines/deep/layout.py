@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from recollect.choices.memory.base import LinearMap, Stack
 from recollect.engines.common.problem import Problem, join
 from recollect.engines.deep.chain.engine import Chain
+from recollect.engines.deep.fused.fitting import Build
 from recollect.engines.deep.gradient_factors import Points
 from recollect.engines.deep.share import Normalizer
 from recollect.engines.deep.step_coefficients import Rule, Table, tables
@@ -72,6 +73,7 @@ class DeepPlan:
         chain: the memory as a chain of maps, where everything else is plain enough for `chain`.
         normalizer: what scales every association's gradient, if the algorithm normalises.
         bare: whether `chain.token` decodes. widths: of h and δ of the first map, of the next, ….
+        fused: the build of the fused walk, where it was asked for and the sizes are its own.
     """
 
     recipe: Recipe
@@ -92,6 +94,7 @@ class DeepPlan:
     normalizer: Normalizer | None
     bare: bool
     widths: tuple[int, ...]
+    fused: Build | None = None
 
 
 # -- alignment over rows --------------------------------------------------------------------------

@@ -81,6 +81,7 @@ def run_chain(
     memory: tuple[Weights, Weights | None],
     *,
     outer: bool,
+    walker: Any = None,
 ) -> tuple[Tensor, Weights, Weights | None]:
     """Outputs ``[N, P, b G, V]``, and A and S after the last batch.
 
@@ -88,12 +89,15 @@ def run_chain(
         keys: ``[N, B, H, R, ·]`` by name. queries: features and, where they differ, raw queries,
             ``[N, B, H, b G, ·]``. memory: A and S, ``[P, out, in]``.
         outer: whether gradients will be asked for.
+        walker: who goes from border to border where they will be (`ChainSpec.walker`).
     """
     flat = {name: x.flatten(1, 2) for name, x in keys.items()}
     k, v = flat.pop("phi"), flat.pop("v")
     raw = flat.pop("raw", k)
     A, S = memory
     tall = tuple(w.shape[-1] <= w.shape[-2] for w in A)
+    if walker is not None:
+        tall = (True, False)  # of two maps as wide as high too
     pairs: list[tuple[Tensor, ...]] = (
         [(a,) for a in A] if S is None else list(zip(A, S, strict=True))
     )
@@ -109,6 +113,7 @@ def run_chain(
         tall=tall,
         keep=outer,
         target=chain.target,
+        walker=walker,
     )
     T, c = _transitions(table)
     features, raw_queries = (None if q is None else q.flatten(1, 2) for q in queries)
@@ -225,11 +230,12 @@ class _ChainFunction(HandWritten):
     @staticmethod
     def forward(ctx: Any, spec: ChainSpec, commits: Commits, *flat: Any) -> tuple[Tensor, ...]:
         keys, queries, memory = _named(spec, flat)
-        ctx.spec, ctx.commits, ctx.spans = spec, commits, _spans(keys, memory)
+        ctx.spec, ctx.commits = spec, commits
+        ctx.spans = _spans(keys, memory) if spec.walker is None else [(0, keys.k.shape[0])]
         outputs: Tensors = []
         ctx.traces, buffers = [], ScratchBuffers(reused=False)
         for here in ctx.spans:
-            trace = forward(spec, keys.cut(*here), memory, commits[slice(*here)], buffers)
+            trace = _walked(spec, keys.cut(*here), memory, commits[slice(*here)], buffers)
             y, caches = read(spec, trace, queries.cut(*here))
             outputs.append(y)
             ctx.traces.append((trace, caches))
@@ -246,6 +252,15 @@ class _ChainFunction(HandWritten):
         if torch.is_grad_enabled():
             return None, None, *_differentiable_gradient(spec, ctx.commits, flat, needs, grads)
         return None, None, *_gradient(spec, ctx, flat, needs, grads)
+
+
+def _walked(
+    spec: ChainSpec, keys: Keys, memory: Tensors, commits: Commits, buffers: ScratchBuffers
+) -> ForwardTrace:
+    """From border to border, by the spec's walker where it has one."""
+    if spec.walker is None:
+        return forward(spec, keys, memory, commits, buffers)
+    return spec.walker.forward(spec, keys, memory, commits)
 
 
 def _named(spec: ChainSpec, flat: Sequence[Any]) -> tuple[Keys, QueryBatch, Tensors]:
@@ -280,7 +295,11 @@ def _gradient(
         span = slice(*here)
         part = queries.cut(*here)
         of_reads = backward_read(spec, trace, part, caches, grads[0][span])
-        of_keys = backward(spec, keys.cut(*here), trace, ctx.commits[span], asks, of_reads, ends)
+        if spec.walker is None:
+            cut = keys.cut(*here)
+            of_keys = backward(spec, cut, trace, ctx.commits[span], asks, of_reads, ends)
+        else:
+            of_keys = spec.walker.backward(spec, keys, trace, asks, of_reads, ends)
         gradient_of = {"T": of_keys.T, "k": of_keys.k, "v": of_keys.v, "raw": of_keys.raw}
         gradient_of |= {"c": of_keys.c, "q": of_reads.q, "C": of_reads.C, "scale": of_reads.scale}
         gradient_of |= of_keys.gates

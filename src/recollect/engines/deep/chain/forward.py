@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class ChainSpec:
         tall: per map, whether it is kept as ``[in, out]``.
         keep: whether the backward pass will come.
         target: `Bias.target` where every association is scaled by its share, else ``None``.
+        walker: who goes from border to border in place of `forward` and `backward`, if anybody.
     """
 
     curve: Curve
@@ -60,6 +62,7 @@ class ChainSpec:
     tall: tuple[bool, ...]
     keep: bool
     target: float | None = None
+    walker: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,8 @@ class SavedStacks:
 class ForwardTrace:
     """M at every batch's start, and after the last; inputs h and gradients δ of every map.
 
-    ``shares`` are not in δ, where there are any.
+    Shares ρ, ``rho [N, P, R]``, are not in δ, where there are any. ``walked`` is what a `Walker`
+    keeps for its own backward pass.
     """
 
     M: Tensors
@@ -115,6 +119,8 @@ class ForwardTrace:
     h: Tensors
     saved: SavedStacks | None
     shares: Shares | None = None
+    rho: Tensor | None = None
+    walked: object = None
 
 
 LARGE = 2**14
@@ -279,6 +285,7 @@ def forward(
         h=hs,
         saved=saved,
         shares=shares,
+        rho=None if shares is None else shares.rho,
     )
 
 

@@ -94,7 +94,7 @@ def read(
 def _coefficients(trace: ForwardTrace, queries: QueryBatch) -> Tensor:
     """C, or C′ = ρ C, ``[N P, rows, R]``."""
     C = queries.C.flatten(0, 1)
-    return C if trace.shares is None else C * trace.shares.rho.flatten(0, 1).unsqueeze(1)
+    return C if trace.rho is None else C * trace.rho.flatten(0, 1).unsqueeze(1)
 
 
 def read_by_autograd(
@@ -182,8 +182,8 @@ def backward_read(
             right.append(cache.x)
         x = x.baddbmm_(mask, h)
         z = x if cache.slope is None else x.mul_(cache.slope)
-    if trace.shares is not None:
-        to_C.mul_(trace.shares.rho.flatten(0, 1).unsqueeze(1))
+    if trace.rho is not None:
+        to_C.mul_(trace.rho.flatten(0, 1).unsqueeze(1))
     for factors in (hs, deltas, left, right):
         factors.reverse()
     hs, deltas, left, right = (

@@ -1,0 +1,536 @@
+// The walk of a memory of two maps over its inner batches, and all reads on the way.
+//
+//   keys, at batch n    z = A1 k,  h = f(z),  p = A2 h (+ k),  e = a p - b v,
+//                       d = f'(z) (A2' e),  w_r = rho_r c_r,
+//                       A <- a A + m S + sum_r w_r d_r k_r',   S <- s S + sum_r rho_r D_r d_r k_r'
+//   queries, at batch   z = a_t A1 x + m_t S1 x + sum_i C[t, i] rho_i (x . k_i) d_i,  x1 = f(z),
+//   n - 1               y = a_t A2 x1 + m_t S2 x1 + sum_i C[t, i] rho_i (x1 . h_i) e_i (+ x)
+//
+// A cluster of blocks shares one memory: each holds HS hidden units, rows of A1 and columns of A2,
+// in the float32 accumulators of its first eight warps, for the whole sequence. What is multiplied
+// is a bfloat16 copy in shared memory, of this batch and of the one before, which the other eight
+// warps read at their queries. Sums over hidden units (p, y, |h|^2, |d|^2) go through the shared
+// memory of the cluster. docs/design/fused-kernel.md derives sizes and barriers.
+//
+// Sizes and choices are macros: D channels of keys and values, R tokens of a batch, HS hidden units
+// of a block, CS blocks of a cluster, MOMENTUM, NORMALISED, RESIDUAL (0 or 1), CURVE, and ERROR_A,
+// ERROR_B of the error. With TRACE nothing is read, and what the way back needs is written: W at
+// the start of every batch, h, d, f'(z) and f''(z) (A2' e), e, and |d|^2, |h|^2, |e|^2.
+#pragma once
+#include "layout.cuh"
+
+// The barriers of the walk, as tests name them.
+enum Place { BEGIN, HIDDEN_THERE, PREDICTED, ERROR_THERE, DELTA_THERE, SHARES, MOVED, READ, END };
+
+struct Task {
+  // Tokens [N, P, R, D] in bfloat16; coefficients [N, P, ...]: a, m [R], C [R, R], s [], D [R].
+  const bf16 *q, *k, *v;
+  const float *a, *m, *C, *s, *last;
+  const float* length;                 // |k|^2, [N, P, R], where steps are normalised
+  const int* full;                     // [P]: batches whose end is kept
+  const float* start[4];               // A1 [P, hidden, D], A2 [P, D, hidden], then S1, S2
+  float* end[4];
+  float* y;                            // [N, P, R, D]
+  bf16 *W, *h, *d, *slope, *bend, *e;  // a trace: [N, P, slots, 2, hidden, D], [N, P, R, hidden or D]
+  float* sums;                         // [N, P, R, 4]
+  int N, P;
+};
+
+struct Shared {
+  bf16 W[2][SLOTS][2][HS * LD];        // by batch: A and S, maps 1 and 2, hidden units in rows
+  bf16 k[2][R * LD], v[2][R * LD], q[R * LD], h[2][R * LH], x[R * LH], d[R * LH], e[R * LD];
+  float part[2][R * D], read[2][R * D];
+  float C[2][R * R], a[2][R], m[2][R], last[2][R], length[2][R], s[2][4];
+  float hh[R * BESIDE], dd[R * BESIDE], ee[R * BESIDE], hsum[2][R], w[2][R], rho[R];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "the host counts otherwise");
+
+DEV void sync_keys(int place) { sync_group(place, 1, HALF); }
+DEV void sync_queries(int place) { sync_group(place, 2, HALF); }
+
+// -- keys: eight warps, the state in their registers ---------------------------------------------
+
+DEV void publish(const State& state, bf16 (*to)[2][HS * LD]) {
+  const Spot spot;
+#pragma unroll
+  for (int i = 0; i < SLOTS; i++)
+#pragma unroll
+    for (int map = 0; map < 2; map++)
+#pragma unroll
+      for (int j = 0; j < WIDE; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float* x = &state.W[i][map][j][2 * e];
+          store2(&to[i][map][(spot.hidden + e * 8) * LD + spot.first + j * 8], pack(x[0], x[1]));
+        }
+}
+
+DEV void keep_state(const State& state, const Task& task, size_t pair, int n) {
+  const Spot spot;
+  bf16* to = task.W + ((size_t)n * task.P + pair) * SLOTS * 2 * HIDDEN * D;
+#pragma unroll
+  for (int i = 0; i < SLOTS; i++)
+#pragma unroll
+    for (int map = 0; map < 2; map++)
+#pragma unroll
+      for (int j = 0; j < WIDE; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float* x = &state.W[i][map][j][2 * e];
+          const size_t row = (2 * i + map) * HIDDEN + cluster_rank() * HS + spot.hidden + e * 8;
+          store2(&to[row * D + spot.first + j * 8], pack(x[0], x[1]));
+        }
+}
+
+// Rows of this block's hidden units in a trace, [N, P, R, hidden].
+DEV size_t trace_row(const Task& task, int n, int r) {
+  const size_t pair = block() / CS;
+  return ((n * (size_t)task.P + pair) * R + r) * HIDDEN + cluster_rank() * HS;
+}
+
+// z, h and f'(z) (for a trace z in its place) of this block's hidden units; |h|^2 of each row, by warp.
+DEV void hidden_units(Shared& s, const Task& task, int n, float (*slope)[4]) {
+  const Strip strip;
+  const bf16* A = s.W[n & 1][0][0];
+  float own[2] = {0, 0};
+#pragma unroll
+  for (int j = 0; j < TH; j++) {
+    const int col = (strip.warp * TH + j) * 8;
+    if (col >= HS) break;
+    float z[4] = {0, 0, 0, 0}, h[4];
+    dot_rows<D>(z, &s.k[n & 1][strip.row * LD], LD, &A[col * LD], LD);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      curve(z[e], h[e], slope[j][e]);
+      if (TRACE) slope[j][e] = z[e];
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      if (TRACE) {
+        const size_t at = trace_row(task, n, strip.row + strip.gr + e * 8) + col + strip.gc;
+        store2(&task.h[at], pack(h[2 * e], h[2 * e + 1]));
+      }
+      own[e] += h[2 * e] * h[2 * e] + h[2 * e + 1] * h[2 * e + 1];
+      store2(&s.h[n & 1][(strip.row + strip.gr + e * 8) * LH + col + strip.gc],
+             pack(h[2 * e], h[2 * e + 1]));
+    }
+  }
+  if (NORMALISED)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float x = over_row(own[e]);
+      if (strip.gc == 0) s.hh[(strip.row + strip.gr + e * 8) * BESIDE + strip.warp] = x;
+    }
+}
+
+// What this block's hidden units say, to be summed over the cluster.
+DEV void predict(Shared& s, int n) {
+  const Strip strip;
+#pragma unroll 1
+  for (int j = 0; j < TD; j++) {
+    const int col = (strip.warp * TD + j) * 8;
+    if (col >= D) break;
+    float p[4] = {0, 0, 0, 0};
+    dot_columns<HS>(p, &s.h[n & 1][strip.row * LH], LH, &s.W[n & 1][0][1][col], LD);
+#pragma unroll
+    for (int e = 0; e < 2; e++)
+      *reinterpret_cast<float2*>(
+          &s.part[n & 1][(strip.row + strip.gr + e * 8) * D + col + strip.gc]) =
+          float2{p[2 * e], p[2 * e + 1]};
+  }
+  if (NORMALISED && tid() < R) {
+    float x = 0;
+#pragma unroll
+    for (int i = 0; i < BESIDE; i++) x += s.hh[tid() * BESIDE + i];
+    s.hsum[n & 1][tid()] = x;
+  }
+}
+
+// e of all channels, in every block; |e|^2 of each row, by warp.
+DEV void find_error(Shared& s, const Task& task, int n) {
+  const Strip strip;
+  float own[2] = {0, 0};
+#pragma unroll
+  for (int j = 0; j < TD; j++) {
+    const int col = (strip.warp * TD + j) * 8 + strip.gc;
+    if (col >= D) break;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int r = strip.row + strip.gr + e * 8;
+      float x = 0, y = 0;
+#pragma unroll 4
+      for (int c = 0; c < CS; c++) {
+        const float2 f = peer2(&s.part[n & 1][r * D + col], c);
+        x += f.x, y += f.y;
+      }
+      if (RESIDUAL) {
+        const float2 f = unpack(load2(&s.k[n & 1][r * LD + col]));
+        x += f.x, y += f.y;
+      }
+      const float2 v = unpack(load2(&s.v[n & 1][r * LD + col]));
+      x = ERROR_A * x - ERROR_B * v.x, y = ERROR_A * y - ERROR_B * v.y;
+      own[e] += x * x + y * y;
+      store2(&s.e[r * LD + col], pack(x, y));
+      if (TRACE && cluster_rank() == 0)
+        store2(&task.e[(((size_t)n * task.P + block() / CS) * R + r) * D + col], pack(x, y));
+    }
+  }
+  if (NORMALISED)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float x = over_row(own[e]);
+      if (strip.gc == 0) s.ee[(strip.row + strip.gr + e * 8) * BESIDE + strip.warp] = x;
+    }
+}
+
+// d = f'(z) (A2' e) of this block's hidden units; |d|^2 of each row, by warp.
+DEV void turn_back(Shared& s, const Task& task, int n, float (*slope)[4]) {
+  const Strip strip;
+  float own[2] = {0, 0};
+#pragma unroll
+  for (int j = 0; j < TH; j++) {
+    const int col = (strip.warp * TH + j) * 8;
+    if (col >= HS) break;
+    float u[4] = {0, 0, 0, 0};
+    dot_rows<D>(u, &s.e[strip.row * LD], LD, &s.W[n & 1][0][1][col * LD], LD);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      if (TRACE) {
+        const size_t at = trace_row(task, n, strip.row + strip.gr + e * 8) + col + strip.gc;
+        float bend[2], h;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          float& f = slope[j][2 * e + i];
+          bend[i] = u[2 * e + i] * curve_bend(f);
+          curve(f, h, f);
+        }
+        store2(&task.bend[at], pack(bend[0], bend[1]));
+        store2(&task.slope[at], pack(slope[j][2 * e], slope[j][2 * e + 1]));
+      }
+      const float x = u[2 * e] * slope[j][2 * e], y = u[2 * e + 1] * slope[j][2 * e + 1];
+      own[e] += x * x + y * y;
+      store2(&s.d[(strip.row + strip.gr + e * 8) * LH + col + strip.gc], pack(x, y));
+      if (TRACE) {
+        const size_t at = trace_row(task, n, strip.row + strip.gr + e * 8) + col + strip.gc;
+        store2(&task.d[at], pack(x, y));
+      }
+    }
+  }
+  if (NORMALISED)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float x = over_row(own[e]);
+      if (strip.gc == 0) s.dd[(strip.row + strip.gr + e * 8) * BESIDE + strip.warp] = x;
+    }
+}
+
+// rho = <e, e>/a / (|k|^2 |d|^2 + |h|^2 |e|^2 + eps |e|^2), and what it makes of c and D.
+DEV void weigh(Shared& s, const Task& task, int n, bool kept) {
+  const float *c = &s.C[n & 1][(R - 1) * R], *last = s.last[n & 1];
+  if (!NORMALISED) {
+    if (tid() < R) {
+      s.w[0][tid()] = kept ? c[tid()] : 0.f;
+      if (MOMENTUM) s.w[1][tid()] = kept ? last[tid()] : 0.f;
+    }
+    return;
+  }
+  const int sub = tid() % 8;
+#pragma unroll
+  for (int r = tid() / 8; r < R; r += HALF / 8) {
+    float d = 0, h = 0, e = 0;
+    for (int i = sub; i < CS * BESIDE; i += 8)
+      d += peer1(&s.dd[r * BESIDE + i % BESIDE], i / BESIDE);
+    for (int i = sub; i < CS; i += 8) h += peer1(&s.hsum[n & 1][r], i);
+    if (sub < BESIDE) e = s.ee[r * BESIDE + sub];
+#pragma unroll
+    for (int mask = 1; mask < 8; mask *= 2)
+      d += shuffle_xor(d, mask), h += shuffle_xor(h, mask), e += shuffle_xor(e, mask);
+    const float below = s.length[n & 1][r] * d + h * e + EPS * e;
+    const float rho = e / (ERROR_A * fmaxf(below, TINY));
+    if (sub == 0) {
+      s.rho[r] = rho;
+      if (TRACE && cluster_rank() == 0) {
+        float* to = task.sums + (((size_t)n * task.P + block() / CS) * R + r) * 4;
+        to[0] = d, to[1] = h, to[2] = e, to[3] = rho;
+      }
+      s.w[0][r] = kept ? rho * c[r] : 0.f;
+      if (MOMENTUM) s.w[1][r] = kept ? rho * last[r] : 0.f;
+    }
+  }
+}
+
+DEV void move(State& state, Shared& s, int n, bool kept) {
+  const int l = tid() % 32, w = tid() / 32, mine = w % (HS / 16) * 16;
+  const int first = w / (HS / 16) * WIDE * 8;
+  const float ta = kept ? s.a[n & 1][R - 1] : 1.f, tm = kept && MOMENTUM ? s.m[n & 1][R - 1] : 0.f;
+  const float ts = kept && MOMENTUM ? s.s[n & 1][0] : 1.f;
+#pragma unroll
+  for (int map = 0; map < 2; map++)
+#pragma unroll
+    for (int j = 0; j < WIDE; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        float& A = state.W[0][map][j][e];
+        A *= ta;
+        if (MOMENTUM) {
+          float& S = state.W[SLOTS - 1][map][j][e];
+          A += tm * S, S *= ts;
+        }
+      }
+  const int token = l % 8 + l / 16 * 8, unit = mine + l / 8 % 2 * 8, t = l % 4 * 2;
+#pragma unroll
+  for (int map = 0; map < 2; map++)
+#pragma unroll
+    for (int i = 0; i < R; i += 16) {
+      u32 f[4], b[4];
+      ldm4t(f, map ? &s.h[n & 1][(i + token) * LH + unit] : &s.d[(i + token) * LH + unit]);
+      const bf16* side = map ? s.e : s.k[n & 1];
+      u32 own[SLOTS][4];
+#pragma unroll
+      for (int slot = 0; slot < SLOTS; slot++)
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+          const float* weight = &s.w[slot][i + t + x / 2 * 8];
+          own[slot][x] = scaled(f[x], weight[0], weight[1]);
+        }
+
+#pragma unroll
+      for (int j = 0; j < WIDE; j += 2) {
+        ldm4t(b, &side[(i + l % 16) * LD + first + j * 8 + l / 16 * 8]);
+#pragma unroll
+        for (int slot = 0; slot < SLOTS; slot++) {
+          mma(state.W[slot][map][j], own[slot], b);
+          mma(state.W[slot][map][j + 1], own[slot], b + 2);
+        }
+      }
+    }
+}
+
+DEV void walk_keys(Shared& s, const Task& task) {
+  const size_t pair = block() / CS;
+  const int full = task.full[pair];
+  const Spot spot;
+  State state;
+#pragma unroll
+  for (int i = 0; i < SLOTS; i++)
+#pragma unroll
+    for (int map = 0; map < 2; map++)
+#pragma unroll
+      for (int j = 0; j < WIDE; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          state.W[i][map][j][e] = task.start[2 * i + map][spot.place(map, pair, j, e)];
+  publish(state, s.W[0]);
+  sync_block(BEGIN);
+  for (int n = 0; n < task.N; n++) {
+    float slope[TH][4];
+    if (TRACE) keep_state(state, task, pair, n);
+    hidden_units(s, task, n, slope);
+    sync_keys(HIDDEN_THERE);
+    predict(s, n);
+    sync_cluster(PREDICTED);
+    find_error(s, task, n);
+    sync_keys(ERROR_THERE);
+    turn_back(s, task, n, slope);
+    if (NORMALISED) {
+      sync_cluster(DELTA_THERE);
+      weigh(s, task, n, n < full);
+      sync_keys(SHARES);
+    } else {
+      weigh(s, task, n, n < full);
+      sync_keys(DELTA_THERE);
+    }
+    move(state, s, n, n < full);
+    publish(state, s.W[(n + 1) & 1]);
+    sync_block(MOVED);
+  }
+#pragma unroll
+  for (int i = 0; i < SLOTS; i++)
+#pragma unroll
+    for (int map = 0; map < 2; map++)
+#pragma unroll
+      for (int j = 0; j < WIDE; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          task.end[2 * i + map][spot.place(map, pair, j, e)] = state.W[i][map][j][e];
+  sync_cluster(PREDICTED);
+  sync_cluster(END);
+}
+
+// -- queries: eight warps, one batch behind -------------------------------------------------------
+
+// Brings rows of numbers from device memory, 16 bytes at a time, past the registers.
+template <int COUNT, int ROW, int STRIDE, class T>
+DEV void bring(T* to, const T* from) {
+  constexpr int MANY = 16 / sizeof(T);
+  static_assert(ROW % MANY == 0, "pieces of 16 bytes");
+#pragma unroll
+  for (int i = tid() % HALF; i < COUNT / MANY; i += HALF)
+    copy_async(&to[i * MANY / ROW * STRIDE + i * MANY % ROW], &from[i * MANY]);
+}
+
+// Keys, values and coefficients of batch n + 1, into the side that batch n - 1 no longer needs,
+// and queries of batch n.
+DEV void fetch(Shared& s, const Task& task, size_t pair, int n) {
+  const size_t now = (size_t)n * task.P + pair, next = now + task.P;
+  const int side = (n + 1) & 1, t = tid() % HALF;
+  if (n >= 0) bring<R * D, D, LD>(s.q, task.q + now * R * D);
+  if (n + 1 < task.N) {
+    bring<R * D, D, LD>(s.k[side], task.k + next * R * D);
+    bring<R * D, D, LD>(s.v[side], task.v + next * R * D);
+    bring<R * R, R, R>(s.C[side], task.C + next * R * R);
+    bring<R, R, R>(s.a[side], task.a + next * R);
+    if (MOMENTUM) {
+      bring<R, R, R>(s.m[side], task.m + next * R);
+      bring<R, R, R>(s.last[side], task.last + next * R);
+      if (t == 0) s.s[side][0] = task.s[next];
+    }
+    if (NORMALISED) bring<R, R, R>(s.length[side], task.length + next * R);
+  }
+}
+
+// C[t, i] rho_i (x_t . h_i) of a strip of 16 queries, as the left side of a product over keys.
+template <int K>
+DEV void masked(u32 (*mask)[4], Shared& s, int side, const bf16* x, const bf16* h, int ld) {
+  const Strip strip;
+#pragma unroll
+  for (int j = 0; j < R / 8; j += 2) {
+    float z[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      dot_rows<K>(z[i], &x[strip.row * ld], ld, &h[(j + i) * 8 * ld], ld);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int key = (j + i) * 8 + strip.gc + e % 2, r = strip.row + strip.gr + e / 2 * 8;
+        z[i][e] *= s.C[side][r * R + key] * (NORMALISED ? s.rho[key] : 1.f);
+      }
+#pragma unroll
+      for (int e = 0; e < 2; e++) mask[j / 2][2 * i + e] = pack(z[i][2 * e], z[i][2 * e + 1]);
+    }
+  }
+}
+
+// One tile of a read: a_t (A x) + m_t (S x) + mask . d; `rows` says which side of W is summed over.
+template <int K, bool rows>
+DEV void read_tile(float* z, Shared& s, int side, int map, const bf16* x, int lx, const bf16* d,
+                   int ld, int col, const u32 (*mask)[4]) {
+  const Strip strip;
+  const int l = tid() % 32;
+  float moved[SLOTS][4];
+#pragma unroll
+  for (int i = 0; i < SLOTS; i++) {
+    const bf16* W = s.W[side][i][map];
+#pragma unroll
+    for (int e = 0; e < 4; e++) moved[i][e] = 0;
+    if (rows)
+      dot_rows<K>(moved[i], &x[strip.row * lx], lx, &W[col * LD], LD);
+    else
+      dot_columns<K>(moved[i], &x[strip.row * lx], lx, &W[col], LD);
+  }
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const int r = strip.row + strip.gr + e / 2 * 8;
+    z[e] = s.a[side][r] * moved[0][e];
+    if (MOMENTUM) z[e] += s.m[side][r] * moved[SLOTS - 1][e];
+  }
+#pragma unroll
+  for (int i = 0; i < R; i += 16) {
+    u32 b[2];
+    ldm2t(b, &d[(i + l % 16) * ld + col]);
+    mma(z, mask[i / 16], b);
+  }
+}
+
+DEV void read_hidden(Shared& s, int side) {
+  const Strip strip;
+  if (strip.warp * TH * 8 >= HS) return;
+  u32 mask[R / 16][4];
+  masked<D>(mask, s, side, s.q, s.k[side], LD);
+#pragma unroll
+  for (int j = 0; j < TH; j++) {
+    const int col = (strip.warp * TH + j) * 8;
+    float z[4], y[4], slope;
+    read_tile<D, true>(z, s, side, 0, s.q, LD, s.d, LH, col, mask);
+#pragma unroll
+    for (int e = 0; e < 4; e++) curve(z[e], y[e], slope);
+#pragma unroll
+    for (int e = 0; e < 2; e++)
+      store2(&s.x[(strip.row + strip.gr + e * 8) * LH + col + strip.gc],
+             pack(y[2 * e], y[2 * e + 1]));
+  }
+}
+
+DEV void read_output(Shared& s, int side) {
+  const Strip strip;
+  u32 mask[R / 16][4];
+  masked<HS>(mask, s, side, s.x, s.h[side], LH);
+#pragma unroll 1
+  for (int j = 0; j < TD; j++) {
+    const int col = (strip.warp * TD + j) * 8;
+    if (col >= D) break;
+    float z[4];
+    read_tile<HS, false>(z, s, side, 1, s.x, LH, s.e, LD, col, mask);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int r = strip.row + strip.gr + e * 8, c = col + strip.gc;
+      float2 own = {z[2 * e], z[2 * e + 1]};
+      if (RESIDUAL && cluster_rank() == 0) {
+        const float2 f = unpack(load2(&s.q[r * LD + c]));
+        own.x += f.x, own.y += f.y;
+      }
+      *reinterpret_cast<float2*>(&s.read[side][r * D + c]) = own;
+    }
+  }
+}
+
+// Each block sums its share of the outputs over the cluster.
+DEV void hand_out(Shared& s, const Task& task, size_t pair, int n) {
+  constexpr int SHARE = (R * D / 2 + CS - 1) / CS * 2;
+  const int from = cluster_rank() * SHARE, to = from + SHARE < R * D ? from + SHARE : R * D;
+  float* y = task.y + ((size_t)n * task.P + pair) * R * D;
+  for (int i = from + 2 * (tid() % HALF); i < to; i += 2 * HALF) {
+    float2 sum = {0, 0};
+#pragma unroll 4
+    for (int c = 0; c < CS; c++) {
+      const float2 f = peer2(&s.read[n & 1][i], c);
+      sum.x += f.x, sum.y += f.y;
+    }
+    *reinterpret_cast<float2*>(&y[i]) = sum;
+  }
+}
+
+DEV void walk_queries(Shared& s, const Task& task) {
+  const size_t pair = block() / CS;
+  fetch(s, task, pair, -1);
+  wait_copies();
+  sync_block(BEGIN);
+  for (int n = 0; n <= task.N; n++) {
+    if (n > 0 && !TRACE) {
+      read_hidden(s, (n - 1) & 1);
+      sync_queries(READ);
+      read_output(s, (n - 1) & 1);
+    }
+    sync_cluster(PREDICTED);
+    if (n < task.N) fetch(s, task, pair, n);
+    if (n > 0 && !TRACE) hand_out(s, task, pair, n - 1);
+    if (n == task.N) break;
+    if (NORMALISED) sync_cluster(DELTA_THERE);
+    wait_copies();
+    sync_block(MOVED);
+  }
+  sync_cluster(END);
+}
+
+DEV void walk(Shared& s, const Task& task) {
+  if (tid() < HALF)
+    walk_keys(s, task);
+  else
+    walk_queries(s, task);
+}
+
+#ifndef SIMULATED
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) fused_walk(const Task task) {
+  extern __shared__ __align__(16) unsigned char raw[];
+  walk(*reinterpret_cast<Shared*>(raw), task);
+}
+#endif

@@ -1,0 +1,184 @@
+"""Which recipes and sizes the fused walk is for, and how it is built for them.
+
+The rule is about structure: a chain of two maps with one table of coefficients, an affine error, an
+activation whose slope the kernel knows. Sizes decide how many blocks share one memory: each keeps
+its part of A and S in the registers of 256 threads, 64 numbers each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from recollect.engines.deep.chain.engine import Chain
+
+if TYPE_CHECKING:
+    from recollect.choices.memory.base import LinearMap
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["CURVES", "SIZES", "TOKENS", "Build", "build_of", "misfit", "runs_on"]
+
+CURVES = ("gelu", "gelu_tanh", "silu", "relu")
+"""Activations of the kernel, in the order of its macro CURVE."""
+
+SIZES, TOKENS = (64, 128), (16, 32)
+"""Channels of keys and values, and tokens of an inner batch, that the kernel has been built for."""
+
+STATE = 256 * 64
+"""Numbers of A and S that one block keeps: 64 registers of 256 threads."""
+
+BLOCKS = 8
+"""Blocks of a cluster that every device with clusters can hold."""
+
+MOST_SHARED = 227 * 1024
+"""Bytes of shared memory that a block of an H100 or H200 may have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """One build of the walk.
+
+    Attributes:
+        D: channels of keys and values. R: tokens of an inner batch.
+        HS: hidden units of a block. CS: blocks that share a memory.
+        momentum: whether there is an S. target: whether steps are normalised.
+        curve: index in `CURVES`. slope, offset: a and b of the error a·prediction − b·value.
+    """
+
+    D: int
+    R: int
+    HS: int
+    CS: int
+    momentum: bool
+    normalised: bool
+    residual: bool
+    curve: int
+    slope: float
+    offset: float
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the kernel's ``Shared``, which it checks against this count."""
+        slots, beside = 1 + self.momentum, 8 // (self.R // 16)
+        rows, hidden = self.R * (self.D + 8), self.R * (self.HS + 8)
+        halves = 4 * slots * self.HS * (self.D + 8) + 6 * rows + 4 * hidden
+        numbers = 4 * self.R * self.D + 2 * self.R * self.R + 8 * self.R + 8
+        numbers += 3 * self.R * beside + 5 * self.R
+        return -(-(2 * halves + 4 * numbers) // 16) * 16
+
+    @property
+    def back_bytes(self) -> int:
+        """The same of the way back, ``BackShared``."""
+        slots, beside = 1 + self.momentum, 8 // (self.R // 16)
+        rows, hidden = self.R * (self.D + 8), self.R * (self.HS + 8)
+        halves = (2 * slots + 1) * self.HS * (self.D + 8) + (3 + 2 * slots) * rows + 6 * hidden
+        numbers = 3 * self.R * self.D + self.R * beside * (1 + slots) + 3 * self.R + 32
+        return -(-(2 * halves + 4 * numbers) // 16) * 16
+
+    @property
+    def traced(self) -> Build:
+        """The build that leaves a trace: with the registers for it, so at most 64 units a block."""
+        return replace(self, HS=64, CS=2 * self.CS) if self.HS == 128 else self
+
+    def macros(self, *, trace: bool = False) -> dict[str, str]:
+        """What the source is compiled with.
+
+        Args:
+            trace: whether the walk writes what the way back needs, in place of reading.
+        """
+        return {
+            "TRACE": str(int(trace)),
+            "BACK_BYTES": str(self.back_bytes),
+            "D": str(self.D),
+            "R": str(self.R),
+            "HS": str(self.HS),
+            "CS": str(self.CS),
+            "MOMENTUM": str(int(self.momentum)),
+            "NORMALISED": str(int(self.normalised)),
+            "RESIDUAL": str(int(self.residual)),
+            "CURVE": str(self.curve),
+            "ERROR_A": f"({self.slope!r}f)",
+            "ERROR_B": f"({self.offset!r}f)",
+            "SHARED_BYTES": str(self.shared_bytes),
+        }
+
+
+def misfit(recipe: Recipe, chain: Chain | None) -> str | None:
+    """Why the fused walk is not for a recipe, in its structure; ``None`` where it is.
+
+    Args:
+        recipe: the regression problem.
+        chain: its memory, where that is a chain with one table of coefficients.
+    """
+    if chain is None:
+        return (
+            f"{recipe.memory.title} with {recipe.retention.title} and {recipe.algorithm.title} is "
+            "no chain of maps with one table of coefficients"
+        )
+    depth = len(recipe.memory.shapes(SIZES[0], SIZES[0]))
+    if depth != 2:
+        return f"the memory is a chain of {depth} maps, and the kernel has two"
+    if chain.activation not in CURVES:
+        return f"the kernel has no {chain.activation}, but {', '.join(CURVES)}"
+    if chain.bias.affine is None or chain.bias.numbers:
+        return f"the error of {chain.bias.title} is not a·prediction − b·value with fixed a and b"
+    if recipe.features.lifts:
+        return f"{recipe.features.title} lifts keys, and the kernel takes them as they are"
+    if recipe.context.horizon != 1:
+        return f"{recipe.context.title} writes associations more than once"
+    if recipe.algorithm.batch not in TOKENS:
+        many = " or ".join(map(str, TOKENS))
+        return (
+            f"an inner batch has {recipe.algorithm.batch} tokens, and the kernel takes {many} at "
+            "a time"
+        )
+    return None
+
+
+def build_of(
+    recipe: Recipe, chain: Chain, maps: tuple[LinearMap, ...], *, momentum: bool
+) -> Build | None:
+    """The build for a recipe that fits, at its sizes; ``None`` where they do not fit.
+
+    Args:
+        recipe: for which `misfit` says nothing.
+        chain: its memory.
+        maps: of the memory.
+        momentum: whether it has an S.
+    """
+    assert chain.bias.affine is not None
+    D, M = maps[0].inp, maps[0].out
+    if D not in SIZES or maps[1].out != D:
+        return None
+    HS = STATE // (2 * (1 + momentum) * D)
+    while M % HS:
+        HS //= 2
+    CS = M // HS
+    if HS < 32 or CS > BLOCKS:
+        return None
+    build = Build(
+        D=D,
+        R=recipe.algorithm.batch,
+        HS=HS,
+        CS=CS,
+        momentum=momentum,
+        normalised=chain.target is not None,
+        residual=chain.residual,
+        curve=CURVES.index(chain.activation),
+        slope=float(chain.bias.affine[0]),
+        offset=float(chain.bias.affine[1]),
+    )
+    most = max(build.shared_bytes, build.back_bytes)
+    return build if most <= MOST_SHARED else None
+
+
+def runs_on(build: Build, capability: tuple[int, int]) -> bool:
+    """Whether a device can hold a build: blocks share a memory from 9.0 on, 8.0 has one block.
+
+    Args:
+        build: of the walk.
+        capability: the device's compute capability.
+    """
+    if capability == (8, 0):
+        return build.CS == 1 and build.shared_bytes <= 163 * 1024
+    return capability in ((9, 0), (10, 0))

@@ -1,0 +1,121 @@
+"""Who gets the fused walk: who asks for it by name, with a recipe and sizes that are its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+import recollect as rc
+from recollect.engines import deep
+from recollect.engines.deep.fused import walk
+from recollect.engines.deep.fused.fitting import Build
+from recollect.engines.select import ASKED, ENGINES
+from recollect.recipe.sized import sized
+
+
+def built(name_or_recipe: str | rc.Recipe, K: int = 64, V: int = 64) -> Build | None:
+    recipe = name_or_recipe
+    if isinstance(recipe, str):
+        recipe = rc.zoo.get(recipe).recipe
+    return deep.fused_plan(sized(recipe, H=1, K=K, V=V)).fused
+
+
+def test_nobody_gets_it_unasked() -> None:
+    titans = rc.zoo.get("titans").recipe
+    assert rc.select(titans).engine.name == "deep"
+    assert "fused" not in [engine.name for engine in ENGINES]
+    assert [engine.name for engine in ASKED] == ["fused"]
+    found = rc.select(titans, "fused")
+    assert found.engine.name == "fused" and "never run on a device yet" in found.how
+    assert "never run on a device yet" in str(rc.explain(titans, method="fused"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("ttt_mlp", "no chain of maps"),  # norm and biases inside
+        ("yaad", "no chain of maps"),  # decay per channel
+        ("moneta", "no chain of maps"),
+        ("ttt_linear", "no chain of maps"),
+        ("omega_net", "lifts keys"),
+        ("gated_delta_net", "no chain of maps"),
+    ],
+)
+def test_other_recipes_are_refused_with_a_reason(name: str, reason: str) -> None:
+    with pytest.raises(rc.RecipeError, match=reason):
+        rc.select(rc.zoo.get(name).recipe, "fused")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (rc.Recipe(memory=rc.memory.MLP(depth=3)), "chain of 3 maps"),
+        (rc.Recipe(memory=rc.memory.MLP(activation="tanh")), "has no tanh"),
+        (rc.Recipe(memory=rc.memory.MLP(), bias=rc.bias.Huber()), "not a·prediction"),
+        (rc.Recipe(memory=rc.memory.MLP(), context=rc.context.Window(size=3)), "more than once"),
+        (rc.Recipe(memory=rc.memory.MLP()), "1 tokens, and the kernel takes 16 or 32"),
+    ],
+)
+def test_the_rule_is_about_structure(recipe: rc.Recipe, reason: str) -> None:
+    assert reason in deep.fused_refuses(recipe)[0]
+
+
+def test_sizes_decide_how_many_blocks_share_a_memory() -> None:
+    one = built("titans")
+    assert one is not None and (one.HS, one.CS, one.momentum, one.normalised) == (64, 4, True, True)
+    minus = built("titans_minus")
+    assert minus is not None and (minus.HS, minus.CS, minus.momentum) == (128, 2, False)
+    wide = built("titans_minus", 128, 128)
+    assert wide is not None and (wide.HS, wide.CS) == (64, 8)
+    assert built("titans", 128, 128) is None  # 16 blocks
+    assert built("titans", 48, 48) is None
+    plain = rc.Recipe(
+        memory=rc.memory.MLP(residual=False), algorithm=rc.algorithm.Momentum(batch=16)
+    )
+    assert built(plain, 64, 128) is None
+
+
+def call(method: str, K: int = 64, *, gradient: bool = False) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    recipe = rc.zoo.get("titans").recipe
+    q, k, v = torch.randn(3, 1, 20, 1, K, generator=g)
+    v.requires_grad_(gradient)
+    each = torch.rand(3, 1, 20, 1, generator=g)
+    gates = {"lr": 0.05 * each[0], "log_decay": -each[1], "momentum": 0.9 * each[2]}
+    init = [0.1 * torch.randn(1, 1, *s, generator=g) for s in recipe.memory.shapes(K, K)]
+    y, state = rc.recall(recipe, q, k / 8, v, gates, init=init, method=method)
+    assert state is not None
+    outcome = [y, *state.weights, *state.slots["momentum"]]
+    return [*outcome, *torch.autograd.grad(y.sum(), v)] if gradient else outcome
+
+
+def test_without_a_device_it_is_the_batched_path() -> None:
+    for gradient in (False, True):
+        pairs = zip(call("fused", gradient=gradient), call("deep", gradient=gradient), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_other_sizes_take_the_batched_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*args: object) -> None:
+        raise AssertionError("no walk here")
+
+    monkeypatch.setitem(walk.LAUNCHERS, "cpu", launch)
+    call("fused", K=32)
+    call("fused", K=32, gradient=True)
+    with pytest.raises(AssertionError, match="no walk here"):
+        call("fused")
+
+
+def test_the_library_loads_no_compiler() -> None:
+    code = (
+        "import sys, recollect; "
+        "print([m for m in sys.modules if m.endswith(('fused.launch', 'fused.compiling'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]"

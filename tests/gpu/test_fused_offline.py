@@ -1,0 +1,127 @@
+"""The fused walk compiled for devices that are not there: registers, spills, memory, instructions.
+
+By NVRTC where it is installed, as a user's machine would, or else by nvcc.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import recollect as rc
+from recollect.engines import deep
+from recollect.engines.deep.fused.compiling import SOURCES, CompileError, compiled, find_nvrtc
+from recollect.engines.deep.fused.fitting import MOST_SHARED, Build, runs_on
+from recollect.recipe.sized import sized
+
+
+def build(
+    D: int = 64, b: int = 16, expansion: int = 4, *, momentum: bool = True, share: bool = True
+) -> Build | None:
+    kind = rc.algorithm.Momentum if momentum else rc.algorithm.GradientDescent
+    recipe = rc.Recipe(
+        memory=rc.memory.MLP(expansion=expansion),
+        retention=rc.retention.Decay(),
+        algorithm=kind(batch=b, normalize=share),
+    )
+    return deep.fused_plan(sized(recipe, H=1, K=D, V=D)).fused
+
+
+def report(one: Build, arch: str, folder: Path) -> str:
+    """What the assembler says of a build."""
+    macros = [f"-D{name}={value}" for name, value in one.macros().items()]
+    if find_nvrtc() is not None:
+        return compiled("walk.cu", macros, arch, log=True)[1]
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("neither NVRTC nor nvcc to compile CUDA with")
+    options = [f"-arch={arch}", "-std=c++17", "-cubin", "-Xptxas", "-v", f"-I{SOURCES}", *macros]
+    command = [nvcc, *options, str(SOURCES / "walk.cu"), "-o", str(folder / "walk.cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def held_to_the_gate(one: Build, arch: str, folder: Path) -> None:
+    said = report(one, arch, folder)
+    registers = int(re.search(r"Used (\d+) registers", said)[1])
+    spilt = [int(x) for x in re.findall(r"(\d+) bytes spill", said)]
+    # 512 threads share 65,536 registers, and one block has an SM to itself.
+    assert registers <= 128, said
+    assert spilt == [0, 0], said
+    assert one.shared_bytes <= MOST_SHARED
+
+
+def test_titans_compiles_without_spills(tmp_path: Path) -> None:
+    one = build()
+    assert one is not None and (one.CS, one.HS) == (4, 64)
+    held_to_the_gate(one, "sm_90", tmp_path)
+
+
+SIZES = [
+    (D, b, expansion, momentum, share)
+    for D in (64, 128)
+    for b in (16, 32)
+    for expansion in (1, 2, 3, 4)
+    for momentum in (True, False)
+    for share in (True, False)
+]
+
+
+@pytest.mark.slow
+def test_all_sizes_compile_without_spills(tmp_path: Path) -> None:
+    """All that are offered, for 9.0 and 10.0, and for 8.0 those that live in one block."""
+    count = 0
+    for D, b, expansion, momentum, share in SIZES:
+        one = build(D, b, expansion, momentum=momentum, share=share)
+        if one is None:
+            assert D == 128 and expansion >= 3 and momentum  # more than 8 blocks
+            continue
+        count += 1
+        held_to_the_gate(one, "sm_90", tmp_path)
+        if expansion == 4:
+            held_to_the_gate(one, "sm_100", tmp_path)
+        if runs_on(one, (8, 0)):
+            assert one.CS == 1
+            held_to_the_gate(one, "sm_80", tmp_path)
+    assert count == 56
+
+
+@pytest.mark.slow
+def test_products_are_tensor_instructions(tmp_path: Path) -> None:
+    """Of a batch of 16, per warp: z, p, u, the state (keys); scores, reads (queries)."""
+    one = build()
+    nvcc = shutil.which("nvcc")
+    if nvcc is None or one is None:
+        pytest.skip("no nvcc to compile CUDA with")
+    macros = [f"-D{name}={value}" for name, value in one.macros().items()]
+    target = tmp_path / "walk.ptx"
+    options = ["-arch=sm_90", "-std=c++17", "-ptx", f"-I{SOURCES}", *macros]
+    subprocess.run([nvcc, *options, str(SOURCES / "walk.cu"), "-o", str(target)], check=True)
+    text = target.read_text(encoding="utf-8")
+    keys, queries = 4 + 4 + 4 + 2 * 2 * 4, 2 * 8 + 2 * (2 * 4 + 1)
+    assert text.count("mma.sync.aligned.m16n8k16") == keys + queries
+    assert "ld.local" not in text and "st.local" not in text
+
+
+def test_the_host_counts_what_the_kernel_does(tmp_path: Path) -> None:
+    """The kernel refuses to compile where the host's count of shared memory is not its own."""
+    one = build()
+    assert one is not None
+    wrong = one.macros() | {"SHARED_BYTES": str(one.shared_bytes + 16)}
+    if find_nvrtc() is None:
+        pytest.skip("no NVRTC: nvcc's and g++'s refusals are the same line")
+    with pytest.raises(CompileError, match="the host counts otherwise"):
+        compiled("walk.cu", [f"-D{name}={value}" for name, value in wrong.items()], "sm_90")
+
+
+def test_devices_hold_what_fits() -> None:
+    one = build()
+    assert one is not None
+    assert runs_on(one, (9, 0)) and runs_on(one, (10, 0))
+    assert not runs_on(one, (8, 0)) and not runs_on(one, (12, 0))
+    small = dataclasses.replace(one, CS=1)
+    assert runs_on(small, (8, 0)) and not runs_on(small, (8, 6))
