@@ -73,7 +73,7 @@ def test_presets_take_the_expected_operator(name: str) -> None:
 
 
 @rc.member
-class Twice(rc.bias.Bias):
+class TwiceAToken(rc.bias.Bias):
     """½‖2 p − 3 v‖² by half of 2 p − 3 v: somebody's own bias that says it is affine."""
 
     affine = (2.0, 3.0)
@@ -95,7 +95,7 @@ OWN = rc.algorithm.GradientDescent()
 
 def _own(per: str | None, when: str = "after", **choices: Any) -> rc.Recipe:
     retention = rc.retention.Keep() if per is None else rc.retention.Decay(per=per, when=when)
-    return rc.Recipe(**{"bias": Twice(), "algorithm": OWN, "retention": retention, **choices})
+    return rc.Recipe(**{"bias": TwiceAToken(), "algorithm": OWN, "retention": retention, **choices})
 
 
 @pytest.mark.parametrize(

@@ -133,13 +133,18 @@ class ContextParallel:
         """
         return x.tensor_split(self.along.link.ranks, dim=dim)[self.along.link.rank]
 
+    @property
+    def _link(self) -> Link:
+        """To the other processes: on paper there are none that could be waited for."""
+        return cast(Link, self.along.link)
+
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sum (or average, as ``gradients`` says) every parameter's gradient over the ranks.
 
         For a loop of one's own; DDP and FSDP2 over these ranks do it themselves.
         """
-        link = self.along.link
+        link = self._link
         for p in self.model.parameters():
             if p.requires_grad:
                 if p.grad is None:
@@ -155,7 +160,7 @@ class ContextParallel:
 
     def _language(self, model: nn.Module, *given: Any, **named: Any) -> Any:
         """With labels, the loss of the whole sequence, the same on all ranks."""
-        link = self.along.link
+        link = self._link
         named = self._local(model, given, named)
         labels, targets = named.pop("labels", None), named.get("shift_labels")
         if labels is None and targets is None:
@@ -184,7 +189,7 @@ class ContextParallel:
 
     def _targets(self, labels: Tensor, named: dict[str, Any]) -> Tensor:
         """What this rank's columns predict: the last one, the next rank's first label."""
-        link = self.along.link
+        link = self._link
         first = labels[:, :1].contiguous()
         firsts = [torch.empty_like(first) for _ in range(link.ranks)]
         dist.all_gather(firsts, first, group=link.group)
@@ -221,7 +226,7 @@ class ContextParallel:
                 f"documents along several ranks are packed in one row, and there are {x.shape[0]}: "
                 "put the rows after each other, or give them one by one"
             )
-        link = self.along.link
+        link = self._link
         own = torch.tensor([x.shape[1]], device=x.device)
         sizes = [torch.empty_like(own) for _ in range(link.ranks)]
         dist.all_gather(sizes, own, group=link.group)
@@ -231,7 +236,7 @@ class ContextParallel:
 
     def _columns(self, named: dict[str, Any]) -> dict[str, Any]:
         """This rank's columns of whole rows, which must be the same on all ranks."""
-        link = self.along.link
+        link = self._link
         given = {name: named[name] for name in _COLUMNS if isinstance(named.get(name), Tensor)}
         sums = [_fingerprint(given[name]) if name in given else -1 for name in _COLUMNS]
         if not given:

@@ -73,8 +73,8 @@ def read(
     gates, params = named(gates, "gates"), named(params, "params")
     refuse_transforms(itertools.chain((q,), gates.values(), params.values()))
     if (state is None) == (init is None):
-        both = "not both of" if state is not None else "one of"
-        raise RecipeError(f"rc.read needs one memory to read: give {both} state=... and init=...")
+        both = "" if state is None else ", not both"
+        raise RecipeError(f"rc.read needs one memory to read: give state=... or init=...{both}")
     if not isinstance(q, Tensor) or not q.is_floating_point():
         given = q.dtype if isinstance(q, Tensor) else type(q).__name__
         raise ValueError(f"q must be a floating-point tensor [B, T, H, K], not {given}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -60,7 +60,9 @@ def piecewise(
         if recompute and torch.is_grad_enabled():
             mode = innermost.mode
             # A compiler refuses a context_fn, even the one that does nothing.
-            more = {} if mode is None else {"context_fn": partial(_as_asked, mode.precision)}
+            more: dict[str, Any] = (
+                {} if mode is None else {"context_fn": partial(_as_asked, mode.precision)}
+            )
             result = checkpoint(piece, queries, keys, use_reentrant=False, **more)
         else:
             result = piece(queries, keys)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -54,7 +54,8 @@ class Background:
         """
         assert self._done is None, "one checkpoint is written at a time"
         if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=self.patience)
+            made = dist.new_group(backend="gloo", timeout=self.patience)
+            self._group = cast(dist.ProcessGroup, made)
         self._shards = write(self._group)
 
     def complete(
