@@ -12,6 +12,8 @@ under momentum stands between the gradients and what is read, weights are built 
 the same factors (`token_weights`). See `docs/design/deep-engine.md`.
 """
 
+# More than 400 lines: the walks of one engine, and when each of them is taken.
+
 from __future__ import annotations
 
 import functools

@@ -97,7 +97,7 @@ def compiled(
         lib.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _text(size: ctypes._CFuncPtr, get: ctypes._CFuncPtr, program: ctypes.c_void_p) -> bytes:
+def _text(size: ctypes._CFuncPtr, get: ctypes._CFuncPtr, program: ctypes.c_void_p) -> bytes:  # pyright: ignore[reportAttributeAccessIssue]
     count = ctypes.c_size_t()
     size(program, ctypes.byref(count))
     buffer = ctypes.create_string_buffer(count.value)

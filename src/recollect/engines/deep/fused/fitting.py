@@ -7,7 +7,7 @@ its part of A and S in the registers of 256 threads, 64 numbers each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recollect.engines.deep.chain.engine import Chain
@@ -74,11 +74,6 @@ class Build:
         halves = (2 * slots + 1) * self.HS * (self.D + 8) + (3 + 2 * slots) * rows + 6 * hidden
         numbers = 3 * self.R * self.D + self.R * beside * (1 + slots) + 3 * self.R + 32
         return -(-(2 * halves + 4 * numbers) // 16) * 16
-
-    @property
-    def traced(self) -> Build:
-        """The build that leaves a trace: with the registers for it, so at most 64 units a block."""
-        return replace(self, HS=64, CS=2 * self.CS) if self.HS == 128 else self
 
     def macros(self, *, trace: bool = False) -> dict[str, str]:
         """What the source is compiled with.
@@ -151,6 +146,8 @@ def build_of(
     if D not in SIZES or maps[1].out != D:
         return None
     HS = STATE // (2 * (1 + momentum) * D)
+    if recipe.algorithm.batch > 16:
+        HS = min(HS, 64)  # of 128 units and 32 tokens a trace spills
     while M % HS:
         HS //= 2
     CS = M // HS
@@ -173,12 +170,16 @@ def build_of(
 
 
 def runs_on(build: Build, capability: tuple[int, int]) -> bool:
-    """Whether a device can hold a build: blocks share a memory from 9.0 on, 8.0 has one block.
+    """Whether a device holds a build in its registers and its shared memory, without spilling.
+
+    Blocks share a memory from 9.0 on, 8.0 has one block. For 10.0 the assembler of today spills
+    some registers of walks without momentum or shares, and those are left out.
 
     Args:
         build: of the walk.
         capability: the device's compute capability.
     """
     if capability == (8, 0):
-        return build.CS == 1 and build.shared_bytes <= 163 * 1024
-    return capability in ((9, 0), (10, 0))
+        most = max(build.shared_bytes, build.back_bytes)
+        return build.CS == 1 and most <= 163 * 1024
+    return capability == (9, 0) or (capability == (10, 0) and build.momentum and build.normalised)

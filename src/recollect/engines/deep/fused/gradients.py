@@ -137,7 +137,7 @@ class FusedWalker:
             N=N,
             P=P,
         )
-        self.launch("trace", build.traced, task, k.device)
+        self.launch("trace", build, task, k.device)
         rho = sums[..., 3] if build.normalised else torch.ones_like(zeros)
         sizes = torch.cat([sums[..., :3], length.unsqueeze(-1)], dim=-1)
         kept = torch.arange(N, device=k.device)[:, None] < full

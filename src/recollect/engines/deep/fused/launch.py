@@ -19,7 +19,7 @@ __all__ = ["DriverError", "launch"]
 _SHARED_BYTES = 8
 """``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``."""
 
-THREADS = 512
+THREADS = {"walk": 512, "trace": 288, "back": 256}
 
 
 class DriverError(RuntimeError):
@@ -73,6 +73,6 @@ def launch(name: str, build: Build, task: ctypes.Structure, device: torch.device
         stream = torch.cuda.current_stream().cuda_stream
         kernel = _kernel(name, build, torch.cuda.current_device())
         args = (ctypes.c_void_p * 1)(ctypes.addressof(task))
-        grid, threads = int(task.P) * build.CS, THREADS // 2 if name == "back" else THREADS
+        grid, threads = int(task.P) * build.CS, THREADS[name]
         rest = (_bytes(name, build), ctypes.c_void_p(stream), args, None)
         _call("cuLaunchKernel", kernel, grid, 1, 1, threads, 1, 1, *rest)

@@ -2,10 +2,11 @@
 #pragma once
 #include "primitives.cuh"
 
-constexpr int HALF = 256, THREADS = 2 * HALF, WARPS = 8;
 #ifndef TRACE
 #define TRACE 0
 #endif
+// Threads that hold the state, and beside them those that read, or only bring tokens.
+constexpr int HALF = 256, OTHERS = TRACE ? 32 : 256, THREADS = HALF + OTHERS, WARPS = 8;
 constexpr int LD = D + 8, LH = HS + 8;  // rows 16 bytes apart modulo 128: no bank conflicts
 constexpr int SLOTS = 1 + MOMENTUM, HIDDEN = CS * HS;
 constexpr float EPS = 1e-6f, TINY = 1.17549435e-38f;

@@ -365,7 +365,7 @@ DEV void bring(T* to, const T* from) {
   constexpr int MANY = 16 / sizeof(T);
   static_assert(ROW % MANY == 0, "pieces of 16 bytes");
 #pragma unroll
-  for (int i = tid() % HALF; i < COUNT / MANY; i += HALF)
+  for (int i = tid() % HALF; i < COUNT / MANY; i += OTHERS)
     copy_async(&to[i * MANY / ROW * STRIDE + i * MANY % ROW], &from[i * MANY]);
 }
 
