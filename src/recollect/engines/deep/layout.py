@@ -7,6 +7,8 @@ earlier only stops committing its batches. The passes take columns as batches (`
 tokens of a batch whose gradients are taken at the same W (`Segment`).
 """
 
+# More than 400 lines: what all walks ask of how tokens lie in inner batches.
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
