@@ -43,11 +43,15 @@ def test_slopes_and_bends_are_derivatives(name: str) -> None:
     g = torch.linspace(-1, 2, 241, dtype=torch.float64)
     pulled = g * slope.detach()
     torch.testing.assert_close(curve.pull(g, z).detach(), pulled, atol=1e-14, rtol=1e-13)
-    if curve.store is not None and curve.pull_to is not None:
-        curve.store(z.detach(), found)
-        torch.testing.assert_close(found, y.detach(), atol=1e-14, rtol=1e-13)
-        curve.pull_to(g, z.detach(), found)
-        torch.testing.assert_close(found, pulled, atol=1e-14, rtol=1e-13)
+    curve.store(z.detach(), found)
+    torch.testing.assert_close(found, y.detach(), atol=1e-14, rtol=1e-13)
+    gaps = torch.zeros(2, 3, 2, 5)
+    curve.store(z.detach()[:30].view(2, 3, 5).float(), gaps[:, :, 1])
+    torch.testing.assert_close(gaps[:, :, 1].flatten(), y.detach()[:30].float())
+    assert not gaps[:, :, 0].any()
+    pulled_to = torch.empty_like(g)
+    curve.pull_to(g, z.detach(), found, pulled_to)
+    torch.testing.assert_close(pulled_to, pulled, atol=1e-14, rtol=1e-13)
 
 
 def _chains() -> dict[str, rc.Recipe]:
