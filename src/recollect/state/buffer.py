@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import constant
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["Buffer", "roll"]
@@ -95,6 +96,8 @@ def roll(
         batch = recipe.algorithm.batch
         if old.k.shape[1] == span and _only_shifts(seen, batch, history):
             return _shifted(old, k=k, v=v, rates=rates)
+        if seen % batch + history == 0 and not torch.compiler.is_compiling():
+            return _emptied(span, k=k, v=v, rates=rates)
     buffered = 0 if old is None else old.k.shape[1]
     slots = buffered + T if span is None else span
     wanted = position if history is None else position % recipe.algorithm.batch + history
@@ -155,12 +158,31 @@ def _shifted(old: Buffer, *, k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) 
         return torch.cat([past.narrow(1, 1, kept).to(new.dtype), new], dim=1)
 
     mask = old.mask.narrow(1, 1, kept)
+    there = constant(_there, k.shape[0], device=mask.device)
     return Buffer(
         k=pick(old.k, k),
         v=pick(old.v, v),
         rates={name: pick(old.rates[name], x) for name, x in rates.items()},
-        mask=torch.cat([mask, mask.new_ones(k.shape[0], 1)], dim=1),
+        mask=torch.cat([mask, there], dim=1),
     )
+
+
+def _emptied(span: int, *, k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) -> Buffer:
+    """The buffer of an inner batch that has just ended, where nothing else is kept."""
+
+    def none(x: Tensor) -> Tensor:
+        return x.new_zeros(x.shape[0], span, *x.shape[2:])
+
+    return Buffer(
+        k=none(k),
+        v=none(v),
+        rates={name: none(x) for name, x in rates.items()},
+        mask=torch.zeros(k.shape[0], span, dtype=torch.bool, device=k.device),
+    )
+
+
+def _there(B: int) -> Tensor:
+    return torch.ones(B, 1, dtype=torch.bool)
 
 
 def _ended(

@@ -26,7 +26,7 @@ from torch import Tensor
 from recollect.choices.algorithm.share import EPS, share
 from recollect.choices.devices import constant
 
-__all__ = ["ShareSlopes", "Shares", "share_now", "share_of"]
+__all__ = ["ShareSlopes", "Shares", "share_now", "share_of", "share_of_row"]
 
 Tensors = Sequence[Tensor]
 
@@ -46,26 +46,55 @@ def share_of(h: Tensors, delta: Tensors, prediction: Tensor, v: Tensor, target: 
     return share(prediction - target * v, delta[-1], gain)
 
 
-def share_now(h: Tensors, delta: Tensors, away: Tensor | None, slope: float) -> Tensor:
+def share_now(h: Tensors, delta: Tensors, away: Tensor) -> Tensor:
     """ρ ``[P, R, 1]`` without a graph, in few operations.
 
     Args:
         h: inputs of every map ``[P, R, ·]``. delta: gradients of their outputs.
-        away: e ``[P, R, V]``; ``None`` where the error is affine.
-        slope: a of an affine error.
+        away: e ``[P, R, V]``.
     """
     sizes = [torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (*h, *delta)]
-    last = sizes[-1] * sizes[-1]
-    below = last * EPS
+    below = (sizes[-1] * sizes[-1]).mul_(EPS)
     for x, y in zip(sizes, sizes[len(h) :], strict=False):
         each = x * y
         below.addcmul_(each, each)
     below.clamp_min_(torch.finfo(below.dtype).tiny)
-    if away is not None:
-        last = (away * delta[-1]).sum(-1, keepdim=True)
-    elif slope != 1:
-        below *= slope
-    return last / below
+    return (away * delta[-1]).sum(-1, keepdim=True) / below
+
+
+def share_of_row(row: Tensor, widths: Sequence[int], lr: Tensor, slope: float) -> Tensor:
+    """−η ρ ``[P, 1]`` of one association under an affine error; as `Shares` has it.
+
+    Args:
+        row: h and δ of the first map, then of the next, … ``[P, 1, ·]``. widths: of these.
+        lr: η ``[P, 1]``. slope: a of the error.
+    """
+    first, second, *_ = widths
+    if tuple(widths) == (first, second, second, first):
+        # The outer two and the inner two are of one width each.
+        outer = torch.linalg.vector_norm(row.unfold(2, first, first + 2 * second), dim=-1)
+        inner = torch.linalg.vector_norm(
+            row[..., first : first + 2 * second].unflatten(2, (2, second)), dim=-1
+        )
+        (k, g), (d, h) = outer.unbind(2), inner.unbind(2)
+        sizes = [k, d, h, g]
+    else:
+        parts = row.squeeze(1).split_with_sizes(tuple(widths), dim=-1)
+        sizes = [torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in parts]
+    ahead, error = sizes[-2:]
+    eps = constant(_number, EPS, device=row.device, dtype=row.dtype)
+    below = torch.addcmul(eps, ahead, ahead)
+    if len(sizes) > 2:
+        error = error.clamp_min(torch.finfo(row.dtype).tiny)
+    for x, y in zip(sizes[:-2:2], sizes[1:-2:2], strict=True):
+        gain = (x * y).div_(error)
+        below.addcmul_(gain, gain)
+    zero = constant(_number, 0.0, device=row.device, dtype=row.dtype)
+    return torch.addcdiv(zero, lr, below, value=-1 / slope)
+
+
+def _number(value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float64)
 
 
 def _least(rows: int, ahead: int, last: int, tiny: float) -> Tensor:
