@@ -328,6 +328,13 @@ class _Walk:
         self.to_key = to_h[0]
         slope = saved.slope or [_slope(spec, z) for z in saved.z]
         bend = [spec.curve.bend(z).mul_(u) for z, u in zip(saved.z, saved.u, strict=True)]
+        # σ″ ⊙ u ⊙ δ̄ and ū = σ′ ⊙ δ̄ are one operation where z̄ and ū belong beside each other.
+        self.both: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+        head = families[0]
+        if head.members[:2] == (0, 1) and spec.tall[:2] == (True, False):
+            scales = torch.stack([bend[0], slope[0]], dim=2)
+            self.both[0] = scales.unbind(0), head.key_wide[:, :, :2, :R].unbind(0)
+            bend[0], slope[0] = scales.unbind(2)
         self.slope, self.bend = ([x.unbind(0) for x in xs] for xs in (slope, bend))
         self.turn, self.back, self.to_h, self.to_delta = (
             [x.unbind(0) for x in xs] for xs in (turn, back, to_h, to_delta)
@@ -372,7 +379,11 @@ class _Walk:
             self._share(n)
         L, to_h, to_delta = len(self.to_h), self.to_h, self.to_delta
         for i in range(L - 1):
-            torch.mul(to_delta[i][n], self.slope[i][n], out=self.turn[i + 1][n])
+            if i in self.both:
+                scales, places = self.both[i]
+                torch.mul(to_delta[i][n].unsqueeze(1), scales[n], out=places[n])
+            else:
+                torch.mul(to_delta[i][n], self.slope[i][n], out=self.turn[i + 1][n])
             add_product(to_delta[i + 1][n], self.turn[i + 1][n], self.A[i + 1][n])
         if not self.same:
             self.errors.pull(n, to_delta[-1][n], self.back[-1][n])
@@ -382,6 +393,9 @@ class _Walk:
             self.errors.pull_share(n, per * self.error[n], self.back[-1][n])
         for i in range(L - 1, 0, -1):
             add_product(to_h[i][n], self.back[i][n], self.A_back[i][n])
+            if i - 1 in self.both:
+                self.back[i - 1][n].addcmul_(to_h[i][n], self.slope[i - 1][n])
+                continue
             z = torch.mul(to_h[i][n], self.slope[i - 1][n], out=self.back[i - 1][n])
             z.addcmul_(to_delta[i - 1][n], self.bend[i - 1][n])
 
