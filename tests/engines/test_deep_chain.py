@@ -14,6 +14,7 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.engines import deep
+from recollect.engines.deep.chain import backward, families, forward
 from recollect.engines.deep.chain import engine as borders
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.engine import chain_of
@@ -78,6 +79,15 @@ def _chains() -> dict[str, rc.Recipe]:
         "matrix": plain.but(memory=memory.Matrix()),
         "narrow": plain.but(memory=memory.MLP(depth=3, expansion=1, residual=False)),
     }
+    shares = plain.but(algorithm=algorithm.Momentum(batch=3, normalize=True))
+    found |= {
+        "shares": shares,
+        "shares of a matrix": shares.but(memory=memory.Matrix()),
+        "shares of three maps": shares.but(memory=memory.MLP(depth=3, expansion=2)),
+        "shares, as wide as high": shares.but(memory=memory.MLP(depth=3, expansion=1)),
+        "shares, robust": shares.but(bias=bias.Huber(form="norm", threshold="static")),
+        "shares, window": shares.but(context=context.Window(size=3)),
+    }
     for name in sorted(CURVES.keys() - {"gelu", "identity"}):
         found[name] = plain.but(memory=memory.MLP(depth=3, expansion=2, activation=name))
     return found
@@ -97,11 +107,14 @@ CHAINS = _chains()
 CHAINS["a number called c"] = CHAINS["momentum"].but(bias=Named())
 
 
-@pytest.mark.parametrize("together", [0, 2**30])
+@pytest.mark.parametrize("way", ["batch by batch", "all at once", "as on a device"])
 @pytest.mark.parametrize("name", CHAINS)
-def test_equals_the_reference(name: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads batch by batch and all at once; rows that end at different tokens."""
-    monkeypatch.setattr(borders, "TOGETHER", together)
+def test_equals_the_reference(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads batch by batch and all at once, a device's operations; rows that end differently."""
+    monkeypatch.setattr(borders, "TOGETHER", 0 if way == "batch by batch" else 2**30)
+    if way == "as on a device":
+        for module in (backward, borders, families, forward):
+            monkeypatch.setattr(module, "hosted", lambda _: False)
     recipe = CHAINS[name]
     assert chain_of(recipe) is not None
     x = generate.inputs(recipe, B=2, T=17, H=2, G=2)

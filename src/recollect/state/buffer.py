@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,7 @@ def roll(
     lengths: Tensor | None,
     position: Tensor,
     seen: int | None = None,
+    nothing: Collection[str] = (),
 ) -> Buffer | None:
     """The buffer after new tokens: per row, those of the window and of the open inner batch.
 
@@ -84,6 +85,7 @@ def roll(
         lengths: real tokens per row ``[B]``, where rows are padded.
         position: after the new tokens, ``[B]``.
         seen: what every entry of ``position`` is, where the host knows it (`State.seen`).
+        nothing: names of numbers that are 0 at every token, old and new.
     """
     span = recipe.span
     if span == 0:
@@ -95,7 +97,7 @@ def roll(
     if old is not None and seen is not None and history is not None and T == 1 and not first:
         batch = recipe.algorithm.batch
         if old.k.shape[1] == span and _only_shifts(seen, batch, history):
-            return _shifted(old, k=k, v=v, rates=rates)
+            return _shifted(old, k=k, v=v, rates=rates, nothing=nothing)
         if seen % batch + history == 0 and not torch.compiler.is_compiling():
             return _emptied(span, k=k, v=v, rates=rates)
     buffered = 0 if old is None else old.k.shape[1]
@@ -150,7 +152,14 @@ def _only_shifts(seen: int, batch: int, history: int) -> bool:
     return now == min(before + 1, batch - 1 + history)
 
 
-def _shifted(old: Buffer, *, k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) -> Buffer:
+def _shifted(
+    old: Buffer,
+    *,
+    k: Tensor,
+    v: Tensor,
+    rates: Mapping[str, Tensor],
+    nothing: Collection[str],
+) -> Buffer:
     """The buffer one token on, of as many slots, where no other slot becomes empty."""
     kept = old.k.shape[1] - 1
 
@@ -162,7 +171,10 @@ def _shifted(old: Buffer, *, k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) 
     return Buffer(
         k=pick(old.k, k),
         v=pick(old.v, v),
-        rates={name: pick(old.rates[name], x) for name, x in rates.items()},
+        rates={
+            name: old.rates[name] if name in nothing else pick(old.rates[name], x)
+            for name, x in rates.items()
+        },
         mask=torch.cat([mask, there], dim=1),
     )
 

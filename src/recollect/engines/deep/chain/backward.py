@@ -20,134 +20,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.engines.deep.chain.forward import (
-    ChainSpec,
-    Commits,
-    Family,
-    ForwardTrace,
-    Keys,
+from recollect.engines.deep.chain.families import (
+    GradientStacks,
     add_product,
+    beside,
     each_map,
+    hosted,
 )
+from recollect.engines.deep.chain.forward import ChainSpec, Commits, ForwardTrace, Keys
 from recollect.engines.deep.chain.reads import ReadGradients
 from recollect.engines.deep.chain.shares import ShareSlopes
 
 __all__ = ["InputGradients", "backward"]
-
-
-class _Family:
-    """Maps of the same sizes, batch by batch, and the gradients gathered for them.
-
-    Attributes:
-        up: gradient of M at the border after the batch at hand, ``[P L, J, entries]``.
-        to_wide: what reads ask of the wider of h and δ, and then what the batch's own end does,
-            ``[N, P, L, R, wide]``. to_narrow: of the narrower, per map ``[N, P, R, narrow]``.
-        to_Q: ``[N, P, L, R, J, narrow]``.
-        key_narrow, key_wide: the factors of Ā, ``[N, P, L, rows, ·]``: (k, z̄) for the first map,
-            for others (ū, δ) and below them (h, z̄).
-    """
-
-    def __init__(
-        self,
-        spec: ChainSpec,
-        index: int,
-        stacks: Family,
-        trace: ForwardTrace,
-        back: ReadGradients,
-        end: Tensor,
-    ) -> None:
-        members = spec.families[index]
-        M, wide, Q = stacks.M, stacks.wide, stacks.Q
-        N, P, L, self.J, small, large = M.shape
-        R = wide.shape[3]
-        self.members, self.L, self.R = members, L, R
-        self.wide_all, self.narrow_all = wide, stacks.narrow
-        tall = [spec.tall[i] for i in members]
-        pairs = [(back.h[i], back.delta[i]) for i in members]
-        self.to_narrow_all = [pair[not up] for pair, up in zip(pairs, tall, strict=True)]
-        self.to_wide_all = _beside([pair[up] for pair, up in zip(pairs, tall, strict=True)])
-        left, right = (_beside([x[i] for i in members]) for x in (back.left, back.right))
-        self.left, self.right = (x.flatten(1, 2).unbind(0) for x in (left, right))
-        self.Q, self.wide = Q.flatten(1, 2).flatten(3).unbind(0), wide.flatten(1, 2).unbind(0)
-        self.flat = M.flatten(1, 2).flatten(3).mT.unbind(0)
-        self.to_Q_all = M.new_empty(N, P, L, R, self.J, small)
-        self.to_Q = self.to_Q_all.unbind(0)
-        self.to_Q_flat = self.to_Q_all.flatten(1, 2).flatten(3).unbind(0)
-        self.to_wide, self.to_wide_flat = (
-            x.unbind(0) for x in (self.to_wide_all, self.to_wide_all.flatten(1, 2))
-        )
-        # The first map has one pair of factors, the others two.
-        rows = R if members == (0,) else 2 * R
-        self.key_narrow, self.key_wide = (
-            M.new_empty(N, P, L, rows, size) for size in (small, large)
-        )
-        if members[0] == 0 and rows > R:
-            for x in (self.key_narrow, self.key_wide):
-                x[:, :, 0, R:] = 0.0
-        for m, (i, up) in enumerate(zip(members, tall, strict=True)):
-            into_h, into_delta = self.sides(m, up)
-            h, delta = trace.h[i], trace.delta[i]
-            if i:
-                into_delta[:, :, :R].copy_(delta)
-                into_h[:, :, R:].copy_(h)
-            else:
-                into_h[:, :, :R].copy_(h)
-        self.own = self.key_narrow.flatten(1, 2).mT.unbind(0), self.key_wide.flatten(1, 2).unbind(0)
-        # A narrow factor of the first map are the keys, whose share can wait for the end.
-        self.asked = [m for m, i in enumerate(members) if i or not tall[0]]
-        self.sizes = P * L, self.J * small, large
-        self.up = end.flatten(0, 1).flatten(2)
-        self.spare = torch.empty_like(self.up)
-        self.product = self.J == 1 or end.device.type != "cpu"
-
-    def sides(self, member: int, tall: bool) -> tuple[Tensor, Tensor]:
-        """The places of a map's factors of Ā over inputs and over outputs, ``[N, P, rows, ·]``."""
-        narrow, wide = self.key_narrow[:, :, member], self.key_wide[:, :, member]
-        return (narrow, wide) if tall else (wide, narrow)
-
-    def end(self, n: int, T: Tensor | None, c: Sequence[Tensor], commit: bool | Tensor) -> Tensor:
-        """Back through the border after batch n; M̄′ of the rows that moved.
-
-        Args:
-            n: the batch. T: ``[P L, J, J]``, or ``None``. c: of A and S, ``[P, R, 1]``.
-            commit: whether the border was crossed, or the rows for which it was.
-        """
-        moved = self.up if commit is True else torch.where(commit, self.up, 0.0)
-        flat = moved.view(self.sizes)
-        self.to_wide_flat[n].baddbmm_(self.Q[n], flat)
-        torch.bmm(self.wide[n], flat.mT, out=self.to_Q_flat[n])
-        for m in self.asked:
-            for part, each in zip(self.to_Q[n][:, m].unbind(2), c, strict=True):
-                self.to_narrow_all[m][n].addcmul_(part, each)
-        after = self.spare
-        if T is None:
-            after.copy_(moved)
-        elif self.J == 1:
-            torch.mul(moved, T, out=after)
-        else:
-            torch.bmm(T.mT, moved, out=after)
-        if commit is not True:
-            after.add_(torch.where(commit, 0.0, self.up))
-        self.up, self.spare = after, self.up
-        return moved
-
-    def skip(self, n: int) -> None:
-        """Back through a border that was not crossed."""
-        self.to_Q[n].zero_()
-
-    def write(self, n: int) -> None:
-        """The products of reads into M̄, and of keys into Ā."""
-        stacked = self.up.view(self.sizes)
-        stacked.baddbmm_(self.left[n].mT, self.right[n])
-        narrow, wide = self.own
-        PL, entries, large = self.sizes
-        own = stacked.view(PL, self.J, entries // self.J, large)[:, 0]
-        add_product(own, narrow[n], wide[n])
-
-
-def _beside(xs: Sequence[Tensor]) -> Tensor:
-    """Maps' ``[N, P, ...]`` as ``[N, P, L, ...]``; of one, the same memory."""
-    return xs[0].unsqueeze(2) if len(xs) == 1 else torch.stack(list(xs), dim=2)
 
 
 class _Errors:
@@ -240,7 +124,7 @@ def backward(
     saved = trace.saved
     assert saved is not None
     families = [
-        _Family(spec, i, stacks, trace, back, end)
+        GradientStacks(spec, i, stacks, trace, back, end)
         for i, (stacks, end) in enumerate(zip(saved.families, ends, strict=True))
     ]
     errors = _Errors(spec, keys, trace, needs)
@@ -294,7 +178,11 @@ class _Walk:
     """
 
     def __init__(
-        self, spec: ChainSpec, families: Sequence[_Family], trace: ForwardTrace, errors: _Errors
+        self,
+        spec: ChainSpec,
+        families: Sequence[GradientStacks],
+        trace: ForwardTrace,
+        errors: _Errors,
     ) -> None:
         saved = trace.saved
         assert saved is not None
@@ -316,7 +204,7 @@ class _Walk:
             to_delta.append(wide if up else narrow)
         affine = spec.bias.affine
         # A device writes δ̄ of an error that only is the prediction's to where z̄ belongs.
-        self.same = affine is not None and affine[0] == 1 and back[-1].device.type != "cpu"
+        self.same = affine is not None and affine[0] == 1 and not hosted(back[-1])
         if self.same:
             back[-1].copy_(to_delta[-1])
             one, m = place[L - 1]
@@ -339,9 +227,7 @@ class _Walk:
         self.turn, self.back, self.to_h, self.to_delta = (
             [x.unbind(0) for x in xs] for xs in (turn, back, to_h, to_delta)
         )
-        A = [
-            w[:, :, 0] if up else w[:, :, 0].mT for w, up in zip(trace.M, spec.tall, strict=True)
-        ]
+        A = [w[:, :, 0] if up else w[:, :, 0].mT for w, up in zip(trace.M, spec.tall, strict=True)]
         self.A_first = A[0]
         self.A, self.A_back = [x.unbind(0) for x in A], [x.mT.unbind(0) for x in A]
         self.shares: ShareSlopes | None = None
@@ -362,9 +248,10 @@ class _Walk:
         for one in self.families:
             tall = [self.spec.tall[i] for i in one.members]
             wide = [
-                (shares.delta if up else shares.h)[i] for i, up in zip(one.members, tall, strict=True)
+                (shares.delta if up else shares.h)[i]
+                for i, up in zip(one.members, tall, strict=True)
             ]
-            each = one.wide_all * _beside(wide)
+            each = one.wide_all * beside(wide)
             found.append((one.to_wide_all.unbind(0), each.unbind(0)))
             for m in one.asked:
                 i = one.members[m]
@@ -421,7 +308,7 @@ def _slope(spec: ChainSpec, z: Tensor) -> Tensor:
     return spec.curve.pull(z.new_ones(()).expand_as(z), z)
 
 
-def _of_keys(spec: ChainSpec, walk: _Walk, first: _Family, weights: Tensor) -> Tensor:
+def _of_keys(spec: ChainSpec, walk: _Walk, first: GradientStacks, weights: Tensor) -> Tensor:
     k = torch.add(walk.to_key, walk.to_first @ walk.A_first.mT)
     if not spec.tall[0]:
         return k
@@ -432,7 +319,7 @@ def _of_keys(spec: ChainSpec, walk: _Walk, first: _Family, weights: Tensor) -> T
     return k
 
 
-def _of_coefficients(families: Sequence[_Family], rho: Tensor | None) -> Tensor:
+def _of_coefficients(families: Sequence[GradientStacks], rho: Tensor | None) -> Tensor:
     total: Tensor | None = None
     for one in families:
         for m in range(one.L):

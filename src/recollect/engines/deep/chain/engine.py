@@ -22,14 +22,13 @@ from recollect.choices.bias.base import Bias
 from recollect.choices.gradients import HandWritten, again
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.backward import backward
+from recollect.engines.deep.chain.families import apart, families_of, hosted
 from recollect.engines.deep.chain.forward import (
     ChainSpec,
     Commits,
     ForwardTrace,
     Keys,
     ScratchBuffers,
-    apart,
-    families_of,
     forward,
     forward_by_autograd,
     slopes,
@@ -50,7 +49,7 @@ __all__ = ["Chain", "chain_slopes", "run_chain", "slope_of"]
 Weights = Tensors = list[Tensor]
 
 TOGETHER = 2**23
-"""Bytes of weights at borders that are read at once: few enough to stay near the processor."""
+"""Bytes of weights at borders that a CPU reads at once: few enough to stay near the processor."""
 
 FEW = 4
 """Batches below which it is better to read them one by one than to gather their weights."""
@@ -107,8 +106,9 @@ def run_chain(
         [(a,) for a in A] if S is None else list(zip(A, S, strict=True))
     )
     start = [
-        torch.stack([w.mT if tall[i] else w for i in some for w in pairs[i]], dim=1)
-        .unflatten(1, (len(some), -1))
+        torch.stack([w.mT if tall[i] else w for i in some for w in pairs[i]], dim=1).unflatten(
+            1, (len(some), -1)
+        )
         for some in families
     ]
     spec = ChainSpec(
@@ -217,8 +217,10 @@ def _run_batches(
 
 
 def _spans(keys: Keys, start: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """First and last batch of those that are read at once."""
+    """First and last batch of those that are read at once; on a device all of a group."""
     N = keys.k.shape[0]
+    if not hosted(keys.k):
+        return [(0, N)]
     each = sum(w.numel() * w.element_size() for w in start)
     some = min(N, TOGETHER // max(each, 1))
     some = 1 if some < FEW else some
@@ -288,7 +290,7 @@ def _gradient(
     grads: Sequence[Tensor],
 ) -> list[Tensor | None]:
     """The gradient, span by span from the last."""
-    keys, queries, memory = _named(spec, flat)
+    keys, queries, _ = _named(spec, flat)
     names = [*_FIXED, *(f"gate {name}" for name in spec.gates)]
     asks = dict(zip(names, needs, strict=False))
     given = dict(zip(names, flat, strict=False))

@@ -9,15 +9,12 @@ the number of operations. With M the stack of A and S of one map, per inner batc
     M_j′ = Σ_i T[j, i] M_i + Σ_r c_j[r] δ_r h_rᵀ                       (T = [[a, m], [0, s]])
 
 A map is kept with its narrower side in rows, so that c_j scales the narrower of h and δ and one
-product moves A and S together. Maps of the same sizes are a *family*, whose stacks lie beside each
-other: one product moves, and one writes, all of them. What is wide of a family, and M, are
-``[N, P, maps, ...]``; what is narrow lies map by map, ``[maps, N, P, ...]``, because products write
-it, which on a CPU is slower into places that do not touch.
+product moves A and S together, for all maps of the same sizes at once (`families`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,20 +23,23 @@ from torch import Tensor
 
 from recollect.choices.bias.base import Bias
 from recollect.engines.deep.chain.activations import Curve
+from recollect.engines.deep.chain.families import (
+    Family,
+    Stacks,
+    add_product,
+    apart,
+    by_batch,
+    hosted,
+)
 from recollect.engines.deep.chain.shares import Shares, share_of
 
 __all__ = [
     "ChainSpec",
     "Commits",
-    "Family",
     "ForwardTrace",
     "Keys",
     "SavedStacks",
     "ScratchBuffers",
-    "add_product",
-    "apart",
-    "each_map",
-    "families_of",
     "forward",
     "forward_by_autograd",
     "slopes",
@@ -102,23 +102,6 @@ class Keys:
             c=self.c[here],
             gates={name: x[here] for name, x in self.gates.items()},
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """The stacks of maps of the same sizes, ``L`` of them.
-
-    Attributes:
-        M: A and S at every batch's start, ``[N, P, L, J, narrow, wide]``.
-        wide: the wider of h and δ, ``[N, P, L, R, wide]``.
-        narrow: the narrower, ``[L, N, P, R, narrow]``.
-        Q: c times it, ``[N, P, L, R, J, narrow]``, of all batches if there is a backward pass.
-    """
-
-    M: Tensor
-    wide: Tensor
-    narrow: Tensor
-    Q: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,143 +170,6 @@ class ScratchBuffers:
         return self.buffers[key]
 
 
-def families_of(sizes: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-    """Maps by their sizes, (narrow, wide).
-
-    Args:
-        sizes: of every map.
-    """
-    found: dict[tuple[int, int], list[int]] = {}
-    for i, size in enumerate(sizes):
-        found.setdefault(size, []).append(i)
-    return tuple(map(tuple, found.values()))
-
-
-def add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
-    """out += alpha a b, in one operation where that is no slower.
-
-    Args:
-        out: ``[P, m, n]``, apart in memory from one matrix to the next if need be.
-        a: ``[P, m, r]``. b: ``[P, r, n]``. alpha: a factor.
-    """
-    if out.device.type != "cpu" or out.is_contiguous():
-        out.baddbmm_(a, b, alpha=alpha)
-    else:
-        out.add_(torch.bmm(a, b), alpha=alpha)
-
-
-def _by_batch(x: Tensor, N: int) -> Sequence[Tensor]:
-    """Batch by batch; a stack of one is written over and over."""
-    return x.unbind(0) if x.shape[0] == N else (x[0],) * N
-
-
-class _Family:
-    """A family's stacks in the forward pass, batch by batch.
-
-    Attributes:
-        narrow_, wide_: ``[P, L, R, ·]``. Q_: c times narrow ``[P, L, R, J, narrow]``.
-        early: whether Q is there before the first batch.
-        A: of every map, ``[N, P, in, out]``.
-    """
-
-    def __init__(
-        self,
-        spec: ChainSpec,
-        keys: Keys,
-        index: int,
-        start: Tensor,
-        sizes: tuple[int, bool],
-        new: Callable[..., Tensor],
-    ) -> None:
-        (turn, early), members = sizes, spec.families[index]
-        self.members = [(i, spec.tall[i]) for i in members]
-        k, c = keys.k, keys.c
-        N, P, R, _ = k.shape
-        _, L, J, small, large = start.shape
-        count = N if spec.keep else 1
-        self.end = new(f"end {turn}", index, *start.shape)
-        if N == 1:
-            self.M = start.unsqueeze(0)
-        else:
-            self.M = new("M", index, N, *start.shape)
-            self.M[0].copy_(start)
-        head, tall = members[0] == 0, spec.tall[members[0]]
-        if head and tall and L == 1:
-            self.narrow = k.unsqueeze(0)
-        else:
-            self.narrow = new("narrow", index, L, N, P, R, small)
-            if head and tall:
-                self.narrow[0].copy_(k)
-        if head and not tall and L == 1:
-            self.wide = k.unsqueeze(2)
-        else:
-            self.wide = new("wide", index, N, P, L, R, large)
-            if head and not tall:
-                self.wide[:, :, 0].copy_(k)
-        self.early = early and head and tall and L == 1
-        if self.early:  # the keys' own coefficients are one product
-            self.Q = (k.unsqueeze(-2) * c.unsqueeze(-1)).unsqueeze(2)
-        else:
-            self.Q = new("Q", index, count, P, L, R, J, small)
-        self.narrow_ = self.narrow.permute(1, 2, 0, 3, 4).unsqueeze(4).unbind(0)
-        self.wide_ = self.wide.flatten(1, 2).unbind(0)
-        self.Q_ = _by_batch(self.Q, N)
-        self.left = _by_batch(self.Q.flatten(1, 2).flatten(3).mT, N)
-        self.whole = [
-            *self.M.flatten(1, 2).flatten(2, 3).unbind(0),
-            self.end.flatten(0, 1).flatten(1, 2),
-        ]
-        self.flat = [*self.M.flatten(1, 2).flatten(3).unbind(0), self.end.flatten(0, 1).flatten(2)]
-        self.T: Sequence[Tensor] | None = None
-        if keys.T is not None:
-            self.T = each_map(keys.T, L).unbind(0)
-        self.J, self.L = J, L
-
-    def factors(self, L: int) -> list[tuple[Tensor, Sequence[int]]]:
-        """The stacks ``[N, some, P, R, ·]`` of `Shares`, which has the keys already."""
-        narrow = [i if up else L + i for i, up in self.members]
-        wide = [L + i if up else i for i, up in self.members]
-        first = int(narrow[0] == 0)
-        found: list[tuple[Tensor, Sequence[int]]] = []
-        if wide != [0]:
-            found.append((self.wide.transpose(1, 2), wide))
-        if narrow[first:]:
-            found.append((self.narrow.transpose(0, 1)[:, first:], narrow[first:]))
-        return found
-
-    def of(self, member: int, tall: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """h, δ and A of a map, ``[N, P, ·, ·]``."""
-        narrow, wide, A = self.narrow[member], self.wide[:, :, member], self.M[:, :, member, 0]
-        return (narrow, wide, A) if tall else (wide, narrow, A.mT)
-
-    def move(self, n: int, weight: Tensor, commit: bool | Tensor) -> None:
-        """M at the border after batch n, from the coefficients ``[P, 1, R, J, 1]`` of the batch."""
-        before, after = self.whole[n], self.whole[n + 1]
-        if commit is False:
-            after.copy_(before)
-            return
-        if not self.early:
-            torch.mul(self.narrow_[n], weight, out=self.Q_[n])
-        left, right = self.left[n], self.wide_[n]
-        if self.T is None:
-            torch.baddbmm(before, left, right, out=after)
-        else:
-            if self.J == 1:
-                torch.mul(self.flat[n], self.T[n], out=self.flat[n + 1])
-            else:
-                torch.bmm(self.T[n], self.flat[n], out=self.flat[n + 1])
-            after.baddbmm_(left, right)
-        if commit is not True:
-            after.copy_(torch.where(commit.repeat_interleave(self.L, 0), after, before))
-
-
-def each_map(x: Tensor, L: int) -> Tensor:
-    """``[N, P, ...]`` for every map of a family, ``[N, P L, ...]``."""
-    if L == 1:
-        return x
-    return x.unsqueeze(2).expand(*x.shape[:2], L, *x.shape[2:]).flatten(1, 2)
-
-
 def forward(
     spec: ChainSpec, keys: Keys, start: Sequence[Tensor], commits: Commits, buffers: ScratchBuffers
 ) -> ForwardTrace:
@@ -338,7 +184,7 @@ def forward(
         return buffers.take(k, name, index, shape=shape)
 
     stacks = [
-        _Family(spec, keys, i, w, (buffers.turn, spec.target is None), new)
+        Stacks(spec, keys, i, w, (buffers.turn, spec.target is None), new)
         for i, w in enumerate(start)
     ]
     place = {i: (f, m) for f, group in enumerate(spec.families) for m, i in enumerate(group)}
@@ -352,9 +198,7 @@ def forward(
     )
     curve = spec.curve
     # A device takes σ and σ′ ⊙ u in one operation each; a CPU where it keeps no slope.
-    rises = k.device.type == "cpu" and (
-        spec.keep or P * R * max(d.shape[-1] for d in deltas) <= LARGE
-    )
+    rises = hosted(k) and (spec.keep or P * R * max(d.shape[-1] for d in deltas) <= LARGE)
     slopes: Tensors = []
     if rises:
         slopes = [new("slope", i, *z.shape) for i, z in enumerate(zs)]
@@ -373,7 +217,7 @@ def forward(
         if spec.residual:
             last.add_(keys.raw, alpha=affine[0])
     h_, delta_ = ([x.unbind(0) for x in xs] for xs in (hs, deltas))
-    z_, slope_, u_ = ([_by_batch(x, N) for x in xs] for xs in (zs, slopes, us))
+    z_, slope_, u_ = ([by_batch(x, N) for x in xs] for xs in (zs, slopes, us))
     A_, back_ = [a.unbind(0) for a in ups], [a.mT.unbind(0) for a in ups]
     weights = c[:, :, None, :, :, None].unbind(0)
     for n, commit in enumerate(commits):
@@ -409,9 +253,9 @@ def forward(
             one.move(n, weight, commit)
     saved = None
     if spec.keep:
-        families = [Family(M=x.M, wide=x.wide, narrow=x.narrow, Q=x.Q) for x in stacks]
+        kept = [Family(M=x.M, wide=x.wide, narrow=x.narrow, Q=x.Q) for x in stacks]
         saved = SavedStacks(
-            families=families, z=zs, u=us, slope=slopes if rises else None, prediction=prediction
+            families=kept, z=zs, u=us, slope=slopes if rises else None, prediction=prediction
         )
     return ForwardTrace(
         M=[stacks[f].M[:, :, m] for _, (f, m) in sorted(place.items())],
@@ -497,18 +341,3 @@ def forward_by_autograd(
         h=gathered(all_h),
         saved=None,
     )
-
-
-def apart(spec: ChainSpec, families: Sequence[Tensor]) -> Tensors:
-    """Stacks of families ``[P, L, ...]`` map by map.
-
-    Args:
-        spec: of the chain.
-        families: in its order.
-    """
-    found = {
-        i: x
-        for group, stack in zip(spec.families, families, strict=True)
-        for i, x in zip(group, stack.unbind(1), strict=True)
-    }
-    return [found[i] for i in range(len(spec.tall))]

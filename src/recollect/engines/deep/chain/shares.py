@@ -69,32 +69,32 @@ def share_of_row(row: Tensor, widths: Sequence[int], lr: Tensor, slope: float) -
         row: h and δ of the first map, then of the next, … ``[P, 1, ·]``. widths: of these.
         lr: η ``[P, 1]``. slope: a of the error.
     """
-    first, second, *_ = widths
+    tiny, (first, second, *_) = torch.finfo(row.dtype).tiny, widths
+
+    def numbers(*values: float) -> Tensor:
+        return constant(_numbers, *values, device=row.device, dtype=row.dtype)
+
     if tuple(widths) == (first, second, second, first):
         # The outer two and the inner two are of one width each.
+        inner = row[..., first : first + 2 * second].unflatten(2, (2, second))
         outer = torch.linalg.vector_norm(row.unfold(2, first, first + 2 * second), dim=-1)
-        inner = torch.linalg.vector_norm(
-            row[..., first : first + 2 * second].unflatten(2, (2, second)), dim=-1
-        )
-        (k, g), (d, h) = outer.unbind(2), inner.unbind(2)
-        sizes = [k, d, h, g]
+        inner = torch.linalg.vector_norm(inner, dim=-1)
+        k, error = torch.addcmul(numbers(0.0, tiny), outer, outer).unbind(2)
+        delta, below = torch.addcmul(numbers(0.0, EPS), inner, inner).unbind(2)
+        below = torch.addcdiv(below, k * delta, error)
     else:
         parts = row.squeeze(1).split_with_sizes(tuple(widths), dim=-1)
-        sizes = [torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in parts]
-    ahead, error = sizes[-2:]
-    eps = constant(_number, EPS, device=row.device, dtype=row.dtype)
-    below = torch.addcmul(eps, ahead, ahead)
-    if len(sizes) > 2:
-        error = error.clamp_min(torch.finfo(row.dtype).tiny)
-    for x, y in zip(sizes[:-2:2], sizes[1:-2:2], strict=True):
-        gain = (x * y).div_(error)
-        below.addcmul_(gain, gain)
-    zero = constant(_number, 0.0, device=row.device, dtype=row.dtype)
-    return torch.addcdiv(zero, lr, below, value=-1 / slope)
+        sizes = torch.cat([torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in parts], -1)
+        least = [0.0] * (len(parts) - 2) + [EPS, tiny]
+        squares = torch.addcmul(numbers(*least), sizes, sizes).split(1, dim=-1)
+        *before, below, error = squares
+        for x, y in zip(before[::2], before[1::2], strict=True):
+            below = torch.addcdiv(below, x * y, error)
+    return torch.addcdiv(numbers(0.0), lr, below, value=-1 / slope)
 
 
-def _number(value: float) -> Tensor:
-    return torch.full((), value, dtype=torch.float64)
+def _numbers(*values: float) -> Tensor:
+    return torch.stack([torch.full((), x, dtype=torch.float64) for x in values])
 
 
 def _least(rows: int, ahead: int, last: int, tiny: float) -> Tensor:
@@ -147,7 +147,9 @@ class Shares:
         self.least = constant(_least, *least, device=k.device, dtype=k.dtype)
         self.sizes = k.new_empty(len(names), *k.shape[1:3])
         self.each = self.sizes.unbind(0)
-        self.factors = [(x.unbind(0), self.sizes[self.row[some[0]] :][: len(some)]) for x, some in factors]
+        self.factors = [
+            (x.unbind(0), self.sizes[self.row[some[0]] :][: len(some)]) for x, some in factors
+        ]
         self.below = torch.empty_like(keys)
         if L == 1:
             torch.add(keys, EPS, out=self.below)

@@ -191,14 +191,24 @@ def _rolled(
     state: State,
     after: Tensor,
 ) -> Buffer | None:
-    """The buffer one token on, at positions ``after``; numbers that the recipe fixes are buffered as well."""
+    """The buffer one token on, at positions ``after``; what the recipe fixes is buffered too."""
     B, _, H, _ = k.shape
     rates: dict[str, Tensor] = {}
     for name, x in sized.constants.items():
         rates[name] = constant(_filled, B, H, x, device=k.device, dtype=k.dtype)
     rates.update(gates)
     seen = None if state.seen is None else state.seen + 1
-    return roll(sized.recipe, state.buffer, k=k, v=v, rates=rates, lengths=None, position=after, seen=seen)
+    return roll(
+        sized.recipe,
+        state.buffer,
+        k=k,
+        v=v,
+        rates=rates,
+        lengths=None,
+        position=after,
+        seen=seen,
+        nothing=[name for name, x in sized.constants.items() if x == 0],
+    )
 
 
 def _filled(B: int, H: int, value: float) -> Tensor:
