@@ -98,7 +98,7 @@ def roll(
         batch = recipe.algorithm.batch
         if old.k.shape[1] == span and _only_shifts(seen, batch, history):
             return _shifted(old, k=k, v=v, rates=rates, nothing=nothing)
-        if seen % batch + history == 0 and not torch.compiler.is_compiling():
+        if seen % batch + history == 0 and span and not torch.compiler.is_compiling():
             return _emptied(span, k=k, v=v, rates=rates)
     buffered = 0 if old is None else old.k.shape[1]
     slots = buffered + T if span is None else span

@@ -293,7 +293,8 @@ class GradientStacks:
             n: the batch. T: ``[P L, J, J]``, or ``None``. c: of A and S, ``[P, R, 1]``.
             commit: whether the border was crossed, or the rows for which it was.
         """
-        moved = self.up if commit is True else torch.where(commit, self.up, 0.0)
+        mask = commit if isinstance(commit, Tensor) else None
+        moved = self.up if mask is None else torch.where(mask, self.up, 0.0)
         flat = moved.view(self.sizes)
         self.to_wide_flat[n].baddbmm_(self.Q[n], flat)
         torch.bmm(self.wide[n], flat.mT, out=self.to_Q_flat[n])
@@ -307,8 +308,8 @@ class GradientStacks:
             torch.mul(moved, T, out=after)
         else:
             torch.bmm(T.mT, moved, out=after)
-        if commit is not True:
-            after.add_(torch.where(commit, 0.0, self.up))
+        if mask is not None:
+            after.add_(torch.where(mask, 0.0, self.up))
         self.up, self.spare = after, self.up
         return moved
 

@@ -193,9 +193,11 @@ class Shares:
 
     def rho(self) -> Tensor:
         """ρ of all batches, ``[N, P, R]``."""
-        if self.along is not None:
+        if self.along is not None or self.slope is None:
+            assert self.along is not None
             return self.along
-        return self.below.reciprocal() if self.slope == 1 else 1 / (self.slope * self.below)
+        below = self.below if self.slope == 1 else self.slope * self.below
+        return below.reciprocal()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,12 +173,11 @@ def _asked(
     raw = z = x
     for i, one in enumerate(all_factors):
         h = value(z) if i else z
-        scaled = (h.unsqueeze(1),) if stays else (h.unsqueeze(1) * of_starts).unbind(1)
-        first = scaled[0].squeeze(1) if stays else scaled[0]
+        parts = [h] if stays else [*(h.unsqueeze(1) * of_starts).unbind(1)]
         W = memory.A[i].mT
-        z = torch.baddbmm(raw, first, W) if i == last else torch.bmm(first, W)
+        z = torch.baddbmm(raw, parts[0], W) if i == last else torch.bmm(parts[0], W)
         if moments is not None:
-            z.baddbmm_(scaled[1], moments[i].mT)
+            z.baddbmm_(parts[1], moments[i].mT)
         z.baddbmm_(torch.bmm(h, one.h.mT).mul_(C), one.delta)
     return z
 
