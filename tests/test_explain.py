@@ -500,9 +500,7 @@ def on_page() -> list[set[str]]:
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name in ("ffn_relu", "fox", "lru", "titans")
-        else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("fox", "lru", "titans") else pytest.param(name, marks=pytest.mark.slow)
         for name in rc.zoo.names()
     ],
 )
