@@ -68,12 +68,9 @@ def test_rows_along_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
     ("names", "kinds", "types"),
     [
         pytest.param(NAMES[:1], ["data context", "both"], ("float32",), id="one system"),
-        pytest.param(
-            NAMES,
-            ["both", "data context", "context tensor"],
-            ("float32", "float64"),
-            id="all",
-            marks=pytest.mark.slow,
+        *(
+            pytest.param(NAMES, [kind], ("float32", "float64"), id=kind, marks=pytest.mark.slow)
+            for kind in ("both", "data context", "context tensor")
         ),
     ],
 )
