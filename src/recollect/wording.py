@@ -90,7 +90,8 @@ def suggests(module: str, known: Sequence[str]) -> Callable[[str], Any]:
     def __getattr__(name: str) -> Any:
         near = nearest(name, known)
         hint = f"; {near}" if near.startswith("did") and name[:1] != "_" else ""
-        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+        # With a name that is given Python does not look for a near one itself, and say it twice.
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
     return __getattr__
 

@@ -41,8 +41,9 @@ _LAYERS = {"width": 64, "depth": 3, "heads": 1}
 
 
 # glibc keeps freed pieces of up to 32 MiB, more of them the longer a process runs; what is larger
-# than this goes back to the system, and the process is as large as its tensors.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+# than this goes back to the system, and the process is as large as its tensors. A million tokens
+# whose gradient is kept: 708 MiB from 1 MiB on, 265 from 64 KiB on, of 252 that tensors took.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
 
 
 @dataclass(frozen=True, kw_only=True)
