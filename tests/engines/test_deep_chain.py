@@ -14,6 +14,7 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.engines import deep
+from recollect.engines.deep.chain import backward, families, forward
 from recollect.engines.deep.chain import engine as borders
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.engine import chain_of
@@ -43,11 +44,15 @@ def test_slopes_and_bends_are_derivatives(name: str) -> None:
     g = torch.linspace(-1, 2, 241, dtype=torch.float64)
     pulled = g * slope.detach()
     torch.testing.assert_close(curve.pull(g, z).detach(), pulled, atol=1e-14, rtol=1e-13)
-    if curve.store is not None and curve.pull_to is not None:
-        curve.store(z.detach(), found)
-        torch.testing.assert_close(found, y.detach(), atol=1e-14, rtol=1e-13)
-        curve.pull_to(g, z.detach(), found)
-        torch.testing.assert_close(found, pulled, atol=1e-14, rtol=1e-13)
+    curve.store(z.detach(), found)
+    torch.testing.assert_close(found, y.detach(), atol=1e-14, rtol=1e-13)
+    gaps = torch.zeros(2, 3, 2, 5)
+    curve.store(z.detach()[:30].view(2, 3, 5).float(), gaps[:, :, 1])
+    torch.testing.assert_close(gaps[:, :, 1].flatten(), y.detach()[:30].float())
+    assert not gaps[:, :, 0].any()
+    pulled_to = torch.empty_like(g)
+    curve.pull_to(g, z.detach(), found, pulled_to)
+    torch.testing.assert_close(pulled_to, pulled, atol=1e-14, rtol=1e-13)
 
 
 def _chains() -> dict[str, rc.Recipe]:
@@ -74,6 +79,15 @@ def _chains() -> dict[str, rc.Recipe]:
         "matrix": plain.but(memory=memory.Matrix()),
         "narrow": plain.but(memory=memory.MLP(depth=3, expansion=1, residual=False)),
     }
+    shares = plain.but(algorithm=algorithm.Momentum(batch=3, normalize=True))
+    found |= {
+        "shares": shares,
+        "shares of a matrix": shares.but(memory=memory.Matrix()),
+        "shares of three maps": shares.but(memory=memory.MLP(depth=3, expansion=2)),
+        "shares, as wide as high": shares.but(memory=memory.MLP(depth=3, expansion=1)),
+        "shares, robust": shares.but(bias=bias.Huber(form="norm", threshold="static")),
+        "shares, window": shares.but(context=context.Window(size=3)),
+    }
     for name in sorted(CURVES.keys() - {"gelu", "identity"}):
         found[name] = plain.but(memory=memory.MLP(depth=3, expansion=2, activation=name))
     return found
@@ -93,11 +107,14 @@ CHAINS = _chains()
 CHAINS["a number called c"] = CHAINS["momentum"].but(bias=Named())
 
 
-@pytest.mark.parametrize("together", [0, 2**30])
+@pytest.mark.parametrize("way", ["batch by batch", "all at once", "as on a device"])
 @pytest.mark.parametrize("name", CHAINS)
-def test_equals_the_reference(name: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads batch by batch and all at once; rows that end at different tokens."""
-    monkeypatch.setattr(borders, "TOGETHER", together)
+def test_equals_the_reference(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads batch by batch and all at once, a device's operations; rows that end differently."""
+    monkeypatch.setattr(borders, "TOGETHER", 0 if way == "batch by batch" else 2**30)
+    if way == "as on a device":
+        for module in (backward, borders, families, forward):
+            monkeypatch.setattr(module, "hosted", lambda _: False)
     recipe = CHAINS[name]
     assert chain_of(recipe) is not None
     x = generate.inputs(recipe, B=2, T=17, H=2, G=2)

@@ -134,7 +134,14 @@ def test_every_preset_has_a_budget() -> None:
     assert list(BUDGETS["presets"]) == rc.zoo.names()
 
 
-@pytest.mark.parametrize(("name", "most"), [("gated_delta_net", 400)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("gated_delta_net", 400),
+        # 14 launches forward and 16 backward in each of 256 inner batches, and 380 more.
+        pytest.param("titans", 8100, marks=pytest.mark.slow),
+    ],
+)
 def test_launches_of_a_long_sequence(name: str, most: int) -> None:
     """Forward and backward of 4096 tokens: what a device would spend its time on launching."""
     (found,) = measured("--tokens", "4096", name)

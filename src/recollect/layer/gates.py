@@ -75,7 +75,9 @@ class Squash:
             share = torch.sigmoid(z)
             if self.low == 0.0 and self.high == 1.0:
                 return share
-            return self.low + (self.high - self.low) * share
+            if share.requires_grad:
+                return self.low + (self.high - self.low) * share
+            return torch.rsub(share, self.low, alpha=self.low - self.high)  # in one operation
         if self.kind == "softplus":
             return self.low + functional.softplus(z)
         if self.kind == "logsigmoid":
@@ -189,7 +191,9 @@ def limit_of_rate(limit: StepLimit, values: Mapping[str, Tensor]) -> Tensor:
     rate, number = values["lr"], 2 * (1 - limit.theta) / (limit.batch * limit.window)
     if not (limit.gated or limit.momentum):
         return rate.new_full((), number)
-    found = number * (1 - values["momentum"]) if limit.momentum else number
+    found: Tensor | float = number
+    if limit.momentum:
+        found = torch.rsub(values["momentum"], number, alpha=number)  # number · (1 − momentum)
     if limit.gated:
         found = found / values["window"].sum(-1).clamp_min(LEAST)
     assert isinstance(found, Tensor)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import constant
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["Buffer", "roll"]
@@ -70,6 +71,7 @@ def roll(
     lengths: Tensor | None,
     position: Tensor,
     seen: int | None = None,
+    nothing: Collection[str] = (),
 ) -> Buffer | None:
     """The buffer after new tokens: per row, those of the window and of the open inner batch.
 
@@ -83,6 +85,7 @@ def roll(
         lengths: real tokens per row ``[B]``, where rows are padded.
         position: after the new tokens, ``[B]``.
         seen: what every entry of ``position`` is, where the host knows it (`State.seen`).
+        nothing: names of numbers that are 0 at every token, old and new.
     """
     span = recipe.span
     if span == 0:
@@ -94,7 +97,9 @@ def roll(
     if old is not None and seen is not None and history is not None and T == 1 and not first:
         batch = recipe.algorithm.batch
         if old.k.shape[1] == span and _only_shifts(seen, batch, history):
-            return _shifted(old, k=k, v=v, rates=rates)
+            return _shifted(old, k=k, v=v, rates=rates, nothing=nothing)
+        if seen % batch + history == 0 and span and not torch.compiler.is_compiling():
+            return _emptied(span, k=k, v=v, rates=rates)
     buffered = 0 if old is None else old.k.shape[1]
     slots = buffered + T if span is None else span
     wanted = position if history is None else position % recipe.algorithm.batch + history
@@ -147,7 +152,14 @@ def _only_shifts(seen: int, batch: int, history: int) -> bool:
     return now == min(before + 1, batch - 1 + history)
 
 
-def _shifted(old: Buffer, *, k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) -> Buffer:
+def _shifted(
+    old: Buffer,
+    *,
+    k: Tensor,
+    v: Tensor,
+    rates: Mapping[str, Tensor],
+    nothing: Collection[str],
+) -> Buffer:
     """The buffer one token on, of as many slots, where no other slot becomes empty."""
     kept = old.k.shape[1] - 1
 
@@ -155,12 +167,34 @@ def _shifted(old: Buffer, *, k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) 
         return torch.cat([past.narrow(1, 1, kept).to(new.dtype), new], dim=1)
 
     mask = old.mask.narrow(1, 1, kept)
+    there = constant(_there, k.shape[0], device=mask.device)
     return Buffer(
         k=pick(old.k, k),
         v=pick(old.v, v),
-        rates={name: pick(old.rates[name], x) for name, x in rates.items()},
-        mask=torch.cat([mask, mask.new_ones(k.shape[0], 1)], dim=1),
+        rates={
+            name: old.rates[name] if name in nothing else pick(old.rates[name], x)
+            for name, x in rates.items()
+        },
+        mask=torch.cat([mask, there], dim=1),
     )
+
+
+def _emptied(span: int, *, k: Tensor, v: Tensor, rates: Mapping[str, Tensor]) -> Buffer:
+    """The buffer of an inner batch that has just ended, where nothing else is kept."""
+
+    def none(x: Tensor) -> Tensor:
+        return x.new_zeros(x.shape[0], span, *x.shape[2:])
+
+    return Buffer(
+        k=none(k),
+        v=none(v),
+        rates={name: none(x) for name, x in rates.items()},
+        mask=torch.zeros(k.shape[0], span, dtype=torch.bool, device=k.device),
+    )
+
+
+def _there(B: int) -> Tensor:
+    return torch.ones(B, 1, dtype=torch.bool)
 
 
 def _ended(

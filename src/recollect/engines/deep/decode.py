@@ -45,6 +45,7 @@ __all__ = [
     "joined",
     "mark",
     "moved",
+    "parted",
     "reads",
     "step",
 ]
@@ -204,8 +205,18 @@ def joined(
     """
     rows = torch.cat([x for one in new for x in (one.h, one.delta)], dim=-1)
     rows = rows if old is None else torch.cat([old, rows], dim=1)
+    return rows, parted(method, rows)
+
+
+def parted(method: DeepPlan, rows: Tensor) -> list[Factors]:
+    """Factors map by map, of those beside each other ``[P, n, ·]``.
+
+    Args:
+        method: whose maps they are of.
+        rows: h and δ of the first map, then of the next, ….
+    """
     parts = rows.split_with_sizes(method.widths, dim=-1)
-    return rows, [Factors(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]
+    return [Factors(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]
 
 
 def cached(rows: Tensor, row: Row, depends: Cache) -> Cache:
@@ -341,7 +352,8 @@ def moved(row: Row, memory: Memory, all_factors: Sequence[Factors]) -> Memory:
         starts = [memory.A[i]] if moments is None else [memory.A[i], moments[i]]
         A.append(_combined(row.C, starts, one, n))
         if moments is not None and row.D is not None:
-            S.append(_combined(row.D, starts, one, n))
+            # A° has no part in S.
+            S.append(_combined(row.D[:, 1:], starts[1:], one, n))
     return Memory(A=A, slots={} if moments is None else {"momentum": S})
 
 
@@ -350,5 +362,5 @@ def _combined(row: Tensor, starts: Sequence[Tensor], one: Factors, n: int) -> Te
     *of_starts, C = row[..., None].split_with_sizes([1] * (row.shape[1] - n) + [n], dim=1)
     total = starts[0] * of_starts[0]
     for start, by in zip(starts[1:], of_starts[1:], strict=True):
-        total = torch.addcmul(total, start, by)
-    return torch.baddbmm(total, (one.delta * C).mT, one.h)
+        total.addcmul_(start, by)
+    return total.baddbmm_((one.delta * C).mT, one.h)

@@ -31,16 +31,17 @@ class Curve:
         pull: from (g, z) to σ′(z) ⊙ g, by operations that autograd can differentiate again.
         rise: writes σ(z) and σ′(z) into its second and third argument, without a graph.
         bend: σ″(z), without a graph.
-        store, pull_to: value and pull written into their last argument, where torch has one
-            operation for each; together cheaper than ``rise`` where no slope is kept.
+        store: from (z, out), σ(z) written there in one operation.
+        pull_to: from (g, z, σ(z), out), σ′(z) ⊙ g written there in one operation; together with
+            ``store`` cheaper than ``rise`` where no slope is kept.
     """
 
     value: Callable[[Tensor], Tensor]
     pull: Callable[[Tensor, Tensor], Tensor]
     rise: Callable[[Tensor, Tensor, Tensor], object]
     bend: Callable[[Tensor], Tensor]
-    store: Callable[[Tensor, Tensor], object] | None = None
-    pull_to: Callable[[Tensor, Tensor, Tensor], object] | None = None
+    store: Callable[[Tensor, Tensor], object]
+    pull_to: Callable[[Tensor, Tensor, Tensor, Tensor], object]
 
 
 @functools.cache
@@ -64,6 +65,14 @@ def _gelu_rise(z: Tensor, value: Tensor, slope: Tensor) -> None:
     torch.exp(torch.addcmul(zero, z, z, value=-0.5, out=slope), out=slope)
     torch.addcmul(value, z, slope, value=1 / math.sqrt(2 * math.pi), out=slope)
     value.mul_(z)
+
+
+def _gelu_store(z: Tensor, out: Tensor) -> None:
+    if out.device.type == "cpu" and not out.is_contiguous():
+        # torch 2.13 leaves memory with gaps as it was, in float32.
+        out.copy_(functional.gelu(z))
+    else:
+        aten.gelu.out(z, out=out)
 
 
 def _gelu_bend(z: Tensor) -> Tensor:
@@ -138,8 +147,8 @@ CURVES: dict[str, Curve] = {
         pull=lambda g, z: aten.gelu_backward(g, z),
         rise=_gelu_rise,
         bend=_gelu_bend,
-        store=lambda z, out: aten.gelu.out(z, out=out),
-        pull_to=lambda g, z, out: aten.gelu_backward.grad_input(g, z, grad_input=out),
+        store=_gelu_store,
+        pull_to=lambda g, z, _, out: aten.gelu_backward.grad_input(g, z, grad_input=out),
     ),
     "gelu_tanh": Curve(
         value=lambda z: functional.gelu(z, approximate="tanh"),
@@ -147,28 +156,41 @@ CURVES: dict[str, Curve] = {
         rise=_tanh_gelu_rise,
         bend=_tanh_gelu_bend,
         store=lambda z, out: aten.gelu.out(z, approximate="tanh", out=out),
-        pull_to=lambda g, z, out: aten.gelu_backward.grad_input(
+        pull_to=lambda g, z, _, out: aten.gelu_backward.grad_input(
             g, z, approximate="tanh", grad_input=out
         ),
     ),
-    "silu": Curve(value=functional.silu, pull=_silu_pull, rise=_silu_rise, bend=_silu_bend),
+    "silu": Curve(
+        value=functional.silu,
+        pull=_silu_pull,
+        rise=_silu_rise,
+        bend=_silu_bend,
+        store=lambda z, out: aten.silu.out(z, out=out),
+        pull_to=lambda g, z, _, out: aten.silu_backward.grad_input(g, z, grad_input=out),
+    ),
     "tanh": Curve(
         value=torch.tanh,
         pull=lambda g, z: g * (1 - torch.tanh(z).square()),
         rise=_tanh_rise,
         bend=_tanh_bend,
+        store=lambda z, out: torch.tanh(z, out=out),
+        pull_to=lambda g, _, y, out: aten.tanh_backward.grad_input(g, y, grad_input=out),
     ),
     "relu": Curve(
         value=functional.relu,
         pull=lambda g, z: g * (z > 0),
         rise=_relu_rise,
         bend=torch.zeros_like,
+        store=lambda z, out: torch.clamp_min(z, 0, out=out),
+        pull_to=lambda g, z, _, out: aten.threshold_backward.grad_input(g, z, 0, grad_input=out),
     ),
     "identity": Curve(
         value=lambda z: z,
         pull=lambda g, z: g,
         rise=_identity_rise,
         bend=torch.zeros_like,
+        store=lambda z, out: out.copy_(z),
+        pull_to=lambda g, _, __, out: out.copy_(g),
     ),
 }
 """Those that chains may have between their maps, by the name a memory gives them."""

@@ -20,109 +20,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recollect.engines.deep.chain.families import (
+    GradientStacks,
+    add_product,
+    beside,
+    each_map,
+    hosted,
+)
 from recollect.engines.deep.chain.forward import ChainSpec, Commits, ForwardTrace, Keys
 from recollect.engines.deep.chain.reads import ReadGradients
-from recollect.engines.deep.chain.shares import Shares
+from recollect.engines.deep.chain.shares import ShareSlopes
 
 __all__ = ["InputGradients", "backward"]
-
-
-class _Map:
-    """One map's stacks batch by batch, ``[P, R, ·]`` each, and the gradients gathered for them.
-
-    Attributes:
-        up: gradient of M at the border after the batch at hand, ``[P, J, entries]``.
-        to_h, to_delta: what reads ask of h and δ, and then what the batch's own end does.
-        back: z̄; turn: ū (``None`` for the first map).
-        first, second: factors of Ā; (h, z̄) for the first map, with (u, δ) above them for others.
-    """
-
-    def __init__(
-        self,
-        spec: ChainSpec,
-        index: int,
-        trace: ForwardTrace,
-        back: ReadGradients,
-        end: Tensor,
-    ) -> None:
-        assert trace.saved is not None
-        M, h, delta = trace.M[index], trace.h[index], trace.delta[index]
-        R = h.shape[2]
-        self.tall, self.head = spec.tall[index], index == 0
-        self.shape = M.shape[1:]
-        # The keys' share of what the border asks waits until all are there, unless ρ needs it.
-        self.later = self.head and self.tall and trace.shares is None
-        self.h_all, self.delta_all = h, delta
-        self.to_h_all, self.to_delta_all = back.h[index], back.delta[index]
-        self.h, self.delta = h.unbind(0), delta.unbind(0)
-        self.to_h, self.to_delta = self.to_h_all.unbind(0), self.to_delta_all.unbind(0)
-        self.A_all = M[:, :, 0] if self.tall else M[:, :, 0].mT  # [N, P, in, out]
-        self.A = self.A_all.unbind(0)
-        self.flat = M.flatten(3).unbind(0)
-        self.left, self.right = back.left[index].unbind(0), back.right[index].unbind(0)
-        self.Q = trace.saved.Q[index].flatten(3).unbind(0)
-        self.to_Q_all = h.new_empty(*h.shape[:3], *M.shape[2:4])  # [N, P, R, J, narrow]
-        self.to_Q = self.to_Q_all.unbind(0)
-        if self.head:
-            second = torch.empty_like(delta)
-            self.first, self.turn = self.h, None
-        else:
-            # Both pairs of factors one above the other, to be one product.
-            first = h.new_empty(*h.shape[:2], 2 * R, h.shape[-1])
-            second = delta.new_empty(*delta.shape[:2], 2 * R, delta.shape[-1])
-            first[:, :, R:].copy_(h)
-            second[:, :, :R].copy_(delta)
-            self.first, self.turn = first.unbind(0), first[:, :, :R].unbind(0)
-        self.second = second.unbind(0)
-        self.back_all = second[:, :, -R:]
-        self.back = self.back_all.unbind(0)
-        self.up, self.spare = end, torch.empty_like(end)
-
-    def end(self, n: int, T: Tensor | None, c: Tensor, commit: Tensor | None) -> Tensor:
-        """Back through the border after batch n; M̄′ of the rows that moved."""
-        moved = self.up if commit is None else torch.where(commit, self.up, 0.0)
-        P, J, narrow, wide = self.shape
-        flat = moved.view(P, J * narrow, wide)
-        sides = (self.h[n], self.to_h[n]), (self.delta[n], self.to_delta[n])
-        (_, to_narrow), (x, to_wide) = sides if self.tall else sides[::-1]
-        to_wide.baddbmm_(self.Q[n], flat)
-        torch.bmm(x, flat.mT, out=self.to_Q[n].flatten(2))
-        if not self.later:
-            for part in (self.to_Q[n] * c).unbind(2):
-                to_narrow.add_(part)
-        after = self.spare
-        if T is None:
-            after.copy_(moved)
-        elif J == 1:
-            torch.mul(moved, T, out=after)
-        else:
-            torch.bmm(T.mT, moved, out=after)
-        if commit is not None:
-            after.add_(torch.where(commit, 0.0, self.up))
-        self.up, self.spare = after, self.up
-        return moved
-
-    def pi(self, n: int) -> Tensor:
-        """⟨h̄, h⟩ = ⟨δ̄, δ⟩ of what is read and written, ``[P, R]``."""
-        x, to_x = (self.h, self.to_h) if self.tall else (self.delta, self.to_delta)
-        return (x[n] * to_x[n]).sum(-1)
-
-    def skip(self, n: int) -> None:
-        """Back through a border that was not crossed."""
-        self.to_Q[n].zero_()
-
-    def write(self, n: int) -> None:
-        """The products of reads into M̄, and of keys into Ā."""
-        P, J, narrow, wide = self.shape
-        self.up.view(P, J * narrow, wide).baddbmm_(self.left[n].mT, self.right[n])
-        first, second = self.first[n], self.second[n]
-        if not self.tall:
-            first, second = second, first
-        own = self.up.view(self.shape)[:, 0]
-        if self.shape[1] == 1:
-            own.baddbmm_(first.mT, second)
-        else:
-            own.add_(torch.bmm(first.mT, second))
 
 
 class _Errors:
@@ -160,18 +69,19 @@ class _Errors:
         for total, grad in zip(self.gradients.values(), grads[1:], strict=True):
             total[n] = grad
 
-    def pull_share(self, n: int, per: Tensor, error: Tensor, out: Tensor) -> None:
+    def pull_share(self, n: int, more: Tensor, out: Tensor) -> None:
         """Adds ē = N̄ g to z̄, and takes it from the values."""
         assert self.spec.target is not None
-        more = per * error
         out.add_(more)
         if "v" in self.gradients:
             self.gradients["v"][n].sub_(more, alpha=self.spec.target)
 
-    def away(self, n: int) -> Tensor:
-        """e where the error is not affine."""
-        assert self.points is not None and self.spec.target is not None
-        return self.points[n] - self.spec.target * self.keys.v[n]
+    def away(self) -> Tensor | None:
+        """e of all batches, where the error is not affine."""
+        if self.points is None:
+            return None
+        assert self.spec.target is not None
+        return self.points - self.spec.target * self.keys.v
 
     def values(self, up: Tensor) -> dict[str, Tensor]:
         """Gradients of v and the numbers, given δ̄ of all batches."""
@@ -211,90 +121,210 @@ def backward(
         back: what reads say. ends: gradients of A and S after the last batch, ``[P, J, entries]``,
             which this pass may overwrite.
     """
-    assert trace.saved is not None
-    maps = [_Map(spec, i, trace, back, end) for i, end in enumerate(ends)]
-    errors = _Errors(spec, keys, trace, needs)
-    N, P, _, J = keys.c.shape
-    gram = keys.c.new_zeros(len(maps), N, P, J, J) if needs["T"] else None
-    slopes = [x.unbind(0) for x in trace.saved.slope]
-    bends = [
-        spec.curve.bend(z).mul_(u).unbind(0)
-        for z, u in zip(trace.saved.z, trace.saved.u, strict=True)
+    saved = trace.saved
+    assert saved is not None
+    families = [
+        GradientStacks(spec, i, stacks, trace, back, end)
+        for i, (stacks, end) in enumerate(zip(saved.families, ends, strict=True))
     ]
-    shares = trace.shares
-    weights = (keys.c if shares is None else shares.weights).unsqueeze(-1).unbind(0)
-    pairs = list(zip(maps, maps[1:], slopes, bends, strict=False))
+    errors = _Errors(spec, keys, trace, needs)
+    walk = _Walk(spec, families, trace, errors)
+    N, P, _, J = keys.c.shape
+    grams = [keys.c.new_zeros(N, P * one.L, J, J) if needs["T"] else None for one in families]
+    Ts = [None if keys.T is None else each_map(keys.T, one.L).unbind(0) for one in families]
+    weights = keys.c if trace.weights is None else trace.weights
+    columns = [x.unsqueeze(-1).unbind(0) for x in weights.unbind(-1)]
     for n in reversed(range(N)):
         commit = commits[n]
-        for i, one in enumerate(maps):
+        for one, T, gram in zip(families, Ts, grams, strict=True):
             if commit is False:
                 one.skip(n)
                 continue
-            T = None if keys.T is None else keys.T[n]
-            moved = one.end(n, T, weights[n], None if commit is True else commit)
+            crossed = commit if commit is True else commit.repeat_interleave(one.L, 0)
+            c = [x[n] for x in columns]
+            moved = one.end(n, None if T is None else T[n], c, crossed)
             if gram is not None:
-                torch.bmm(moved, one.flat[n].mT, out=gram[i, n])
-        per = None if shares is None else _pull_shares(n, shares, maps, errors)
-        for below, one, slope, _ in pairs:
-            assert one.turn is not None
-            torch.mul(below.to_delta[n], slope[n], out=one.turn[n])
-            one.to_delta[n].baddbmm_(one.turn[n], one.A[n])
-        last = maps[-1]
-        errors.pull(n, last.to_delta[n], last.back[n])
-        if per is not None:
-            errors.pull_share(n, per, last.delta[n], last.back[n])
-        for below, one, slope, bend in reversed(pairs):
-            one.to_h[n].baddbmm_(one.back[n], one.A[n].mT)
-            z = torch.mul(one.to_h[n], slope[n], out=below.back[n])
-            z.addcmul_(below.to_delta[n], bend[n])
-        for one in maps:
+                torch.bmm(moved, one.flat[n], out=gram[n])
+        walk.batch(n)
+        for one in families:
             one.write(n)
-    to_values = errors.values(maps[-1].to_delta_all)
+    to_values = errors.values(walk.to_error)
+    first, raw = families[0], walk.to_prediction
+    to_T = None
+    for one, gram in zip(families, grams, strict=True):
+        if gram is not None:
+            total = gram.unflatten(1, (P, one.L)).sum(2)
+            to_T = total if to_T is None else to_T + total
     return InputGradients(
-        T=None if gram is None else gram.sum(0),
-        k=_of_keys(maps[0], keys.c, shares) if needs["k"] else None,
+        T=to_T,
+        k=_of_keys(spec, walk, first, weights) if needs["k"] else None,
         v=to_values.pop("v", None),
-        raw=maps[-1].back_all.clone() if needs["raw"] and spec.residual else None,
-        c=_of_coefficients(maps, shares) if needs["c"] else None,
+        raw=raw.clone() if needs["raw"] and spec.residual else None,
+        c=_of_coefficients(families, trace.rho) if needs["c"] else None,
         gates=to_values,
-        start=[one.up.view(one.shape) for one in maps],
+        start=[
+            one.up.view(P, one.L, *stacks.M.shape[3:])
+            for one, stacks in zip(families, saved.families, strict=True)
+        ],
     )
 
 
-def _pull_shares(n: int, shares: Shares, maps: Sequence[_Map], errors: _Errors) -> Tensor | None:
-    """The shares' part in h̄ and δ̄; N̄ where the error is not affine."""
-    first, *others = maps
-    pi = first.pi(n)
-    for one in others:
-        pi += one.pi(n)
-    to_delta = [one.to_delta[n] for one in maps]
-    per = shares.pull(
-        n,
-        pi,
-        [one.h[n] for one in maps],
-        [one.delta[n] for one in maps],
-        [one.to_h[n] for one in maps],
-        to_delta,
-    )
-    if per is not None:
-        to_delta[-1].addcmul_(errors.away(n), per)
-    return per
+class _Walk:
+    """Within a batch: from h̄ and δ̄ to ū and z̄.
+
+    Attributes:
+        to_error: δ̄ of the last map, of all batches. to_prediction: z̄ of it.
+        to_first: z̄ of the first map.
+    """
+
+    def __init__(
+        self,
+        spec: ChainSpec,
+        families: Sequence[GradientStacks],
+        trace: ForwardTrace,
+        errors: _Errors,
+    ) -> None:
+        saved = trace.saved
+        assert saved is not None
+        self.spec, self.errors, self.families = spec, errors, families
+        L, R = len(spec.tall), trace.h[0].shape[2]
+        place = {i: (one, m) for one in families for m, i in enumerate(one.members)}
+        turn: list[Tensor] = []
+        back: list[Tensor] = []
+        to_h: list[Tensor] = []
+        to_delta: list[Tensor] = []
+        for i in range(L):
+            one, m = place[i]
+            up = spec.tall[i]
+            over_in, over_out = one.sides(m, up)
+            narrow, wide = one.to_narrow_all[m], one.to_wide_all[:, :, m]
+            turn.append(over_in[:, :, :R])
+            back.append(over_out[:, :, R if i else 0 :][:, :, :R])
+            to_h.append(narrow if up else wide)
+            to_delta.append(wide if up else narrow)
+        affine = spec.bias.affine
+        # A device writes δ̄ of an error that only is the prediction's to where z̄ belongs.
+        self.same = affine is not None and affine[0] == 1 and not hosted(back[-1])
+        if self.same:
+            back[-1].copy_(to_delta[-1])
+            one, m = place[L - 1]
+            if not spec.tall[-1]:
+                one.to_narrow_all[m] = to_delta[-1] = back[-1]
+            else:
+                self.same = False
+        self.to_error, self.to_prediction, self.to_first = to_delta[-1], back[-1], back[0]
+        self.to_key = to_h[0]
+        slope = saved.slope or [_slope(spec, z) for z in saved.z]
+        bend = [spec.curve.bend(z).mul_(u) for z, u in zip(saved.z, saved.u, strict=True)]
+        # σ″ ⊙ u ⊙ δ̄ and ū = σ′ ⊙ δ̄ are one operation where z̄ and ū belong beside each other.
+        self.both: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+        head = families[0]
+        if head.members[:2] == (0, 1) and spec.tall[:2] == (True, False):
+            scales = torch.stack([bend[0], slope[0]], dim=2)
+            self.both[0] = scales.unbind(0), head.key_wide[:, :, :2, :R].unbind(0)
+            bend[0], slope[0] = scales.unbind(2)
+        self.slope, self.bend = ([x.unbind(0) for x in xs] for xs in (slope, bend))
+        self.turn, self.back, self.to_h, self.to_delta = (
+            [x.unbind(0) for x in xs] for xs in (turn, back, to_h, to_delta)
+        )
+        A = [w[:, :, 0] if up else w[:, :, 0].mT for w, up in zip(trace.M, spec.tall, strict=True)]
+        self.A_first = A[0]
+        self.A, self.A_back = [x.unbind(0) for x in A], [x.mT.unbind(0) for x in A]
+        self.shares: ShareSlopes | None = None
+        self.pi: Tensor | None = None
+        if trace.rho is not None:
+            away = errors.away()
+            self.shares = shares = ShareSlopes.of(trace.h, trace.delta, away)
+            self.pi = torch.empty_like(trace.rho)
+            self.keyed = shares.h[0]
+            self.pulls = self._pulls(trace, shares)
+            self.error, self.away = trace.delta[-1], away
+
+    def _pulls(
+        self, trace: ForwardTrace, shares: ShareSlopes
+    ) -> list[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+        """Gradients, and what a unit of π adds to them, ``[P, L, R, ·]`` or ``[P, R, ·]``."""
+        found: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
+        for one in self.families:
+            tall = [self.spec.tall[i] for i in one.members]
+            wide = [
+                (shares.delta if up else shares.h)[i]
+                for i, up in zip(one.members, tall, strict=True)
+            ]
+            each = one.wide_all * beside(wide)
+            found.append((one.to_wide_all.unbind(0), each.unbind(0)))
+            for m in one.asked:
+                i = one.members[m]
+                per = (shares.h if tall[m] else shares.delta)[i]
+                each = one.narrow_all[m] * per
+                found.append((one.to_narrow_all[m].unbind(0), each.unbind(0)))
+        return found
+
+    def batch(self, n: int) -> None:
+        """ū and z̄ of batch n, whose end has been passed."""
+        if self.shares is not None:
+            self._share(n)
+        L, to_h, to_delta = len(self.to_h), self.to_h, self.to_delta
+        for i in range(L - 1):
+            if i in self.both:
+                scales, places = self.both[i]
+                torch.mul(to_delta[i][n].unsqueeze(1), scales[n], out=places[n])
+            else:
+                torch.mul(to_delta[i][n], self.slope[i][n], out=self.turn[i + 1][n])
+            add_product(to_delta[i + 1][n], self.turn[i + 1][n], self.A[i + 1][n])
+        if not self.same:
+            self.errors.pull(n, to_delta[-1][n], self.back[-1][n])
+        if self.shares is not None and self.shares.along is not None:
+            assert self.pi is not None
+            per = self.pi[n].unsqueeze(-1) * self.shares.along[n]
+            self.errors.pull_share(n, per * self.error[n], self.back[-1][n])
+        for i in range(L - 1, 0, -1):
+            add_product(to_h[i][n], self.back[i][n], self.A_back[i][n])
+            if i - 1 in self.both:
+                self.back[i - 1][n].addcmul_(to_h[i][n], self.slope[i - 1][n])
+                continue
+            z = torch.mul(to_h[i][n], self.slope[i - 1][n], out=self.back[i - 1][n])
+            z.addcmul_(to_delta[i - 1][n], self.bend[i - 1][n])
+
+    def _share(self, n: int) -> None:
+        """The shares' part in h̄ and δ̄."""
+        assert self.pi is not None and self.shares is not None
+        pi = self.pi[n]
+        first, *others = self.families
+        torch.sum(first.to_wide[n] * first.wide_all[n], dim=(1, 3), out=pi)
+        for one in others:
+            pi += (one.to_wide[n] * one.wide_all[n]).sum((1, 3))
+        for out, each in self.pulls:
+            per = pi.unsqueeze(-1)
+            out[n].addcmul_(each[n], per if out[n].dim() == 3 else per.unsqueeze(1))
+        if self.away is not None:
+            assert self.shares.along is not None
+            per = pi.unsqueeze(-1) * self.shares.along[n]
+            self.to_delta[-1][n].addcmul_(self.away[n], per)
 
 
-def _of_keys(first: _Map, c: Tensor, shares: Shares | None) -> Tensor:
-    k = torch.add(first.to_h_all, first.back_all @ first.A_all.mT)
-    if first.later:
-        k += (first.to_Q_all * c.unsqueeze(-1)).sum(-2)
-    if shares is not None:
-        k.addcmul_(first.h_all, shares.of_first())
+def _slope(spec: ChainSpec, z: Tensor) -> Tensor:
+    """σ′(z) of all batches."""
+    return spec.curve.pull(z.new_ones(()).expand_as(z), z)
+
+
+def _of_keys(spec: ChainSpec, walk: _Walk, first: GradientStacks, weights: Tensor) -> Tensor:
+    k = torch.add(walk.to_key, walk.to_first @ walk.A_first.mT)
+    if not spec.tall[0]:
+        return k
+    to_Q = first.to_Q_all[:, :, 0]  # [N, P, R, J, narrow]
+    k += (to_Q * weights.unsqueeze(-1)).sum(-2)
+    if walk.shares is not None and walk.pi is not None:
+        k.addcmul_(first.narrow_all[0], walk.keyed * walk.pi.unsqueeze(-1))
     return k
 
 
-def _of_coefficients(maps: Sequence[_Map], shares: Shares | None) -> Tensor:
+def _of_coefficients(families: Sequence[GradientStacks], rho: Tensor | None) -> Tensor:
     total: Tensor | None = None
-    for one in maps:
-        narrow = one.h_all if one.tall else one.delta_all
-        part = (one.to_Q_all @ narrow.unsqueeze(-1)).squeeze(-1)
-        total = part if total is None else total.add_(part)
+    for one in families:
+        for m in range(one.L):
+            narrow = one.narrow_all[m]
+            part = (one.to_Q_all[:, :, m] @ narrow.unsqueeze(-1)).squeeze(-1)
+            total = part if total is None else total.add_(part)
     assert total is not None
-    return total if shares is None else total.mul_(shares.rho.unsqueeze(-1))
+    return total if rho is None else total.mul_(rho.unsqueeze(-1))

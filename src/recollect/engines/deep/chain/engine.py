@@ -12,7 +12,7 @@ sequential (`forward`); after it the queries of all inner batches are read toget
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from recollect.choices.bias.base import Bias
 from recollect.choices.gradients import HandWritten, again
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.backward import backward
+from recollect.engines.deep.chain.families import apart, families_of, hosted
 from recollect.engines.deep.chain.forward import (
     ChainSpec,
     Commits,
@@ -48,7 +49,7 @@ __all__ = ["Chain", "chain_slopes", "run_chain", "slope_of"]
 Weights = Tensors = list[Tensor]
 
 TOGETHER = 2**23
-"""Bytes of weights at borders that are read at once: few enough to stay near the processor."""
+"""Bytes of weights at borders that a CPU reads at once: few enough to stay near the processor."""
 
 FEW = 4
 """Batches below which it is better to read them one by one than to gather their weights."""
@@ -96,14 +97,19 @@ def run_chain(
     raw = flat.pop("raw", k)
     A, S = memory
     tall = tuple(w.shape[-1] <= w.shape[-2] for w in A)
+    sizes = [(min(w.shape[-2:]), max(w.shape[-2:])) for w in A]
+    families = families_of(sizes)
     if walker is not None:
         tall = (True, False)  # of two maps as wide as high too
+        families = ((0,), (1,))
     pairs: list[tuple[Tensor, ...]] = (
         [(a,) for a in A] if S is None else list(zip(A, S, strict=True))
     )
     start = [
-        torch.stack([w.mT for w in pair] if up else pair, dim=1)
-        for pair, up in zip(pairs, tall, strict=True)
+        torch.stack([w.mT if tall[i] else w for i in some for w in pairs[i]], dim=1).unflatten(
+            1, (len(some), -1)
+        )
+        for some in families
     ]
     spec = ChainSpec(
         curve=CURVES[chain.activation],
@@ -111,6 +117,7 @@ def run_chain(
         bias=chain.bias,
         gates=tuple(flat),
         tall=tall,
+        families=families,
         keep=outer,
         target=chain.target,
         walker=walker,
@@ -124,7 +131,7 @@ def run_chain(
         y = y + (features if raw_queries is None else raw_queries)
     ends = [
         [w.mT.contiguous() if up else w.contiguous() for w in end.unbind(1)]
-        for end, up in zip(memories, tall, strict=True)
+        for end, up in zip(apart(spec, memories), tall, strict=True)
     ]
     return y, [end[0] for end in ends], None if S is None else [end[1] for end in ends]
 
@@ -190,10 +197,10 @@ def _query_batch(table: Table, q: Tensor) -> QueryBatch:
 def _run_batches(
     spec: ChainSpec, keys: Keys, queries: QueryBatch, commits: Commits, start: Sequence[Tensor]
 ) -> tuple[Tensor, Tensors]:
-    """Outputs ``[N, P, rows, V]``, and A and S ``[P, J, narrow, wide]`` per map after all batches.
+    """Outputs ``[N, P, rows, V]``, and A and S per family after all batches.
 
     Args:
-        start: A and S per map before the first.
+        start: A and S per family ``[P, L, J, narrow, wide]`` before the first.
     """
     if not spec.keep:
         parts: Tensors = []
@@ -210,8 +217,10 @@ def _run_batches(
 
 
 def _spans(keys: Keys, start: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """First and last batch of those that are read at once."""
+    """First and last batch of those that are read at once; on a device all of a group."""
     N = keys.k.shape[0]
+    if not hosted(keys.k):
+        return [(0, N)]
     each = sum(w.numel() * w.element_size() for w in start)
     some = min(N, TOGETHER // max(each, 1))
     some = 1 if some < FEW else some
@@ -224,7 +233,7 @@ _FIXED = ("T", "scale", "k", "v", "raw", "c", "q", "C")
 class _ChainFunction(HandWritten):
     """All inner batches with their backward; from a flat list to y and the memory after.
 
-    Flat: `_FIXED`, the bias's numbers, then the memory per map.
+    Flat: `_FIXED`, the bias's numbers, then the memory per family.
     """
 
     @staticmethod
@@ -260,7 +269,8 @@ def _walked(
     """From border to border, by the spec's walker where it has one."""
     if spec.walker is None:
         return forward(spec, keys, memory, commits, buffers)
-    return spec.walker.forward(spec, keys, memory, commits)
+    trace = spec.walker.forward(spec, keys, apart(spec, memory), commits)
+    return replace(trace, ends=[w.unsqueeze(1) for w in trace.ends])
 
 
 def _named(spec: ChainSpec, flat: Sequence[Any]) -> tuple[Keys, QueryBatch, Tensors]:
@@ -280,7 +290,7 @@ def _gradient(
     grads: Sequence[Tensor],
 ) -> list[Tensor | None]:
     """The gradient, span by span from the last."""
-    keys, queries, memory = _named(spec, flat)
+    keys, queries, _ = _named(spec, flat)
     names = [*_FIXED, *(f"gate {name}" for name in spec.gates)]
     asks = dict(zip(names, needs, strict=False))
     given = dict(zip(names, flat, strict=False))
@@ -289,7 +299,7 @@ def _gradient(
         for name, need in asks.items()
         if need
     }
-    ends = [g.reshape(*w.shape[:2], -1).clone() for g, w in zip(grads[1:], memory, strict=True)]
+    ends = [g.clone(memory_format=torch.contiguous_format) for g in grads[1:]]
     traces: list[tuple[ForwardTrace, list[ReadCache]]] = ctx.traces
     for here, (trace, caches) in zip(reversed(ctx.spans), reversed(traces), strict=True):
         span = slice(*here)
@@ -299,18 +309,19 @@ def _gradient(
             cut = keys.cut(*here)
             of_keys = backward(spec, cut, trace, ctx.commits[span], asks, of_reads, ends)
         else:
-            of_keys = spec.walker.backward(spec, keys, trace, asks, of_reads, ends)
+            after = [w[:, 0].flatten(2) for w in ends]
+            of_keys = spec.walker.backward(spec, keys, trace, asks, of_reads, after)
+            of_keys = replace(of_keys, start=[w.unsqueeze(1) for w in of_keys.start])
         gradient_of = {"T": of_keys.T, "k": of_keys.k, "v": of_keys.v, "raw": of_keys.raw}
         gradient_of |= {"c": of_keys.c, "q": of_reads.q, "C": of_reads.C, "scale": of_reads.scale}
         gradient_of |= of_keys.gates
         for name, x in total.items():
             x[span] = 0.0 if (one := gradient_of[name]) is None else one
-        ends = [w.flatten(2) for w in of_keys.start]
-    first = [w.unflatten(2, x.shape[2:]) for w, x in zip(ends, memory, strict=True)]
+        ends = of_keys.start
     needs_first = needs[len(names) :]
     return [
         *(total.get(name) for name in names),
-        *(w if need else None for w, need in zip(first, needs_first, strict=True)),
+        *(w if need else None for w, need in zip(ends, needs_first, strict=True)),
     ]
 
 

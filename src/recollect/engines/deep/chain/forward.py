@@ -9,7 +9,7 @@ the number of operations. With M the stack of A and S of one map, per inner batc
     M_j′ = Σ_i T[j, i] M_i + Σ_r c_j[r] δ_r h_rᵀ                       (T = [[a, m], [0, s]])
 
 A map is kept with its narrower side in rows, so that c_j scales the narrower of h and δ and one
-product moves A and S together.
+product moves A and S together, for all maps of the same sizes at once (`families`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ from torch import Tensor
 
 from recollect.choices.bias.base import Bias
 from recollect.engines.deep.chain.activations import Curve
+from recollect.engines.deep.chain.families import (
+    Family,
+    Stacks,
+    add_product,
+    apart,
+    by_batch,
+    hosted,
+)
 from recollect.engines.deep.chain.shares import Shares, share_of
 
 __all__ = [
@@ -50,6 +58,7 @@ class ChainSpec:
         curve: the activation. residual: whether the raw key is added to the prediction.
         bias: the loss. gates: names of its numbers.
         tall: per map, whether it is kept as ``[in, out]``.
+        families: maps of the same sizes, in order.
         keep: whether the backward pass will come.
         target: `Bias.target` where every association is scaled by its share, else ``None``.
         walker: who goes from border to border in place of `forward` and `backward`, if anybody.
@@ -60,6 +69,7 @@ class ChainSpec:
     bias: Bias
     gates: tuple[str, ...]
     tall: tuple[bool, ...]
+    families: tuple[tuple[int, ...], ...]
     keep: bool
     target: float | None = None
     walker: Any = None
@@ -96,21 +106,29 @@ class Keys:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedStacks:
-    """Stacks for the backward pass: z, σ′(z), u and Q of every batch, predictions where asked."""
+    """Stacks for the backward pass: z and u of every batch, predictions where asked.
 
+    ``slope`` holds σ′(z) where the forward pass had it in hand.
+    """
+
+    families: list[Family]
     z: Tensors
-    slope: Tensors
     u: Tensors
-    Q: Tensors
+    slope: Tensors | None
     prediction: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTrace:
-    """M at every batch's start, and after the last; inputs h and gradients δ of every map.
+    """M at every batch's start; inputs h and gradients δ of every map.
 
-    Shares ρ, ``rho [N, P, R]``, are not in δ, where there are any. ``walked`` is what a `Walker`
-    keeps for its own backward pass.
+    Attributes:
+        M: per map ``[N, P, J, narrow, wide]``.
+        ends: after the last batch, per family ``[P, L, J, narrow, wide]``.
+        delta, h: per map ``[N, P, R, ·]``; shares are not in δ, where there are any.
+        saved: for the backward pass.
+        rho: shares ρ, ``[N, P, R]``. weights: c′ = ρ c, where there are shares.
+        walked: what a `Walker` keeps for its own backward pass.
     """
 
     M: Tensors
@@ -118,8 +136,8 @@ class ForwardTrace:
     delta: Tensors
     h: Tensors
     saved: SavedStacks | None
-    shares: Shares | None = None
     rho: Tensor | None = None
+    weights: Tensor | None = None
     walked: object = None
 
 
@@ -152,93 +170,65 @@ class ScratchBuffers:
         return self.buffers[key]
 
 
-def _by_batch(x: Tensor, N: int) -> Sequence[Tensor]:
-    """Batch by batch; a stack of one is written over and over."""
-    return x.unbind(0) if x.shape[0] == N else (x[0],) * N
-
-
 def forward(
     spec: ChainSpec, keys: Keys, start: Sequence[Tensor], commits: Commits, buffers: ScratchBuffers
 ) -> ForwardTrace:
-    """All batches in order, without a graph."""
-    k, c, T = keys.k, keys.c, keys.T
+    """All batches in order, without a graph; ``start`` per family ``[P, L, J, narrow, wide]``."""
+    k, c = keys.k, keys.c
     N, P, R, _ = k.shape
-    L, J = len(start), start[0].shape[1]
+    L = len(spec.tall)
     count = N if spec.keep else 1
     buffers.begin()
 
     def new(name: str, index: int, *shape: int) -> Tensor:
         return buffers.take(k, name, index, shape=shape)
 
-    outs = [w.shape[-1] if up else w.shape[-2] for w, up in zip(start, spec.tall, strict=True)]
-    ends = [new(f"end {buffers.turn}", i, *w.shape) for i, w in enumerate(start)]
-    if N == 1:
-        stacks = [w.unsqueeze(0) for w in start]
-    else:
-        stacks = [new("M", i, N, *w.shape) for i, w in enumerate(start)]
-        for stack, w in zip(stacks, start, strict=True):
-            stack[0].copy_(w)
-    hs = [k, *(new("h", i, N, P, R, width) for i, width in enumerate(outs[:-1]))]
-    deltas = [new("delta", i, N, P, R, width) for i, width in enumerate(outs)]
+    stacks = [
+        Stacks(spec, keys, i, w, (buffers.turn, spec.target is None), new)
+        for i, w in enumerate(start)
+    ]
+    place = {i: (f, m) for f, group in enumerate(spec.families) for m, i in enumerate(group)}
+    parts = [stacks[f].of(m, spec.tall[i]) for i, (f, m) in sorted(place.items())]
+    hs, deltas, ups = map(list, zip(*parts, strict=True))
+    hs[0] = k
     # Without a backward pass z of all maps is needed within a batch, and nothing after it.
-    zs, slopes, us = (
-        [new(name, i, count, P, R, width) for i, width in enumerate(outs[:-1])]
-        for name in ("z", "slope", "u")
+    zs, us = (
+        [new(name, i, count, P, R, d.shape[-1]) for i, d in enumerate(deltas[:-1])]
+        for name in ("z", "u")
     )
-    store, pull_to = spec.curve.store, spec.curve.pull_to
-    large = not spec.keep and P * R * max(outs) > LARGE
-    quick = (store, pull_to) if large and store is not None and pull_to is not None else None
-    # The keys' own coefficients are one product; those of later maps are made on the way.
-    Qs = [new("Q", i, count, P, R, J, w.shape[-2]) for i, w in enumerate(start)]
-    early = spec.tall[0] and spec.target is None
-    if early:
-        Qs[0] = k.unsqueeze(-2) * c.unsqueeze(-1)
+    curve = spec.curve
+    # A device takes σ and σ′ ⊙ u in one operation each; a CPU where it keeps no slope.
+    rises = hosted(k) and (spec.keep or P * R * max(d.shape[-1] for d in deltas) <= LARGE)
+    slopes: Tensors = []
+    if rises:
+        slopes = [new("slope", i, *z.shape) for i, z in enumerate(zs)]
     affine = spec.bias.affine
     shares = None
     if spec.target is not None:
         slope = None if affine is None else affine[0]
-        shares = Shares(hs, deltas, c, slope=slope)
+        factors = [pair for one in stacks for pair in one.factors(L)]
+        shares = Shares(k, c, L, factors, slope=slope)
     prediction = None
     last = deltas[-1]
-    base: Sequence[Tensor] = ()
     if affine is None:
-        prediction = new("prediction", 0, count, P, R, outs[-1])
+        prediction = new("prediction", 0, count, P, R, last.shape[-1])
     else:
-        constant = keys.v * -affine[1]
+        torch.mul(keys.v, -affine[1], out=last)
         if spec.residual:
-            constant = torch.add(constant, keys.raw, alpha=affine[0])
-        if affine[0] == 0:
-            last.copy_(constant)
-        base = constant.unbind(0)
+            last.add_(keys.raw, alpha=affine[0])
     h_, delta_ = ([x.unbind(0) for x in xs] for xs in (hs, deltas))
-    z_, slope_, u_, Q_ = ([_by_batch(x, N) for x in xs] for xs in (zs, slopes, us, Qs))
-    Qleft = [_by_batch(q.flatten(3).mT, N) for q in Qs]
-    ups = [
-        stack[:, :, 0] if up else stack[:, :, 0].mT
-        for stack, up in zip(stacks, spec.tall, strict=True)
-    ]
+    z_, slope_, u_ = ([by_batch(x, N) for x in xs] for xs in (zs, slopes, us))
     A_, back_ = [a.unbind(0) for a in ups], [a.mT.unbind(0) for a in ups]
-    sides = [(h, d) if up else (d, h) for h, d, up in zip(hs, deltas, spec.tall, strict=True)]
-    narrow_ = [narrow.unsqueeze(3).unbind(0) for narrow, _ in sides]
-    wide_ = [wide.unbind(0) for _, wide in sides]
-    whole = [
-        [*stack.flatten(2, 3).unbind(0), end.flatten(1, 2)]
-        for stack, end in zip(stacks, ends, strict=True)
-    ]
-    flat = [
-        [*stack.flatten(3).unbind(0), end.flatten(2)]
-        for stack, end in zip(stacks, ends, strict=True)
-    ]
-    weights, move = c.unsqueeze(-1).unbind(0), None if T is None else T.unbind(0)
+    weights = c[:, :, None, :, :, None].unbind(0)
     for n, commit in enumerate(commits):
         h = h_[0][n]
         for i in range(L - 1):
             torch.bmm(h, A_[i][n], out=z_[i][n])
             h = h_[i + 1][n]
-            if quick is None:
-                spec.curve.rise(z_[i][n], h, slope_[i][n])
+            if rises:
+                curve.rise(z_[i][n], h, slope_[i][n])
             else:
-                quick[0](z_[i][n], h)
+                curve.store(z_[i][n], h)
         delta, away = delta_[-1][n], None
         if affine is None:
             assert prediction is not None
@@ -250,51 +240,32 @@ def forward(
             delta.copy_(spec.bias.error(point, keys.v[n], gates))
             away = None if spec.target is None else point - spec.target * keys.v[n]
         elif affine[0] != 0:
-            torch.baddbmm(base[n], h, A_[-1][n], alpha=affine[0], out=delta)
+            add_product(delta, h, A_[-1][n], affine[0])
         for i in range(L - 1, 0, -1):
             u = torch.bmm(delta, back_[i][n], out=u_[i - 1][n])
             delta = delta_[i - 1][n]
-            if quick is None:
+            if rises:
                 torch.mul(u, slope_[i - 1][n], out=delta)
             else:
-                quick[1](u, z_[i - 1][n], delta)
-        weight = weights[n]
-        if shares is not None:
-            weight = shares.step(n, away)
-        for i in range(L):
-            after = whole[i][n + 1]
-            if commit is False:
-                after.copy_(whole[i][n])
-                continue
-            if i or not early:
-                torch.mul(narrow_[i][n], weight, out=Q_[i][n])
-            if move is None:
-                torch.baddbmm(whole[i][n], Qleft[i][n], wide_[i][n], out=after)
-            else:
-                _mix(move[n], flat[i][n], flat[i][n + 1])
-                after.baddbmm_(Qleft[i][n], wide_[i][n])
-            if commit is not True:
-                after.copy_(torch.where(commit, after, whole[i][n]))
+                curve.pull_to(u, z_[i - 1][n], h_[i][n], delta)
+        weight = weights[n] if shares is None else shares.step(n, delta_[-1][n], away)
+        for one in stacks:
+            one.move(n, weight, commit)
     saved = None
     if spec.keep:
-        saved = SavedStacks(z=zs, slope=slopes, u=us, Q=Qs, prediction=prediction)
+        kept = [Family(M=x.M, wide=x.wide, narrow=x.narrow, Q=x.Q) for x in stacks]
+        saved = SavedStacks(
+            families=kept, z=zs, u=us, slope=slopes if rises else None, prediction=prediction
+        )
     return ForwardTrace(
-        M=stacks,
-        ends=ends,
+        M=[stacks[f].M[:, :, m] for _, (f, m) in sorted(place.items())],
+        ends=[one.end for one in stacks],
         delta=deltas,
         h=hs,
         saved=saved,
-        shares=shares,
-        rho=None if shares is None else shares.rho,
+        rho=None if shares is None else shares.rho(),
+        weights=None if shares is None else shares.weights,
     )
-
-
-def _mix(T: Tensor, old: Tensor, out: Tensor) -> None:
-    """T M for ``M [P, J, entries]``."""
-    if T.shape[-1] == 1:
-        torch.mul(old, T, out=out)
-    else:
-        torch.bmm(T, old, out=out)
 
 
 def slopes(
@@ -332,8 +303,8 @@ def forward_by_autograd(
     spec: ChainSpec, keys: Keys, start: Sequence[Tensor], commits: Commits
 ) -> ForwardTrace:
     """The same by operations that autograd follows, for second derivatives; shares are in δ."""
-    L = len(start)
-    M = list(start)
+    L = len(spec.tall)
+    M = apart(spec, start)
     Ms: list[Tensors] = [[] for _ in range(L)]
     all_h: list[Tensors] = [[] for _ in range(L)]
     all_delta: list[Tensors] = [[] for _ in range(L)]
@@ -364,5 +335,9 @@ def forward_by_autograd(
         return [torch.stack(x) for x in xs]
 
     return ForwardTrace(
-        M=gathered(Ms), ends=M, delta=gathered(all_delta), h=gathered(all_h), saved=None
+        M=gathered(Ms),
+        ends=[torch.stack([M[i] for i in group], dim=1) for group in spec.families],
+        delta=gathered(all_delta),
+        h=gathered(all_h),
+        saved=None,
     )

@@ -18,13 +18,15 @@ Where the error is affine, a·prediction − b·value, e = g/a.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.share import EPS, share
+from recollect.choices.devices import constant
 
-__all__ = ["Shares", "share_now", "share_of"]
+__all__ = ["ShareSlopes", "Shares", "share_now", "share_of", "share_of_row"]
 
 Tensors = Sequence[Tensor]
 
@@ -44,121 +46,202 @@ def share_of(h: Tensors, delta: Tensors, prediction: Tensor, v: Tensor, target: 
     return share(prediction - target * v, delta[-1], gain)
 
 
-def share_now(h: Tensors, delta: Tensors, away: Tensor | None, slope: float) -> Tensor:
+def share_now(h: Tensors, delta: Tensors, away: Tensor) -> Tensor:
     """ρ ``[P, R, 1]`` without a graph, in few operations.
 
     Args:
         h: inputs of every map ``[P, R, ·]``. delta: gradients of their outputs.
-        away: e ``[P, R, V]``; ``None`` where the error is affine.
-        slope: a of an affine error.
+        away: e ``[P, R, V]``.
     """
     sizes = [torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (*h, *delta)]
-    last = sizes[-1] * sizes[-1]
-    below = last * EPS
+    below = (sizes[-1] * sizes[-1]).mul_(EPS)
     for x, y in zip(sizes, sizes[len(h) :], strict=False):
         each = x * y
         below.addcmul_(each, each)
     below.clamp_min_(torch.finfo(below.dtype).tiny)
-    if away is not None:
-        last = (away * delta[-1]).sum(-1, keepdim=True)
-    elif slope != 1:
-        below *= slope
-    return last / below
+    return (away * delta[-1]).sum(-1, keepdim=True) / below
+
+
+def share_of_row(row: Tensor, widths: Sequence[int], lr: Tensor, slope: float) -> Tensor:
+    """−η ρ ``[P, 1]`` of one association under an affine error; as `Shares` has it.
+
+    Args:
+        row: h and δ of the first map, then of the next, … ``[P, 1, ·]``. widths: of these.
+        lr: η ``[P, 1]``. slope: a of the error.
+    """
+    tiny, (first, second, *_) = torch.finfo(row.dtype).tiny, widths
+
+    def numbers(*values: float) -> Tensor:
+        return constant(_numbers, *values, device=row.device, dtype=row.dtype)
+
+    if tuple(widths) == (first, second, second, first):
+        # The outer two and the inner two are of one width each.
+        inner = row[..., first : first + 2 * second].unflatten(2, (2, second))
+        outer = torch.linalg.vector_norm(row.unfold(2, first, first + 2 * second), dim=-1)
+        inner = torch.linalg.vector_norm(inner, dim=-1)
+        k, error = torch.addcmul(numbers(0.0, tiny), outer, outer).unbind(2)
+        delta, below = torch.addcmul(numbers(0.0, EPS), inner, inner).unbind(2)
+        below = torch.addcdiv(below, k * delta, error)
+    else:
+        parts = row.squeeze(1).split_with_sizes(tuple(widths), dim=-1)
+        sizes = torch.cat([torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in parts], -1)
+        least = [0.0] * (len(parts) - 2) + [EPS, tiny]
+        squares = torch.addcmul(numbers(*least), sizes, sizes).split(1, dim=-1)
+        *before, below, error = squares
+        for x, y in zip(before[::2], before[1::2], strict=True):
+            below = torch.addcdiv(below, x * y, error)
+    return torch.addcdiv(numbers(0.0), lr, below, value=-1 / slope)
+
+
+def _numbers(*values: float) -> Tensor:
+    return torch.stack([torch.full((), x, dtype=torch.float64) for x in values])
+
+
+def _least(rows: int, ahead: int, last: int, tiny: float) -> Tensor:
+    """What is added to the squares of a batch's factors, ``[rows, 1, 1]``: ε, and next to 0."""
+    made = torch.zeros(rows, 1, 1, dtype=torch.float64)
+    made[last] = tiny
+    if ahead >= 0:
+        made[ahead] = EPS
+    return made
 
 
 class Shares:
-    """ρ of all inner batches, and per batch what its gradient needs; without a graph.
+    """ρ of inner batches as their factors are written; without a graph.
+
+    Where the error is affine, |g|² = a N is in every term of Q but those of the maps before:
+
+        1/ρ = a (|h_(L−1)|² + ε + Σ_(l<L) |h_(l−1)|²|δ_l|² / |g|²)
+
+    which is never 0, and ρ may be anything where g is 0: nothing is written there.
 
     Attributes:
-        rho: ``[N, P, R]``. weights: c′ ``[N, P, R, J]``.
-        sizes: |h_(l−1)|² of every map, then |δ_l|², ``[N, 2L, P, R]``.
-        below: Q, at least the smallest normal number, ``[N, P, R]``. along: N.
-        back: what `pull` adds to δ̄_l and then to h̄_(l−1), in units of δ_l and h_(l−1).
+        weights: c′ = ρ c ``[N, P, R, J]``, of the batches up to the last `step`.
     """
 
-    def __init__(self, h: Tensors, delta: Tensors, c: Tensor, *, slope: float | None) -> None:
-        """For factors ``[N, P, R, ·]``, which are to be written, but the keys.
+    def __init__(
+        self,
+        k: Tensor,
+        c: Tensor,
+        L: int,
+        factors: Sequence[tuple[Tensor, Sequence[int]]],
+        *,
+        slope: float | None,
+    ) -> None:
+        """For factors that are to be written.
 
         Args:
-            h: inputs of the maps; the first are keys. delta: gradients of their outputs.
-            c: ``[N, P, R, J]``.
+            k: keys ``[N, P, R, ·]``. c: ``[N, P, R, J]``. L: maps.
+            factors: stacks ``[N, some, P, R, ·]`` of all but the keys, and what each holds: i for
+                h_i, L + i for the gradient of the outputs of map i, from 0.
             slope: a of an affine error.
         """
-        k, (N, P, R, _) = h[0], c.shape
-        self.L, self.slope, self.tiny = len(h), slope, torch.finfo(k.dtype).tiny
-        self.rho, self.below = k.new_empty(N, P, R), k.new_empty(N, P, R)
-        self.sizes, self.weights = k.new_empty(N, 2 * self.L, P, R), torch.empty_like(c)
-        # L2's ⟨e, g⟩ is |g|².
-        self.along = self.sizes[:, -1] if slope == 1 else k.new_empty(N, P, R)
-        self.back: Tensor | None = None
-        self.sizes[:, 0] = torch.linalg.vector_norm(k, dim=-1)
-        each = self.sizes.unbind(1)
-        measured = [
-            [*zip(*(part.unbind(0) for part in pair), strict=True)]
-            for pair in zip((*h[1:], *delta), each[1:], strict=True)
+        self.L, self.slope, self.tiny = L, slope, torch.finfo(k.dtype).tiny
+        self.weights = torch.empty_like(c)
+        given = c if slope is None or slope == 1 else c / slope
+        keys = torch.linalg.vector_norm(k, dim=-1).square_()
+        names = [name for _, some in factors for name in some]
+        self.row = {name: row for row, name in enumerate(names)}
+        ahead, last = self.row.get(L - 1, -1), self.row[2 * L - 1]
+        least = (len(names), ahead, last, self.tiny)
+        self.least = constant(_least, *least, device=k.device, dtype=k.dtype)
+        self.sizes = k.new_empty(len(names), *k.shape[1:3])
+        self.each = self.sizes.unbind(0)
+        self.factors = [
+            (x.unbind(0), self.sizes[self.row[some[0]] :][: len(some)]) for x, some in factors
         ]
-        self.measured = [*zip(*measured, strict=True)]
-        self.pairs = [
-            [*zip(x.unbind(0), y.unbind(0), strict=True)]
-            for x, y in zip(each[: self.L], each[self.L :], strict=True)
-        ]
-        parts = (self.sizes, each[-1], self.along, self.below, self.rho, self.weights)
-        scalings = (
-            c.unbind(0),
-            self.rho.unsqueeze(-1).unbind(0),
-            self.weights.unsqueeze(-1).unbind(0),
-        )
-        self.places = [*zip(*(x.unbind(0) for x in parts), *scalings, strict=True)]
-        self.errors = delta[-1]
+        self.below = torch.empty_like(keys)
+        if L == 1:
+            torch.add(keys, EPS, out=self.below)
+        self.along = torch.empty_like(keys) if slope is None else None
+        parts = (keys, self.below, given, self.below.unsqueeze(-1), self.weights)
+        views = (self.weights[:, :, None, :, :, None], *parts)
+        self.places = [*zip(*(x.unbind(0) for x in views), strict=True)]
 
-    def step(self, n: int, away: Tensor | None) -> Tensor:
-        """c′ of batch n, ``[P, R, J, 1]``, when its factors are written.
+    def _square(self, i: int, keys: Tensor) -> Tensor:
+        return self.each[self.row[i]] if i else keys
+
+    def step(self, n: int, error: Tensor, away: Tensor | None) -> Tensor:
+        """c′ of batch n, ``[P, 1, R, J, 1]``, when its factors are written.
 
         Args:
-            n: the batch. away: e, ``None`` where the error is affine.
+            n: the batch. error: g. away: e, ``None`` where the error is affine.
         """
-        sizes, last, along, below, rho, weights, c, scale, made = self.places[n]
-        for x, out in self.measured[n]:
-            torch.linalg.vector_norm(x, dim=-1, out=out)
-        sizes.mul_(sizes)
-        torch.mul(last, EPS, out=below)
-        for pair in self.pairs:
-            below.addcmul_(*pair[n])
-        below.clamp_min_(self.tiny)
-        if away is not None:
-            torch.sum(away * self.errors[n], dim=-1, out=along)
-        elif self.slope is not None and self.slope != 1:
-            torch.mul(last, 1 / self.slope, out=along)
-        torch.div(along, below, out=rho)
-        torch.mul(c, scale, out=weights)
+        made, keys, below, given, per, weights = self.places[n]
+        L = self.L
+        if L > 1 or away is not None:
+            for x, out in self.factors:
+                torch.linalg.vector_norm(x[n], dim=-1, out=out)
+            torch.addcmul(self.least, self.sizes, self.sizes, out=self.sizes)
+        if away is None:
+            so_far = self._square(L - 1, keys)
+            for i in range(L - 1):
+                gain = self._square(i, keys) * self.each[self.row[L + i]]
+                so_far = torch.addcdiv(so_far, gain, self.each[self.row[2 * L - 1]], out=below)
+            torch.div(given, per, out=weights)
+            return made
+        assert self.along is not None
+        last = self.each[self.row[2 * L - 1]]
+        ahead = self._square(L - 1, keys)
+        torch.mul(ahead if L > 1 else ahead + EPS, last, out=below)
+        for i in range(L - 1):
+            below.addcmul_(self._square(i, keys), self.each[self.row[L + i]])
+        along = torch.sum(away * error, dim=-1, out=self.along[n])
+        along.div_(below.clamp_min_(self.tiny))
+        torch.mul(given, along.unsqueeze(-1), out=weights)
         return made
 
-    def pull(
-        self, n: int, pi: Tensor, h: Tensors, delta: Tensors, to_h: Tensors, to_delta: Tensors
-    ) -> Tensor | None:
-        """Adds to the gradients of batch n but those of keys; N̄ where the error is not affine.
+    def rho(self) -> Tensor:
+        """ρ of all batches, ``[N, P, R]``."""
+        if self.along is not None or self.slope is None:
+            assert self.along is not None
+            return self.along
+        below = self.below if self.slope == 1 else self.slope * self.below
+        return below.reciprocal()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareSlopes:
+    """What a unit of π adds to the gradients of all batches' factors.
+
+    Attributes:
+        h, delta: per map, ``[N, P, R, 1]``, in units of h_(l−1) and δ_l.
+        along: 1/N where the error is not affine, ``[N, P, R, 1]``, and 0 where N is.
+    """
+
+    h: list[Tensor]
+    delta: list[Tensor]
+    along: Tensor | None
+
+    @classmethod
+    def of(cls, h: Tensors, delta: Tensors, away: Tensor | None) -> ShareSlopes:
+        """For the factors of all batches.
 
         Args:
-            n: the batch. pi: π ``[P, R]``. h, delta: factors. to_h, to_delta: their gradients.
+            h: inputs of the maps ``[N, P, R, ·]``. delta: gradients of their outputs.
+            away: e ``[N, P, R, V]``, ``None`` where the error is affine.
         """
-        sizes, _, along, below, *_ = self.places[n]
-        if self.back is None:
-            self.back = torch.empty_like(self.sizes)
-        back = self.back[n]
-        twice = (pi / below).mul_(-2)
-        torch.mul(sizes, twice, out=back)
-        per = pi / along.masked_fill(along == 0, torch.inf)
-        last = back[self.L - 1].add_(twice, alpha=EPS)
-        if self.slope is not None:
-            last.add_(per, alpha=2 / self.slope)
-        each = back.unsqueeze(-1).unbind(0)
-        for x, out, weight in zip(delta, to_delta, each, strict=False):
-            out.addcmul_(x, weight)
-        for x, out, weight in zip(h[1:], to_h[1:], each[self.L + 1 :], strict=True):
-            out.addcmul_(x, weight)
-        return per.unsqueeze(-1) if self.slope is None else None
-
-    def of_first(self) -> Tensor:
-        """What `pull` leaves to be added to the gradients of all keys, in units of the keys."""
-        assert self.back is not None
-        return self.back[:, self.L].unsqueeze(-1)
+        inputs, outputs = (
+            [torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() for x in part]
+            for part in (h, delta)
+        )
+        last, tiny = outputs[-1], torch.finfo(h[0].dtype).tiny
+        before = torch.zeros_like(last)
+        for x, y in zip(inputs[:-1], outputs[:-1], strict=True):
+            before.addcmul_(x, y)
+        ahead = inputs[-1] + EPS
+        below = torch.addcmul(before, ahead, last).clamp_min_(tiny)
+        twice = -2 / below
+        to_h = [y * twice for y in outputs]
+        to_delta = [x * twice for x in inputs[:-1]]
+        if away is None:
+            # 2/|g|² − 2 (|h_(L−1)|² + ε)/Q, without a difference of large numbers.
+            to_delta.append(before.mul_(twice).div_(-last.clamp_min(tiny)))
+            return cls(h=to_h, delta=to_delta, along=None)
+        to_delta.append(ahead.mul_(twice))
+        along = (away * delta[-1]).sum(-1, keepdim=True)
+        return cls(
+            h=to_h,
+            delta=to_delta,
+            along=along.masked_fill(along == 0, torch.inf).reciprocal_(),
+        )

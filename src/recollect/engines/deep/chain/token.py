@@ -18,9 +18,9 @@ from recollect.engines.common.problem import state_dtype
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.engine import Chain
 from recollect.engines.deep.chain.forward import slopes
-from recollect.engines.deep.chain.shares import share_now
-from recollect.engines.deep.decode import by_row, cached, joined, mark, moved, reads
-from recollect.engines.deep.gradient_factors import Factors, Read
+from recollect.engines.deep.chain.shares import share_now, share_of_row
+from recollect.engines.deep.decode import by_row, cached, mark, moved, parted
+from recollect.engines.deep.gradient_factors import Factors
 from recollect.engines.deep.layout import DeepPlan, Memory
 from recollect.engines.deep.step_coefficients import Row, Rule, advance
 from recollect.recipe.sized import SizedRecipe
@@ -110,9 +110,14 @@ def token(
     theta = gates["momentum"].reshape(P, 1) if "momentum" in gates else None
     alpha = gates["log_decay"].exp().reshape(P, 1) if "log_decay" in gates else None
     row = advance(row, weight, theta, alpha, first=not place)
-    rows, all_factors = joined(plan, old, factors)
-    y = _asked(plan, reads(plan, memory, row, all_factors), x)
-    changed: dict[str, object] = {"buffer": _rolled(sized, k, v, gates, state)}
+    rows = factors if old is None else torch.cat([old, factors], dim=1)
+    all_factors = parted(plan, rows)
+    y = _asked(plan, memory, row, all_factors, x)
+    after = state.position + 1
+    changed: dict[str, object] = {
+        "position": after,
+        "buffer": _rolled(sized, k, v, gates, state, after),
+    }
     if place + 1 < plan.b:
         changed["cache"] = cached(rows, row, {own: state.position})
     else:
@@ -126,48 +131,83 @@ def token(
 
 def _written(
     plan: DeepPlan, memory: Memory, key: Tensor, value: Tensor, lr: Tensor
-) -> tuple[list[Factors], Tensor]:
-    """Factors of an association ``[P, 1, ·]``, and −η ρ ``[P, 1]``."""
+) -> tuple[Tensor, Tensor]:
+    """Factors of an association beside each other ``[P, 1, ·]``, and −η ρ ``[P, 1]``."""
     chain = plan.chain
     assert chain is not None  # plan.bare
-    h, delta, prediction = slopes(
-        CURVES[chain.activation],
-        chain.bias,
-        [w.mT for w in memory.A],
-        key,
-        key,
-        value,
-        {},
-    )
-    if chain.target is not None:
-        affine = chain.bias.affine
-        away = prediction - chain.target * value if affine is None else None
-        lr = lr * share_now(h, delta, away, 1.0 if affine is None else affine[0]).squeeze(-1)
-    return list(map(Factors, h, delta)), -lr
+    curve, A = CURVES[chain.activation], [w.mT for w in memory.A]
+    affine = chain.bias.affine
+    if affine is None:
+        h, delta, prediction = slopes(curve, chain.bias, A, key, key, value, {})
+    else:
+        a, b = affine
+        h, z = [key], list[Tensor]()
+        for w in A[:-1]:
+            z.append(torch.bmm(h[-1], w))
+            h.append(curve.value(z[-1]))
+        # The residual is the key.
+        base = torch.sub(key if a == 1 else a * key, value, alpha=b)
+        prediction, delta = None, [torch.baddbmm(base, h[-1], A[-1], alpha=a)]
+        for w, at in zip(reversed(A[1:]), reversed(z), strict=True):
+            delta.append(curve.pull(torch.bmm(delta[-1], w.mT), at))
+        delta.reverse()
+    factors = torch.cat([x for pair in zip(h, delta, strict=True) for x in pair], dim=-1)
+    if chain.target is None:
+        return factors, -lr
+    if prediction is None:
+        assert affine is not None
+        return factors, share_of_row(factors, plan.widths, lr, affine[0])
+    away = prediction - chain.target * value
+    return factors, -lr * share_now(h, delta, away).squeeze(-1)
 
 
-def _asked(plan: DeepPlan, maps: Sequence[Read], x: Tensor) -> Tensor:
-    """M at queries ``[P, G, K]``, map by map."""
+def _asked(
+    plan: DeepPlan, memory: Memory, row: Row, all_factors: Sequence[Factors], x: Tensor
+) -> Tensor:
+    """M at queries ``[P, G, K]``, map by map: A°, S° and the batch's associations as `Row` says."""
     assert plan.chain is not None  # plan.bare
-    value = CURVES[plan.chain.activation].value
-    z = maps[0].of(x)
-    for one in maps[1:]:
-        z = one.of(value(z))
-    return z + x
+    value, moments = CURVES[plan.chain.activation].value, memory.slots.get("momentum")
+    J, last = 1 + (moments is not None), len(memory.A) - 1
+    stays = J == 1 and plan.recipe.retention.decay is None
+    of_starts, C = row.C[:, :J, None, None], row.C[:, None, J:]
+    raw = z = x
+    for i, one in enumerate(all_factors):
+        h = value(z) if i else z
+        parts = [h] if stays else [*(h.unsqueeze(1) * of_starts).unbind(1)]
+        W = memory.A[i].mT
+        z = torch.baddbmm(raw, parts[0], W) if i == last else torch.bmm(parts[0], W)
+        if moments is not None:
+            z.baddbmm_(parts[1], moments[i].mT)
+        z.baddbmm_(torch.bmm(h, one.h.mT).mul_(C), one.delta)
+    return z
 
 
 def _rolled(
-    sized: SizedRecipe, k: Tensor, v: Tensor, gates: Mapping[str, Tensor], state: State
+    sized: SizedRecipe,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    state: State,
+    after: Tensor,
 ) -> Buffer | None:
-    """The buffer one token on; numbers that the recipe fixes are buffered as well."""
+    """The buffer one token on, at positions ``after``; what the recipe fixes is buffered too."""
     B, _, H, _ = k.shape
     rates: dict[str, Tensor] = {}
     for name, x in sized.constants.items():
         rates[name] = constant(_filled, B, H, x, device=k.device, dtype=k.dtype)
     rates.update(gates)
-    after, old = state.position + 1, state.buffer
     seen = None if state.seen is None else state.seen + 1
-    return roll(sized.recipe, old, k=k, v=v, rates=rates, lengths=None, position=after, seen=seen)
+    return roll(
+        sized.recipe,
+        state.buffer,
+        k=k,
+        v=v,
+        rates=rates,
+        lengths=None,
+        position=after,
+        seen=seen,
+        nothing=[name for name, x in sized.constants.items() if x == 0],
+    )
 
 
 def _filled(B: int, H: int, value: float) -> Tensor:
