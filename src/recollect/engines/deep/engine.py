@@ -235,7 +235,7 @@ def run(problem: Problem) -> tuple[Tensor, State]:
             (B, H, G),
             outer=outer,
         )
-        launch = launch_of(method, layout)
+        launch = None if method.fused is None else launch_of(method, layout)
         if launch is not None and not outer:
             y, after = run_fused(method, layout, memory.like(memories), launch)
         elif method.chain is not None:
@@ -274,7 +274,7 @@ def _run_chain(
         layout.commits,
         (memory.A, memory.slots.get("momentum")),
         outer=layout.outer,
-        walker=walker_of(method, launch),
+        walker=None if launch is None else walker_of(method, launch),
     )
     y = y.unflatten(1, layout.x.shape[1:3])
     return y, Memory(A=A, slots={} if S is None else {"momentum": S})
@@ -313,7 +313,7 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
     """g: as many inner batches as the caller's chunk, or as fit in `GROUP_BYTES`."""
     if problem.chunk_size is not None:
         return max(1, problem.chunk_size // grid.b)
-    if not outer and walks(method, problem.q.device):
+    if not outer and method.fused is not None and walks(method, problem.q.device):
         return grid.N  # its intermediates never leave the chip
     B, _, H, G, _ = problem.q.shape
     weights = sum(m.out * m.inp for m in method.maps)

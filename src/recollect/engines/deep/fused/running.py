@@ -17,11 +17,12 @@ def launch_of(method: DeepPlan, layout: Layout) -> Launch | None:
     """Who runs the fused walk of a group: where it was asked for and built for what is there.
 
     Args:
-        method: how the recipe runs.
+        method: how the recipe runs, with a build.
         layout: of the group.
     """
     x = layout.x
-    if method.fused is None or layout.G > 1 or x.dtype != torch.float32:
+    assert method.fused is not None
+    if layout.G > 1 or x.dtype != torch.float32:
         return None
     return launcher(method.fused, x.device)
 
@@ -51,15 +52,14 @@ def run_fused(
     return y, Memory(A=A, slots={} if S is None else {"momentum": S})
 
 
-def walker_of(method: DeepPlan, launch: Launch | None) -> FusedWalker | None:
-    """Who goes from border to border in training, where a walk is to be launched.
+def walker_of(method: DeepPlan, launch: Launch) -> FusedWalker:
+    """Who goes from border to border in training.
 
     Args:
-        method: how the recipe runs.
+        method: how the recipe runs, with a build.
         launch: of `launch_of`.
     """
-    if launch is None or method.fused is None:
-        return None
+    assert method.fused is not None
     return FusedWalker(method.fused, launch)
 
 
@@ -67,7 +67,8 @@ def walks(method: DeepPlan, device: torch.device) -> bool:
     """Whether anybody runs a recipe's walk on a device.
 
     Args:
-        method: how the recipe runs.
+        method: how the recipe runs, with a build.
         device: where the call's tensors are.
     """
-    return method.fused is not None and launcher(method.fused, device) is not None
+    assert method.fused is not None
+    return launcher(method.fused, device) is not None
