@@ -27,9 +27,8 @@ from recollect.engines.deep.chain.families import (
     each_map,
     hosted,
 )
-from recollect.engines.deep.chain.forward import ChainSpec, Commits, ForwardTrace, Keys
-from recollect.engines.deep.chain.reads import ReadGradients
 from recollect.engines.deep.chain.shares import ShareSlopes
+from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys, ReadGradients
 
 __all__ = ["InputGradients", "backward"]
 

@@ -24,10 +24,6 @@ from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.backward import backward
 from recollect.engines.deep.chain.families import apart, families_of, hosted
 from recollect.engines.deep.chain.forward import (
-    ChainSpec,
-    Commits,
-    ForwardTrace,
-    Keys,
     ScratchBuffers,
     forward,
     forward_by_autograd,
@@ -41,6 +37,7 @@ from recollect.engines.deep.chain.reads import (
     read_by_autograd,
 )
 from recollect.engines.deep.chain.shares import share_of
+from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys
 from recollect.engines.deep.gradient_factors import Factors, Points
 from recollect.engines.deep.step_coefficients import Table
 

@@ -8,18 +8,13 @@ a CPU they are slower in writing to places that do not touch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from recollect.engines.deep.chain.forward import ChainSpec, ForwardTrace, Keys
-    from recollect.engines.deep.chain.reads import ReadGradients
+from recollect.engines.deep.chain.trace import ChainSpec, Family, ForwardTrace, Keys, ReadGradients
 
 __all__ = [
-    "Family",
     "GradientStacks",
     "Stacks",
     "add_product",
@@ -32,23 +27,6 @@ __all__ = [
 ]
 
 Tensors = list[Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """The stacks of maps of the same sizes, ``L`` of them.
-
-    Attributes:
-        M: A and S at every batch's start, ``[N, P, L, J, narrow, wide]``.
-        wide: the wider of h and δ, ``[N, P, L, R, wide]``.
-        narrow: the narrower, ``[L, N, P, R, narrow]``.
-        Q: c times it, ``[N, P, L, R, J, narrow]``, of all batches if there is a backward pass.
-    """
-
-    M: Tensor
-    wide: Tensor
-    narrow: Tensor
-    Q: Tensor
 
 
 def families_of(sizes: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:

@@ -15,8 +15,6 @@ product moves A and S together, for all maps of the same sizes at once (`familie
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +22,6 @@ from torch import Tensor
 from recollect.choices.bias.base import Bias
 from recollect.engines.deep.chain.activations import Curve
 from recollect.engines.deep.chain.families import (
-    Family,
     Stacks,
     add_product,
     apart,
@@ -32,13 +29,16 @@ from recollect.engines.deep.chain.families import (
     hosted,
 )
 from recollect.engines.deep.chain.shares import Shares, share_of
+from recollect.engines.deep.chain.trace import (
+    ChainSpec,
+    Commits,
+    Family,
+    ForwardTrace,
+    Keys,
+    SavedStacks,
+)
 
 __all__ = [
-    "ChainSpec",
-    "Commits",
-    "ForwardTrace",
-    "Keys",
-    "SavedStacks",
     "ScratchBuffers",
     "forward",
     "forward_by_autograd",
@@ -46,100 +46,6 @@ __all__ = [
 ]
 
 Tensors = list[Tensor]
-Commits = Sequence[bool | Tensor]
-"""Per batch, whether its end is kept: for all rows, for none, or a mask ``[P, 1, 1]``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChainSpec:
-    """What of a chain stays the same from batch to batch.
-
-    Attributes:
-        curve: the activation. residual: whether the raw key is added to the prediction.
-        bias: the loss. gates: names of its numbers.
-        tall: per map, whether it is kept as ``[in, out]``.
-        families: maps of the same sizes, in order.
-        keep: whether the backward pass will come.
-        target: `Bias.target` where every association is scaled by its share, else ``None``.
-        walker: who goes from border to border in place of `forward` and `backward`, if anybody.
-    """
-
-    curve: Curve
-    residual: bool
-    bias: Bias
-    gates: tuple[str, ...]
-    tall: tuple[bool, ...]
-    families: tuple[tuple[int, ...], ...]
-    keep: bool
-    target: float | None = None
-    walker: Any = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keys:
-    """Associations of all inner batches, ``[N, P, R, ·]``, and their coefficients.
-
-    Attributes:
-        k, v, gates: keys' features, values, the bias's numbers. raw: keys, for the residual.
-        T: ``[N, P, J, J]``, or ``None`` where A stays as it is. c: ``[N, P, R, J]``.
-    """
-
-    k: Tensor
-    v: Tensor
-    raw: Tensor
-    T: Tensor | None
-    c: Tensor
-    gates: Mapping[str, Tensor]
-
-    def cut(self, start: int, stop: int) -> Keys:
-        """Some of the batches."""
-        here = slice(start, stop)
-        return Keys(
-            k=self.k[here],
-            v=self.v[here],
-            raw=self.raw[here],
-            T=None if self.T is None else self.T[here],
-            c=self.c[here],
-            gates={name: x[here] for name, x in self.gates.items()},
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedStacks:
-    """Stacks for the backward pass: z and u of every batch, predictions where asked.
-
-    ``slope`` holds σ′(z) where the forward pass had it in hand.
-    """
-
-    families: list[Family]
-    z: Tensors
-    u: Tensors
-    slope: Tensors | None
-    prediction: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardTrace:
-    """M at every batch's start; inputs h and gradients δ of every map.
-
-    Attributes:
-        M: per map ``[N, P, J, narrow, wide]``.
-        ends: after the last batch, per family ``[P, L, J, narrow, wide]``.
-        delta, h: per map ``[N, P, R, ·]``; shares are not in δ, where there are any.
-        saved: for the backward pass.
-        rho: shares ρ, ``[N, P, R]``. weights: c′ = ρ c, where there are shares.
-        walked: what a `Walker` keeps for its own backward pass.
-    """
-
-    M: Tensors
-    ends: Tensors
-    delta: Tensors
-    h: Tensors
-    saved: SavedStacks | None
-    rho: Tensor | None = None
-    weights: Tensor | None = None
-    walked: object = None
-
 
 LARGE = 2**14
 """Entries of z from which an activation's own operations, which use all cores, beat shared work."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.engines.deep.chain.forward import ChainSpec, ForwardTrace
+from recollect.engines.deep.chain.trace import ChainSpec, ForwardTrace, ReadGradients
 
-__all__ = ["QueryBatch", "ReadCache", "ReadGradients", "backward_read", "read", "read_by_autograd"]
+__all__ = ["QueryBatch", "ReadCache", "backward_read", "read", "read_by_autograd"]
 
 Tensors = list[Tensor]
 
@@ -117,25 +117,6 @@ def read_by_autograd(
         mask = torch.bmm(x, h[i].flatten(0, 1).mT) * C
         z = each.sum(1) + torch.bmm(mask, delta[i].flatten(0, 1))
     return z.unflatten(0, queries.q.shape[:2])
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadGradients:
-    """Gradients through reads.
-
-    Attributes:
-        q, C, scale: as in `QueryBatch`.
-        h, delta: of the keys' factors, ``[N, P, R, ·]`` per map.
-        left, right: factors of M̄ ``[J narrow, wide]`` per map, ``[N, P, rows, ·]``.
-    """
-
-    q: Tensor
-    C: Tensor
-    scale: Tensor | None
-    h: Tensors
-    delta: Tensors
-    left: Tensors
-    right: Tensors
 
 
 def backward_read(

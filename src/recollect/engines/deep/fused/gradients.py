@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from recollect.engines.deep.chain.backward import InputGradients
-from recollect.engines.deep.chain.forward import ChainSpec, Commits, ForwardTrace, Keys
-from recollect.engines.deep.chain.reads import ReadGradients
+from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys, ReadGradients
 from recollect.engines.deep.fused.fitting import Build
 from recollect.engines.deep.fused.walk import Launch, Task, aligned, kept_batches
 
