@@ -30,6 +30,7 @@ from recollect.lm.planning.live_memory import LiveMemory
 from recollect.lm.training.arguments import share
 from recollect.lm.training.plan import TrainPlan
 from recollect.recipe import modules
+from recollect.report.units import readable
 
 SMALL: dict[str, Any] = {"width": 32, "depth": 2, "heads": 2, "mlp": 64}
 
@@ -304,20 +305,55 @@ def test_a_case_whose_process_dies_is_said_so(
         measure(["titans"])
 
 
+@pytest.mark.parametrize("columns", ["80", "100", None])
+def test_no_number_or_name_of_the_table_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str | None
+) -> None:
+    file = tmp_path / "run.toml"
+    lines = ["[model]", "width = 64", "depth = 1", "heads = 8", "[data]", 'train = ["text.txt"]']
+    file.write_text("\n".join([*lines, "context = 64", "[optimizer]", "steps = 5", "batch = 8"]))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    given = ["plan", str(file), "--devices", "8", "--memory", "1GB"]
+    said = CliRunner().invoke(build(), given).output
+    data = json.loads(CliRunner().invoke(build(), [*given, "--json"]).output)
+    assert len(data["ranks"]) == 8
+    tables = said.partition("fullest moment of a step\n")[2].partition("gradients come")[0]
+    assert all(len(line) <= int(columns or 120) for line in tables.splitlines())
+    rows = [line.split() for line in tables.splitlines()]
+    totals = [
+        " ".join(pair) for row in rows if row[:2] == ["in", "all"] for pair in _pairs(row[2:])
+    ]
+    assert totals == [readable(rank["total"], "B") for rank in data["ranks"]]
+    for rank in data["ranks"]:
+        for word in rank["way"].split(" × "):
+            assert word in tables
+
+
+def _pairs(words: list[str]) -> list[list[str]]:
+    return [words[i : i + 2] for i in range(0, len(words), 2)]
+
+
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     lines = ["[model]", "width = 32", "depth = 1", "heads = 2", "[data]", 'train = ["text.txt"]']
     file.write_text("\n".join([*lines, "context = 64", "[optimizer]", "steps = 5", "batch = 16"]))
     said = CliRunner().invoke(build(), ["plan", str(file), "--devices", "16", "--memory", "1GB"])
     assert said.exit_code == 0, said.output
-    for word in ("parameters", "FLOP per token", "fsdp 8 × tensor 2", "smallest", "launch"):
+    for word in ("parameters", "FLOP per token", "each of 16 devices", "smallest", "launch"):
         assert word in said.output
+    for word in ("an H100's in dense bfloat16 (--peak for another", "multiplies in float32"):
+        assert word in said.output
+    other = CliRunner().invoke(build(), ["plan", str(file), "--peak", "60"]).output
+    assert "60 TFLOP/s (--peak)" in other and "H100" not in other
     given = ["plan", str(file), "--devices", "16", "--memory", "2MiB", "--json"]
     data = json.loads(CliRunner().invoke(build(), given).output)
     assert data["memory"] == 2 * 2**20 and data["smallest"]["fits"]
     assert data["launch"][1].endswith(f"--module recollect.cli train {file}")
     for options, words in (
-        (["--memory", "80XB"], "--memory must be a size such as 80GB"),
+        (["--memory", "80XB"], "--memory must be a size with its unit, such as 80GB"),
+        (["--memory", "8"], "--memory must be a size with its unit, such as 8GB or 8GiB, not '8'"),
         (["--devices", "0"], "--devices must be at least 1"),
         (["--share", "1.5"], "--share must be above 0 and at most 1"),
         (["--peak", "0"], "--peak must be above 0"),
