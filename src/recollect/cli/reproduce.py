@@ -116,6 +116,10 @@ def _show(console: Console, run: Run) -> None:
         rows=[(claim.text, verdict.status, verdict.because) for claim, verdict in run.verdicts],
     )
     table.print(console)
+    for claim, _ in run.verdicts:
+        if claim.changed:
+            note = f"the rule of “{claim.name}” was changed after a run: {claim.changed}"
+            console.print(note, soft_wrap=True, highlight=False)
 
 
 def _list(console: Console, experiments: Sequence[Experiment], planned: Sequence[Planned]) -> None:
