@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -93,7 +95,8 @@ def reproduce(
     if as_json:
         typer.echo(json.dumps([run.to_dict() for run in runs], indent=2, allow_nan=False))
     if not all(run.complete for run in runs):
-        said("interrupted: what was measured is kept, and the same command goes on from it")
+        command = shlex.join(["recollect", *sys.argv[1:]])
+        said(f"interrupted: what was measured is kept, and the same command goes on: {command}")
         raise typer.Exit(INTERRUPTED)
 
 

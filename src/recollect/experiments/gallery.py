@@ -57,7 +57,7 @@ def _article(home: Path, data: dict[str, Any]) -> str:
     claims = "".join(
         f"<li>{prose(c['claim'])} <strong>{html.escape(c['verdict'])}</strong>. "
         f"{prose(c['because'])}"
-        + (f" {CHANGED} {prose(changed[c['name']])}" if c["name"] in changed else "")
+        + (f" {CHANGED} {prose(changed[c['name']])}" if c.get("name") in changed else "")
         + "</li>\n"
         for c in data["claims"]
     )
