@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
@@ -17,14 +18,16 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
+from rich.console import Console
 from typer.testing import CliRunner
 
 from recollect.bench.suites.memory import CASES, measure, measured, planned, ranks_of
 from recollect.choices import member
+from recollect.cli import plan as plan_command
 from recollect.cli.app import build
 from recollect.lm import RecollectConfig, parameter_count
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.planning.estimate import Way, config_of, estimate, rank_of
+from recollect.lm.planning.estimate import Rank, Way, config_of, estimate, rank_of
 from recollect.lm.planning.footprint import Counts, count, footprint
 from recollect.lm.planning.live_memory import LiveMemory
 from recollect.lm.training.arguments import share
@@ -305,30 +308,30 @@ def test_a_case_whose_process_dies_is_said_so(
         measure(["titans"])
 
 
-@pytest.mark.parametrize("columns", ["80", "100", None])
-def test_no_number_or_name_of_the_table_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str | None
-) -> None:
-    file = tmp_path / "run.toml"
-    lines = ["[model]", "width = 64", "depth = 1", "heads = 8", "[data]", 'train = ["text.txt"]']
-    file.write_text("\n".join([*lines, "context = 64", "[optimizer]", "steps = 5", "batch = 8"]))
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if columns is not None:
-        monkeypatch.setenv("COLUMNS", columns)
-    given = ["plan", str(file), "--devices", "8", "--memory", "1GB"]
-    said = CliRunner().invoke(build(), given).output
-    data = json.loads(CliRunner().invoke(build(), [*given, "--json"]).output)
-    assert len(data["ranks"]) == 8
-    tables = said.partition("fullest moment of a step\n")[2].partition("gradients come")[0]
-    assert all(len(line) <= int(columns or 120) for line in tables.splitlines())
-    rows = [line.split() for line in tables.splitlines()]
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_number_or_name_of_the_table_is_cut(width: int) -> None:
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "communicated")
+    ways = [Way(data=64, shards=shards) for shards in (False, True)]
+    ways += [Way(data=64 // n, tensor=n, shards=True) for n in (2, 4, 8)]
+    ways += [Way(data=64 // n, context=n, shards=True) for n in (2, 4, 8)]
+    ranks = [
+        Rank(way=way, rows=i, parts=dict.fromkeys(names, 1023 * 2**30 + 7 * i))
+        for i, way in enumerate(ways)
+    ]
+    page = Console(width=width, file=io.StringIO())
+    for table in plan_command._tables(ranks, 80 * 10**9, width):
+        table.print(page)
+    text = page.file.getvalue()  # type: ignore[attr-defined]
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    rows = [line.split() for line in text.splitlines()]
     totals = [
         " ".join(pair) for row in rows if row[:2] == ["in", "all"] for pair in _pairs(row[2:])
     ]
-    assert totals == [readable(rank["total"], "B") for rank in data["ranks"]]
-    for rank in data["ranks"]:
-        for word in rank["way"].split(" × "):
-            assert word in tables
+    assert totals == [readable(rank.total, "B") for rank in ranks]
+    assert text.count("1023 GiB") == len(names) * len(ranks)
+    for word in (word for way in ways for word in str(way).split(" × ")):
+        assert word in text
+    assert all(name in text for name in names)
 
 
 def _pairs(words: list[str]) -> list[list[str]]:

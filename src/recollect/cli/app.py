@@ -117,10 +117,12 @@ def _commands() -> Any:
                 return super().resolve_command(ctx, args)
             except Exception as error:  # a UsageError of typer's own click, or of click's
                 called = getattr(rc, args[0], None) if args[0] in rc.__all__ else None
-                if inspect.isfunction(called) and hasattr(error, "message"):
+                said = getattr(error, "message", None)
+                if inspect.isfunction(called) and said is not None:
                     takes = inspect.signature(called).parameters.values()
                     given = ", ".join(one.name for one in takes if one.default is one.empty)
-                    error.message += f" In Python it is a function: rc.{args[0]}({given})."
+                    text = f"{said} In Python it is a function: rc.{args[0]}({given})."
+                    setattr(error, "message", text)  # noqa: B010  # which Exception itself has not
                 raise
 
     return Commands

@@ -106,7 +106,8 @@ class RecollectModel(RecollectPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
-        if input_ids is not None:
+        if inputs_embeds is None:
+            assert input_ids is not None
             x = embedded(self.embed_tokens, input_ids, self.config.vocab_size)
         else:
             x = inputs_embeds
