@@ -42,6 +42,7 @@ else:
         )
     ).eval()
     tokenizer = byte_tokenizer()
+    print("no --model: this one has random weights, and what it writes means nothing")
 
 
 def encoded(text: str) -> torch.Tensor:

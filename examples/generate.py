@@ -40,6 +40,7 @@ else:
         )
     ).eval()
     tokenizer = byte_tokenizer()
+    print("no --model: this one has random weights, and what it writes means nothing")
 
 # Prompts of different lengths in one batch: padding on the left changes nothing.
 batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")

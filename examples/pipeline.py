@@ -34,6 +34,7 @@ with tempfile.TemporaryDirectory() as scratch:
         )
         rc.lm.RecollectForCausalLM(config).save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
+        print("no --model: this one has random weights, and what it writes means nothing")
     # `import recollect.lm` has registered the model's type: trust_remote_code is not needed.
     write = pipeline("text-generation", model=folder, tokenizer=folder)
     made = write(

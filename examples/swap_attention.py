@@ -38,6 +38,7 @@ else:
             eos_token_id=2,
         )
     )
+    print("no --model: this one has random weights, and is trained on random tokens")
 
 layers = [int(index) for index in arguments.layers.split(",")]
 print(rc.lm.replace_attention(model, arguments.recipe, layers))

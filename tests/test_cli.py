@@ -51,6 +51,16 @@ def test_version() -> None:
     assert call("--version").output == f"recollect {rc.__version__}\n"
 
 
+def test_a_function_of_the_library_is_no_command_and_is_named() -> None:
+    found = CliRunner().invoke(cli.build(), ["diagnose"], env={"COLUMNS": "200"})
+    assert found.exit_code == 2
+    assert "No such command 'diagnose'. In Python it is a function: rc.diagnose(layer, x)" in (
+        found.stderr
+    )
+    other = CliRunner().invoke(cli.build(), ["annotations"], env={"COLUMNS": "200"}).stderr
+    assert "No such command 'annotations'" in other and "function" not in other
+
+
 def test_zoo_lists_every_architecture() -> None:
     found = call("zoo")
     assert found.exit_code == 0

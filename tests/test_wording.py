@@ -22,6 +22,13 @@ def refusal(make: Callable[[], object]) -> str:
     return str(refused.value)
 
 
+def test_an_argument_that_a_layer_has_not_is_answered_with_the_nearest() -> None:
+    with pytest.raises(
+        TypeError, match=r"^MemoryLayer has no argument 'head'; did you mean 'heads'\?"
+    ):
+        rc.MemoryLayer(64, recipe="gla", head=4)  # type: ignore[call-arg]
+
+
 def test_words_nest_and_end() -> None:
     with worded({"hidden_size": "width", "head_dim": ""}):
         with worded({"d_model": "hidden_size", "heads": "num_attention_heads"}):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-__all__ = ["named_arguments", "nearest", "shown", "suggests", "word_for", "worded"]
+__all__ = ["hinted", "named_arguments", "nearest", "shown", "suggests", "word_for", "worded"]
 
 _WORDS: ContextVar[Mapping[str, str]] = ContextVar("words", default={})  # noqa: B039
 
@@ -111,6 +111,40 @@ def shown(value: object) -> str:
         # Python refuses to write out integers of more than 4,300 digits.
         return f"a number of about {int(value.bit_length() * 0.30103) + 1:,} digits"
     return _SHORT.repr(value)
+
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def hinted(call: Call) -> Call:
+    """Decorator over a function: what it has no argument for is refused, with the nearest.
+
+    Args:
+        call: without ``**`` arguments; its signature stays readable.
+
+    Raises:
+        TypeError: when it is called, as Python itself has it.
+
+    Examples:
+        >>> from recollect.wording import hinted
+        >>> @hinted
+        ... def scaled(x, *, factor=2):
+        ...     return factor * x
+        >>> scaled(1, factr=3)
+        Traceback (most recent call last):
+        TypeError: scaled has no argument 'factr'; did you mean 'factor'?
+    """
+    names = [name for name in inspect.signature(call).parameters if name != "self"]
+    title = call.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(call)
+    def checked(*args: Any, **given: Any) -> Any:
+        for name in given:
+            if name not in names:
+                raise TypeError(f"{title} has no argument {name!r}; {nearest(name, names)}")
+        return call(*args, **given)
+
+    return checked  # type: ignore[return-value]
 
 
 Made = TypeVar("Made", bound=type[Any])

@@ -25,7 +25,7 @@ from recollect.cli.compare import _show
 from recollect.cli.progress import CompareDisplay
 from recollect.experiments import Schedule, Sizes, compare, save_comparison
 from recollect.experiments.comparison.jobs import Job, run_jobs
-from recollect.experiments.comparison.report import measured_on, table
+from recollect.experiments.comparison.report import measured_on, reach, table
 from recollect.experiments.comparison.results import DEFAULTS, ModelRun, Nobody
 from recollect.experiments.comparison.tasks import RECALLS
 from recollect.experiments.comparison.training import History
@@ -421,6 +421,35 @@ def test_where_curves_end_is_told_as_it_is_printed(
     assert "channels. Trained on" in table(made, "mqar").caption, "of one head"
     ends = f"a curve may end elsewhere ({says})." if says else "a curve may end elsewhere."
     assert ends in measured_on(made, "mqar")
+
+
+@pytest.mark.parametrize(
+    ("names", "tokens", "says"),
+    [
+        (["gla", "softmax_attention"], 5, "With 0.5 training tokens per parameter"),
+        (["gla"], 199, "With 20 training tokens per parameter"),
+        (["gla", "mine"], 200, ""),
+    ],
+)
+def test_a_table_of_text_says_how_far_it_may_be_read(
+    names: list[str], tokens: int, says: str
+) -> None:
+    runs = tuple(
+        ModelRun(
+            task=task, model=name, parameters=10, state_bytes=1, grows=False, value=1.0, curve=(),
+            tokens=tokens,
+        )
+        for task in ("text", "mqar")
+        for name in names
+    )  # fmt: skip
+    made = rc.experiments.Comparison(
+        runs=runs, sizes=dict(SMALL), seed=0, environment=describe_environment()
+    )
+    said = reach(made, "text")
+    assert said.startswith(says) and (not says) == (not said)
+    bare = "softmax_attention has no short convolution, as in its preset"
+    assert (bare in said) == ("softmax_attention" in names)
+    assert reach(made, "mqar") == ""
 
 
 @pytest.mark.slow

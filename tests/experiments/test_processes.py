@@ -6,10 +6,13 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +72,22 @@ def test_a_process_that_cannot_begin_is_told_from_one_that_dies() -> None:
     ((_, lost),) = in_processes(work, [1.0], 1)
     assert isinstance(lost, Lost)
     assert "could not begin" in lost.reason
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_is_told_so_in_one_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import math\n"
+        "from recollect.experiments.framework.processes import in_processes\n"
+        "print('begun')\n"
+        "try:\n    list(in_processes(math.sqrt, [1.0, 4.0], 2))\n"
+        "except ValueError as error:\n    print('told:', error)\n"
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+    told = [line for line in ended.stdout.splitlines() if line.startswith("told:")]
+    assert len(told) == 1 and 'under `if __name__ == "__main__":`' in told[0]
 
 
 @pytest.mark.slow

@@ -372,6 +372,23 @@ def test_the_command_runs_and_writes_a_gallery(tmp_path: Path) -> None:
     assert save_gallery(tmp_path / "empty") is None
 
 
+def test_the_gallery_is_what_the_runs_say(tmp_path: Path) -> None:
+    """The committed page counts verdicts, and says of a rule that it was changed after a run."""
+    root = Path(__file__).parents[2]
+    page = save_gallery_markdown(root / "results" / "reproduce", tmp_path / "gallery.md")
+    text = page.read_text("utf-8")
+    assert text == (root / "docs" / "gallery.md").read_text("utf-8")
+    claims = json.loads((root / "results/reproduce/ttr-fig3/results.json").read_text("utf-8"))
+    said = [claim["verdict"] for claim in claims["claims"]]
+    row = next(line for line in text.splitlines() if line.startswith("| [ttr-fig3](#ttr-fig3)"))
+    counts = [said.count(verdict) for verdict in ("holds", "does not hold")]
+    assert [cell.strip() for cell in row.split("|")[3:5]] == [str(n or "") for n in counts]
+    for name, claim in (("ttr-fig3", "With P = 128 > d"), ("word-problems", "A rotation of S₃")):
+        part = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        changed = [line for line in part.splitlines() if "This rule was changed after" in line]
+        assert len(changed) == 1 and changed[0].startswith(f"- {claim}"), name
+
+
 @pytest.mark.slow
 def test_the_papers_scale_prints_its_plan_and_how_to_launch_it(tmp_path: Path) -> None:
     result = invoke("reproduce", "am-fig4", "--scale", "paper", "--jobs", "4")

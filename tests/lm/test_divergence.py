@@ -86,6 +86,12 @@ def test_a_run_that_diverged_reported_nan_or_spoke_of_q(
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize(("lr", "slip"), [(0.05, False), (50.0, True)])
+def test_a_learning_rate_that_is_a_slip_is_named(lr: float, slip: bool) -> None:
+    said = str(Diverged(step=3, lr=lr, origin=None, advice="lower lr"))
+    assert ("0.0001 to 0.01 are usual" in said) == slip and f"learning rate {lr:g}" in said
+
+
 def test_what_stands_can_be_gone_on_from(
     text: Path, tmp_path: Path, harm: Callable[[Harm], None]
 ) -> None:

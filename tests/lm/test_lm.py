@@ -283,6 +283,37 @@ def test_bad_inputs_are_one_sentence() -> None:
         net(ids, attention_mask=torch.ones(2, 5))
     with pytest.raises(ValueError, match="one per logit"):
         net(ids, labels=ids[:, 1:])
+    with pytest.raises(ValueError, match=r"labels must be token ids in int64, not torch.float32"):
+        net(ids, labels=ids.float())
+
+
+def test_what_is_no_table_of_token_ids_is_one_sentence() -> None:
+    net, ids = model("gla"), text()
+
+    def written(x: Tensor) -> object:
+        return net.generate(x, max_new_tokens=2)
+
+    for row, column, token in ((1, 4, VOCAB), (0, 7, -1)):
+        odd = ids.clone()
+        odd[row, column] = token
+        said = rf"token {token} at row {row}, column {column}, and .* is 0 to {VOCAB - 1}: use"
+        for call in (net, net.model, written):
+            with pytest.raises(ValueError, match=said):
+                call(odd)
+    calls = (net, lambda x: net(x, labels=x, return_dict=True), net.model, written)
+    for call in (*calls, lambda x: rc.lm.Prompt.read(net, x)):
+        with pytest.raises(ValueError, match=r"shape \[B, T\], not \[11\]: .* input_ids\[None\]"):
+            call(ids[0])
+        with pytest.raises(ValueError, match=r"int64, not torch.float32: .*inputs_embeds"):
+            call(ids.float())
+        with pytest.raises(ValueError, match=r"must be a tensor .*, not list"):
+            call(ids.tolist())
+    assert torch.equal(net(ids.int()).logits, net(ids).logits)
+    for given in ({}, {"max_new_tokens": 2}):
+        with pytest.raises(
+            ValueError, match=r"no tokens .*one at least: begin with .*bos_token_id"
+        ):
+            net.generate(input_ids=ids[:, :0], **given)
 
 
 def test_without_transformers_one_sentence_says_what_to_install() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
@@ -17,19 +18,22 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
+from rich.console import Console
 from typer.testing import CliRunner
 
 from recollect.bench.suites.memory import CASES, measure, measured, planned, ranks_of
 from recollect.choices import member
+from recollect.cli import plan as plan_command
 from recollect.cli.app import build
 from recollect.lm import RecollectConfig, parameter_count
 from recollect.lm.model.model import RecollectForCausalLM
-from recollect.lm.planning.estimate import Way, config_of, estimate, rank_of
+from recollect.lm.planning.estimate import Rank, Way, config_of, estimate, rank_of
 from recollect.lm.planning.footprint import Counts, count, footprint
 from recollect.lm.planning.live_memory import LiveMemory
 from recollect.lm.training.arguments import share
 from recollect.lm.training.plan import TrainPlan
 from recollect.recipe import modules
+from recollect.report.units import readable
 
 SMALL: dict[str, Any] = {"width": 32, "depth": 2, "heads": 2, "mlp": 64}
 
@@ -304,20 +308,55 @@ def test_a_case_whose_process_dies_is_said_so(
         measure(["titans"])
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_number_or_name_of_the_table_is_cut(width: int) -> None:
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "communicated")
+    ways = [Way(data=64, shards=shards) for shards in (False, True)]
+    ways += [Way(data=64 // n, tensor=n, shards=True) for n in (2, 4, 8)]
+    ways += [Way(data=64 // n, context=n, shards=True) for n in (2, 4, 8)]
+    ranks = [
+        Rank(way=way, rows=i, parts=dict.fromkeys(names, 1023 * 2**30 + 7 * i))
+        for i, way in enumerate(ways)
+    ]
+    page = Console(width=width, file=io.StringIO())
+    for table in plan_command._tables(ranks, 80 * 10**9, width):
+        table.print(page)
+    text = page.file.getvalue()  # type: ignore[attr-defined]
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    rows = [line.split() for line in text.splitlines()]
+    totals = [
+        " ".join(pair) for row in rows if row[:2] == ["in", "all"] for pair in _pairs(row[2:])
+    ]
+    assert totals == [readable(rank.total, "B") for rank in ranks]
+    assert text.count("1023 GiB") == len(names) * len(ranks)
+    for word in (word for way in ways for word in str(way).split(" × ")):
+        assert word in text
+    assert all(name in text for name in names)
+
+
+def _pairs(words: list[str]) -> list[list[str]]:
+    return [words[i : i + 2] for i in range(0, len(words), 2)]
+
+
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     lines = ["[model]", "width = 32", "depth = 1", "heads = 2", "[data]", 'train = ["text.txt"]']
     file.write_text("\n".join([*lines, "context = 64", "[optimizer]", "steps = 5", "batch = 16"]))
     said = CliRunner().invoke(build(), ["plan", str(file), "--devices", "16", "--memory", "1GB"])
     assert said.exit_code == 0, said.output
-    for word in ("parameters", "FLOP per token", "fsdp 8 × tensor 2", "smallest", "launch"):
+    for word in ("parameters", "FLOP per token", "each of 16 devices", "smallest", "launch"):
         assert word in said.output
+    for word in ("an H100's in dense bfloat16 (--peak for another", "multiplies in float32"):
+        assert word in said.output
+    other = CliRunner().invoke(build(), ["plan", str(file), "--peak", "60"]).output
+    assert "60 TFLOP/s (--peak)" in other and "H100" not in other
     given = ["plan", str(file), "--devices", "16", "--memory", "2MiB", "--json"]
     data = json.loads(CliRunner().invoke(build(), given).output)
     assert data["memory"] == 2 * 2**20 and data["smallest"]["fits"]
     assert data["launch"][1].endswith(f"--module recollect.cli train {file}")
     for options, words in (
-        (["--memory", "80XB"], "--memory must be a size such as 80GB"),
+        (["--memory", "80XB"], "--memory must be a size with its unit, such as 80GB"),
+        (["--memory", "8"], "--memory must be a size with its unit, such as 8GB or 8GiB, not '8'"),
         (["--devices", "0"], "--devices must be at least 1"),
         (["--share", "1.5"], "--share must be above 0 and at most 1"),
         (["--peak", "0"], "--peak must be above 0"),

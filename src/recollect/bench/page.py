@@ -65,13 +65,22 @@ def _times(data: Mapping[str, Any]) -> Table:
         ]
         for one in data["timings"]
     ]
+    caption = (
+        f"Median over rounds; ratio is the time by that of {data['baseline']} in the same "
+        "round, so that less than 1 is faster. What the machine did besides met all cases alike."
+    )
+    if any(one["share"] is not None for one in data["timings"]):
+        caption += (
+            " Of ceiling: the GFLOP/s of a case by those that a plain matrix product reached on "
+            "this device in the same rounds (the higher of the ceilings below). What a case does "
+            "besides products is not counted, and takes its time."
+        )
     here = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]
     return Table(
         title="Times",
         columns=[columns[i] for i in here],
         rows=[[row[i] for i in here] for row in rows],
-        caption=f"Median over rounds; ratio is the time by that of {data['baseline']} in the same "
-        "round, so that less than 1 is faster. What the machine did besides met all cases alike.",
+        caption=caption,
     )
 
 

@@ -101,10 +101,31 @@ def build() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_options)
+    app.callback(cls=_commands())(_options)
     for command in COMMANDS:
         app.command()(_plainly(command))
     return app
+
+
+def _commands() -> Any:
+    """The group of commands; of a name that is a function of the library it says so."""
+    from typer.core import TyperGroup
+
+    class Commands(TyperGroup):
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            try:
+                return super().resolve_command(ctx, args)
+            except Exception as error:  # a UsageError of typer's own click, or of click's
+                called = getattr(rc, args[0], None) if args[0] in rc.__all__ else None
+                said = getattr(error, "message", None)
+                if inspect.isfunction(called) and said is not None:
+                    takes = inspect.signature(called).parameters.values()
+                    given = ", ".join(one.name for one in takes if one.default is one.empty)
+                    text = f"{said} In Python it is a function: rc.{args[0]}({given})."
+                    setattr(error, "message", text)  # noqa: B010  # which Exception itself has not
+                raise
+
+    return Commands
 
 
 def _print_version(wanted: bool) -> None:

@@ -191,8 +191,9 @@ def _ended(
 
 
 def _show(console: rich.console.Console, result: Comparison) -> None:
-    """The tables of the report, on the terminal."""
-    from recollect.experiments.comparison.report import measured_on, table
+    """The tables of the report, on the terminal, and the sentences that it begins with."""
+    from recollect.experiments.comparison.found import found
+    from recollect.experiments.comparison.report import measured_on, reach, table
 
     for task in result.sizes:
         if not result.of(task):
@@ -214,9 +215,12 @@ def _show(console: rich.console.Console, result: Comparison) -> None:
         TerminalTable(columns=columns, rows=rows, title=page.title, styles=styles).print(
             console, elsewhere="the report"
         )
-        if measured_on(result, task):
-            console.print(measured_on(result, task), highlight=False, style="dim")
+        for note in (measured_on(result, task), reach(result, task)):
+            if note:
+                console.print(note, highlight=False, style="dim")
         console.print()
+    console.print(found(result), highlight=False)
+    console.print()
 
 
 _LAST = ("parameters", "tokens/s", "finished", "tokens")

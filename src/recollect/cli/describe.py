@@ -28,8 +28,14 @@ def zoo(
         print_json(rows)
         return
     table = TerminalTable(columns=_ZOO_COLUMNS, rows=[_cells(row) for row in rows])
-    table.print(console_of_page(TABLE_COLUMNS), elsewhere="--json")
+    page = console_of_page(TABLE_COLUMNS)
+    table.print(page, elsewhere="--json")
     typer.echo("state at K = V = 64, per row and head; `recollect explain NAME` says more")
+    if not page.bounded:
+        typer.echo(
+            f"{page.width} columns, as in every pipe and file: COLUMNS=120 leaves out what does "
+            "not fit, and less -S scrolls"
+        )
 
 
 _SHOWN_CHOICES = ("memory", "bias", "retention", "algorithm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +14,13 @@ from recollect.cli.console import console_of_page, print_json
 
 if TYPE_CHECKING:
     from recollect.lm.planning.estimate import Estimate, Rank
+    from recollect.lm.training.plan import TrainPlan
+    from recollect.report.terminal import TerminalTable
 
 __all__ = ["plan"]
+
+_H100 = 989.0
+"""TFLOP/s that an H100 states for dense bfloat16."""
 
 
 def plan(
@@ -23,7 +29,7 @@ def plan(
     memory: Annotated[str, typer.Option(help="Of each, such as 80GB or 80GiB.")] = "80GB",
     peak: Annotated[
         float, typer.Option(help="TFLOP/s that each states; 989 is an H100's dense bfloat16.")
-    ] = 989.0,
+    ] = _H100,
     share: Annotated[float, typer.Option(help="Share of them that the run reaches.")] = 0.4,
     per_node: Annotated[int, typer.Option(help="Devices of a machine.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -56,7 +62,7 @@ def plan(
     if as_json:
         print_json(found.to_dict())
         return
-    _print(found)
+    _print(found, run)
 
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
@@ -64,70 +70,120 @@ _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 def _bytes(text: str) -> int:
-    """Bytes, of a number with a unit."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", text)
+    """Bytes, of a number with a unit; a bare number is too likely meant otherwise."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]i?)B?|B)\s*", text)
     if found is None or float(found[1]) == 0:
-        raise ValueError(f"--memory must be a size such as 80GB or 80GiB, not {text!r}")
+        bare = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*", text)
+        such = f"{bare[1]}GB or {bare[1]}GiB" if bare and float(bare[1]) else "80GB or 80GiB"
+        raise ValueError(f"--memory must be a size with its unit, such as {such}, not {text!r}")
     return int(float(found[1]) * {**_UNITS, **_BINARY}[found[2] or ""])
 
 
-def _print(found: Estimate) -> None:
-    from rich.table import Table
-
+def _print(found: Estimate, run: TrainPlan) -> None:
     from recollect.lm.planning.estimate import MARGIN
     from recollect.report.units import readable
 
     page = console_of_page()
-    days, hours = divmod(found.seconds / 3600, 24)
-    time = f"{days:.0f} days {hours:.0f} h" if days else f"{hours:.3g} h"
+
+    def say(text: str) -> None:
+        page.print(text, soft_wrap=True, highlight=False)
+
+    several = f"{found.devices:,} devices" if found.devices > 1 else "one device"
     facts = [
         ("parameters", f"{found.parameters:,}"),
         ("state", f"{readable(found.state, 'B')} of one row"),
         ("training", f"{readable(found.flops, 'FLOP')} per token"),
+        ("time", f"{_time(found.seconds)} for {found.tokens:,} tokens on {several}, assuming"),
+        *(("", text) for text in _assumed(found, run)),
         (
-            "time",
-            f"{time}: {found.tokens:,} tokens on {found.devices:,} × {found.share:g} of "
-            f"{readable(found.peak, 'FLOP/s')}",
+            "memory",
+            f"{readable(found.memory, 'B')} each (--memory), of which {MARGIN:.0%} may be filled",
         ),
-        ("memory", f"{readable(found.memory, 'B')} each, of which {MARGIN:.0%} may be filled"),
     ]
     for name, text in facts:
-        page.print(f"{name:<11} {text}", soft_wrap=True, highlight=False)
-    table = Table(title=f"of each of {found.devices:,} devices", title_justify="left")
-    names = list(dict.fromkeys(part for rank in found.ranks for part in rank.parts))
-    for name in ("way", "rows", *names, "in all", "fits"):
-        side = "left" if name in ("way", "fits") else "right"
-        table.add_column(name, justify=side, no_wrap=name == "way")
-    for rank in found.ranks:
-        table.add_row(*_row(rank, names, found.memory))
-    page.print(table)
+        say(f"{name:<11} {text}")
+    shared = [rank for rank in found.ranks if rank.refused is None]
+    if shared:
+        whose = f"each of {several}" if found.devices > 1 else several
+        say(f"\n{whose}, at the fullest moment of a step")
+        for table in _tables(shared, found.memory, page.width):
+            table.print(page)
+            say("")
+        if any(rank.parts["gradients"] < rank.parts["parameters"] for rank in shared):
+            say("gradients come as activations go: a step never holds all of both\n")
+    else:
+        say("")
     for rank in found.ranks:
         if rank.refused is not None:
-            page.print(f"{rank.way}: {rank.refused}", soft_wrap=True, highlight=False)
+            say(f"{rank.way}: {rank.refused}")
     if found.smallest is None or found.launch is None:
-        page.print(
-            f"no mesh of up to {found.devices:,} devices that recollect train starts holds it: set "
-            "checkpointing = true in [run], lower batch, or raise segments of [data] or --devices",
-            soft_wrap=True,
-            highlight=False,
+        whose = "one device does not hold it"
+        if found.devices > 1:
+            whose = f"no mesh of up to {several} that recollect train starts holds it"
+        say(
+            f"{whose}: set "
+            "checkpointing = true in [run], lower batch, or raise segments of [data] or --devices"
         )
         return
     line, command = found.launch
-    page.print(
-        f"smallest    {found.smallest.way}: {readable(found.smallest.total, 'B')} each",
-        soft_wrap=True,
-        highlight=False,
-    )
+    say(f"smallest    {found.smallest.way}: {readable(found.smallest.total, 'B')} each")
     said = f"  (with {line} in [run])" if line else ""
-    page.print(f"launch      {command}{said}", soft_wrap=True, highlight=False)
+    say(f"launch      {command}{said}")
 
 
-def _row(rank: Rank, names: list[str], memory: int) -> list[str]:
+def _time(seconds: float) -> str:
+    """A time in the unit that suits it."""
+    days, hours = divmod(seconds / 3600, 24)
+    if days:
+        return f"{days:.0f} days {hours:.0f} h"
+    if hours >= 1:
+        return f"{hours:.3g} h"
+    return f"{seconds / 60:.3g} min" if seconds >= 60 else f"{max(seconds, 0.1):.2g} s"
+
+
+def _assumed(found: Estimate, run: TrainPlan) -> Iterator[str]:
+    """What the time rests on."""
     from recollect.report.units import readable
 
-    if rank.refused is not None:
-        return [str(rank.way), *("–" for _ in range(len(names) + 2)), "no"]
-    sizes = (rank.parts.get(name) for name in names)
-    shown = ("–" if size is None else readable(size, "B") for size in sizes)
+    an_h100 = found.peak == _H100 * 1e12
+    whose = ", an H100's in dense bfloat16 (--peak for another device)" if an_h100 else " (--peak)"
+    yield f"each states {readable(found.peak, 'FLOP/s')}{whose}"
+    yield f"and reaches {found.share:.3g} of it (--share)"
+    if an_h100 and not run.run.bf16:
+        yield "though this run multiplies in float32, which is slower: bf16 = true in [run]"
+
+
+def _tables(ranks: list[Rank], memory: int, width: int) -> Iterator[TerminalTable]:
+    """A row per part, a column per way; as many ways side by side as the page is wide."""
+    from recollect.report.terminal import Column, TerminalTable
+
+    names = list(dict.fromkeys(part for rank in ranks for part in rank.parts))
+    labels = ["rows at once", *names, "in all", "fits"]
+
+    def table(some: list[Rank]) -> TerminalTable:
+        columns = [Column(name=str(rank.way).replace(" × ", " ×\n"), right=True) for rank in some]
+        cells = [_cells(rank, names, memory) for rank in some]
+        return TerminalTable(
+            columns=[Column(name="bytes of"), *columns],
+            rows=[list(row) for row in zip(labels, *cells, strict=True)],
+        )
+
+    while ranks:
+        n = 1
+        while n < len(ranks) and table(ranks[: n + 1]).width <= width:
+            n += 1
+        yield table(ranks[:n])
+        ranks = ranks[n:]
+
+
+def _cells(rank: Rank, names: list[str], memory: int) -> list[str]:
+    from recollect.report.units import readable
+
+    def shown(name: str) -> str:
+        size = rank.parts.get(name)
+        if name == "gradients" and not size:
+            return "none yet"
+        return "–" if size is None else readable(size, "B")
+
     fits = "yes" if rank.fits(memory) else "no"
-    return [str(rank.way), str(rank.rows), *shown, readable(rank.total, "B"), fits]
+    return [str(rank.rows), *map(shown, names), readable(rank.total, "B"), fits]

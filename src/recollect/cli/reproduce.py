@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -93,7 +95,8 @@ def reproduce(
     if as_json:
         typer.echo(json.dumps([run.to_dict() for run in runs], indent=2, allow_nan=False))
     if not all(run.complete for run in runs):
-        said("interrupted: what was measured is kept, and the same command goes on from it")
+        command = shlex.join(["recollect", *sys.argv[1:]])
+        said(f"interrupted: what was measured is kept, and the same command goes on: {command}")
         raise typer.Exit(INTERRUPTED)
 
 
@@ -116,6 +119,10 @@ def _show(console: Console, run: Run) -> None:
         rows=[(claim.text, verdict.status, verdict.because) for claim, verdict in run.verdicts],
     )
     table.print(console)
+    for claim, _ in run.verdicts:
+        if claim.changed:
+            note = f"the rule of “{claim.name}” was changed after a run: {claim.changed}"
+            console.print(note, soft_wrap=True, highlight=False)
 
 
 def _list(console: Console, experiments: Sequence[Experiment], planned: Sequence[Planned]) -> None:

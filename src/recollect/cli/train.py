@@ -122,7 +122,8 @@ def _report(result: Trained, plan: TrainPlan, headers: list[Header]) -> Path | N
     try:
         return save_run_page(result, plan, header=header, command=command)
     except OSError as error:
-        said(f"the report could not be written ({error.strerror}); the model is saved")
+        where = f"{error.filename}: " if error.filename else ""
+        said(f"the report could not be written ({where}{error.strerror}); the model is saved")
         return None
 
 

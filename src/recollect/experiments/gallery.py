@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import html
+from collections import Counter
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from recollect.experiments.framework.experiment import Experiment
 from recollect.experiments.registry import EXPERIMENTS
 from recollect.recipe.json_text import read_json
 from recollect.report.files import write_atomic
@@ -50,9 +53,12 @@ def _article(home: Path, data: dict[str, Any]) -> str:
         inline = base64.b64encode((home / "figure.svg").read_bytes()).decode("ascii")
         source = f"data:image/svg+xml;base64,{inline}"
         picture = f'<img alt="{html.escape(experiment.title)}" src="{source}">'
+    changed = _changed(experiment)
     claims = "".join(
         f"<li>{prose(c['claim'])} <strong>{html.escape(c['verdict'])}</strong>. "
-        f"{prose(c['because'])}</li>\n"
+        f"{prose(c['because'])}"
+        + (f" {CHANGED} {prose(changed[c['name']])}" if c.get("name") in changed else "")
+        + "</li>\n"
         for c in data["claims"]
     )
     return (
@@ -61,6 +67,14 @@ def _article(home: Path, data: dict[str, Any]) -> str:
         f'<p class="faint">{prose(data["source"])}; {html.escape(_where(data))}</p>\n'
         f"{picture}<ul>\n{claims}</ul></article>\n"
     )
+
+
+CHANGED = "This rule was changed after a run:"
+
+
+def _changed(experiment: Experiment) -> dict[str, str]:
+    """What rules were before they were changed, by the names of their claims."""
+    return {claim.name: claim.changed for claim in experiment.claims if claim.changed}
 
 
 def _where(data: dict[str, Any]) -> str:
@@ -73,11 +87,36 @@ def _where(data: dict[str, Any]) -> str:
     )
 
 
+_STATUSES = ("holds", "does not hold", "not testable at this scale")
+_PLURAL = {"holds": "hold", "does not hold": "do not", _STATUSES[2]: "cannot be tested so small"}
+
+
+def _summary(found: Sequence[tuple[Path, dict[str, Any]]]) -> list[str]:
+    """How many claims hold, in all and by experiment, as lines of Markdown."""
+    counts = {
+        data["experiment"]: Counter(claim["verdict"] for claim in data["claims"])
+        for _, data in found
+    }
+    if not counts:
+        return []
+    total = sum(counts.values(), Counter[str]())
+    told = ", ".join(f"{total[status]} {_PLURAL[status]}" for status in _STATUSES)
+    lines = [
+        f"Of {total.total()} claims {told}. A verdict is of these small runs and their seeds.",
+        "",
+    ]
+    lines += [f"| | shows | {' | '.join(_STATUSES)} |", "|---|---|---|---|---|"]
+    for name, count in counts.items():
+        cells = " | ".join(str(count[status] or "") for status in _STATUSES)
+        lines.append(f"| [{name}](#{name}) | {EXPERIMENTS[name].title} | {cells} |")
+    return [*lines, ""]
+
+
 INTRO = (
     "Every figure below was drawn by `recollect reproduce NAME --scale small`, from the files in "
     "`results/reproduce/NAME`. Each claim stands with its verdict, the numbers it rests on and the "
-    "rule that was written before the run; where one was changed later, the report says so. "
-    "[How this works](reproduce.md)."
+    "rule that was written before the run; where a rule was changed after one, that stands beside "
+    "it. [How this works](reproduce.md)."
 )
 
 
@@ -97,6 +136,7 @@ def save_gallery_markdown(
     missing = [name for name in EXPERIMENTS if name not in {d["experiment"] for _, d in found}]
     if missing:
         lines += [f"Not run yet: {', '.join(missing)}.", ""]
+    lines += _summary(found)
     for home, data in found:
         experiment = EXPERIMENTS[data["experiment"]]
         lines += [f"## {experiment.name}", "", f"**{experiment.title}** ({data['source']})", ""]
@@ -104,11 +144,13 @@ def save_gallery_markdown(
             picture = Path(page.stem) / f"{experiment.name}.svg"
             write_atomic(page.parent / picture, (home / "figure.svg").read_bytes())
             lines += [f"![{experiment.title}]({picture.as_posix()})", ""]
+        changed = _changed(experiment)
         for claim in data["claims"]:
-            lines += [
-                f"- {claim['claim']} **{claim['verdict'].capitalize()}.** {claim['because']} "
-                f"*Rule: {claim['rule']}*"
-            ]
+            line = f"- {claim['claim']} **{claim['verdict'].capitalize()}.** {claim['because']} "
+            line += f"*Rule: {claim['rule']}*"
+            if claim["name"] in changed:
+                line += f" **{CHANGED}** {changed[claim['name']]}"
+            lines.append(line)
         lines += ["", f"{_where(data)}.", ""]
         if experiment.tried:
             lines += [f"Tried: {experiment.tried}", ""]

@@ -35,6 +35,7 @@ from recollect.layer.token_shift import TokenShift
 from recollect.recall.modes import refuse_transforms
 from recollect.recall.packing import CompactedBatch, compact, scatter
 from recollect.recipe.argument import Stated
+from recollect.wording import hinted
 
 __all__ = ["MemoryLayer"]
 
@@ -81,6 +82,7 @@ class MemoryLayer(RecipeNumbers):
         True
     """
 
+    @hinted
     def __init__(
         self,
         d_model: int,

@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from recollect.blocks.state import state_from
+from recollect.lm.model.arguments import check_token_ids
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.checkpoint import CheckpointError, read_tensors
 from recollect.recipe.json_text import read_json
@@ -71,8 +72,7 @@ class Prompt:
     attention_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.input_ids.dim() != 2:
-            raise ValueError(f"input_ids must have shape [B, T], not {list(self.input_ids.shape)}")
+        check_token_ids(self.input_ids)
         rows, columns = self.input_ids.shape
         if self.cache and self.cache.rows != rows:
             raise ValueError(
@@ -104,8 +104,9 @@ class Prompt:
             attention_mask: ``[B, T]``.
 
         Raises:
-            ValueError: a text that ends in padding.
+            ValueError: a text that ends in padding; ids that are no tokens.
         """
+        check_token_ids(input_ids)
         if attention_mask is not None and not bool((attention_mask[:, -1] != 0).all()):
             raise ValueError("a prompt is continued at its end: pad it on the left")
         cache = RecollectCache()

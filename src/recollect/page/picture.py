@@ -1,4 +1,4 @@
-"""The first page's picture: four answers to one regression problem, made by `rc.recall`.
+"""The first page's picture: five answers to one regression problem, made by `rc.recall`.
 
 Left, how much a memory of 16 × 16 holds; right, how it takes to a map that changes. The recipes
 differ in one or two choices; nothing is trained, and nothing is drawn that was not computed here.

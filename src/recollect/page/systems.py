@@ -54,8 +54,9 @@ def system_pages(results: Path) -> dict[str, str]:
     Examples:
         >>> from pathlib import Path
         >>> from recollect.page.systems import system_pages
-        >>> system_pages(Path("results"))["zoo/delta_net.md"].splitlines()[0]
-        '# DeltaNet'
+        >>> page = system_pages(Path("results"))["zoo/delta_net.md"].partition("# ")[2]
+        >>> page.splitlines()[0]
+        'DeltaNet'
     """
     pages = {INDEX: _index(results)}
     for names in families().values():
@@ -116,7 +117,7 @@ def _flops(cost: Cost | None) -> str:
 
 def _page(name: str, results: Path) -> str:
     system = zoo.find(name)
-    lines = [f"# {_prose(system.title)}", "", _facts(system), ""]
+    lines = [*_found_first(name), f"# {_prose(system.title)}", "", _facts(system), ""]
     if system.summary:
         lines += [_prose(system.summary), ""]
     lines += ["## Equation", "", "As in the source:", "", *_fenced("text", system.rule), ""]
@@ -134,6 +135,20 @@ def _page(name: str, results: Path) -> str:
     for table in tables:
         lines += [f"**{table.title}**", "", *_table(table.columns, table.rows), "", table.note, ""]
     return "\n".join(lines)
+
+
+def _found_first(name: str) -> list[str]:
+    """Front matter: the search finds the page of a system before those that mention it.
+
+    Its name is a tag, which ranks above all text. Who types a word of titles ("Titans") wants the
+    system before its variants, whose titles have that word as well.
+    """
+    variants = any(
+        other.startswith(f"{name}_") or other.endswith(f"_{name}")
+        for other in (*zoo.names(), *zoo.hybrids())
+    )
+    boost = 16 if variants else 4
+    return ["---", f"tags: [{name}]", "search:", f"  boost: {boost}", "---", ""]
 
 
 def _facts(system: Preset | Hybrid) -> str:

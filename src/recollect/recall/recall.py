@@ -95,7 +95,8 @@ def recall(
         output_state: False returns ``None`` in place of the final state.
 
     Returns:
-        ``y [B, T, Hq, V]`` in v's dtype, and the state after the last token. States are float32
+        ``y [B, T, Hq, V]`` in v's dtype, not finite where steps diverge (η ‖k‖² beyond 2 in the
+        delta rule: long keys), and the state after the last token. States are float32
         (float64 when an input is, and what `Algorithm.wide` names), attached to autograd.
 
     Raises:

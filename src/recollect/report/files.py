@@ -21,7 +21,8 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
         The path.
 
     Raises:
-        OSError: if the folder cannot be written or the disk is full; the old file stays as it was.
+        OSError: if the folder cannot be written or the disk is full, with the path; the old file
+            stays as it was.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,9 +39,11 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(name)
+        if isinstance(error, OSError) and error.filename in (None, name):
+            error.filename = str(path)  # a full disk says no name, and the temporary one is gone
         raise
     return path
 

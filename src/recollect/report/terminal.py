@@ -52,7 +52,7 @@ class Column:
     """A column of a `TerminalTable`.
 
     Args:
-        name: its heading.
+        name: its heading, which may have several lines.
         right: whether it stands to the right, as numbers do.
         least: of text that may be broken, the columns of a terminal that it needs. ``None``: it is
             never broken.
@@ -166,7 +166,7 @@ class TerminalTable:
         widest = max(map(cell_len, lines), default=0)
         if column.least is not None:
             widest = min(widest, column.least)
-        return max(widest, cell_len(column.name))
+        return max(widest, *map(cell_len, column.name.split("\n")))
 
     def _table(self, here: Sequence[int]) -> Table:
         from rich.box import SIMPLE_HEAD
@@ -198,7 +198,8 @@ class TerminalTable:
             parts.append(Text(row[head], style=f"bold {style}".strip(), overflow="fold"))
             for i, (column, cell) in enumerate(zip(self.columns, row, strict=True)):
                 if cell and i != head:
-                    said = Text(f"{column.name}: ", style=style, overflow="fold")
+                    name = column.name.replace("\n", " ")
+                    said = Text(f"{name}: ", style=style, overflow="fold")
                     said.append(cell.replace("\n", "; "))
                     parts.append(Padding(said, (0, 0, 0, 2), expand=False))
         return parts

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
+from recollect import zoo
 from recollect.experiments.comparison.found import found
 from recollect.experiments.comparison.results import ModelRun, Outcomes, Summary
 from recollect.experiments.comparison.tasks import RECALLS
@@ -19,7 +20,7 @@ from recollect.report.html import Figure, Note, Report, Table
 from recollect.report.ownership import owned_folder
 from recollect.report.signals import deferred
 
-__all__ = ["measured_on", "save_comparison", "table"]
+__all__ = ["measured_on", "reach", "save_comparison", "table"]
 
 _TITLES = {
     "text": "Text: held-out bits per byte (lower is better)",
@@ -72,6 +73,39 @@ def measured_on(comparison: Outcomes, task: str) -> str:
     return said
 
 
+ENOUGH = 20
+"""Training tokens per parameter, from which on more of both are worth as much (Hoffmann et al.
+2022, section 3): a model of fewer has hardly begun."""
+
+
+def reach(comparison: Outcomes, task: str) -> str:
+    """How far a table of text may be read; nothing where there is nothing to say.
+
+    Args:
+        comparison: whole or interrupted.
+        task: of it.
+    """
+    models = comparison.summaries(task)
+    if task != "text" or not models:
+        return ""
+    said: list[str] = []
+    share = max(run.tokens / run.parameters for one in models for run in one.runs)
+    if 0 < share < ENOUGH:
+        said.append(
+            f"With {share:.2g} training tokens per parameter the table tells how fast models begin "
+            "to learn, not which is best at scale."
+        )
+    names = [one.model for one in models]
+    without = [x for x in names if x in zoo.names() and not zoo.get(x).options.conv]
+    if len(without) not in (0, len(names)):
+        verb, whose = ("has", "its preset") if len(without) == 1 else ("have", "their presets")
+        said.append(
+            f"{', '.join(without)} {verb} no short convolution, as in {whose}; it helps small "
+            "models to begin."
+        )
+    return " ".join(said)
+
+
 def _ends(one: Summary) -> str:
     """A model whose curve ends elsewhere than its value, as both are printed; or nothing."""
     ended = [run for run in one.finished if run.curve]
@@ -94,6 +128,8 @@ def _caption(comparison: Outcomes, task: str) -> str:
     )
     if measured_on(comparison, task):
         shape += f" {measured_on(comparison, task)}"
+    if reach(comparison, task):
+        shape += f" {reach(comparison, task)}"
     if comparison.processes > 1:
         shape += f" Speeds are those of one of {comparison.processes} processes side by side."
     if task == "text" and comparison.bigram is not None:

@@ -1,7 +1,8 @@
 """An experiment: a grid of cells, how one is measured, the paper's claims and the rules on them.
 
 A verdict rule is a pure function of the measured results. It is written, and committed, before the
-experiment is run, and it contains no expected value that was measured here.
+experiment is run, and it contains no expected value that was measured here. Where one was changed
+after a run had been seen, `Claim.changed` says so wherever its verdict is shown.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Claim:
         name: a word or two.
         text: what the paper says.
         rule: when the claim counts as holding, in words.
+        changed: what the rule was before, and why it was changed, where that was after a run.
         judge: the rule.
         scales: at which it can be tested; elsewhere the verdict says so.
 
@@ -103,6 +105,7 @@ class Claim:
     rule: str
     judge: Callable[[Results], Verdict]
     scales: tuple[Scale, ...] = SCALES
+    changed: str = ""
 
     def verdict(self, results: Results) -> Verdict:
         """The rule's verdict; what was not measured, or cannot be at this scale, is not judged."""

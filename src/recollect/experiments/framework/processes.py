@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -32,6 +32,9 @@ Result = TypeVar("Result")
 
 GLANCE = 0.1
 """Seconds between two looks at whether somebody interrupts."""
+
+_AGAIN = 97
+"""Exit status of a process that imported its script and came here before it had begun."""
 
 # Threads of torch do not survive a fork; a fresh process imports everything again.
 _SPAWN = get_context("spawn")
@@ -63,9 +66,12 @@ def in_processes(
             ``hear`` an interrupt ends the processes.
 
     Raises:
+        ValueError: a script that calls this outside of ``if __name__ == "__main__":``.
         KeyboardInterrupt: when all there is has been given; at a second interrupt at once.
         Exception: whatever ``work`` raises; the other processes are ended.
     """
+    if getattr(current_process(), "_inheriting", False):
+        raise SystemExit(_AGAIN)  # multiprocessing would print a page; the caller says it in a line
     todo = deque(items)
     free: list[_Worker] = []
     busy: dict[Connection, tuple[_Worker, Item]] = {}
@@ -95,6 +101,12 @@ def in_processes(
                         kind, said = line.recv()
                     except (EOFError, OSError):
                         del busy[line]
+                        if worker.came_here_again():
+                            raise ValueError(
+                                "several jobs run in processes of their own, each of which imports "
+                                "the calling script again: put what the script does under `if "
+                                '__name__ == "__main__":`, or ask for one job'
+                            ) from None
                         if not interrupted.is_set():
                             yield item, Lost(worker.how_it_died())
                         continue
@@ -145,6 +157,11 @@ class _Worker:
         with suppress(OSError):
             self.line.send(())
 
+    def came_here_again(self) -> bool:
+        """Whether it ended because its script would have begun processes of its own."""
+        self.process.join()
+        return not self.begun and self.process.exitcode == _AGAIN
+
     def how_it_died(self) -> str:
         """A sentence."""
         self.process.join()
@@ -152,10 +169,7 @@ class _Worker:
         if code == -9:
             return "its process was killed, most likely for want of memory: take smaller sizes"
         if not self.begun:
-            return (
-                "its process could not begin, and its own message stands above; a script calls "
-                'this under `if __name__ == "__main__":`, because each process imports it again'
-            )
+            return "its process could not begin, and its own message stands above"
         return f"its process died with exit status {code}" if code else "its process died"
 
 

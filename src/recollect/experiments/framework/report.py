@@ -111,6 +111,7 @@ def _verdicts(run: Run) -> Table:
     ]
     words = "\n".join(
         f"{claim.name}: the paper says: {claim.text} Rule: {claim.rule}"
+        + (f" This rule was changed after a run: {claim.changed}" if claim.changed else "")
         for claim, _ in run.verdicts
     )
     return Table(title="Claims", columns=["claim", "verdict", "measured"], rows=rows, caption=words)

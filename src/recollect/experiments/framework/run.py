@@ -69,6 +69,7 @@ class Run:
                     "rule": claim.rule,
                     "verdict": verdict.status,
                     "because": verdict.because,
+                    **({"rule_changed": claim.changed} if claim.changed else {}),
                 }
                 for claim, verdict in self.verdicts
             ],

@@ -12,9 +12,15 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["ForwardArguments", "HeadlessArguments", "document_borders"]
+__all__ = [
+    "ForwardArguments",
+    "HeadlessArguments",
+    "check_token_ids",
+    "document_borders",
+    "embedded",
+]
 
 
 class ForwardArguments(TypedDict, total=False):
@@ -66,6 +72,59 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "is_causal": (False, "a memory knows only the past: leave it out"),
 }
+
+
+def check_token_ids(ids: object) -> None:
+    """That token ids are a table of whole numbers; of the numbers nothing is looked at.
+
+    Args:
+        ids: what was given as ``input_ids``.
+
+    Raises:
+        ValueError: something else than a tensor, another shape or another dtype.
+    """
+    if not isinstance(ids, Tensor):
+        raise ValueError(
+            f"input_ids must be a tensor [B, T] of token ids, not {type(ids).__name__}: "
+            "torch.tensor([[1, 2, 3]]) is one row of three tokens"
+        )
+    if ids.dim() != 2:
+        hint = ": one text is a batch of one row, input_ids[None]" if ids.dim() == 1 else ""
+        raise ValueError(f"input_ids must have shape [B, T], not {list(ids.shape)}{hint}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"input_ids must be token ids in int64, not {ids.dtype}: convert them by .long(), or "
+            "give vectors as inputs_embeds"
+        )
+
+
+def embedded(table: nn.Module, ids: Tensor, vocabulary: int) -> Tensor:
+    """The vectors ``[B, T, D]`` of tokens ``[B, T]``.
+
+    A CPU says by itself that an id is out of range, so nothing is looked at before; a GPU would
+    have to be waited for, and stops with an assertion of its own.
+
+    Args:
+        table: the embedding. ids: its rows. vocabulary: how many tokens there are.
+
+    Raises:
+        ValueError: an id out of range, on a CPU.
+    """
+    check_token_ids(ids)
+    if torch.compiler.is_compiling():
+        return table(ids)  # type: ignore[no-any-return]
+    try:
+        return table(ids)  # type: ignore[no-any-return]
+    except IndexError:
+        bad = ((ids < 0) | (ids >= vocabulary)).nonzero()
+        if not len(bad):
+            raise
+        row, column = bad[0].tolist()
+        raise ValueError(
+            f"input_ids has token {int(ids[row, column])} at row {row}, column {column}, and this "
+            f"model's vocabulary is 0 to {vocabulary - 1}: use the tokenizer that it was trained "
+            "with, or a model of a larger vocab_size"
+        ) from None
 
 
 def document_borders(

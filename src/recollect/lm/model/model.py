@@ -22,7 +22,13 @@ from recollect.blocks.build import build
 from recollect.blocks.mixers import Mixer
 from recollect.blocks.routed import Router, Routing, watched_routers
 from recollect.layer.blocks import Block
-from recollect.lm.model.arguments import ForwardArguments, HeadlessArguments, document_borders
+from recollect.lm.model.arguments import (
+    ForwardArguments,
+    HeadlessArguments,
+    check_token_ids,
+    document_borders,
+    embedded,
+)
 from recollect.lm.model.cache import RecollectCache
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.loss import IGNORE, next_token_loss, shifted
@@ -100,7 +106,11 @@ class RecollectModel(RecollectPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None:
+            assert input_ids is not None
+            x = embedded(self.embed_tokens, input_ids, self.config.vocab_size)
+        else:
+            x = inputs_embeds
         _check_cache(past_key_values, len(self.blocks))
         before = past_key_values.states if past_key_values else (None,) * len(self.blocks)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -223,6 +233,8 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             ValueError: inputs that contradict each other, or ask for what a memory cannot do.
             TypeError: an argument that nobody knows.
         """
+        if input_ids is not None:
+            check_token_ids(input_ids)
         if others:
             text = inputs_embeds if input_ids is None else input_ids
             if text is not None:
@@ -378,8 +390,18 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             **kwargs: as in transformers.
 
         Raises:
-            ValueError: a generator that is none of torch's.
+            ValueError: a generator that is none of torch's; a prompt that is no table of token
+                ids, or is empty.
         """
+        prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if prompt is not None:
+            check_token_ids(prompt)
+            if not prompt.shape[1] and kwargs.get("inputs_embeds") is None:
+                raise ValueError(
+                    f"input_ids has no tokens (shape {list(prompt.shape)}), and a text goes on "
+                    "from one at least: begin with the tokenizer's bos_token_id, or with the "
+                    "eos_token_id where it has none"
+                )
         if generator is None:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         if not isinstance(generator, torch.Generator):
@@ -426,6 +448,10 @@ def _targets(
     if given.shape != shape:
         raise ValueError(
             f"{name} must have shape {list(shape)} [B, T], one per logit, not {list(given.shape)}"
+        )
+    if given.dtype != torch.int64:
+        raise ValueError(
+            f"{name} must be token ids in int64, not {given.dtype}: convert by .long()"
         )
     return shifted(given, mask, borders) if shift_labels is None else given
 

@@ -34,6 +34,10 @@ REFUSALS = (
 OWN_STEPS = f"these are steps of the memory itself: {SMALLER_STEPS}"
 
 
+LARGE = 0.1
+"""Learning rates above it are likely a slip."""
+
+
 class Diverged(ValueError):
     """Training met a loss or a gradient that is not finite; the weights are those before the step.
 
@@ -64,9 +68,16 @@ class Diverged(ValueError):
         checkpoint: Path | None = None,
     ) -> None:
         cause = origin or "a loss or a gradient is not finite"
-        rate = "" if lr is None else f" (learning rate {lr:.3g})"
+        rate = "" if lr is None else f" (learning rate {lr:.3g}{_usual(lr)})"
         super().__init__(f"training diverged at step {step:,}{rate}: {cause}; {advice}")
         self.step, self.lr, self.origin, self.checkpoint = step, lr, origin, checkpoint
+
+
+def _usual(lr: float) -> str:
+    """Of a rate that no model takes, which are usual."""
+    if lr <= LARGE:
+        return ""
+    return ", by about which AdamW moves every weight at a step: 0.0001 to 0.01 are usual"
 
 
 class Guard(TrainerCallback):
