@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
@@ -39,7 +38,7 @@ class Decoded(TypedDict):
 
 
 def measure_decoding(
-    names: Sequence[str],
+    name: str,
     rows: Sequence[int],
     *,
     heads: int,
@@ -49,19 +48,19 @@ def measure_decoding(
     left_out: dict[str, str],
     least: float = 0.2,
 ) -> list[Decoded]:
-    """Time layers in bfloat16 from the state after a prompt.
+    """Time a layer in bfloat16 from the state after a prompt.
 
     On another device than CUDA the static decoder runs its steps one by one, and is not timed.
 
     Args:
-        names: presets. rows: sequences at once, each number by itself.
-        heads, size: of the layers, whose width is their product.
+        name: of the preset. rows: sequences at once, each number by itself.
+        heads, size: of the layer, whose width is their product.
         prompt: tokens before the first that is decoded.
         device: where. left_out: gets what could not be timed, with the reason.
         least: seconds that each measurement takes, about.
     """
     found: list[Decoded] = []
-    for name, B in itertools.product(names, rows):
+    for B in rows:
         for graphs in (False, True) if device.type == "cuda" else (False,):
             label = f"{name}, {B} rows, decoding{' by graphs' if graphs else ''}"
             try:

@@ -128,6 +128,8 @@ def _overview(stages: Stages, records: Mapping[str, Record]) -> Iterator[str]:
 
 # -- stages ----------------------------------------------------------------------------------------
 
+_ENDLESS = ("Infinity", "-Infinity", "NaN")
+
 
 def _tests(found: Record) -> list[str]:
     """The worst numbers, and every test that failed."""
@@ -136,7 +138,8 @@ def _tests(found: Record) -> list[str]:
     for case in found["tests"]:
         precision = case["name"].removesuffix("]").rpartition("-")[2]
         kind = f", {precision}" if precision in ("float32", "tf32", "bf16") else ""
-        for what, value in case["found"].items():
+        for what, told in case["found"].items():
+            value = float(told) if told in _ENDLESS else told
             if isinstance(value, int | float):
                 key = what + kind
                 if key not in numbers or not value <= numbers[key][0]:

@@ -29,8 +29,12 @@ from recollect.bench.harness import run
 from recollect.bench.results import BenchResult, Case
 from recollect.bench.suites.calls import Shape, recall_case, sdpa_case
 from recollect.bench.suites.deep import own_case, titans_case
+from recollect.engines.deep import fused_plan
+from recollect.engines.deep.fused.walk import launcher
+from recollect.recipe.sized import sized
 from recollect.report.environment import describe_environment
 from recollect.report.files import write_atomic
+from recollect.zoo.preset import get
 
 __all__ = ["FULL", "SYSTEMS", "TINY", "Sizes", "lines", "measure"]
 
@@ -101,7 +105,7 @@ def measure(
     Args:
         device: where.
         sizes: of the calls.
-        only: a few of `SYSTEMS`.
+        only: a few of `SYSTEMS`, or of those that are decoded.
         seconds: after which no further run begins; what is left out is said.
         progress: told the runs done, and in all.
         keep: given the data after every run.
@@ -111,14 +115,16 @@ def measure(
         ``speeds`` and ``left_out``.
 
     Raises:
-        ValueError: a name that is none of `SYSTEMS`, or a length that is longer than all tokens.
+        ValueError: a name that is none of them, or a length that is longer than all tokens.
     """
     device = torch.device(device)
     _check(sizes, only)
-    names = [name for name in SYSTEMS if not only or name in only]
+    names = [name for name in (*SYSTEMS, *DECODED) if not only or name in only]
+    names = list(dict.fromkeys(names))
     clock, left_out = _Clock(time.monotonic() + seconds), dict[str, str]()
     tiny = sizes.tokens < FULL.tokens // 16
     least = 0.01 if tiny else 0.2
+    keep = keep or (lambda data: None)
     data: dict[str, Any] = {
         "suite": "gpu",
         "environment": describe_environment(device).to_dict(),
@@ -126,37 +132,45 @@ def measure(
         "tiny": tiny,
         "sizes": asdict(sizes),
         "ceilings": measure_ceilings(device, tiny=tiny, least=least),
-        "decoded": measure_decoding(
-            [name for name in DECODED if not only or name in only],
-            sizes.rows,
-            heads=sizes.heads,
-            size=sizes.size,
-            prompt=sizes.prompt,
-            device=device,
-            left_out=left_out,
-            least=least,
-        ),
+        "decoded": [],
         "speeds": [],
         "left_out": left_out,
         "finished": False,
     }
+    if device.type != "cuda":
+        left_out["CUDA graphs, the fused walk, flash-linear-attention's operators"] = "no GPU"
+    elif data["packages"]["flash-linear-attention"] is None:
+        left_out["flash-linear-attention's operators"] = "it is not installed: recollect[gpu]"
+    keep(data)
+    for name in names:
+        if name in DECODED:
+            data["decoded"] += measure_decoding(
+                name,
+                sizes.rows,
+                heads=sizes.heads,
+                size=sizes.size,
+                prompt=sizes.prompt,
+                device=device,
+                left_out=left_out,
+                least=least,
+            )
+            keep(data)
     todo = list(_runs(names, sizes, device))
     for done, (group, way, shape, cases) in enumerate(todo):
-        if keep is not None:
-            keep(data)
         _timed(group, way, shape, cases, sizes, clock, data)
+        keep(data)
         if progress is not None:
             progress(done + 1, len(todo))
     data["finished"] = True
-    if keep is not None:
-        keep(data)
+    keep(data)
     return data
 
 
 def _check(sizes: Sizes, only: Sequence[str]) -> None:
     for name in only:
-        if name not in SYSTEMS:
-            raise ValueError(f"this suite has no {name!r}; it has {', '.join(SYSTEMS)}")
+        known = dict.fromkeys((*SYSTEMS, *DECODED))
+        if name not in known:
+            raise ValueError(f"this suite has no {name!r}; it has {', '.join(known)}")
     if max(sizes.lengths) > sizes.tokens:
         raise ValueError(
             f"T = {max(sizes.lengths):,} is longer than all {sizes.tokens:,} tokens of a call"
@@ -203,9 +217,14 @@ def _linear(names: Sequence[str], shape: Shape, backward: bool) -> list[Case]:
 
 
 def _deep(shape: Shape, backward: bool) -> list[Case]:
-    """Titans on the batched path, and by the fused walk where the device is one for it."""
+    """Titans on the batched path, and by the fused walk where the device is one for it.
+
+    Elsewhere ``method="fused"`` takes the batched path too, which nobody should time twice.
+    """
     cases = [recall_case("titans", "titans", shape, backward=backward)]
-    if shape.device.startswith("cuda"):
+    at = sized(get("titans").recipe, H=shape.H, K=shape.K, V=shape.V)
+    build = fused_plan(at).fused
+    if build is not None and launcher(build, torch.device(shape.device)) is not None:
         fused = "titans, fused walk"
         cases.append(recall_case("titans", fused, shape, backward=backward, method="fused"))
     return cases

@@ -68,6 +68,8 @@ class Stage:
         seconds: after which it is ended.
         command: what it starts, given where its result goes; a sentence where it cannot.
         read: a sentence of its result, and whether nothing in it is wrong.
+        alone: whether it has the device to itself, so that what it finds out about which
+            configuration of a kernel is fastest may be remembered.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Stage:
     seconds: float
     command: Command
     read: Callable[[Mapping[str, Any]], tuple[str, bool]]
+    alone: bool = True
 
 
 # -- stages that are tests -------------------------------------------------------------------------
@@ -123,7 +126,7 @@ def _workers(most: int) -> int:
     return max(1, min(most, (os.cpu_count() or 1) // 2))
 
 
-def tests_of(path: Path) -> dict[str, Any]:
+def read_tests(path: Path) -> dict[str, Any]:
     """What pytest says of its tests in its file of results.
 
     Args:
@@ -152,8 +155,9 @@ def tests_of(path: Path) -> dict[str, Any]:
 
 
 def _number(text: str) -> Any:
+    """A number or a list that a test noted; what is not finite stays a word, as JSON has none."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=str)
     except ValueError:
         return text
 
@@ -225,6 +229,7 @@ STAGES = (
         seconds=300,
         command=_parity,
         read=_told,
+        alone=False,
     ),
     Stage(
         name="backend",
@@ -232,6 +237,7 @@ STAGES = (
         seconds=240,
         command=_backend,
         read=_told,
+        alone=False,
     ),
     Stage(
         name="fused",
@@ -280,10 +286,15 @@ def run_stage(stage: Stage, here: Here) -> dict[str, Any]:
     if isinstance(command, str):
         return _record("not run", command, 0.0, None)
     began, log = time.monotonic(), here.scratch / f"{stage.name}.log"
-    code = _run(command, log, stage.seconds, here)
+    code = _run(command, log, stage, here)
     seconds = time.monotonic() - began
     found, problem = _found(result)
-    said, good = ("", True) if found is None else stage.read(found)
+    said, good = "", True
+    if found is not None:
+        try:
+            said, good = stage.read(found)
+        except (KeyError, IndexError, TypeError) as error:
+            found, problem = None, f"what it has written is not whole ({error!r})"
     reasons = [said] if said else []
     if code is None:
         reasons.append(f"its {stage.seconds:.0f} s were over before it had ended")
@@ -312,7 +323,7 @@ def _found(result: Path) -> tuple[dict[str, Any] | None, str]:
     tests = result.with_suffix(".xml")
     try:
         if tests.exists():
-            return tests_of(tests), ""
+            return read_tests(tests), ""
         return json.loads(result.read_text(encoding="utf-8")), ""
     except FileNotFoundError:
         return None, "it has written nothing"
@@ -320,15 +331,14 @@ def _found(result: Path) -> tuple[dict[str, Any] | None, str]:
         return None, f"what it has written cannot be read: {error}"
 
 
-def _run(command: list[str], log: Path, seconds: float, here: Here) -> int | None:
+def _run(command: list[str], log: Path, stage: Stage, here: Here) -> int | None:
     """Its exit status; ``None`` where its time was over."""
     environment = os.environ | {"RECOLLECT_TEST_DEVICE": here.device, "PYTHONUNBUFFERED": "1"}
     places = [str(here.root), str(here.root / "src")] if here.root is not None else []
     places += [place for place in (os.environ.get("PYTHONPATH"),) if place]
     environment["PYTHONPATH"] = os.pathsep.join(places)
-    # Which configuration of a kernel is fastest is not to be remembered from tests, which share
-    # the device.
-    environment["FLA_CACHE_RESULTS"] = "0"
+    if not stage.alone:
+        environment["FLA_CACHE_RESULTS"] = "0"
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
@@ -340,7 +350,7 @@ def _run(command: list[str], log: Path, seconds: float, here: Here) -> int | Non
             start_new_session=True,  # what it starts ends with it
         )
         try:
-            return process.wait(timeout=seconds)
+            return process.wait(timeout=stage.seconds)
         except subprocess.TimeoutExpired:
             _tell(process, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
