@@ -9,7 +9,7 @@ Triton's interpreter (`tests.gpu.operators`) or a GPU (`tests.gpu.test_backend`)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,7 @@ class Case:
         decoded: whether tokens go in one after the other, without a gradient.
         starts: whether it begins with a memory that is not zero.
         again: whether the gradient of a gradient is compared too.
+        values, keys: channels of each.
     """
 
     recipe: str
@@ -99,7 +100,8 @@ class Case:
     decoded: bool = False
     starts: bool = True
     again: bool = False
-    values: int = field(default=V)
+    values: int = V
+    keys: int = K
 
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -111,6 +113,9 @@ QUICK: Mapping[str, Case] = {
     "chunk_simple_gla, normalised": Case(recipe="normalised", tokens=20, starts=False),
     "chunk_simple_gla, normalised, bf16": Case(
         recipe="normalised", dtype=BRAIN, tokens=20, starts=False
+    ),
+    "chunk_gated_delta_rule, odd, bf16": Case(
+        recipe="delta after decay", dtype=BRAIN, keys=15, values=13, queries=2, tokens=20
     ),
     "chunk_simple_gla, bf16": Case(recipe="decay per head", dtype=BRAIN, tokens=20),
     "chunk_simple_gla, packed": Case(recipe="decay per head", borders=SHORT, tokens=20),
@@ -171,6 +176,15 @@ LONG: Mapping[str, Case] = {
     "chunk_dplr_delta_rule, decay per key": Case(recipe="delta before decay per key"),
     "chunk_dplr_delta_rule, strong decays": Case(recipe="probe", decay=50.0, forgets=True),
     "chunk_dplr_delta_rule, packed": Case(recipe="probe", borders=PACKED),
+    "chunk_kda, odd, bf16": Case(
+        recipe="delta after decay per key", dtype=BRAIN, keys=17, values=13, tokens=20
+    ),
+    "chunk_rwkv6, odd, fp16": Case(
+        recipe="read before, bonus", dtype=HALF, keys=13, values=15, tokens=20
+    ),
+    "chunk_dplr_delta_rule, odd, bf16": Case(
+        recipe="probe after decay", dtype=BRAIN, keys=15, values=13, tokens=20
+    ),
     "chunk_dplr_delta_rule, bf16": Case(recipe="probe", dtype=BRAIN),
     "chunk_mesa_net over chunks": Case(recipe="ridge", values=K, queries=2, padded=True),
     "parallel_forgetting_attn, strong decays": Case(
@@ -200,9 +214,10 @@ def numbers(case: Case, recipe: rc.Recipe, rows: int) -> dict[str, dict[str, Ten
     """Tensors, gates and params of a call, in float64."""
     lead, n = (rows, case.tokens, HEADS), recipe.associations
     each = (n,) if n > 1 else ()
-    sizes = recipe.axes(K, case.values)
-    q = drawn(rows, case.tokens, HEADS * case.queries, K, seed=1)
-    k, v = drawn(*lead, *each, K, seed=2), drawn(*lead, *each, case.values, seed=3)
+    sizes = recipe.axes(case.keys, case.values)
+    q = drawn(rows, case.tokens, HEADS * case.queries, case.keys, seed=1)
+    k = drawn(*lead, *each, case.keys, seed=2)
+    v = drawn(*lead, *each, case.values, seed=3)
     tensors = {"q": q, "k": k if recipe.memory.diagonal else normalize(k, dim=-1), "v": v}
     gates: dict[str, Tensor] = {}
     for seed, gate in enumerate(recipe.gates(), start=10):
@@ -227,7 +242,7 @@ def start(case: Case, recipe: rc.Recipe) -> Tensor | None:
     """An initial memory, where the case has one."""
     if not case.starts:
         return None
-    shape = (case.values,) if recipe.memory.diagonal else (case.values, K)
+    shape = (case.values,) if recipe.memory.diagonal else (case.values, case.keys)
     return drawn(HEADS, *shape, seed=50)
 
 
