@@ -114,9 +114,6 @@ QUICK: Mapping[str, Case] = {
     "chunk_simple_gla, normalised, bf16": Case(
         recipe="normalised", dtype=BRAIN, tokens=20, starts=False
     ),
-    "chunk_gated_delta_rule, odd, bf16": Case(
-        recipe="delta after decay", dtype=BRAIN, keys=15, values=13, queries=2, tokens=20
-    ),
     "chunk_simple_gla, bf16": Case(recipe="decay per head", dtype=BRAIN, tokens=20),
     "chunk_simple_gla, packed": Case(recipe="decay per head", borders=SHORT, tokens=20),
     "chunk_gla": Case(recipe="decay per key", padded=True, forgets=True, tokens=20),
@@ -176,6 +173,9 @@ LONG: Mapping[str, Case] = {
     "chunk_dplr_delta_rule, decay per key": Case(recipe="delta before decay per key"),
     "chunk_dplr_delta_rule, strong decays": Case(recipe="probe", decay=50.0, forgets=True),
     "chunk_dplr_delta_rule, packed": Case(recipe="probe", borders=PACKED),
+    "chunk_gated_delta_rule, odd, bf16": Case(
+        recipe="delta after decay", dtype=BRAIN, keys=15, values=13, queries=2, tokens=20
+    ),
     "chunk_kda, odd, bf16": Case(
         recipe="delta after decay per key", dtype=BRAIN, keys=17, values=13, tokens=20
     ),

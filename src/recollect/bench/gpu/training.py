@@ -225,7 +225,7 @@ def _kernels(
     spent = {
         one.key: (one.self_device_time_total if there else one.self_cpu_time_total, one.count)
         for one in events
-        if not there or one.device_type == torch.autograd.DeviceType.CUDA
+        if not there or str(one.device_type).endswith("CUDA")
     }
     total = sum(time for time, _ in spent.values()) or 1.0
     longest = sorted(spent.items(), key=lambda item: -item[1][0])[:_MOST_KERNELS]
