@@ -377,6 +377,13 @@ def names(recipe: rc.Recipe | str) -> set[str]:
     return {match.name for match in explain(recipe).named}
 
 
+def test_a_bare_recipe_says_that_its_system_has_options_beside_it() -> None:
+    bare = str(explain(rc.zoo.get("titans").recipe))
+    assert "the layer of titans has options beside the recipe: rc.zoo.get('titans').options" in bare
+    assert "options beside the recipe" not in str(explain("titans"))
+    assert "options beside the recipe" not in str(explain(rc.zoo.get("delta_net").recipe))
+
+
 def test_systems_with_one_recipe_are_named_together() -> None:
     assert names("retnet") == {"retnet", "lightning_attention"}
     apart = {match.name: dict(match.apart) for match in explain("retnet").named}
@@ -493,9 +500,7 @@ def on_page() -> list[set[str]]:
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name in ("ffn_relu", "fox", "lru", "titans")
-        else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("fox", "lru", "titans") else pytest.param(name, marks=pytest.mark.slow)
         for name in rc.zoo.names()
     ],
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import recollect as rc
 from recollect import GateOptions, LayerOptions
+from recollect.blocks import Boosted, build
 
 SHARE = {"lr": GateOptions(unit="share")}
 NORMALISED = rc.algorithm.GradientDescent(batch=4, normalize=True)
@@ -93,6 +94,42 @@ def test_a_share_is_a_rate_by_batch_window_and_momentum(recipe, limit) -> None: 
     numbers = handed(layer(recipe), tokens())
     torch.testing.assert_close(numbers["lr"], numbers["share"] * limit(numbers))
     assert (numbers["share"] > 0).all() and (numbers["share"] < 1).all()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shares"),
+    [
+        (NORMALISED, True),
+        (rc.algorithm.Muon(batch=4, normalize=True), True),
+        (rc.algorithm.GradientDescent(batch=4), False),
+        (rc.algorithm.GradientDescent(batch=4, normalize=True, lr="static"), False),
+        (rc.algorithm.GradientDescent(batch=4, normalize=True, lr=0.1), False),
+    ],
+)
+def test_tokens_rates_of_measured_steps_are_shares_unless_said_otherwise(
+    algorithm: rc.Algorithm, shares: bool
+) -> None:
+    recipe = rc.Recipe(memory=DEEP, algorithm=algorithm)
+    torch.manual_seed(0)
+    bare = rc.MemoryLayer(16, 2, recipe)
+    assert (bare.limit is not None) == shares
+    assert ("lr" in rc.explain(recipe).units) == shares
+    if not shares:
+        return
+    torch.manual_seed(0)
+    x = tokens()
+    torch.testing.assert_close(layer(recipe)(x)[0], bare(x)[0], rtol=0, atol=0)
+    own = layer(recipe, lr=GateOptions(unit="own", source="fixed", init=0.25))
+    assert own.limit is None
+    rate = handed(own, x)["lr"]
+    torch.testing.assert_close(rate, torch.full_like(rate, 0.25))
+
+
+def test_a_second_memory_with_the_firsts_rates_takes_them_as_they_are() -> None:
+    recipe = rc.Recipe(memory=DEEP, algorithm=NORMALISED)
+    shared = build(Boosted(rc.Recipe(), recipe, share=("lr",)), 16, 2)
+    assert shared.second.limit is None
+    assert build(Boosted(rc.Recipe(), recipe), 16, 2).second.limit is not None
 
 
 def test_a_share_per_value_channel_has_the_tokens_momentum() -> None:

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from typer.testing import CliRunner
 from recollect.bench.suites.memory import CASES, measure, measured, planned, ranks_of
 from recollect.choices import member
 from recollect.cli.app import build
-from recollect.lm import parameter_count
+from recollect.lm import RecollectConfig, parameter_count
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.planning.estimate import Way, config_of, estimate, rank_of
-from recollect.lm.planning.footprint import count, footprint
+from recollect.lm.planning.footprint import Counts, count, footprint
 from recollect.lm.planning.live_memory import LiveMemory
 from recollect.lm.training.arguments import share
 from recollect.lm.training.plan import TrainPlan
@@ -55,6 +56,22 @@ def plan(**changes: dict[str, Any]) -> TrainPlan:
     for table, values in changes.items():
         tables[table] = {**tables.get(table, {}), **values}
     return TrainPlan.from_dict(tables)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counted_once() -> Iterator[None]:
+    """The same model is counted once for all tests of this file: seconds each."""
+    known: dict[Any, Counts] = {}
+
+    def remembered(config: RecollectConfig, **sizes: Any) -> Counts:
+        key = (config.to_json_string(use_diff=False), *sorted(sizes.items()))
+        if key not in known:
+            known[key] = count(config, **sizes)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recollect.lm.planning.estimate.count", remembered)
+        yield
 
 
 # Attention and a layer without an MLP, exact least squares, and products in bfloat16.

@@ -109,7 +109,7 @@ def stopped(after: int) -> Callable[[Progress], None]:
     "data",
     [
         {"stream": True, "shuffle": 5},
-        {"packing": "stream"},
+        pytest.param({"packing": "stream"}, marks=pytest.mark.slow),
     ],
     ids=["streaming", "without resets"],
 )
@@ -435,7 +435,7 @@ def test_a_corrupt_line_stops_or_is_skipped_and_counted(text: Path, tmp_path: Pa
     assert any("broken.jsonl:6" in sentence for sentence in said)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_loss_of_a_run_is_that_of_its_last_steps(
     accumulate: int, text: Path, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def steps(
 
 
 def equality(
-    names: list[str], layouts: list[str], types: tuple[str, ...] = ("float32", "float64")
+    names: list[str], layouts: list[str], types: Sequence[str] = ("float32", "float64")
 ) -> dict[str, Any]:
     """How far losses and weights of a layout are from those of one process, and what a rank has."""
     state = join()

@@ -38,9 +38,14 @@ def same(found: list[dict[str, Any]]) -> None:
         assert numbers["weights"] < limit, (case, numbers)
 
 
-def test_two_processes_take_the_steps_of_one_and_hold_a_share(tmp_path: Path) -> None:
-    more = f"jobs.equality({ALONG}, ['context'])"
-    found = job(f"equality({NAMES}, ['ddp', 'fsdp']) | {more}", 2, tmp_path)
+@pytest.mark.parametrize(
+    "types", [["float32"], pytest.param(["float64"], marks=pytest.mark.slow)], ids="".join
+)
+def test_two_processes_take_the_steps_of_one_and_hold_a_share(
+    types: list[str], tmp_path: Path
+) -> None:
+    more = f"jobs.equality({ALONG}, ['context'], {types})"
+    found = job(f"equality({NAMES}, ['ddp', 'fsdp'], {types}) | {more}", 2, tmp_path)
     same(found)
     for case in found[0]:
         ranks = [rank[case] for rank in found]

@@ -30,14 +30,17 @@ def test_every_kind_of_composition_is_divided_by_heads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("names", "types"),
     [
-        pytest.param([*NAMES, COMPOSED[0]], id="systems"),
-        pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
+        pytest.param([*NAMES, COMPOSED[0]], ["float32"], id="systems"),
+        pytest.param([*NAMES, COMPOSED[0]], ["float64"], id="exactly", marks=pytest.mark.slow),
+        pytest.param(OTHERS, ["float32", "float64"], id="others", marks=pytest.mark.slow),
     ],
 )
-def test_heads_divided_take_the_steps_of_one_process(names: list[str], tmp_path: Path) -> None:
-    found = job(f"equality({names}, ['tensor'])", 2, tmp_path)
+def test_heads_divided_take_the_steps_of_one_process(
+    names: list[str], types: list[str], tmp_path: Path
+) -> None:
+    found = job(f"equality({names}, ['tensor'], {types})", 2, tmp_path)
     same(found)
     for case in found[0]:
         ranks = [rank[case] for rank in found]

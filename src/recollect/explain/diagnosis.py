@@ -146,7 +146,7 @@ class Diagnosis:
                 findings.append(
                     f"head {head}: the steps of one inner batch move its errors by up to "
                     f"{short(top)} times themselves, and repeated writes diverge beyond 2: smaller "
-                    "steps, or normalize=True and a rate with unit='share'"
+                    "steps, or normalize=True, whose rate is a share of what is stable"
                 )
         for name, share in self.saturated.items():
             for head in (share > 0.5).nonzero().flatten().tolist():

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import Any, Protocol, overload
 
 from recollect.blocks.mixers import Leaf, Mixer
 from recollect.choices.fields import Gate, Param
@@ -30,6 +30,7 @@ from recollect.engines.select import Engine, select
 from recollect.explain.composition import Composition, compose
 from recollect.explain.equations import legend, map_names, objective, read_rule, write_rule
 from recollect.explain.naming import PROPERTIES, Named, fingerprint, named, properties
+from recollect.layer.options import GateOptions, LayerOptions
 from recollect.parallel.ways import way_of
 from recollect.recipe.limit import step_limit
 from recollect.recipe.recipe import Recipe
@@ -37,9 +38,6 @@ from recollect.recipe.sized import sized
 from recollect.report.notebook import facts
 from recollect.report.units import readable
 from recollect.theory import findings
-
-if TYPE_CHECKING:
-    from recollect.layer.options import LayerOptions
 
 __all__ = [
     "PROPERTIES",
@@ -86,8 +84,8 @@ class Explanation:
             none promises that, some recipes are: see docs/explain.md.
         named: systems with the same recipe, sizes apart. ``of``: how many were looked at.
         gates, params: the numbers and tensors that `recollect.recall` asks for.
-        units: by name, of the numbers that the preset's layer states in a unit of its own: what the
-            recipe's number then is.
+        units: by name, of the numbers that a layer states in a unit of its own: what the recipe's
+            number then is.
         init: shapes of the initial memory that it needs, if it does.
         state: what is remembered between calls, by part.
         properties: the answers to `PROPERTIES`.
@@ -191,7 +189,7 @@ class Explanation:
             refused.insert(0, f"products of {self.products}")
         yield "engine", [f"{self.engine} ({self.how})", *refused]
         if self.named and [n.name for n in self.named] != [self.title]:
-            yield "named", [", ".join(map(str, self.named))]
+            yield "named", [", ".join(map(str, self.named)), *self._beside()]
         elif not self.named:
             yield "named", [f"none of the {self.of}"]
         yield "needs", list(self._needs())
@@ -203,6 +201,13 @@ class Explanation:
             names = [name for name, holds in self.properties.items() if holds is answer]
             if names:
                 yield label, [", ".join(names)]
+
+    def _beside(self) -> Iterator[str]:
+        """What a bare recipe lacks of the systems with its name."""
+        own = [one.name for one in self.named if one.options]
+        if own and self.title == self.recipe.brief:
+            layers = f"the layer of {own[0]} has" if len(own) == 1 else "their layers have"
+            yield f"{layers} options beside the recipe: rc.zoo.get({own[0]!r}).options"
 
     def _needs(self) -> Iterator[str]:
         for gate in self.gates:
@@ -345,10 +350,11 @@ def _backend(recipe: Recipe, method: str) -> str:
 
 
 def _units(recipe: Recipe, options: LayerOptions | None) -> dict[str, str]:
-    """What the numbers are that a preset's layer states in a unit of its own."""
-    if options is None or options.gate("lr").unit is None:
+    """What the numbers are that a layer states in a unit of its own."""
+    rate = GateOptions() if options is None else options.gate("lr")
+    if rate.unit_of("lr", recipe) != "share":
         return {}
-    share = f"the layer's is a share s_t of the stability limit, η_t = s_t · {step_limit(recipe)}"
+    share = f"a layer's is a share s_t of the stability limit, η_t = s_t · {step_limit(recipe)}"
     return {"lr": share}
 
 

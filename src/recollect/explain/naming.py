@@ -35,12 +35,14 @@ class Named:
     Attributes:
         row: its number in the table of architectures.
         apart: the layer options in which the systems named together differ.
+        options: whether its layer has options of its own, which the recipe does not carry.
     """
 
     name: str
     title: str
     row: int
     apart: Mapping[str, Any] = field(default_factory=dict)
+    options: bool = False
 
     def __str__(self) -> str:
         if not self.apart:
@@ -122,6 +124,7 @@ def named(recipe: Recipe, options: LayerOptions | None = None) -> tuple[tuple[Na
             title=preset.title,
             row=preset.row,
             apart={key: f[key] for key in differ if f.get(key) is not None},
+            options=preset.options != type(preset.options)(),
         )
         for preset, f in zip(same, flat, strict=True)
     ]

@@ -165,7 +165,7 @@ def check_options(recipe: Recipe, options: LayerOptions) -> None:
 def _check_units(recipe: Recipe, options: LayerOptions) -> None:
     """Whether what is stated as a share is the rate of steps that have a limit."""
     for name, own in dict(options.gates).items():
-        if own.unit is None:
+        if own.unit in (None, "own"):
             continue
         if own.unit == "rms":
             _check_lengths(recipe, name, own)

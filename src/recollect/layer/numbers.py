@@ -169,7 +169,8 @@ class RecipeNumbers(nn.Module):
         self.shared_angles = {d.name for d in declared if shares_angle(d, recipe, options)}
         made = [gate for gate in recipe.gates() if gate.name not in without]
         self.gates, self.params = self._numbers(made), self._numbers(recipe.params())
-        self.limit = step_limit(recipe) if options.gate("lr").unit == "share" else None
+        share = "lr" in self.gates and options.gate("lr").unit_of("lr", recipe) == "share"
+        self.limit = step_limit(recipe) if share else None
         self.key_gates = [name for name, number in self.gates.items() if number.key]
 
     def _initial_memory(self) -> InitialMemory | InitialPairs | None:
@@ -207,6 +208,7 @@ class RecipeNumbers(nn.Module):
                 continue
             if declared.name in rules and rule == "rate":
                 options = replace(options, source="learned")
+            options = replace(options, unit=options.unit_of(declared.name, self.recipe))
             unit = 1.0
             if options.unit == "rms" and isinstance(declared.init, int | float):
                 unit = math.sqrt(self.value_dim)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recollect.choices.member import RecipeError
 from recollect.fields import (
@@ -24,7 +24,11 @@ from recollect.fields import (
     text,
     whole,
 )
+from recollect.recipe.limit import step_limit
 from recollect.wording import named_arguments
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
 
 __all__ = ["GateOptions", "LayerOptions", "Options", "Tie"]
 
@@ -104,12 +108,14 @@ class GateOptions(Options):
     Args:
         source: ``"input"``, ``"learned"`` or ``"fixed"``; gates default to the first, params to the
             second and cannot have the first.
-        unit: ``None``: the recipe's own. ``"share"``, of the rate ``"lr"`` of normalised steps: a
-            share s of the limit beyond which one repeated association diverges, η_t = s_t ·
-            2 (1 − θ_t) / (b Σγ), see `recollect.recipe.limit`; between 0 and 1 and beginning at one
-            half unless said otherwise, at every width, inner batch, window and momentum. ``"rms"``,
-            of numbers that are compared with values or errors: √V, the length of a value whose
-            channels have unit root mean square; ``init``, ``low`` and ``high`` are stated in it.
+        unit: ``"share"``, of the rate ``"lr"`` of normalised steps: a share s of the limit beyond
+            which one repeated association diverges, η_t = s_t · 2 (1 − θ_t) / (b Σγ), see
+            `recollect.recipe.limit`; between 0 and 1 and beginning at one half unless said
+            otherwise, at every width, inner batch, window and momentum. ``"rms"``, of numbers that
+            are compared with values or errors: √V, the length of a value whose channels have unit
+            root mean square; ``init``, ``low`` and ``high`` are stated in it. ``"own"``: as
+            `recollect.recall` takes the number. ``None``: a share for the rates of tokens where
+            steps are normalised, else its own.
         squash: ``"sigmoid"``: low + (high − low)·sigmoid(z). ``"softplus"``: low + softplus(z).
             ``"logsigmoid"``: high + logsigmoid(z)/temperature, for log decays (GLA divides by 16).
             ``"exp"``: low + exp(z), or high − exp(z) for what has no lower end. ``"identity"``: z.
@@ -137,7 +143,7 @@ class GateOptions(Options):
     """
 
     source: str | None = option(None, "input", "learned", "fixed", optional=True)
-    unit: str | None = option(None, "share", "rms", optional=True)
+    unit: str | None = option(None, "share", "rms", "own", optional=True)
     squash: str | None = option(
         None, "sigmoid", "softplus", "logsigmoid", "exp", "identity", optional=True
     )
@@ -174,6 +180,22 @@ class GateOptions(Options):
             low=None if self.low is None else length * self.low,
             high=None if self.high is None else length * self.high,
         )
+
+    def unit_of(self, name: str, recipe: Recipe) -> str | None:
+        """``"share"`` or ``"rms"``; ``None`` where the number is stated as the recipe takes it.
+
+        What these options leave open is a share for the rate that a token has of measured steps:
+        one of a size of its own would be right for one inner batch, window and momentum only
+        (`recollect.recipe.limit`).
+
+        Args:
+            name: of the gate or param.
+            recipe: that asks for it.
+        """
+        unit = self.unit
+        if unit is None and name == "lr" and step_limit(recipe) is not None:
+            unit = "share" if "lr" in {gate.name for gate in recipe.gates()} else None
+        return None if unit == "own" else unit
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, every default written out."""

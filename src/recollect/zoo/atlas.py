@@ -20,7 +20,7 @@ from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import ATLAS, COMMON, HALF, NORMALISED, SHARE, SLOW
+from recollect.zoo.sources import ATLAS, COMMON, HALF, NORMALISED, SLOW
 
 __all__ = ["atlas", "atlas_per_token", "atlas_plus_plus", "dla", "omega_net", "swla"]
 
@@ -37,7 +37,7 @@ _MUON = (
 )
 
 
-_SHARES = LayerOptions(gates={"lr": SHARE, "log_decay": SLOW})
+_SLOW = LayerOptions(gates={"log_decay": SLOW})
 
 
 def _gates(most: float) -> dict[str, GateOptions]:
@@ -111,7 +111,7 @@ def _omega(memory: Memory, algorithm: GradientDescent | Muon) -> Recipe:
 )
 def omega_net() -> tuple[Recipe, LayerOptions]:
     """The Omega rule: a window of associations is fitted at every step."""
-    return _omega(MLP(), GradientDescent(batch=16, normalize=True)), _SHARES
+    return _omega(MLP(), GradientDescent(batch=16, normalize=True)), _SLOW
 
 
 @preset(
@@ -129,7 +129,7 @@ def omega_net() -> tuple[Recipe, LayerOptions]:
 )
 def atlas() -> tuple[Recipe, LayerOptions]:
     """The Omega rule, optimised by Muon once in every inner batch."""
-    return _omega(MLP(), Muon(batch=16, every="batch", normalize=True)), _SHARES
+    return _omega(MLP(), Muon(batch=16, every="batch", normalize=True)), _SLOW
 
 
 @preset(
@@ -146,7 +146,7 @@ def atlas() -> tuple[Recipe, LayerOptions]:
 )
 def atlas_per_token() -> tuple[Recipe, LayerOptions]:
     """The Omega rule, optimised by Muon at every token."""
-    return _omega(MLP(), Muon(batch=16, normalize=True)), _SHARES
+    return _omega(MLP(), Muon(batch=16, normalize=True)), _SLOW
 
 
 @preset(
@@ -163,4 +163,4 @@ def atlas_per_token() -> tuple[Recipe, LayerOptions]:
 )
 def atlas_plus_plus() -> tuple[Recipe, LayerOptions]:
     """Atlas with a gated memory."""
-    return _omega(GatedMLP(), Muon(batch=16, every="batch", normalize=True)), _SHARES
+    return _omega(GatedMLP(), Muon(batch=16, every="batch", normalize=True)), _SLOW

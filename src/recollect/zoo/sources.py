@@ -15,7 +15,6 @@ __all__ = [
     "MIRAS",
     "NEARLY_ALL",
     "NORMALISED",
-    "SHARE",
     "SLOW",
     "TITANS",
     "TTR",
@@ -89,16 +88,10 @@ Every map of a perceptron decays, so what it says fades as a power of α; and un
 which undoes any scale, maps that have faded have steep gradients: an inner step then overshoots.
 """
 
-SHARE = GateOptions(unit="share")
-"""Rates of deep memories: a share of the limit beyond which a repeated association diverges.
-
-Sizes of plain steps cannot be compared: what one corrects goes with the squares of hidden
-activations and weights. See `docs/design/steps.md`.
-"""
-
 NEARLY_ALL = GateOptions(unit="share", init=0.9)
-"""The same without momentum or a window: at the start each token is written once and alone, and a
-smaller share of its error stays under the noise of the initial memory."""
+"""Rates of deep memories without momentum or a window: at the start each token is written once and
+alone, and a smaller share of its error stays under the noise of the initial memory. The others
+begin at one half, where every share of the stability limit begins (`docs/design/steps.md`)."""
 
 NORMALISED = (
     "the gradient of every association is scaled by ρ, so that a rate of 1 corrects it (normalised "

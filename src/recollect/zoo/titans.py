@@ -22,7 +22,6 @@ from recollect.zoo.sources import (
     MIRAS,
     NEARLY_ALL,
     NORMALISED,
-    SHARE,
     SLOW,
     TITANS,
 )
@@ -49,7 +48,7 @@ _OPEN = (
 def titans() -> tuple[Recipe, LayerOptions]:
     """Surprise with momentum, written into a perceptron that forgets."""
     recipe = Recipe(memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16, normalize=True))
-    gates = {"momentum": GateOptions(high=0.9, init=0.7), "lr": SHARE, "log_decay": SLOW}
+    gates = {"momentum": GateOptions(high=0.9, init=0.7), "log_decay": SLOW}
     return recipe, LayerOptions(gates=gates)
 
 

@@ -2,16 +2,8 @@
 
 from recollect.engines.deep.chain.token import token
 from recollect.engines.deep.cost import flops, reading
-from recollect.engines.deep.engine import (
-    describes,
-    fused_describes,
-    fused_plan,
-    fused_refuses,
-    plan,
-    refuses,
-    run,
-    way,
-)
+from recollect.engines.deep.engine import describes, plan, refuses, run, way
+from recollect.engines.deep.fused.asked import fused_describes, fused_plan, fused_refuses
 
 __all__ = [
     "describes",

@@ -17,7 +17,6 @@ the same factors (`token_weights`). See `docs/design/deep-engine.md`.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,14 +28,13 @@ from recollect.engines.common.problem import Problem, wants_gradient
 from recollect.engines.deep.chain.engine import Chain, run_chain, slope_of
 from recollect.engines.deep.chain.token import is_bare
 from recollect.engines.deep.decode import Stepped, by_row, follow, step
-from recollect.engines.deep.fused.fitting import SIZES, build_of, misfit
-from recollect.engines.deep.fused.gradients import FusedWalker
-from recollect.engines.deep.fused.walk import Launch, launcher, run_walk
+from recollect.engines.deep.fused.running import launch_of, run_fused, walker_of, walks
+from recollect.engines.deep.fused.walk import Launch
 from recollect.engines.deep.general import run_inner_batches
 from recollect.engines.deep.layout import DeepPlan, Grid, Layout, Memory, lay_out
 from recollect.engines.deep.recompute import Part
 from recollect.engines.deep.recompute import run as run_groups
-from recollect.engines.deep.share import Normalizer
+from recollect.engines.deep.share import normalizer_of
 from recollect.engines.deep.step_coefficients import Rule, tables
 from recollect.state.state import State
 
@@ -47,9 +45,6 @@ if TYPE_CHECKING:
 __all__ = [
     "chain_of",
     "describes",
-    "fused_describes",
-    "fused_plan",
-    "fused_refuses",
     "plan",
     "refuses",
     "rule_of",
@@ -170,45 +165,10 @@ def plan(sized: SizedRecipe) -> DeepPlan:
         params=tuple(param.name for param in memory.params()),
         lifts=tuple(param.name for param in recipe.features.params()),
         decodes=decodes,
-        normalizer=_normalizer(recipe),
+        normalizer=normalizer_of(recipe),
         bare=decodes and is_bare(sized, rule, chain_of(recipe)),
         widths=tuple(size for one in maps for size in (one.inp, one.out)),
     )
-
-
-def fused_plan(sized: SizedRecipe) -> DeepPlan:
-    """`plan`, with the fused walk where the sizes are its own."""
-    made = plan(sized)
-    assert made.chain is not None  # fused_refuses
-    build = build_of(sized.recipe, made.chain, made.maps, momentum=bool(made.rule.slot))
-    return replace(made, fused=build)
-
-
-def fused_refuses(recipe: Recipe) -> list[str]:
-    """Why the fused walk is not for a recipe; empty where it is, at some sizes."""
-    found = refuses(recipe)
-    if not found:
-        reason = misfit(recipe, chain_of(recipe))
-        found = [] if reason is None else [f"the fused walk is not for it: {reason}"]
-    return found
-
-
-def fused_describes(recipe: Recipe) -> str:
-    """How and where the fused walk runs a recipe, in a few words."""
-    many = recipe.algorithm.batch
-    sizes = " or ".join(map(str, SIZES))
-    return (
-        f"CUDA kernels for batches of {many} tokens and {sizes} channels, products in bfloat16, "
-        "never run on a device yet; elsewhere as deep"
-    )
-
-
-def _normalizer(recipe: Recipe) -> Normalizer | None:
-    """What scales gradients, where the algorithm does."""
-    target = recipe.bias.target
-    if not recipe.algorithm.normalizes or target is None:
-        return None
-    return Normalizer.of(recipe.retention, target)
 
 
 def chain_of(recipe: Recipe) -> Chain | None:
@@ -275,9 +235,9 @@ def run(problem: Problem) -> tuple[Tensor, State]:
             (B, H, G),
             outer=outer,
         )
-        launch = _launch(method, layout)
+        launch = launch_of(method, layout)
         if launch is not None and not outer:
-            y, after = _run_fused(method, layout, memory.like(memories), launch)
+            y, after = run_fused(method, layout, memory.like(memories), launch)
         elif method.chain is not None:
             y, after = _run_chain(method, layout, memory.like(memories), launch)
         else:
@@ -305,9 +265,6 @@ def _run_chain(
 ) -> tuple[Tensor, Memory]:
     """`run_inner_batches` of a memory that is a chain; ``launch`` runs it where it is fused."""
     assert method.chain is not None
-    walker = None
-    if launch is not None and method.fused is not None:
-        walker = FusedWalker(method.fused, launch)
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
     y, A, S = run_chain(
         method.chain,
@@ -317,33 +274,7 @@ def _run_chain(
         layout.commits,
         (memory.A, memory.slots.get("momentum")),
         outer=layout.outer,
-        walker=walker,
-    )
-    y = y.unflatten(1, layout.x.shape[1:3])
-    return y, Memory(A=A, slots={} if S is None else {"momentum": S})
-
-
-def _launch(method: DeepPlan, layout: Layout) -> Launch | None:
-    """Who runs the fused walk of a group: where it was asked for and built for what is there."""
-    x = layout.x
-    if method.fused is None or layout.G > 1 or x.dtype != torch.float32:
-        return None
-    return launcher(method.fused, x.device)
-
-
-def _run_fused(
-    method: DeepPlan, layout: Layout, memory: Memory, launch: Launch
-) -> tuple[Tensor, Memory]:
-    """`_run_chain` by the fused walk."""
-    assert method.fused is not None
-    table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
-    y, A, S = run_walk(
-        method.fused,
-        table,
-        (layout.x.flatten(1, 2), layout.keys["phi"].flatten(1, 2), layout.keys["v"].flatten(1, 2)),
-        layout.commits,
-        (memory.A, memory.slots.get("momentum")),
-        launch,
+        walker=walker_of(method, launch),
     )
     y = y.unflatten(1, layout.x.shape[1:3])
     return y, Memory(A=A, slots={} if S is None else {"momentum": S})
@@ -382,8 +313,7 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
     """g: as many inner batches as the caller's chunk, or as fit in `GROUP_BYTES`."""
     if problem.chunk_size is not None:
         return max(1, problem.chunk_size // grid.b)
-    fused = method.fused
-    if fused is not None and not outer and launcher(fused, problem.q.device) is not None:
+    if not outer and walks(method, problem.q.device):
         return grid.N  # its intermediates never leave the chip
     B, _, H, G, _ = problem.q.shape
     weights = sum(m.out * m.inp for m in method.maps)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +19,10 @@ from recollect.choices.algorithm.share import share
 from recollect.choices.retention.base import Retention
 from recollect.engines.deep.gradient_factors import Factors, Points, Slopes
 
-__all__ = ["Normalizer", "scaled_by"]
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["Normalizer", "normalizer_of", "scaled_by"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,18 @@ class Normalizer:
         assert G is not None
         own = {name: x.unsqueeze(2) for name, x in numbers.items()}
         return self.retention.gain(A.unsqueeze(2), G, own)
+
+
+def normalizer_of(recipe: Recipe) -> Normalizer | None:
+    """What scales gradients, where the algorithm does.
+
+    Args:
+        recipe: whose algorithm.
+    """
+    target = recipe.bias.target
+    if not recipe.algorithm.normalizes or target is None:
+        return None
+    return Normalizer.of(recipe.retention, target)
 
 
 def scaled_by(factors: Sequence[Factors], rho: Tensor) -> list[Factors]:

@@ -1,0 +1,43 @@
+"""Engine ``fused``: the deep engine with the fused walk, for those who ask for it by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from recollect.engines.deep import engine
+from recollect.engines.deep.fused.fitting import SIZES, build_of, misfit
+from recollect.engines.deep.layout import DeepPlan
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+    from recollect.recipe.sized import SizedRecipe
+
+__all__ = ["fused_describes", "fused_plan", "fused_refuses"]
+
+
+def fused_plan(sized: SizedRecipe) -> DeepPlan:
+    """The deep engine's plan, with the fused walk where the sizes are its own."""
+    made = engine.plan(sized)
+    assert made.chain is not None  # fused_refuses
+    build = build_of(sized.recipe, made.chain, made.maps, momentum=bool(made.rule.slot))
+    return replace(made, fused=build)
+
+
+def fused_refuses(recipe: Recipe) -> list[str]:
+    """Why the fused walk is not for a recipe; empty where it is, at some sizes."""
+    found = engine.refuses(recipe)
+    if not found:
+        reason = misfit(recipe, engine.chain_of(recipe))
+        found = [] if reason is None else [f"the fused walk is not for it: {reason}"]
+    return found
+
+
+def fused_describes(recipe: Recipe) -> str:
+    """How and where the fused walk runs a recipe, in a few words."""
+    many = recipe.algorithm.batch
+    sizes = " or ".join(map(str, SIZES))
+    return (
+        f"CUDA kernels for batches of {many} tokens and {sizes} channels, products in bfloat16, "
+        "never run on a device yet; elsewhere as deep"
+    )
