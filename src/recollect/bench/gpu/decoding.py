@@ -85,7 +85,10 @@ def _decoding(
     with torch.no_grad():
         _, state = layer(x[:, :prompt])
     batch = layer.recipe.algorithm.batch if isinstance(layer, MemoryLayer) else 1
-    moved = state.nbytes * (1 + 1 / batch) + _bytes(layer)
+    # What `State.cache` spares the next call need not be read.
+    spared = [] if state.memory is None else state.memory.cache.values()
+    kept = state.nbytes - sum(x.numel() * x.element_size() for x in spared)
+    moved = kept * (1 + 1 / batch) + _bytes(layer)
     if not graphs:
 
         @torch.no_grad()

@@ -183,7 +183,7 @@ def _bench(found: Record) -> list[str]:
 
 
 def _training(found: Record) -> list[str]:
-    lines = ["", f"The text is the package's own source.{_tiny(found)}"]
+    lines = ["", f"The text is the package's own source, a token a byte.{_tiny(found)}"]
     for table in training_tables(found):
         lines += ["", markdown(table)]
     return lines

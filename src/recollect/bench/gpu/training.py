@@ -1,7 +1,8 @@
 """A model of 170M parameters trained for five minutes: tokens per second, and what they go to.
 
 `recollect.lm.train` does it, as for anybody. The text is this package's own source, so that no
-network is needed: what is measured is speed, and that the loss falls; the model is worth nothing.
+network is needed, and its tokens are bytes: what is measured is speed, and that the loss falls; the
+model is worth nothing.
 
 ``python -m recollect.bench.gpu.training --save FILE`` writes what it has with every log line.
 """
@@ -69,7 +70,7 @@ def _plan(scratch: Path, device: torch.device, rows: int, *, tiny: bool) -> Trai
                 "train": [str(text)],
                 "context": 64 if tiny else 4096,
                 "packing": "stream",  # documents in a row would ask the device for their borders
-                "tokenizer": "bytes" if tiny else "bpe",
+                "tokenizer": "bytes",  # to train another one takes minutes of a CPU
             },
             # More steps than there is time for; warm-up is over after 100.
             "optimizer": {"steps": 20_000, "batch": rows, "lr": 1e-3, "warmup": 0.005},
