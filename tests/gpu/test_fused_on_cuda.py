@@ -91,4 +91,4 @@ def test_many_memories_at_once(launched: list[str]) -> None:
     init = [w[5:6] for w in x["init"]]
     alone, _ = forth.walked(recipe, {**one, "gates": gates, "init": init})
     assert launched == ["walk"] * 2
-    assert torch.equal(alone, y[5:6])
+    assert back.far(alone.cpu(), y[5:6].cpu().double()) < forth.NEAR

@@ -8,13 +8,14 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from recollect.bench.gpu.readme import not_run, readme
-from recollect.bench.gpu.stages import STAGES, Here, checkout, run_stage
+from recollect.bench.gpu.stages import STAGES, Here, Stage, checkout, run_stage
 from recollect.report.environment import describe_environment
 from recollect.report.files import write_atomic
 
@@ -44,16 +45,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device == "cpu":
         print("no GPU: every stage that can runs on the CPU at tiny sizes, to show that it does")
     failed = False
-    with tempfile.TemporaryDirectory() as scratch:
+
+    def keep(stage: Stage, record: dict[str, Any]) -> None:
+        nonlocal failed
+        record = {"stage": stage.name, "environment": environment, **record}
+        text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
+        write_atomic(out / f"{stage.name}.json", text + "\n")
+        write_atomic(out / "README.md", readme(names, _records(out)))
+        failed = failed or record["outcome"] == "failed"
+        said = f"{record['outcome']}, {record['seconds']:.0f} s: {record['sentence']}"
+        print(f"  {stage.name}: {said}", flush=True)
+
+    aside: list[tuple[Stage, Future[dict[str, Any]]]] = []
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor() as pool:
         here = Here(device=device, scratch=Path(scratch), root=checkout())
         for stage in chosen:
+            if stage.alone:
+                while aside:
+                    beside, future = aside.pop()
+                    keep(beside, future.result())
             print(f"{stage.name}: {stage.about} (at most {stage.seconds:.0f} s)", flush=True)
-            record = {"stage": stage.name, "environment": environment, **run_stage(stage, here)}
-            text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
-            write_atomic(out / f"{stage.name}.json", text + "\n")
-            write_atomic(out / "README.md", readme(names, _records(out)))
-            failed = failed or record["outcome"] == "failed"
-            print(f"  {record['outcome']}, {record['seconds']:.0f} s: {record['sentence']}")
+            if stage.aside:
+                aside.append((stage, pool.submit(run_stage, stage, here)))
+            else:
+                keep(stage, run_stage(stage, here))
+        for beside, future in aside:
+            keep(beside, future.result())
     print(f"written: {out / 'README.md'}")
     print(not_run(names, _records(out)))
     return int(failed)

@@ -174,10 +174,12 @@ def _bench(found: Record) -> list[str]:
     lines = ["", f"Beside it: {', '.join(versions)}.{_tiny(found)}"]
     for table in (ceiling_table(found), *speed_tables(found), decoding_table(found)):
         lines += ["", markdown(table)]
+    if found["agreement"]:
+        rows: list[list[Cell]] = [[f"`{x}`", f"{y:.1e}"] for x, y in found["agreement"].items()]
+        columns = ["outputs by the operator, as it was tuned", "from PyTorch alone, relative"]
+        lines += ["", markdown(Table(columns=columns, rows=rows))]
     if found["left_out"]:
-        rows: list[list[Cell]] = [
-            [what, " ".join(why.split())[:300]] for what, why in found["left_out"].items()
-        ]
+        rows = [[what, " ".join(why.split())[:300]] for what, why in found["left_out"].items()]
         lines += ["", markdown(Table(columns=["not timed", "why"], rows=rows))]
     return lines
 
@@ -195,7 +197,16 @@ def _tiny(found: Record) -> str:
     return said if found["tiny"] else ""
 
 
+def _kernels(found: Record) -> list[str]:
+    rows: list[list[Cell]] = [
+        [one["name"], f"{one['seconds']:.0f}", one["why"] and " ".join(one["why"].split())]
+        for one in found["compiled"]
+    ]
+    return ["", markdown(Table(columns=["recurrence", "s, at the latest", "failed"], rows=rows))]
+
+
 _PARTS = {
+    "kernels": _kernels,
     "parity": _tests,
     "backend": _tests,
     "fused": _tests,

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from recollect.bench.gpu.ceilings import measure_ceilings
 from recollect.bench.gpu.decoding import NAMES as DECODED
@@ -134,6 +136,7 @@ def measure(
         "ceilings": measure_ceilings(device, tiny=tiny, least=least),
         "decoded": [],
         "speeds": [],
+        "agreement": {},
         "left_out": left_out,
         "finished": False,
     }
@@ -158,6 +161,8 @@ def measure(
     todo = list(_runs(names, sizes, device))
     for done, (group, way, shape, cases) in enumerate(todo):
         _timed(group, way, shape, cases, sizes, clock, data)
+        if group == "linear" and not data["agreement"]:
+            data["agreement"] = _agreement(names, shape, left_out)
         keep(data)
         if progress is not None:
             progress(done + 1, len(todo))
@@ -282,6 +287,29 @@ def _timed(
     for timing in result.timings:
         clock.taken[timing.name, way] = (T, timing.median)
     data["speeds"] += _rows(group, way, shape, result)
+
+
+def _agreement(names: Sequence[str], shape: Shape, left_out: dict[str, str]) -> dict[str, float]:
+    """How far outputs by an operator are from those in PyTorch alone, relative to their length.
+
+    Tests run the first configuration of a kernel, at small sizes; here it is the one that was
+    chosen, at a size that is timed.
+    """
+    found: dict[str, float] = {}
+    if not shape.device.startswith("cuda") or packages()["flash-linear-attention"] is None:
+        return found
+    for name in (name for name in names if name in OPERATORS):
+        try:
+            theirs, ours = (
+                cast(Tensor, recall_case(name, name, shape, method=method).make()()).float()
+                for method in ("fla", "torch")
+            )
+            away = float((theirs - ours).norm() / ours.norm())
+        except Exception as error:
+            left_out[f"agreement of {name}"] = f"{type(error).__name__}: {error}"
+            continue
+        found[name] = away if math.isfinite(away) else 1e9  # as far as JSON goes
+    return found
 
 
 def _rows(group: str, way: str, shape: Shape, result: BenchResult) -> list[dict[str, Any]]:
