@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 
 from recollect.bench.gpu import __main__ as script
 from recollect.bench.gpu import stages as parts
+from recollect.bench.gpu.junit import read_tests
 from recollect.bench.gpu.readme import not_run, readme
 from recollect.bench.gpu.speed import TINY, Sizes, lines, measure
-from recollect.bench.gpu.stages import STAGES, Here, Stage, read_tests, run_stage
+from recollect.bench.gpu.stages import STAGES, Here, Stage, run_stage
 from recollect.cli.app import build
 from recollect.report.environment import describe_environment
 

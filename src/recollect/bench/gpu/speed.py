@@ -69,7 +69,7 @@ class Sizes:
 FULL = Sizes()
 """A GPU's sizes; 4,096 tokens first, because time may run out."""
 
-TINY = Sizes(lengths=(32, 64), tokens=64, heads=2, size=16, rounds=1, rows=(2,), prompt=20)
+TINY = Sizes(lengths=(32,), tokens=32, heads=2, size=16, rounds=1, rows=(2,), prompt=20)
 """Sizes that show that the suite runs, and nothing about speed."""
 
 

@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
+from xml.etree.ElementTree import ParseError
 
 import recollect
+from recollect.bench.gpu.junit import read_tests
 from recollect.engines.fla.operators import installed
 
 __all__ = ["STAGES", "Here", "Stage", "run_stage"]
@@ -127,42 +128,6 @@ def _fused(here: Here, result: Path) -> list[str] | str:
 def _workers(most: int) -> int:
     """Processes that share the device: they compile and launch, which keeps a core each busy."""
     return max(1, min(most, (os.cpu_count() or 1) // 2))
-
-
-def read_tests(path: Path) -> dict[str, Any]:
-    """What pytest says of its tests in its file of results.
-
-    Args:
-        path: of the file.
-    """
-    cases: list[dict[str, Any]] = []
-    for case in ElementTree.parse(path).getroot().iter("testcase"):
-        outcome, why = "passed", ""
-        for kind in ("failure", "error", "skipped"):
-            for told in case.iter(kind):
-                outcome = "skipped" if kind == "skipped" else "failed"
-                why = told.get("message") or (told.text or "").strip()
-        cases.append(
-            {
-                "name": case.get("name", ""),
-                "outcome": outcome,
-                "why": why[:600],
-                "seconds": float(case.get("time") or 0.0),
-                "found": {
-                    one.get("name", ""): _number(one.get("value", ""))
-                    for one in case.iter("property")
-                },
-            }
-        )
-    return {"tests": cases}
-
-
-def _number(text: str) -> Any:
-    """A number or a list that a test noted; what is not finite stays a word, as JSON has none."""
-    try:
-        return json.loads(text, parse_constant=str)
-    except ValueError:
-        return text
 
 
 def _told(found: Mapping[str, Any]) -> tuple[str, bool]:
@@ -362,7 +327,7 @@ def _found(result: Path) -> tuple[dict[str, Any] | None, str]:
         return json.loads(result.read_text(encoding="utf-8")), ""
     except FileNotFoundError:
         return None, "it has written nothing"
-    except (ValueError, ElementTree.ParseError) as error:
+    except (ValueError, ParseError) as error:
         return None, f"what it has written cannot be read: {error}"
 
 
