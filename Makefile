@@ -16,6 +16,8 @@ DEMO_FIGURE = reproduce ttr-fig3 --seeds 1 --jobs $(JOBS)
 DEMO_FLAGS ?=
 BENCH_FLAGS ?=
 PYTEST_FLAGS ?=
+# make gpu GPU_FLAGS='--only parity,bench --out runs/gpu'
+GPU_FLAGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -28,7 +30,7 @@ SUITABLE_TORCH = import torch; v = torch.__version__.split("."); \
 	assert (int(v[0]), int(v[1])) >= (2, 9)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu lint types format docs bench dist clean distclean setup
+.PHONY: help demo test test-slow test-gpu gpu lint types format docs bench dist clean distclean setup
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +47,9 @@ test-slow: $(STAMP)-dev  ## the tests that take more than a few seconds
 
 test-gpu: $(STAMP)-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS)
+
+gpu: $(STAMP)-dev  ## everything that a GPU is asked, in 25 minutes: numbers, speed, training; results/gpu
+	$(BIN)/python -m recollect.bench.gpu $(GPU_FLAGS)
 
 lint: $(STAMP)-dev  ## style, formatting, and the direction of imports
 	$(BIN)/ruff check .

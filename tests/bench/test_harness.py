@@ -171,6 +171,23 @@ class TestRun:
         assert [c.gflops > 0 for c in result.ceilings] == [True, True]
         assert result.environment.torch == torch.__version__
 
+    def test_cases_that_fail_can_be_left_out(self) -> None:
+        def broken() -> Callable[[], object]:
+            raise ValueError("no kernel for this device")
+
+        cases = [Case(name="a", make=broken), Case(name="b", make=nothing)]
+        fast = {"baseline": "a", "rounds": 1, "min_seconds": 0, "device": "cpu"}
+        with pytest.raises(RuntimeError, match="case 'a' failed before it could be timed"):
+            run(cases, **fast)
+        left_out: dict[str, str] = {}
+        result = run(cases, left_out=left_out, dtype=torch.bfloat16, **fast)
+        assert left_out == {"a": "ValueError: no kernel for this device"}
+        assert [one.name for one in result.timings] == ["b"]
+        assert result.baseline == "b"
+        assert result.ceilings[0].name == "matmul 1024³ bfloat16"
+        with pytest.raises(RuntimeError, match="no case is left"):
+            run(cases[:1], left_out=left_out, **fast)
+
     def test_a_slower_case_has_the_larger_ratio(self) -> None:
         def sleeper(seconds: float) -> Callable[[], Callable[[], object]]:
             return lambda: lambda: time.sleep(seconds)

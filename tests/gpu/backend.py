@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from tests.gpu import pretend
-from tests.gpu.measure import Stretches, decode, distance, passes
+from tests.gpu.measure import Stretches
+from tests.gpu.passes import decode, distance, passes
 from torch import Tensor
 
 import recollect as rc

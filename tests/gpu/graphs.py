@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from tests.gpu import pretend
-from tests.gpu.measure import distance
+from tests.gpu.passes import distance
 from torch import Tensor, nn
 
 import recollect as rc

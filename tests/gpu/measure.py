@@ -24,30 +24,12 @@ from typing import Any
 
 import torch
 from tests.gpu import pretend
-from torch import Tensor, nn
+from tests.gpu.passes import HEADS, WIDTH, decode, distance, length, passes, pieces
 
 import recollect as rc
-from recollect.recall.bound import bind
-
-WIDTH, HEADS = 16, 2
-TOKENS, DEEP_TOKENS = 72, 40
-"""Tokens of forward and backward: more than a chunk of 64, or two and a half inner batches."""
-
-PROMPT, DECODED = 30, 4
-"""Tokens of the prompt and after it: one of these ends an inner batch of 16."""
 
 BUDGETS = Path(__file__).with_name("budgets.json")
 KINDS = ("launches", "syncs", "copies")
-
-
-def distance(x: Tensor | None, y: Tensor | None) -> float:
-    """‖x − y‖ relative to ‖y‖; infinite where only one is there or x is not finite."""
-    if x is None or y is None:
-        return 0.0 if x is y else float("inf")
-    x, y = pretend.host(x).double(), pretend.host(y).double()
-    if not bool(x.isfinite().all()):
-        return float("inf")
-    return float((x - y).norm() / y.norm().clamp_min(1e-30))
 
 
 class Stretches:
@@ -65,40 +47,6 @@ class Stretches:
                 **{kind: dict(getattr(made, kind)) for kind in ("syncs", "copies", "mixed")},
             }
         return result
-
-
-def passes(
-    layer: nn.Module, x: Tensor, stretches: Stretches
-) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Outputs, and the gradients of what is read and of every parameter."""
-    x = x.requires_grad_()
-    y = stretches.run("forward", lambda: layer(x, output_state=False))[0]
-    stretches.run("backward", lambda: y.square().sum().backward())
-    return y, {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
-
-
-def decode(layer: nn.Module, tokens: list[Tensor], stretches: Stretches) -> Tensor:
-    """Outputs of the tokens after the first piece, which is the prompt."""
-
-    def one_by_one() -> list[Tensor]:
-        nonlocal state
-        outputs: list[Tensor] = []
-        for token in tokens[1:]:
-            y, state = layer(token, state)
-            outputs.append(y)
-        return outputs
-
-    with torch.no_grad():
-        _, state = stretches.run("prompt", lambda: layer(tokens[0]))
-        outputs = stretches.run("decode", one_by_one)
-    return torch.cat([pretend.host(y) for y in outputs], 1)
-
-
-def length(preset: rc.zoo.Preset) -> int:
-    """Tokens that a preset is measured on."""
-    K = WIDTH // HEADS
-    engine = bind(preset.recipe, H=HEADS, K=K, V=K, method="auto").engine
-    return DEEP_TOKENS if engine.name == "deep" else TOKENS
 
 
 def measure(
@@ -129,12 +77,11 @@ def measure(
         "gradient": max(distance(slopes_there[n], slope) for n, slope in slopes.items()),
     }
     if isinstance(cpu, rc.MemoryLayer):
-        pieces = list(x[:, :PROMPT].split(PROMPT, 1))
-        pieces += x[:, PROMPT : PROMPT + DECODED].split(1, 1)
-        sent = [pretend.put(piece) for piece in pieces]
+        parts = pieces(x)
+        sent = [pretend.put(piece) for piece in parts]
         decode(there, sent, Stretches(counts=True))
         outputs = decode(there, sent, stretches)
-        found["decoded"] = distance(outputs, decode(cpu, pieces, quiet))
+        found["decoded"] = distance(outputs, decode(cpu, parts, quiet))
     return {**found, "stretches": stretches.by_name}
 
 

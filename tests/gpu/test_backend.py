@@ -3,26 +3,32 @@
 Three questions, none of which needs a GPU: does the table find the operator that a person would
 take (by hand, below); does a layer on the pretended GPU call it, in the way in which its
 documentation asks for, and get the CPU's numbers (`tests.gpu.backend`); and do the package's own
-kernels, in Triton's interpreter, give the reference's numbers (`tests.gpu.operators`).
+kernels, in Triton's interpreter, give the reference's numbers (`tests.gpu.operators`). The last is
+asked of a GPU too where there is one, in bfloat16 (`make gpu`).
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.gpu.operator_cases import CASES, distance, solved
+from tests.gpu.parity import MISSING
 from torch import Tensor
 
 import recollect as rc
 from recollect.choices.multiplying import multiplying
-from recollect.engines.fla import choose, offer
+from recollect.engines.fla import calls, choose, offer, recurrences
+from recollect.engines.fla.operators import function
 from recollect.recipe.sized import sized
 
 HERE = Path(__file__).parent
@@ -319,3 +325,47 @@ def test_kernels_are_the_reference(cases: str) -> None:
             if not far <= _bound(name, part)
         ]
         assert not far, f"{name}: {far}"
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+ON_CUDA = [name for name, case in CASES.items() if case.decoded or case.dtype != torch.float32]
+"""In 16 bits, and tokens one by one, whose kernels multiply in float32."""
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=MISSING)
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_kernels_on_a_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    """The package's own kernels, compiled, against the reference in float64 on the CPU.
+
+    The first configuration of each: to try all takes minutes a case, and which of them is taken
+    where it is timed is looked at there.
+    """
+    autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
+    run = autotuner.run
+
+    def first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.configs = self.configs[:1]
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(autotuner, "run", first)
+    ran: list[str] = []
+
+    def asked(module: str, wanted: str) -> Any:
+        ran.append(wanted)
+        return function(module, wanted)
+
+    monkeypatch.setattr(recurrences, "function", asked)
+    monkeypatch.setattr(calls, "function", asked)
+    theirs, exact = solved(CASES[name], "fla", device="cuda"), solved(CASES[name], "reference")
+    assert ran, "nothing of the package ran"
+    assert theirs.keys() == exact.keys()
+    away = {part: distance(x, exact[part]) for part, x in theirs.items()}
+    record_property("operator", ", ".join(dict.fromkeys(ran)))
+    record_property("worst", max(away.values()))
+    far = [f"{part}: {x:.1e}" for part, x in away.items() if not x <= _bound(name, part)]
+    assert not far, f"{name}: {far}"

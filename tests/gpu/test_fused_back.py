@@ -47,7 +47,7 @@ def gradients(
     y, state = rc.recall(recipe, *leaves[:3], gates, init=leaves[-2:], method=method, **more)
     assert state is not None
     parts = [y, *state.weights, *state.slots.get("momentum", ())]
-    waves = (torch.arange(p.numel(), dtype=dtype).sin().view_as(p) for p in parts)
+    waves = (torch.arange(p.numel(), dtype=dtype, device=p.device).sin().view_as(p) for p in parts)
     loss = torch.stack([(p * wave).sum() for p, wave in zip(parts, waves, strict=True)]).sum()
     return dict(zip(names, torch.autograd.grad(loss, leaves), strict=True))
 

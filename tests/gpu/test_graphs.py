@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.gpu.parity import MISSING
 from tests.gpu.test_budgets import measured, pytestmark
 
 import recollect as rc
@@ -97,6 +98,7 @@ def test_that_a_wrong_graph_would_be_seen() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=MISSING)
 @pytest.mark.parametrize("name", QUICK)
 def test_cuda_graphs(name: str) -> None:
     torch.manual_seed(0)

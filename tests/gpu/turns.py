@@ -15,7 +15,7 @@ from contextlib import nullcontext
 
 import torch
 from tests.gpu import pretend
-from tests.gpu.measure import distance
+from tests.gpu.passes import distance
 from torch import Tensor, nn
 
 import recollect as rc

@@ -30,15 +30,19 @@ _NAMES = (
     "rows",
     "train",
     "memory",
+    "gpu",
 )
+_LENGTH, _HEADS, _SIZE = 4096, 8, 64
 
 
 def bench(
     suite: Annotated[str, typer.Option(help=f"What to time: {', '.join(_NAMES)}.")] = "linear",
     rounds: Annotated[int, typer.Option(help="Rounds; every case once in each.")] = 7,
-    length: Annotated[int, typer.Option(help="T, tokens.")] = 4096,
-    heads: Annotated[int, typer.Option(help="H, memories.")] = 8,
-    size: Annotated[int, typer.Option(help="K = V, channels per head.")] = 64,
+    length: Annotated[
+        int | None, typer.Option(help="T, tokens; 4096, of gpu all from 2048 to 65536.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="H, memories; 8.")] = None,
+    size: Annotated[int | None, typer.Option(help="K = V, channels per head; 64.")] = None,
     only: Annotated[
         str, typer.Option(help="A few of the suite's names, separated by commas, and the baseline.")
     ] = "",
@@ -55,19 +59,24 @@ def bench(
     if suite not in _NAMES:
         raise ValueError(f"there is no suite {suite!r}; there are {', '.join(_NAMES)}")
     for name, number in (("rounds", rounds), ("length", length), ("heads", heads), ("size", size)):
-        if number < 1:
+        if number is not None and number < 1:
             raise ValueError(f"--{name} must be at least 1, not {number}")
     check_device(device)
     _check_place(save)
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    if suite == "gpu":
+        _bench_gpu(names, device, rounds, (length, heads, size), save, as_json)
+        return
+    length, heads, size = length or _LENGTH, heads or _HEADS, size or _SIZE
     if suite == "train":
         _bench_train(rounds, length, save, as_json)
         return
     if suite == "memory":
-        _bench_memory([name.strip() for name in only.split(",") if name.strip()], save, as_json)
+        _bench_memory(names, save, as_json)
         return
     chosen = SUITES[suite]
     shape = Shape(T=length, H=heads, K=size, V=size, device=device)
-    cases = chosen_cases(chosen, shape, [name.strip() for name in only.split(",") if name.strip()])
+    cases = chosen_cases(chosen, shape, names)
     with BenchDisplay(console_of_page(stderr=True), suite, rounds) as display:
         result = run(
             cases,
@@ -86,6 +95,35 @@ def bench(
     result.print(console_of_page())
     for what, ratio in extra.items():
         typer.echo(f"{what}: {ratio:.2f}")
+    _told(save, data)
+
+
+def _bench_gpu(
+    only: list[str],
+    device: str,
+    rounds: int,
+    sizes: tuple[int | None, int | None, int | None],
+    save: Path | None,
+    as_json: bool,
+) -> None:
+    """The suite ``gpu``: several lengths, peers, decoding; on another device at tiny sizes."""
+    from dataclasses import replace
+
+    from recollect.bench.gpu.speed import FULL, TINY, lines, measure
+
+    length, heads, size = sizes
+    chosen = replace(FULL, rounds=rounds) if device.startswith("cuda") else TINY
+    if length is not None:
+        chosen = replace(chosen, lengths=(length,), tokens=max(length, chosen.tokens))
+    chosen = replace(chosen, heads=heads or chosen.heads, size=size or chosen.size)
+    with BenchDisplay(console_of_page(stderr=True), "gpu", 1) as display:
+        data = measure(device, chosen, only=only, progress=display.count)
+    if as_json:
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        _save(save, data)
+        return
+    for line in lines(data):
+        typer.echo(line)
     _told(save, data)
 
 

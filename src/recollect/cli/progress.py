@@ -102,7 +102,7 @@ class BenchDisplay(Display):
         self.task = self.bars.add_task(f"timing {suite}", total=rounds)
 
     def count(self, done: int, total: int) -> None:
-        """So many rounds are done."""
+        """So many rounds are done, of so many."""
         self.bars.update(self.task, completed=done, total=total)
 
 

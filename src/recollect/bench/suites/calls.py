@@ -29,6 +29,7 @@ __all__ = [
     "params_of",
     "recall_case",
     "sdpa_case",
+    "stepper",
     "tensors",
 ]
 
@@ -50,12 +51,13 @@ class Shape:
 
 def tensors(shape: Shape, *, grad: bool, n: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """The same q, k (unit norm) and v for every case with n associations per token."""
-    generator = torch.Generator().manual_seed(0)
+    # Each device draws its own: of a GPU's sizes a CPU would draw longer than the GPU computes.
+    generator = torch.Generator(shape.device).manual_seed(0)
 
     def draw(size: int, several: int) -> Tensor:
         lead = (shape.B, shape.T, shape.H, *([several] if several > 1 else []))
-        x = torch.randn(*lead, size, generator=generator)
-        return x.to(device=shape.device, dtype=shape.dtype)
+        x = torch.randn(*lead, size, generator=generator, device=shape.device)
+        return x.to(dtype=shape.dtype)
 
     q, k = (functional.normalize(draw(shape.K, m), dim=-1) for m in (1, n))
     return tuple(x.requires_grad_(grad) for x in (q, k, draw(shape.V, n)))  # type: ignore[return-value]
@@ -63,20 +65,20 @@ def tensors(shape: Shape, *, grad: bool, n: int = 1) -> tuple[Tensor, Tensor, Te
 
 def gates_of(recipe: Recipe, shape: Shape, *, grad: bool) -> dict[str, Tensor]:
     """Gates as a layer makes them at the start of training: steps in (0, 1), decays near 1."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(shape.device).manual_seed(1)
     sizes, n = recipe.axes(shape.K, shape.V), recipe.associations
     found: dict[str, Tensor] = {}
     for gate in recipe.gates():
         several = recipe.per_association(gate)
         axes = [*([n] if several else []), *(sizes[axis] for axis in gate.axes)]
-        u = torch.rand(shape.B, shape.T, shape.H, *axes, generator=generator)
+        u = torch.rand(shape.B, shape.T, shape.H, *axes, generator=generator, device=shape.device)
         if gate.name.startswith("log_decay"):
             x = -_HALF_LIFE * u
         elif gate.range.low is None:  # a key of its own, or an exponential input gate
             x = functional.normalize(u - 0.5, dim=-1) if axes else u - 0.5
         else:
             x = 0.1 + 0.8 * u
-        found[gate.name] = x.to(device=shape.device).requires_grad_(grad)
+        found[gate.name] = x.requires_grad_(grad)
     return found
 
 
@@ -92,18 +94,44 @@ def params_of(recipe: Recipe, shape: Shape) -> dict[str, Tensor]:
     )
 
 
-def recall_case(name: str, label: str, shape: Shape, *, backward: bool = False) -> Case:
-    """A zoo recipe through `recollect.recall`, forward or forward and backward."""
+def _init_of(recipe: Recipe, shape: Shape, *, grad: bool) -> list[Tensor] | None:
+    """A deep memory's first weights, which a layer learns; ``None`` of those that begin at zero."""
+    if not recipe.needs_init():
+        return None
+    generator = torch.Generator(shape.device).manual_seed(3)
+    return [
+        (torch.randn(shape.H, *one, generator=generator, device=shape.device) * one[-1] ** -0.5)
+        .detach()
+        .requires_grad_(grad)
+        for one in recipe.shapes(shape.K, shape.V)
+    ]
+
+
+def recall_case(
+    name: str, label: str, shape: Shape, *, backward: bool = False, method: str = "auto"
+) -> Case:
+    """A zoo recipe through `recollect.recall`, forward or forward and backward.
+
+    Args:
+        name: of the preset. label: of the case. shape: of the call.
+        backward: whether gradients of all inputs are taken.
+        method: as in `recollect.recall`.
+    """
     recipe = get(name).recipe
 
     def make() -> Callable[[], object]:
         q, k, v = tensors(shape, grad=backward, n=recipe.associations)
         gates, params = gates_of(recipe, shape, grad=backward), params_of(recipe, shape)
+        init = _init_of(recipe, shape, grad=backward)
 
         def forward() -> Tensor:
-            return recall(recipe, q, k, v, gates, params=params, output_state=False)[0]
+            y, _ = recall(
+                recipe, q, k, v, gates, init=init, params=params, output_state=False, method=method
+            )
+            return y
 
-        return _stepper(forward, [q, k, v, *gates.values()]) if backward else forward
+        leaves = [q, k, v, *gates.values(), *(init or ())]
+        return stepper(forward, leaves) if backward else forward
 
     price = cost(recipe, B=shape.B, H=shape.H, T=shape.T, K=shape.K, V=shape.V)
     inverse = recipe.algorithm.inverse
@@ -146,7 +174,7 @@ def sdpa_case(label: str, shape: Shape, *, backward: bool = False) -> Case:
         def forward() -> Tensor:
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        return _stepper(forward, [q, k, v]) if backward else forward
+        return stepper(forward, [q, k, v]) if backward else forward
 
     # Two products over the lower triangle; the backward pass has five.
     products = 2 * shape.B * shape.H * shape.T * shape.T * (shape.K + shape.V) / 2
@@ -159,7 +187,13 @@ def sdpa_case(label: str, shape: Shape, *, backward: bool = False) -> Case:
     )
 
 
-def _stepper(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Callable[[], object]:
+def stepper(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Callable[[], object]:
+    """A call that goes forward, and back to the leaves with ones.
+
+    Args:
+        forward: gives the outputs. leaves: whose gradients are taken.
+    """
+
     def step() -> object:
         y = forward()
         return torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)

@@ -9,13 +9,14 @@ peer's own projections and gates, and starts from its weights.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recollect.bench.results import Case
+from recollect.bench.suites.calls import stepper
 from recollect.choices.algorithm.descent import Momentum
 from recollect.choices.memory.maps import MLP
 from recollect.choices.retention.base import Decay
@@ -28,14 +29,6 @@ __all__ = ["memory_case", "own_case", "titans_case"]
 
 def _recipe(b: int) -> Recipe:
     return Recipe(memory=MLP(residual=False), retention=Decay(), algorithm=Momentum(batch=b))
-
-
-def _stepper(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Callable[[], object]:
-    def step() -> object:
-        y = forward()
-        return torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
-
-    return step
 
 
 def memory_case(
@@ -67,7 +60,7 @@ def memory_case(
             q, k, v = leaves[:3]
             return recall(recipe, q, k, v, named, init=leaves[6:], output_state=False)[0]
 
-        return _stepper(forward, leaves) if backward else forward
+        return stepper(forward, leaves) if backward else forward
 
     price = cost(recipe, B=B, T=T, H=H, K=K, V=K)
     return Case(name=label, make=make, flops=float(price.training if backward else price.total))
@@ -97,37 +90,50 @@ def _peer(b: int, chunk: int, K: int) -> Any:
     )
 
 
-def _leaves(module: Any, B: int, T: int, K: int) -> tuple[Tensor, list[Tensor]]:
-    x = torch.randn(B, T, K, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    return x, [x, *module.parameters()]
+def _leaves(module: Any, B: int, T: int, K: int, device: str) -> tuple[Tensor, list[Tensor]]:
+    x = torch.randn(B, T, K, generator=torch.Generator().manual_seed(1)).to(device)
+    return x.requires_grad_(), [x, *module.parameters()]
 
 
 def titans_case(
-    label: str, b: int, chunk: int, sizes: tuple[int, int, int], *, backward: bool = False
+    label: str,
+    b: int,
+    chunk: int,
+    sizes: tuple[int, int, int],
+    *,
+    backward: bool = False,
+    device: str = "cpu",
 ) -> Case:
     """The peer's module, ``sizes`` = (B, T, K)."""
     B, T, K = sizes
 
     def make() -> Callable[[], object]:
-        module = _peer(b, chunk, K)
-        x, leaves = _leaves(module, B, T, K)
+        module = _peer(b, chunk, K).to(device)
+        x, leaves = _leaves(module, B, T, K, device)
 
         def forward() -> Tensor:
             return module(x)[0]
 
-        return _stepper(forward, leaves) if backward else torch.no_grad()(forward)
+        return stepper(forward, leaves) if backward else torch.no_grad()(forward)
 
     return Case(name=label, make=make)
 
 
-def own_case(label: str, b: int, sizes: tuple[int, int, int], *, backward: bool = False) -> Case:
+def own_case(
+    label: str,
+    b: int,
+    sizes: tuple[int, int, int],
+    *,
+    backward: bool = False,
+    device: str = "cpu",
+) -> Case:
     """Our memory between the peer's projections: what its module computes at ``chunk_size=1``."""
     B, T, K = sizes
     recipe = _recipe(b)
 
     def make() -> Callable[[], object]:
-        module = _peer(b, 1, K)
-        x, leaves = _leaves(module, B, T, K)
+        module = _peer(b, 1, K).to(device)
+        x, leaves = _leaves(module, B, T, K, device)
 
         def forward() -> Tensor:
             stored, asked = module.store_norm(x), module.retrieve_norm(x)
@@ -145,6 +151,6 @@ def own_case(label: str, b: int, sizes: tuple[int, int, int], *, backward: bool 
             y, _ = recall(recipe, q, k, v, gates, init=init)
             return module.combine_heads(module.merge_heads(y.transpose(1, 2)))
 
-        return _stepper(forward, leaves) if backward else torch.no_grad()(forward)
+        return stepper(forward, leaves) if backward else torch.no_grad()(forward)
 
     return Case(name=label, make=make)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from recollect.engines.fla.operators import Operator, function
 from recollect.engines.linear.inputs import LinearProblem
@@ -144,15 +145,45 @@ def solve(operator: Operator, x: Arguments, like: LinearProblem, *, few: bool) -
     """
     name = operator.token if few and operator.token is not None else operator.name
     run = function(operator.module, name)
+    K, V = x.start.shape[-2:]
+    x = _without_odd_sizes(x)
     more = {"scale": 1.0, "initial_state": x.start, "output_final_state": x.final}
     if x.borders is not None:
         more["cu_seqlens"] = x.borders
     y, S = _CALLS[operator.name](run, x, more)
+    y, S = y[..., :V], None if S is None else S[..., :K, :V]
     H, G = like.q.shape[2:4]
     A = None if S is None else S.mT.to(like.A0.dtype)
     if A is not None and G > 1:
         A = A.unflatten(1, (H, G))[:, :, 0]  # all queries of a memory have the same
     return y.to(like.v.dtype).unflatten(2, (H, G)), A
+
+
+def _without_odd_sizes(x: Arguments) -> Arguments:
+    """The same with channels of zeros, where there is an odd number of them in 16 bits.
+
+    Kernels read such channels in pairs, and Triton may read beyond the last one; some refuse them.
+    A value channel of ones beside an even number of others is the common case.
+    """
+    K, V = x.start.shape[-2:]
+    if x.q.dtype.itemsize != 2 or not (K % 2 or V % 2):
+        return x
+    keys, values = (-size % 16 if size % 2 else 0 for size in (K, V))
+
+    def wider(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else pad(tensor, (0, keys))
+
+    return replace(
+        x,
+        q=pad(x.q, (0, keys)),
+        k=pad(x.k, (0, keys)),
+        v=pad(x.v, (0, values)),
+        decay=wider(x.decay) if x.decay is not None and x.decay.dim() == 4 else x.decay,
+        probe=wider(x.probe),
+        erase=wider(x.erase),
+        bonus=wider(x.bonus),
+        start=pad(x.start, (0, values, 0, keys)),
+    )
 
 
 # -- one function per operator: how its arguments are called ---------------------------------------

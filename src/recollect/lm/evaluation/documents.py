@@ -20,9 +20,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import torch
 from transformers import AutoTokenizer
 
@@ -39,6 +38,9 @@ from recollect.tasks.tracking import (
     frequent_words,
     variable_prompts,
 )
+
+if TYPE_CHECKING:
+    import datasets
 
 __all__ = ["local_text"]
 
@@ -126,6 +128,12 @@ def _loaded(folder: str, stamp: _Stamp) -> Any:
 
 
 # -- prompts that fill a context -------------------------------------------------------------------
+
+
+def _as_test(found: list[dict[str, Any]]) -> dict[str, datasets.Dataset]:
+    import datasets  # seconds, and nobody who trains a model needs it
+
+    return {"test": datasets.Dataset.from_list(found)}
 
 
 def needles(**given: Any) -> dict[str, datasets.Dataset]:
@@ -230,7 +238,7 @@ def _fitted(
     for index in range(one.count):
         doc, length = _fit(one, draw, size, index, length, room)
         found.append(doc)
-    return {"test": datasets.Dataset.from_list(found)}
+    return _as_test(found)
 
 
 def _fit(
@@ -332,7 +340,7 @@ def short_stories(**given: Any) -> dict[str, datasets.Dataset]:
                 "answer": choices.index(story.answer),
             }
         )
-    return {"test": datasets.Dataset.from_list(found)}
+    return _as_test(found)
 
 
 def pieces(**given: Any) -> dict[str, datasets.Dataset]:
@@ -344,7 +352,7 @@ def pieces(**given: Any) -> dict[str, datasets.Dataset]:
         if len(found[-1].encode()) >= PIECE:
             found.append("")
         found[-1] += ("\n\n" if found[-1] else "") + paragraph
-    return {"test": datasets.Dataset.from_list([{"input": x} for x in found[: one.count] if x])}
+    return _as_test([{"input": x} for x in found[: one.count] if x])
 
 
 # -- scores ----------------------------------------------------------------------------------------

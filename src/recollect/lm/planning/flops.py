@@ -46,11 +46,15 @@ def model_flops(config: RecollectConfig, *, context: int) -> float:
 def measured_ceiling(device: torch.device | str, dtype: torch.dtype) -> float:
     """Operations per second that one large matrix product reaches here and now.
 
-    2 · 1024³ (4096³ on a GPU) over the lower quartile of a few rounds; about a tenth of a second.
+    2 · 1024³ (8192³ on a GPU) over the lower quartile of a few rounds; about a tenth of a second.
+    Of random numbers: a GPU multiplies equal ones faster than any that a model has.
     """
     device = torch.device(device)
-    side = _SIDE if device.type == "cpu" else 4 * _SIDE
-    left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
+    side = _SIDE if device.type == "cpu" else 8 * _SIDE
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (
+        torch.randn(side, side, device=device, generator=generator).to(dtype) for _ in range(2)
+    )
     seconds: list[float] = []
     for _ in range(_ROUNDS):
         _wait(device)

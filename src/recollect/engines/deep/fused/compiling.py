@@ -11,6 +11,8 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 __all__ = ["SOURCES", "CompileError", "compiled", "find_nvrtc", "source"]
 
 SOURCES = Path(__file__).parent / "cuda"
@@ -33,11 +35,14 @@ def source(name: str) -> str:
 
 
 def _places() -> Iterator[str]:
-    for version in _VERSIONS:
+    # That of torch's own CUDA first: a driver of 12 does not load what a compiler of 13 has made.
+    own = int((torch.version.cuda or "0").partition(".")[0])
+    versions = sorted(_VERSIONS, key=lambda version: version != own)
+    for version in versions:
         yield f"libnvrtc.so.{version}"
     spec = importlib.util.find_spec("nvidia")
     for folder in [] if spec is None else spec.submodule_search_locations or []:
-        for version in _VERSIONS:
+        for version in versions:
             for path in sorted(Path(folder).glob(f"*/lib/libnvrtc.so.{version}")):
                 yield str(path)
 

@@ -1,0 +1,114 @@
+"""Decoding of a layer token by token, with CUDA graphs and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypedDict
+
+import torch
+from torch import nn
+
+from recollect.bench.gpu.ceilings import seconds_of
+from recollect.decoder import StaticDecoder
+from recollect.layer.memory_layer import MemoryLayer
+from recollect.zoo.preset import get
+
+__all__ = ["NAMES", "Decoded", "measure_decoding"]
+
+NAMES = ("linear_attention", "mamba2", "gated_delta_net", "rwkv7", "titans", "softmax_attention")
+_TOKENS = 16
+"""Decoded in one timed call: an inner batch of Titans."""
+
+
+class Decoded(TypedDict):
+    """A layer that decodes.
+
+    Attributes:
+        name: of the preset. rows: sequences at once. graphs: whether by recorded graphs.
+        seconds: of a token of all rows.
+        bytes: that a token must move at the least: the state read, and written once per inner
+            batch, and the parameters read.
+    """
+
+    name: str
+    rows: int
+    graphs: bool
+    seconds: float
+    bytes: float
+
+
+def measure_decoding(
+    name: str,
+    rows: Sequence[int],
+    *,
+    heads: int,
+    size: int,
+    prompt: int,
+    device: torch.device,
+    left_out: dict[str, str],
+    least: float = 0.2,
+) -> list[Decoded]:
+    """Time a layer in bfloat16 from the state after a prompt.
+
+    On another device than CUDA the static decoder runs its steps one by one, and is not timed.
+
+    Args:
+        name: of the preset. rows: sequences at once, each number by itself.
+        heads, size: of the layer, whose width is their product.
+        prompt: tokens before the first that is decoded.
+        device: where. left_out: gets what could not be timed, with the reason.
+        least: seconds that each measurement takes, about.
+    """
+    found: list[Decoded] = []
+    for B in rows:
+        for graphs in (False, True) if device.type == "cuda" else (False,):
+            label = f"{name}, {B} rows, decoding{' by graphs' if graphs else ''}"
+            try:
+                call, moved = _decoding(name, B, heads * size, heads, prompt, device, graphs)
+                seconds = seconds_of(call, least=least) / _TOKENS
+            except Exception as error:
+                left_out[label] = f"{type(error).__name__}: {error}"
+                continue
+            found.append(Decoded(name=name, rows=B, graphs=graphs, seconds=seconds, bytes=moved))
+    return found
+
+
+def _decoding(
+    name: str, B: int, width: int, heads: int, prompt: int, device: torch.device, graphs: bool
+) -> tuple[Callable[[], object], float]:
+    """A call that decodes some tokens, and the bytes that one of them must move."""
+    torch.manual_seed(0)
+    layer = get(name).build(d_model=width, heads=heads).eval().to(device, torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(B, prompt + 1, width, generator=generator, device=device).bfloat16()
+    token = x[:, prompt:].contiguous()
+    with torch.no_grad():
+        _, state = layer(x[:, :prompt])
+    batch = layer.recipe.algorithm.batch if isinstance(layer, MemoryLayer) else 1
+    # What `State.cache` spares the next call need not be read.
+    spared = [] if state.memory is None else state.memory.cache.values()
+    kept = state.nbytes - sum(x.numel() * x.element_size() for x in spared)
+    moved = kept * (1 + 1 / batch) + _bytes(layer)
+    if not graphs:
+
+        @torch.no_grad()
+        def steps() -> object:
+            now = state
+            for _ in range(_TOKENS):
+                _, now = layer(token, now)
+            return now
+
+        return steps, moved
+    decoder = StaticDecoder(layer, state)
+    for _ in range(decoder.warm + 3 * decoder.period):
+        decoder(token)
+
+    def replayed() -> None:
+        for _ in range(_TOKENS):
+            decoder(token)
+
+    return replayed, moved
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())

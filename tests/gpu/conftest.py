@@ -1,0 +1,30 @@
+"""What tests of a GPU share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _whole_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test begins in a process whose CUDA context a kernel has broken.
+
+    Such a context answers every call with the error of that kernel: all tests after it would fail.
+    A worker of xdist ends, and another takes its place; a process alone ends the run.
+    """
+    yield
+    if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        said = f"{request.node.nodeid} has broken the CUDA context: {error}"
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            print(said, file=sys.stderr, flush=True)
+            os._exit(1)
+        pytest.exit(said, returncode=1)

@@ -1,0 +1,89 @@
+"""What a preset is run through on any device: forward, backward, a prompt, tokens one by one.
+
+Nothing here knows which device it is; who runs a stretch (``run(name, call)``) may look at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import recollect as rc
+from recollect.recall.bound import bind
+
+WIDTH, HEADS = 16, 2
+TOKENS, DEEP_TOKENS = 72, 40
+"""Tokens of forward and backward: more than a chunk of 64, or two and a half inner batches."""
+
+PROMPT, DECODED = 30, 4
+"""Tokens of the prompt and after it: one of these ends an inner batch of 16."""
+
+
+class Runs(Protocol):
+    """Who runs a stretch, and may look at it."""
+
+    def run(self, name: str, call: Callable[[], Any]) -> Any: ...
+
+
+class Unwatched:
+    """Runs stretches and looks at none."""
+
+    def run(self, name: str, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+def host(x: Tensor) -> Tensor:
+    """The numbers of a tensor, on the CPU."""
+    x = x.detach()
+    inner = x.__dict__.get("inner")  # of the device that pretends (`tests.gpu.pretend`)
+    return x.cpu() if inner is None else inner
+
+
+def distance(x: Tensor | None, y: Tensor | None) -> float:
+    """‖x − y‖ relative to ‖y‖; infinite where only one is there or x is not finite."""
+    if x is None or y is None:
+        return 0.0 if x is y else float("inf")
+    x, y = host(x).double(), host(y).double()
+    if not bool(x.isfinite().all()):
+        return float("inf")
+    return float((x - y).norm() / y.norm().clamp_min(1e-30))
+
+
+def passes(layer: nn.Module, x: Tensor, stretches: Runs) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Outputs, and the gradients of what is read and of every parameter."""
+    x = x.requires_grad_()
+    y = stretches.run("forward", lambda: layer(x, output_state=False))[0]
+    stretches.run("backward", lambda: y.square().sum().backward())
+    return y, {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+
+
+def decode(layer: nn.Module, tokens: list[Tensor], stretches: Runs) -> Tensor:
+    """Outputs of the tokens after the first piece, which is the prompt."""
+
+    def one_by_one() -> list[Tensor]:
+        nonlocal state
+        outputs: list[Tensor] = []
+        for token in tokens[1:]:
+            y, state = layer(token, state)
+            outputs.append(y)
+        return outputs
+
+    with torch.no_grad():
+        _, state = stretches.run("prompt", lambda: layer(tokens[0]))
+        outputs = stretches.run("decode", one_by_one)
+    return torch.cat([host(y) for y in outputs], 1)
+
+
+def pieces(x: Tensor) -> list[Tensor]:
+    """A prompt, and the tokens after it."""
+    return [x[:, :PROMPT], *x[:, PROMPT : PROMPT + DECODED].split(1, 1)]
+
+
+def length(preset: rc.zoo.Preset) -> int:
+    """Tokens that a preset is measured on."""
+    K = WIDTH // HEADS
+    engine = bind(preset.recipe, H=HEADS, K=K, V=K, method="auto").engine
+    return DEEP_TOKENS if engine.name == "deep" else TOKENS

@@ -1,0 +1,97 @@
+"""Every preset on a CUDA device: the CPU's numbers, and no host wait beyond the budgets.
+
+``make gpu`` runs these; without a device they are skipped. ``RECOLLECT_TEST_DEVICE=cpu`` runs them
+on the CPU, against which nothing can differ: that shows that they run, and `test_it_can_fail` that
+they would say so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.gpu import parity
+from tests.gpu.parity import DEVICE, HERE, MISSING, compare
+from tests.gpu.test_budgets import BUDGETS, CANCELS, FAR, FEWER, NEAR, SLOW
+from torch import nn
+
+import recollect as rc
+
+BITS = {"float32": 23, "tf32": 10, "bf16": 7}
+needs_device = pytest.mark.skipif(not HERE, reason=MISSING)
+
+
+def far(name: str, precision: str, found: dict[str, float]) -> list[str]:
+    """A line for every number that is too far from the CPU's."""
+    recipe = rc.zoo.get(name).recipe
+    exact = precision == "float32" or rc.select(recipe).engine.needs_digits(recipe) is not None
+    y, gradient = (NEAR["y"], NEAR["gradient"]) if exact else FEWER[BITS[precision]]
+    most = {"y": y, "gradient": gradient, "decoded": y if precision == "float32" else 2 * y}
+    if name in CANCELS and not exact:
+        del most["gradient"]
+    return [
+        f"{name}, {precision}: {what} {found[what]:.1e} from the CPU's, at most {near:.0e}"
+        for what, near in most.items()
+        if not found.get(what, 0.0) <= max(near, FAR.get(name, 0.0))
+    ]
+
+
+def waited(name: str, lines: dict[str, list[str]]) -> list[str]:
+    """A line for every stretch in which the host waited more often than its budget says."""
+    budget = BUDGETS["presets"][name]
+    return [
+        f"{name} {part}: the host waited {len(sites)} times, budget {sum(budget[part][1:])}: "
+        f"{', '.join(dict.fromkeys(sites))}"
+        for part, sites in lines.items()
+        if len(sites) > sum(budget[part][1:])
+    ]
+
+
+@pytest.mark.gpu
+@needs_device
+@pytest.mark.parametrize("precision", BITS)
+@pytest.mark.parametrize("name", rc.zoo.names())
+def test_preset(name: str, precision: str, record_property: Callable[[str, object], None]) -> None:
+    if precision != "float32" and name in SLOW:
+        pytest.skip("solves anew at every token, seconds each: compared in float32 alone")
+    found = compare(name, precision=precision)
+    for what, value in found.items():
+        record_property(what, json.dumps(value))
+    problems = far(name, precision, found) + waited(name, found["waits"])
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.gpu
+@needs_device
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU never waits")
+def test_a_wait_is_seen() -> None:
+    waits = parity.Waits()
+    x = torch.ones(3, device=DEVICE)
+    waits.run("asks", lambda: x.sum().item())
+    waits.run("sends", lambda: torch.tensor([1.0, 2.0], device=DEVICE))
+    waits.run("adds", lambda: x + 1)
+    assert [bool(waits.lines[name]) for name in ("asks", "sends", "adds")] == [True, True, False]
+
+
+def test_it_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose first weight is off by a hundredth is seen in all three numbers."""
+
+    def wrong(layer: nn.Module) -> nn.Module:
+        there = copied(layer)
+        with torch.no_grad():
+            next(there.parameters()).mul_(1 + 1e-2)
+        return there
+
+    copied = parity.moved
+    monkeypatch.setattr(parity, "DEVICE", torch.device("cpu"))
+    assert not far("gated_delta_net", "float32", compare("gated_delta_net"))
+    monkeypatch.setattr(parity, "moved", wrong)
+    lines = far("gated_delta_net", "float32", compare("gated_delta_net"))
+    assert len(lines) == 3
+    sites = {"decode": ["layer.py:7"], "forward": []}
+    assert waited("gated_delta_net", sites) == [
+        "gated_delta_net decode: the host waited 1 times, budget 0: layer.py:7"
+    ]
+    assert not waited("mesa_net", {"forward": ["solve.py:3"] * 10})
