@@ -170,7 +170,7 @@ def test_names_and_reasons_with_brackets_are_shown_whole(
     display = CompareDisplay(console, models=1, tasks=1)
     display.begin("text", name, 1, 1)
     console.print(display._view())
-    assert said.getvalue().count(name) == 4  # table, line, live table, bar
+    assert said.getvalue().count(name) == 5  # table, line, what was found, live table, bar
     assert reason in said.getvalue()
 
 
