@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect.blocks.as_context import AsContextLayer
-from recollect.choices.devices import constants
+from recollect.choices.devices import autocasts, constants
 from recollect.layer.memory_layer import MemoryLayer
 
 __all__ = ["StaticDecoder"]
@@ -324,7 +324,7 @@ def _cuda_graphs() -> Record:
 
 def _without_copies(kind: str) -> AbstractContextManager[object]:
     """Autocast, where it is on, keeps no copies of weights: a graph would read them when gone."""
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if not autocasts(kind):
         return nullcontext()
     return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
 

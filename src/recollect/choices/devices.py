@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake  # pyright: ignore[reportUnknownVariableType]
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["constant", "constants", "holds", "lasts", "looks", "room", "stamp"]
+__all__ = ["autocasts", "constant", "constants", "holds", "lasts", "looks", "room", "stamp"]
 
 KEPT = 512
 """Constants that are kept at a time; more sizes than that in one process are made anew."""
@@ -36,6 +36,20 @@ def looks(x: Tensor) -> bool:
 
 
 _ORDINARY = (Tensor, nn.Parameter)
+
+
+@torch.compiler.assume_constant_result  # torch 2.9's compiler does not follow the question
+def _knows_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for a type of device, of which not all have it.
+
+    Args:
+        kind: as ``torch.device.type`` has it.
+    """
+    return _knows_autocast(kind) and torch.is_autocast_enabled(kind)
 
 
 def holds(x: Tensor) -> bool:

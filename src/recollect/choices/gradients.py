@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import autocasts
 from recollect.choices.member import RecipeError
 from recollect.choices.multiplying import innermost, multiplying
 
@@ -62,11 +63,7 @@ def _as_before(backward: Backward) -> Backward:
     @functools.wraps(backward)
     def exact(ctx: Any, *grads: Tensor | None) -> Any:
         device = next((g.device.type for g in grads if g is not None), None)
-        rounds = (
-            device is not None
-            and torch.amp.is_autocast_available(device)
-            and torch.is_autocast_enabled(device)
-        )
+        rounds = device is not None and autocasts(device)
         precision = getattr(ctx, "precision", None)
         if precision is None and not rounds:
             return backward(ctx, *grads)

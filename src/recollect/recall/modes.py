@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from recollect.choices.devices import autocasts
 from recollect.choices.multiplying import multiplying
 from recollect.engines.common.problem import Problem, tensors
 
@@ -101,8 +102,7 @@ def _multiplying(device: torch.device, precision: str) -> Generator[None]:
 
 def under_autocast(device: torch.device) -> bool:
     """Whether autocast rounds products there."""
-    kind = device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return autocasts(device.type)
 
 
 def refuse_transforms(given: Iterable[object]) -> None:

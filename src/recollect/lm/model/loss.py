@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from recollect.choices.devices import autocasts
+
 __all__ = ["IGNORE", "next_token_loss", "shifted"]
 
 IGNORE = -100
@@ -125,7 +127,7 @@ def _plain(head: nn.Module) -> bool:
 def _in_chunks(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
     """The summed loss of a linear head."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if autocasts(kind):
         dtype = torch.get_autocast_dtype(kind)
         dtype = x.dtype if x.dtype == torch.float64 else dtype
     else:
