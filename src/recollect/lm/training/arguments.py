@@ -18,6 +18,17 @@ from recollect.wording import word_for
 
 __all__ = ["check_layout", "device_of", "quiet", "share", "trainer_arguments"]
 
+GATHERS = (2, 13)
+"""The oldest torch with which weights of data × tensor were seen to be those of one process.
+
+With 2.9 they are not, and between the two nobody has looked.
+"""
+
+
+def _torch() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
 
 def share(plan: TrainPlan, processes: int) -> Layout:
     """How processes share a plan's run.
@@ -44,8 +55,14 @@ def check_layout(plan: TrainPlan, layout: Layout) -> None:
     Raises:
         ValueError: rows, or segments of them, that are shorter than the processes they lie along;
             what rows in segments cannot do where several processes share a run; compiled MLPs
-            that are divided.
+            that are divided; weights that an old torch gathers wrongly.
     """
+    if layout.tensor > 1 and layout.processes > layout.tensor and _torch() < GATHERS:
+        raise ValueError(
+            f"[run] parallel: torch {torch.__version__} gathers weights wrongly that tensor = "
+            f"{layout.tensor} divides and other processes share: take torch "
+            f"{'.'.join(map(str, GATHERS))} or newer, or tensor alone"
+        )
     if plan.run.compile and layout.tensor > 1:
         raise ValueError(
             f"[run] compile = true compiles MLPs, which tensor = {layout.tensor} divides: leave "
