@@ -111,6 +111,7 @@ def check_create_graph(recipe: Recipe, x: Inputs, method: str) -> None:
         return
     if kinked(recipe):
         return
+    bends = [b.detach() for b in bends]
     found = sum(float((b * ways[n]).sum()) for b, n in zip(bends, named, strict=True))
     size = sum(float(b.norm() * ways[n].norm()) for b, n in zip(bends, named, strict=True))
 
