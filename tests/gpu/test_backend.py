@@ -12,18 +12,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.gpu.operator_cases import CASES, distance, solved
 from tests.gpu.parity import MISSING
+from tests.gpu.printed import printed
 from torch import Tensor
 
 import recollect as rc
@@ -32,7 +28,6 @@ from recollect.engines.fla import calls, choose, offer, recurrences
 from recollect.engines.fla.operators import function
 from recollect.recipe.sized import sized
 
-HERE = Path(__file__).parent
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 # Written by hand from the papers' recurrences and the package's documentation: for bf16, and where
@@ -243,20 +238,6 @@ def test_kernels_multiply_what_was_asked_for(
 # -- on the pretended GPU --------------------------------------------------------------------------
 
 
-def _printed(module: str, *arguments: str) -> list[dict[str, Any]]:
-    """What a module of `tests.gpu` prints, from a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.gpu.{module}", *arguments],
-        cwd=HERE.parents[1],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 NEAR = {"y": 1e-5, "decoded": 1e-5, "gradient": 1e-3}
 ONE_OF_EACH = (
     "linear_attention", "gla", "rwkv6", "mlstm", "delta_net", "gated_delta_net", "leaky_lms",
@@ -273,7 +254,7 @@ ONE_OF_EACH = (
     ],
 )
 def test_layers_on_a_gpu_call_them(names: list[str]) -> None:
-    found = _printed("backend", *names)
+    found = printed("backend", *names)
     assert [one["name"] for one in found] == [*names]
     for one in found:
         single = EXPECTED[one["name"]][1:] if one["name"] in EXPECTED else ()
@@ -321,7 +302,7 @@ needs_triton = pytest.mark.skipif(
 @needs_triton
 @pytest.mark.parametrize("cases", ["quick", pytest.param("long", marks=pytest.mark.slow)])
 def test_kernels_are_the_reference(cases: str) -> None:
-    found = _printed("operators", cases)
+    found = printed("operators", cases)
     assert len(found) >= 19
     for one in found:
         name = one["name"]

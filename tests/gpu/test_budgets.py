@@ -8,7 +8,6 @@ a backward, a prompt and the tokens decoded after it (`tests.gpu.measure`). No n
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.printed import printed
 
 import recollect as rc
 
@@ -61,20 +61,6 @@ def _groups() -> list[Any]:
     return [*fast, pytest.param([*SLOW], id="token by token", marks=pytest.mark.slow)]
 
 
-def measured(*arguments: str, module: str = "measure") -> list[Any]:
-    """What a module of `tests.gpu` prints, from a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.gpu.{module}", *arguments],
-        cwd=HERE.parents[1],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def _grown(found: dict[str, Any]) -> list[str]:
     """A line for every number of a preset that is above its budget."""
     name, lines = found["name"], []
@@ -93,7 +79,7 @@ def _grown(found: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("names", _groups())
 def test_presets_on_a_device(names: list[str]) -> None:
-    found = measured(*names)
+    found = printed("measure", *names)
     assert [one["name"] for one in found] == names
     far = [
         f"{one['name']}: {what} {one[what]:.1e} from the CPU's"
@@ -125,7 +111,7 @@ TURNED = (
 )
 def test_what_is_not_looked_at_is_not_overlooked(names: list[str]) -> None:
     """Padding, packing, resets, choices of rows, weights that change, decays beyond float32."""
-    found = measured(*names, module="turns")
+    found = printed("turns", *names)
     assert {name for name, _, _ in found} == set(names)
     assert not [one for one in found if not one[2] <= NEAR["y"]]
 
@@ -144,7 +130,7 @@ def test_every_preset_has_a_budget() -> None:
 )
 def test_launches_of_a_long_sequence(name: str, most: int) -> None:
     """Forward and backward of 4096 tokens: what a device would spend its time on launching."""
-    (found,) = measured("--tokens", "4096", name)
+    (found,) = printed("measure", "--tokens", "4096", name)
     stretches = found["stretches"]
     assert stretches["forward"]["launches"] + stretches["backward"]["launches"] <= most
     assert found["y"] <= NEAR["y"]
@@ -226,7 +212,7 @@ LEFT = [name for name in rc.zoo.names() if name not in (*SLOW, *ROUNDED, LEAP)]
 def test_products_of_tensor_cores(names: tuple[str, ...], bits: int) -> None:
     """Rounded operands and float32 sums: outputs are off by the rounding, decoded tokens too."""
     far, slope = FEWER[bits]
-    for one in measured("--bits", str(bits), *names):
+    for one in printed("measure", "--bits", str(bits), *names):
         assert 2.0 ** -(bits + 6) < one["y"] <= far, one["name"]
         assert one.get("decoded", 0.0) <= 2 * far, one["name"]
         assert one["gradient"] <= slope, one["name"]
@@ -260,7 +246,7 @@ def test_precision_of_a_layer(names: tuple[str, ...], precision: str, bits: int)
     TF32 is what PyTorch's switch says while the device multiplies, and it stays nowhere else.
     """
     far, slope = FEWER.get(bits, (NEAR["y"], NEAR["gradient"]))
-    for one in measured("--precision", precision, *names):
+    for one in printed("measure", "--precision", precision, *names):
         name, recipe = one["name"], rc.zoo.get(one["name"]).recipe
         engine = rc.select(recipe).engine
         exact = bits == 23 or engine.needs_digits(recipe) is not None

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.gpu.parity import MISSING
-from tests.gpu.test_budgets import measured, pytestmark
+from tests.gpu.printed import printed
+from tests.gpu.test_budgets import pytestmark
 
 import recollect as rc
 
@@ -41,7 +42,7 @@ REST = [name for name in rc.zoo.names() if name not in QUICK]
     ],
 )
 def test_tokens_of_replayed_graphs(names: tuple[str, ...]) -> None:
-    found = measured("decode", *names, module="graphs")
+    found = printed("graphs", "decode", *names)
     assert [one["name"] for one in found] == list(names)
     for one in found:
         if one["name"] in GROW or one["name"] == "mesa_net":
@@ -57,7 +58,7 @@ def test_tokens_of_replayed_graphs(names: tuple[str, ...]) -> None:
 
 def test_a_recorded_training_step() -> None:
     names = ("gated_delta_net", "mamba2", "rwkv7", "titans", "softmax_attention", "mag")
-    found = measured("train", *names, module="graphs")
+    found = printed("graphs", "train", *names)
     assert [one["name"] for one in found] == list(names)
     assert not [one for one in found if max(one["weights"], one["loss"]) > 1e-9]
 

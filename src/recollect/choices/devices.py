@@ -7,15 +7,26 @@ where nobody has to wait for it (`looks`). Constants are made once and stay wher
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake  # pyright: ignore[reportUnknownVariableType]
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["autocasts", "constant", "constants", "holds", "lasts", "looks", "room", "stamp"]
+__all__ = [
+    "autocasts",
+    "constant",
+    "constants",
+    "holds",
+    "lasts",
+    "looks",
+    "room",
+    "shapes_alone",
+    "stamp",
+]
 
 KEPT = 512
 """Constants that are kept at a time; more sizes than that in one process are made anew."""
@@ -38,7 +49,13 @@ def looks(x: Tensor) -> bool:
 _ORDINARY = (Tensor, nn.Parameter)
 
 
-@torch.compiler.assume_constant_result  # torch 2.9's compiler does not follow the question
+# Asked for every token, and torch 2.9's compiler does not follow the question.
+_WITH_AUTOCAST = frozenset(
+    kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind)
+)
+
+
+@torch.compiler.assume_constant_result
 def _knows_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)
 
@@ -49,15 +66,30 @@ def autocasts(kind: str) -> bool:
     Args:
         kind: as ``torch.device.type`` has it.
     """
-    return _knows_autocast(kind) and torch.is_autocast_enabled(kind)
+    known = kind in _WITH_AUTOCAST or _knows_autocast(kind)
+    return known and torch.is_autocast_enabled(kind)
 
 
 def holds(x: Tensor) -> bool:
     """Whether a tensor has numbers: those of the meta device, and fake ones, have shapes alone.
 
-    A graph that is being compiled will have them.
+    A graph that is being compiled will have them, outside of `shapes_alone`.
     """
-    return torch.compiler.is_compiling() or not (x.is_meta or bool(is_fake(x)))
+    will = torch.compiler.is_compiling() and not _shapes_alone
+    return will or not (x.is_meta or bool(is_fake(x)))
+
+
+_shapes_alone: list[bool] = []
+
+
+@contextlib.contextmanager
+def shapes_alone() -> Generator[None]:
+    """Inside, a compiler asks for the shapes of an operation that it does not look into."""
+    _shapes_alone.append(True)
+    try:
+        yield
+    finally:
+        _shapes_alone.pop()
 
 
 DEVICE_ROOM = 2**32

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recollect.choices.fields import domain
 from recollect.choices.member import Member
+from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import CHOICES, Recipe
-
-if TYPE_CHECKING:
-    from recollect.layer.options import LayerOptions
 
 __all__ = ["PROPERTIES", "Named", "fingerprint", "named", "properties"]
 
@@ -124,7 +122,7 @@ def named(recipe: Recipe, options: LayerOptions | None = None) -> tuple[tuple[Na
             title=preset.title,
             row=preset.row,
             apart={key: f[key] for key in differ if f.get(key) is not None},
-            options=preset.options != type(preset.options)(),
+            options=preset.options != LayerOptions(),
         )
         for preset, f in zip(same, flat, strict=True)
     ]

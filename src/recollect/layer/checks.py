@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import autocasts
 from recollect.choices.fields import Param
 from recollect.choices.member import RecipeError
 from recollect.choices.memory.base import Stack
@@ -15,7 +16,6 @@ from recollect.layer.options import GateOptions, LayerOptions
 from recollect.layer.state import LayerState
 from recollect.layer.ties import check_ties
 from recollect.recall.arguments import DENSE, check_borders, check_mask, layout
-from recollect.recall.modes import under_autocast
 from recollect.recipe.argument import named_system, recipe_of
 from recollect.recipe.limit import step_limit
 from recollect.recipe.recipe import Recipe
@@ -227,7 +227,7 @@ def check_tokens(
         raise ValueError(f"x must be a floating-point tensor [B, T, {d_model}], not {given}")
     if x.layout is not torch.strided or x.is_nested:
         raise ValueError(f"x must be a dense tensor [B, T, {d_model}], not {layout(x)}: {DENSE}")
-    if x.dtype != weight.dtype and weight.dtype in PLAIN and not under_autocast(x.device):
+    if x.dtype != weight.dtype and weight.dtype in PLAIN and not autocasts(x.device.type):
         raise ValueError(
             f"x is {x.dtype} and the layer {weight.dtype}: cast one of them, by "
             f"x.to({weight.dtype}) or layer.to({x.dtype}), or run it under torch.autocast"

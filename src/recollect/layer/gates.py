@@ -32,12 +32,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recollect.choices.devices import constant, lasts
+from recollect.choices.devices import autocasts, constant, lasts
 from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
 from recollect.fields import Range
 from recollect.layer.options import GateOptions
-from recollect.recall.modes import under_autocast
 from recollect.recipe.initial_params import start
 
 if TYPE_CHECKING:
@@ -422,7 +421,7 @@ class GateProjection(nn.Module):
                 h = x if down is None else functional.linear(x, down)
                 flat = len(self.shape) == 1
                 plain = flat and z is not None and x.dtype == h.dtype == weight.dtype == work
-                if plain and not (torch.is_grad_enabled() or under_autocast(x.device)):
+                if plain and not (torch.is_grad_enabled() or autocasts(x.device.type)):
                     z = functional.linear(h, weight, z)  # one operation where each one counts
                 else:
                     moved = functional.linear(h, weight).to(work)

@@ -30,7 +30,6 @@ __all__ = [
     "ordinary_problem",
     "refuse_transforms",
     "solving",
-    "under_autocast",
     "with_autograd",
 ]
 
@@ -79,7 +78,7 @@ def ordinary_problem(problem: Problem) -> Problem:
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Without autocast, where it is on."""
-    return torch.autocast(device.type, enabled=False) if under_autocast(device) else nullcontext()
+    return torch.autocast(device.type, enabled=False) if autocasts(device.type) else nullcontext()
 
 
 def solving(device: torch.device, precision: str | None) -> AbstractContextManager[object]:
@@ -98,11 +97,6 @@ def solving(device: torch.device, precision: str | None) -> AbstractContextManag
 def _multiplying(device: torch.device, precision: str) -> Generator[None]:
     with full_precision(device), multiplying(precision):
         yield
-
-
-def under_autocast(device: torch.device) -> bool:
-    """Whether autocast rounds products there."""
-    return autocasts(device.type)
 
 
 def refuse_transforms(given: Iterable[object]) -> None:

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import shapes_alone
 from recollect.recall.bound import Bound, bound_of
 from recollect.recall.call import Call
 from recollect.recall.modes import with_autograd
@@ -240,7 +241,7 @@ def _(form: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     if call.state is not None:
         # How many tokens were seen is a number too. It decides no shape: what is kept has slots.
         call = replace(call, state=call.state.stating(0))
-    with with_autograd():
+    with with_autograd(), shapes_alone():
         read, after = memorise(call)
     found = [read if y is None else y]
     if after is not None:

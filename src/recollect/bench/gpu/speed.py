@@ -11,13 +11,10 @@ run that is cut short leaves its numbers.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -27,6 +24,7 @@ from recollect.bench.gpu.ceilings import measure_ceilings
 from recollect.bench.gpu.decoding import NAMES as DECODED
 from recollect.bench.gpu.decoding import measure_decoding
 from recollect.bench.gpu.peers import OPERATORS, operator_case, packages
+from recollect.bench.gpu.stages import Asked
 from recollect.bench.harness import run
 from recollect.bench.results import BenchResult, Case
 from recollect.bench.suites.calls import Shape, recall_case, sdpa_case
@@ -35,7 +33,6 @@ from recollect.engines.deep import fused_plan
 from recollect.engines.deep.fused.walk import launcher
 from recollect.recipe.sized import sized
 from recollect.report.environment import describe_environment
-from recollect.report.files import write_atomic
 from recollect.zoo.preset import get
 
 __all__ = ["FULL", "SYSTEMS", "TINY", "Sizes", "lines", "measure"]
@@ -365,18 +362,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: of the command line.
     """
-    parser = argparse.ArgumentParser(prog="python -m recollect.bench.gpu.speed")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--save", type=Path, required=True)
-    given = parser.parse_args(arguments)
-
-    def keep(data: dict[str, Any]) -> None:
-        write_atomic(given.save, json.dumps(data, indent=2, allow_nan=False) + "\n")
-
+    given = Asked.of(arguments, prog="python -m recollect.bench.gpu.speed", seconds=600.0)
     sizes = TINY if given.tiny else FULL
-    for line in lines(measure(given.device, sizes, seconds=given.seconds, keep=keep)):
+    for line in lines(measure(given.device, sizes, seconds=given.seconds, keep=given.keep)):
         print(line)
 
 

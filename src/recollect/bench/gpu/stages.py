@@ -6,6 +6,7 @@ a hang, too little memory), the next one begins anew; what it has written by the
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -14,8 +15,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import ParseError
@@ -23,8 +25,9 @@ from xml.etree.ElementTree import ParseError
 import recollect
 from recollect.bench.gpu.junit import read_tests
 from recollect.engines.fla.operators import installed
+from recollect.report.files import write_atomic
 
-__all__ = ["STAGES", "Here", "Stage", "run_stage"]
+__all__ = ["STAGES", "Asked", "Here", "Stage", "run_stage"]
 
 _GRACE = 15.0
 """Seconds that a stage has to write what it knows once it is asked to end."""
@@ -143,6 +146,40 @@ def _told(found: Mapping[str, Any]) -> tuple[str, bool]:
 # -- the others ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a stage's own process is asked, as `_module` says it.
+
+    Attributes:
+        device: to measure. tiny: whether sizes are such that only the way is shown.
+        seconds: that it may take. save: the file of what it finds.
+    """
+
+    device: str
+    tiny: bool
+    seconds: float
+    save: Path
+
+    @classmethod
+    def of(cls, arguments: Sequence[str] | None, *, prog: str, seconds: float) -> Asked:
+        """Read a command line.
+
+        Args:
+            arguments: of it; the process's own where there are none.
+            prog: its name. seconds: where it does not say.
+        """
+        parser = argparse.ArgumentParser(prog=prog)
+        parser.add_argument("--device", default="cuda")
+        parser.add_argument("--tiny", action="store_true")
+        parser.add_argument("--seconds", type=float, default=seconds)
+        parser.add_argument("--save", type=Path, required=True)
+        return cls(**vars(parser.parse_args(arguments)))
+
+    def keep(self, data: Mapping[str, Any]) -> None:
+        """Write what was found so far."""
+        write_atomic(self.save, json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
 def _module(name: str, here: Here, result: Path, seconds: float) -> list[str]:
     command = [sys.executable, "-m", name, "--device", here.device, "--save", str(result)]
     return [*command, "--seconds", str(seconds), *(["--tiny"] if here.tiny else [])]
@@ -201,10 +238,6 @@ def _compiled(found: Mapping[str, Any]) -> tuple[str, bool]:
     return said, not failed
 
 
-def _bench(here: Here, result: Path) -> list[str] | str:
-    return _module("recollect.bench.gpu.speed", here, result, 350)
-
-
 def _training(here: Here, result: Path) -> list[str] | str:
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed: install recollect[lm]"
@@ -257,7 +290,7 @@ STAGES = (
         name="bench",
         about="speed against peers and the device's ceilings; decoding",
         seconds=390,
-        command=_bench,
+        command=partial(_module, "recollect.bench.gpu.speed", seconds=350),
         read=_timed,
     ),
     Stage(

@@ -9,9 +9,7 @@ model is worth nothing.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import tempfile
 import time
@@ -23,13 +21,13 @@ import torch
 from transformers import TrainerCallback
 
 import recollect
+from recollect.bench.gpu.stages import Asked
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.planning.flops import measured_ceiling, model_flops
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.progress import Header, Progress
 from recollect.lm.training.train import RecollectTrainer, Trained, train
 from recollect.report.environment import describe_environment
-from recollect.report.files import write_atomic
 
 __all__ = ["measure_training"]
 
@@ -242,17 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: of the command line.
     """
-    parser = argparse.ArgumentParser(prog="python -m recollect.bench.gpu.training")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--save", type=Path, required=True)
-    given = parser.parse_args(arguments)
-
-    def keep(data: dict[str, Any]) -> None:
-        write_atomic(given.save, json.dumps(data, indent=2, allow_nan=False) + "\n")
-
-    data = measure_training(given.device, seconds=given.seconds, tiny=given.tiny, keep=keep)
+    given = Asked.of(arguments, prog="python -m recollect.bench.gpu.training", seconds=300.0)
+    data = measure_training(given.device, seconds=given.seconds, tiny=given.tiny, keep=given.keep)
     print(
         f"{data['model']['parameters']:,} parameters, {data['tokens_per_second']:,.0f} tokens a "
         f"second, {data['ceiling_share']:.1%} of the products' rate, loss {data['loss']:.3f}"

@@ -15,7 +15,6 @@ and forgets them: three products, as without chunks, and N / chunk times fewer l
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from recollect.choices.devices import autocasts
+from recollect.recall.modes import full_precision
 
 __all__ = ["IGNORE", "next_token_loss", "shifted"]
 
@@ -137,13 +137,6 @@ def _in_chunks(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor
     return _sum(x, weight, targets, chunk, dtype, (False, False))[0]
 
 
-def _as_it_is(kind: str) -> AbstractContextManager[object]:
-    """Inside, products have the types of their factors; not every kind of device has autocast."""
-    if torch.amp.is_autocast_available(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
-
-
 def _sum(
     x: Tensor,
     weight: Tensor,
@@ -163,7 +156,7 @@ def _sum(
     total = x.new_zeros((), dtype=wide)
     to_x = torch.empty_like(x) if wanted[0] else None
     to_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if wanted[1] else None
-    with _as_it_is(x.device.type):
+    with full_precision(x.device):
         U = weight.to(dtype)
         for begin in range(0, len(x), chunk):
             part, asked = x[begin : begin + chunk].to(dtype), targets[begin : begin + chunk]
@@ -212,7 +205,7 @@ def _again(x: Tensor, weight: Tensor, targets: Tensor, ctx: Any, grad: Tensor) -
     """The gradients by autograd, chunk by chunk, which may be asked for theirs."""
     wanted = ctx.needs_input_grad[:2]
     create = torch.is_grad_enabled()
-    with torch.enable_grad(), _as_it_is(x.device.type):
+    with torch.enable_grad(), full_precision(x.device):
         total = grad.new_zeros(())
         for part, asked in zip(x.split(ctx.chunk), targets.split(ctx.chunk), strict=True):
             total = total + checkpoint(

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ _ASIDE = ".saving"
 _GONE = ".replaced"
 # What every checkpoint has; the Trainer writes its own state last.
 _NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
+_OF_TORCH = ("optimizer.pt", "scheduler.pt", "rng_state")
 _SHARED = ("layout.json", "scheduler.pt", "trainer_state.json")  # beside the shards of processes
 
 
@@ -124,6 +126,7 @@ class AtomicTrainer(Trainer):
     def _place(self, run: Path, name: str) -> None:
         """Give a checkpoint that is written its manifest and its name, and drop older ones."""
         made = run / _ASIDE / name
+        _check_ends(made)
         (made / RECORD).write_text(json.dumps(dict(self.begun_with)), encoding="utf-8")
         write_manifest(made)
         place_folder(made, run / name)
@@ -166,6 +169,13 @@ def place_folder(made: Path, name: Path) -> None:
     os.replace(made, name)
     _sync(name.parent)
     shutil.rmtree(name.parent / _GONE, ignore_errors=True)
+
+
+def _check_ends(made: Path) -> None:
+    """That torch's files are whole: torch 2.9 says nothing where a small one has no end."""
+    for path in sorted(made.iterdir()):
+        if path.name.startswith(_OF_TORCH) and not zipfile.is_zipfile(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def clear_aside(run: Path) -> None:
