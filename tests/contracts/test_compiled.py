@@ -79,6 +79,8 @@ def test_states_go_in_and_come_out(name: str) -> None:
     layer, x = built(name), torch.randn(B, T, D)
     if name in ("performer", "rfa"):
         layer.eval()
+    if name == "local_quadratic_attention":
+        layer, x = layer.double(), x.double()  # of a first token float32 itself is 7e-4 off
     with torch.no_grad():
         wanted, end = layer(x)
         call = compiled(layer)

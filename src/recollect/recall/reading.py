@@ -119,20 +119,20 @@ def read(
         raise ValueError(f"q has K = {K} and the state's keys have K = {held_k}")
     if Hq % H:
         raise ValueError(f"q has {Hq} heads, which is no multiple of the {H} memories")
-    wanted = {gate.name: gate for gate in recipe.retention.gates() if "decay" not in gate.name}
-    read_gates = {name for part in recipe.context.within for name in part.reads}
-    wanted |= {gate.name: gate for gate in recipe.context.gates() if gate.name in read_gates}
-    for name in wanted.keys() - gates.keys():
-        axes = ", ".join(("B", "T", "H", *wanted[name].axes))
-        raise RecipeError(f"rc.read needs the gate {name!r} of {wanted[name].owner}, [{axes}]")
-    for name in sorted(gates.keys() - {gate.name for gate in recipe.gates()}):
+    declared = bound.sized.gates
+    for name in recipe.read_gates:
+        if name not in gates:
+            gate = declared[name].declared
+            axes = ", ".join(("B", "T", "H", *gate.axes))
+            raise RecipeError(f"rc.read needs the gate {name!r} of {gate.owner}, [{axes}]")
+    for name in sorted(gates.keys() - declared.keys()):
         raise RecipeError(f"gate {name!r} is unknown to this recipe")
-    gates = {name: x for name, x in gates.items() if name in wanted}
+    gates = {name: x for name, x in gates.items() if name in recipe.read_gates}
     for name, x in gates.items():
-        shape = [B, T, *bound.sized.gates[name].shape]
+        shape = [B, T, *declared[name].shape]
         if list(x.shape) != shape:
             raise RecipeError(
-                f"gate {name!r} of {wanted[name].owner} must have shape {shape}, not "
+                f"gate {name!r} of {declared[name].declared.owner} must have shape {shape}, not "
                 f"{list(x.shape)}"
             )
     check_params(bound.sized, params, like=q)

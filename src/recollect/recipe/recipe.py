@@ -139,6 +139,14 @@ class Recipe:
         """Per-token numbers that `recall` needs."""
         return self._gates
 
+    @cached_property
+    def read_gates(self) -> tuple[str, ...]:
+        """Names of those that a read asks for: of retention, but for decays, and of the context."""
+        retained = [gate.name for gate in self.retention.gates() if "decay" not in gate.name]
+        asked = {name for part in self.context.within for name in part.reads}
+        inside = [gate.name for gate in self.context.gates() if gate.name in asked]
+        return tuple(dict.fromkeys((*retained, *inside)))
+
     def params(self) -> tuple[Param, ...]:
         """Learned tensors that `recall` needs."""
         return self._params

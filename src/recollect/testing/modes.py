@@ -118,7 +118,7 @@ def check_create_graph(recipe: Recipe, x: Inputs, method: str) -> None:
     def at(step: float) -> float:
         moved = x.put({n: a + step * ways[n] for n, a in x.tensors().items()}).leaves()
         here = first_gradient(recipe, moved, create_graph=False, method=method)
-        return sum(float((a * weights[n]).sum()) for n, a in here.items())
+        return sum(float((a.detach() * weights[n]).sum()) for n, a in here.items())
 
     slope = float("nan")
     for h in (1e-4, 1e-5, 1e-7):  # a kink inside the step is met by a smaller one

@@ -51,6 +51,8 @@ def sdpa(
     if torch.is_grad_enabled():
         given = (q, k, v) if mask is None or not mask.requires_grad else (q, k, v, mask)
         q, k, v, *bias = once_through("softmax attention by the platform (engine kernel)", *given)
+    # A branch, because sizes of a compiled call may be symbols, which the platform does not take.
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     return functional.scaled_dot_product_attention(
         q,
         k,
@@ -58,7 +60,7 @@ def sdpa(
         attn_mask=bias[0] if bias else mask,
         is_causal=is_causal,
         scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        **grouped,
     )
 
 
