@@ -168,6 +168,15 @@ def test_the_package_itself_uses_no_old_path() -> None:
             importlib.import_module(name)
 
 
+def test_the_compiler_is_imported_by_those_who_compile() -> None:
+    """It takes as long as torch itself: `import recollect` had doubled."""
+    code = "import sys, recollect; print([m for m in sys.modules if m == 'torch._dynamo'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]"
+
+
 def test_commands_import_no_benchmark_before_one_is_asked_for() -> None:
     code = (
         "import sys, recollect.cli.app; "

@@ -55,18 +55,13 @@ _WITH_AUTOCAST = frozenset(
 )
 
 
-@torch.compiler.assume_constant_result
-def _knows_autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)
-
-
 def autocasts(kind: str) -> bool:
     """Whether autocast is on for a type of device, of which not all have it.
 
     Args:
         kind: as ``torch.device.type`` has it.
     """
-    known = kind in _WITH_AUTOCAST or _knows_autocast(kind)
+    known = kind in _WITH_AUTOCAST or torch.amp.is_autocast_available(kind)
     return known and torch.is_autocast_enabled(kind)
 
 

@@ -18,7 +18,6 @@ from recollect.layer.state import Associations, LayerState
 from recollect.layer.ties import OWNED, Ties
 from recollect.recall.bound import Bound, bind, named
 from recollect.recall.call import Call
-from recollect.recall.one_operation import memorise_as_one, suits
 from recollect.recall.packing import CompactedBatch
 from recollect.recall.recall import memorise
 from recollect.recipe.limit import step_limit
@@ -312,8 +311,12 @@ class RecipeNumbers(nn.Module):
         """
         before = None if state is None else state.memory
         call = self.call(inputs, before, batch=batch, borders=borders, output_state=output_state)
-        if torch.compiler.is_compiling() and suits(call):
-            return memorise_as_one(call)
+        if torch.compiler.is_compiling():
+            # Loads the compiler, which takes longer than all else that is imported.
+            from recollect.recall.one_operation import memorise_as_one, suits
+
+            if suits(call):
+                return memorise_as_one(call)
         return memorise(call)
 
     def call(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -154,7 +154,11 @@ def memorise(call: Call) -> tuple[Tensor, State | None]:
         ValueError: as `recall`.
     """
     if call.bound.products is not None and torch.compiler.is_dynamo_compiling():
-        return _uncompiled(call)
+        # A compiler that follows an engine would follow each of its products into ours. To load it
+        # takes longer than all else that is imported, so this is only done where it is at work.
+        from recollect.recall.uncompiled import uncompiled
+
+        return uncompiled(memorise, call)
     check_call(call)
     if call.init is not None:
         starts = tensors_of(call.init)
@@ -171,10 +175,6 @@ def memorise(call: Call) -> tuple[Tensor, State | None]:
     else:
         y, after = _run(call)
     return y, after if call.output_state else None
-
-
-# A compiler that follows an engine would follow each of its products into ours.
-_uncompiled: Callable[[Call], tuple[Tensor, State | None]] = torch.compiler.disable(memorise)  # type: ignore[assignment]
 
 
 def _started(call: Call, *, rows: int) -> Call:
