@@ -14,22 +14,17 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from tests.lm.runs import weights, write_text
+from tests.lm.runs import gathers, weights, write_text
 from tests.parallel.jobs import NAMES, ROWS, VOCAB, model, steps
 from tests.parallel.spawned import ended, group, job
 from torch import Tensor, nn
 
 from recollect.lm.sharding.processes import PATIENCE, join
-from recollect.lm.training.arguments import GATHERS
 from recollect.lm.training.interrupts import finish_step
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.train import train
 
 ALONG = ["gated_delta_net", "titans", "hybrid"]  # affine, handed over, gathered
-gathers = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < GATHERS,
-    reason="a run refuses what this torch gathers wrongly",
-)
 COMPOSED = ["as_context", "chain", "titans_mal"]
 
 
