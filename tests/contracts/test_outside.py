@@ -168,6 +168,14 @@ def test_a_decay_that_stands_in_another_field_survives_the_canonical_form() -> N
     same(recipe, "deep")
 
 
+def test_a_link_of_ones_own_has_nothing_to_read_before_the_write() -> None:
+    """The library's links were refused; one from outside read A in place of W after a split."""
+    early = rc.memory.Matrix(read=rc.memory.Read(when="before"))
+    for retention in (Damped(), rc.retention.Ball()):
+        with pytest.raises(rc.RecipeError, match=f"{retention.title} puts a link between them"):
+            rc.Recipe(memory=early, retention=retention)
+
+
 def test_a_matrix_of_a_users_own_runs_where_the_librarys_does() -> None:
     recipe = rc.Recipe(memory=Plane(), retention=rc.retention.Decay())
     same(recipe, "linear")

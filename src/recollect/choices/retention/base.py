@@ -146,6 +146,12 @@ class Retention(Member):
         own = dict(self.numbers)
         for name in self.decay.numbers if self.decay is not None else ():
             own.pop(name, None)
+        if self.linked and recipe.memory.read != type(recipe.memory.read)():
+            yield (
+                "memory.Read(...) with a normaliser, bonus or earlier read needs weights that are "
+                f"the state itself, and {self.title} puts a link between them: use "
+                "retention.Keep() or Decay()"
+            )
         acts = self.linked or not self.additive
         for name, axes in own.items():
             if name == "log_decay":

@@ -16,8 +16,8 @@ from torch.nn import functional
 from recollect.choices.equation_terms import Term, Terms, format_number, render_sum
 from recollect.choices.fields import number, option, slot
 from recollect.choices.member import member
-from recollect.choices.retention.base import Decay, Values
-from recollect.choices.retention.links import DIMS, Linked, constant_along
+from recollect.choices.retention.base import Decay, Retention, Values
+from recollect.choices.retention.links import DIMS, constant_along
 from recollect.choices.retention.multiplier import multiplier, weighed
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _DIVERGENCES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 
 
 @member
-class FDivergence(Linked):
+class FDivergence(Retention):
     """W_t = W̄ ⊙ g(−ζ − η∇), ζ such that ‖W_t‖₁ = c (MIRAS 18), rebuilt from W.
 
     g = (f')⁻¹. With a decay, W̄ = c·W_{t−1}^α/‖W_{t−1}^α‖₁, so that f = KL is exactly `Simplex`'s

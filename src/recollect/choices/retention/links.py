@@ -21,7 +21,7 @@ from recollect.choices.retention.base import Decay, Retention, Values
 if TYPE_CHECKING:
     from recollect.choices.questions import RecipeLike
 
-__all__ = ["DIMS", "Ball", "Bregman", "ElasticNet", "Linked", "Lq", "Simplex", "constant_along"]
+__all__ = ["DIMS", "Ball", "Bregman", "ElasticNet", "Lq", "Simplex", "constant_along"]
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
@@ -30,19 +30,6 @@ def _power(x: Tensor, exponent: float) -> Tensor:
         return x.pow(3)
     zero = x == 0
     return torch.where(zero, 0.0, x.sign() * torch.where(zero, 1.0, x.abs()).pow(exponent))
-
-
-class Linked(Retention):
-    """What the members with a mirror map share: a decay and ``every``."""
-
-    def requires(self, recipe: RecipeLike) -> Iterator[str]:
-        yield from super().requires(recipe)
-        if recipe.memory.read != type(recipe.memory.read)():
-            yield (
-                f"memory.Read(...) with a normaliser, bonus or earlier read needs weights that are "
-                f"the state itself, and {self.title} puts a link between them: use "
-                "retention.Keep() or Decay()"
-            )
 
 
 def constant_along(axis: str, decay: Decay | None, owner: str) -> Iterator[str]:
@@ -59,7 +46,7 @@ DIMS = {"in": (-1,), "out": (-2,), "all": (-2, -1)}
 
 
 @member
-class Lq(Linked):
+class Lq(Retention):
     """An L_q retention gate (MIRAS variant 4).
 
     ``form="mirror"``: W = sign(A)|A|^{q−1}/‖A‖_q^{q−2}, the mirror map of ½‖·‖²_{q'}, q' = q/(q−1).
@@ -160,7 +147,7 @@ _CENTRED = 0.999
 
 
 @member
-class Simplex(Linked):
+class Simplex(Retention):
     """W = c · softmax(A) on a scaled simplex: KL retention (MIRAS 21, MEMORA).
 
     ``softmax(α log W − η g)`` is exactly this recurrence when α is constant along ``axis``.
@@ -233,7 +220,7 @@ def _soft_threshold(A: Tensor, tau: Tensor, smooth: bool) -> Tensor:
 
 
 @member
-class ElasticNet(Linked):
+class ElasticNet(Retention):
     """Hard and soft forgetting: W = soft-threshold(A, τ).
 
     ``form="ftrl"``: A accumulates, the threshold acts on what is read (MIRAS 23).
@@ -307,7 +294,7 @@ _STEEPEST = {"sigmoid": 0.25, "tanh": 1.0, "softplus": 1.0}
 
 
 @member
-class Bregman(Linked):
+class Bregman(Retention):
     """W = (f')⁻¹(A) entry by entry: mirror descent with a Bregman divergence (MIRAS variant 5).
 
     Args:
@@ -350,7 +337,7 @@ class Bregman(Linked):
 
 
 @member
-class Ball(Linked):
+class Ball(Retention):
     """W = A · min(1, r/‖A‖_F), the projection on an L2 ball (MIRAS 4.1).
 
     Args:
