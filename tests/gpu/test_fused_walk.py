@@ -112,6 +112,7 @@ def worst(
 CASES = {
     "titans, a batch open": (titans(), 75),
     "silu": (plain("silu"), 48),
+    "64 tokens": (titans(b=64), 150),
 }
 SLOW = {
     "relu": (plain("relu"), 64),
@@ -130,6 +131,23 @@ SLOW = {
     ),
     "32 tokens": (titans(b=32), 80),
     "32 tokens, silu": (plain("silu", b=32), 80),
+    "64 tokens, silu": (plain("silu", b=64), 150),
+    "64 tokens, momentum, no shares": (
+        rc.Recipe(
+            memory=rc.memory.MLP(activation="gelu_tanh", residual=False),
+            algorithm=rc.algorithm.Momentum(batch=64),
+        ),
+        150,
+    ),
+    "64 tokens, shares, no momentum": (
+        rc.Recipe(
+            memory=rc.memory.MLP(activation="relu", expansion=3),
+            algorithm=rc.algorithm.GradientDescent(batch=64, normalize=True),
+        ),
+        150,
+    ),
+    "64 tokens, its own width": (titans(b=64, expansion=1), 150),
+    "64 tokens, half the width": (plain("gelu", b=64, expansion=2), 150),
 }
 
 

@@ -19,7 +19,18 @@ from recollect.engines.deep.fused.fitting import Build
 
 HERE = Path(__file__).parent
 CUDA = Path(recollect.__file__).parent / "engines/deep/fused/cuda"
-FAULTS = ("", "a barrier is not reached by all", "a misaligned matrix load", "a block has ended")
+FAULTS = (
+    "",
+    "a barrier is not reached by all",
+    "a misaligned matrix load",
+    "a block has ended",
+    "an operand changes under a product",
+    "an operand was not handed over",
+    "a product without a fence",
+    "an accumulator changes under a product",
+    "warps of a product disagree",
+    "a descriptor of nothing",
+)
 
 
 class Fault(Exception):

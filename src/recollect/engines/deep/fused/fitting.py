@@ -21,7 +21,7 @@ __all__ = ["CURVES", "SIZES", "TOKENS", "Build", "build_of", "misfit", "runs_on"
 CURVES = ("gelu", "gelu_tanh", "silu", "relu")
 """Activations of the kernel, in the order of its macro CURVE."""
 
-SIZES, TOKENS = (64, 128), (16, 32)
+SIZES, TOKENS = (64, 128), (16, 32, 64)
 """Channels of keys and values, and tokens of an inner batch, that the kernel has been built for."""
 
 STATE = 256 * 64
@@ -57,23 +57,41 @@ class Build:
     offset: float
 
     @property
+    def warpgroups(self) -> bool:
+        """Whether the walk multiplies by whole warpgroups (wgmma), of 64 tokens."""
+        return self.R == 64
+
+    @property
+    def _between(self) -> int:
+        """Channels between two rows in shared memory."""
+        return 0 if self.warpgroups else 8
+
+    @property
     def shared_bytes(self) -> int:
         """Bytes of the kernel's ``Shared``, which it checks against this count."""
-        slots, beside = 1 + self.momentum, 8 // (self.R // 16)
-        rows, hidden = self.R * (self.D + 8), self.R * (self.HS + 8)
-        halves = 4 * slots * self.HS * (self.D + 8) + 6 * rows + 4 * hidden
-        numbers = 4 * self.R * self.D + 2 * self.R * self.R + 8 * self.R + 8
-        numbers += 3 * self.R * beside + 5 * self.R
+        slots, beside, more = 1 + self.momentum, 8 // (self.R // 16), self._between
+        rows, hidden = self.R * (self.D + more), self.R * (self.HS + more)
+        halves = 4 * slots * self.HS * (self.D + more) + 6 * rows + 4 * hidden
+        numbers = (2 if self.warpgroups else 4) * self.R * self.D
+        numbers += self.R * self.R + 10 * self.R + 8 + 3 * self.R * beside + 5 * self.R
         return -(-(2 * halves + 4 * numbers) // 16) * 16
 
     @property
     def back_bytes(self) -> int:
         """The same of the way back, ``BackShared``."""
-        slots, beside = 1 + self.momentum, 8 // (self.R // 16)
-        rows, hidden = self.R * (self.D + 8), self.R * (self.HS + 8)
-        halves = (2 * slots + 1) * self.HS * (self.D + 8) + (3 + 2 * slots) * rows + 6 * hidden
+        slots, beside, more = 1 + self.momentum, 8 // (self.R // 16), self._between
+        rows, hidden = self.R * (self.D + more), self.R * (self.HS + more)
+        halves = (2 * slots + 1) * self.HS * (self.D + more) + (3 + 2 * slots) * rows + 6 * hidden
         numbers = 3 * self.R * self.D + self.R * beside * (1 + slots) + 3 * self.R + 32
         return -(-(2 * halves + 4 * numbers) // 16) * 16
+
+    def arch(self, capability: tuple[int, int]) -> str:
+        """What it is compiled for on a device; products of warpgroups are its own architecture's.
+
+        Args:
+            capability: the device's compute capability.
+        """
+        return "sm_{}{}".format(*capability) + ("a" if self.warpgroups else "")
 
     def macros(self, *, trace: bool = False) -> dict[str, str]:
         """What the source is compiled with.
@@ -122,7 +140,8 @@ def misfit(recipe: Recipe, chain: Chain | None) -> str | None:
     if recipe.context.horizon != 1:
         return f"{recipe.context.title} writes associations more than once"
     if recipe.algorithm.batch not in TOKENS:
-        many = " or ".join(map(str, TOKENS))
+        *most, last = map(str, TOKENS)
+        many = f"{', '.join(most)} or {last}"
         return (
             f"an inner batch has {recipe.algorithm.batch} tokens, and the kernel takes {many} at "
             "a time"
@@ -147,12 +166,12 @@ def build_of(
         return None
     HS = STATE // (2 * (1 + momentum) * D)
     if recipe.algorithm.batch > 16:
-        HS = min(HS, 64)  # of 128 units and 32 tokens a trace spills
+        HS = min(HS, 64)  # of 128 units and 32 tokens a trace spills; of 64 tokens memory is full
     while M % HS:
         HS //= 2
     CS = M // HS
-    if HS < 32 or CS > BLOCKS:
-        return None
+    if (64 if recipe.algorithm.batch == 64 else 32) > HS or CS > BLOCKS:
+        return None  # a product of a warpgroup has 64 rows, here hidden units
     build = Build(
         D=D,
         R=recipe.algorithm.batch,
@@ -172,13 +191,16 @@ def build_of(
 def runs_on(build: Build, capability: tuple[int, int]) -> bool:
     """Whether a device holds a build in its registers and its shared memory, without spilling.
 
-    Blocks share a memory from 9.0 on, 8.0 has one block. For 10.0 the assembler of today spills
-    some registers of walks without momentum or shares, and those are left out.
+    Blocks share a memory from 9.0 on, 8.0 has one block; only 9.0 has the products of warpgroups
+    that batches of 64 tokens are walked by. For 10.0 the assembler of today spills some registers
+    of walks without momentum or shares, and those are left out.
 
     Args:
         build: of the walk.
         capability: the device's compute capability.
     """
+    if build.warpgroups:
+        return capability == (9, 0)
     if capability == (8, 0):
         most = max(build.shared_bytes, build.back_bytes)
         return build.CS == 1 and most <= 163 * 1024

@@ -43,10 +43,10 @@ def _call(name: str, *args: object) -> None:
 @functools.cache
 def _kernel(name: str, build: Build, device: int) -> ctypes.c_void_p:
     """The kernel's handle in the context of a device."""
-    major, minor = torch.cuda.get_device_capability(device)
+    arch = build.arch(torch.cuda.get_device_capability(device))
     macros = [f"-D{key}={value}" for key, value in build.macros(trace=name == "trace").items()]
     file, entry = ("back.cu", b"fused_walk_back") if name == "back" else ("walk.cu", b"fused_walk")
-    code, _ = compiled(file, macros, f"sm_{major}{minor}")
+    code, _ = compiled(file, macros, arch)
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
     _call("cuModuleLoadData", ctypes.byref(module), code)
     _call("cuModuleGetFunction", ctypes.byref(kernel), module, entry)

@@ -46,13 +46,9 @@ struct BackShared {
 };
 static_assert(sizeof(BackShared) == BACK_BYTES, "the host counts otherwise");
 
-// Rows of halves from device memory, 16 bytes at a time.
-template <int ROW, int STRIDE>
+template <int W>
 DEV void take(bf16* to, const bf16* from, size_t apart, int rows) {
-  for (int i = tid(); i < rows * ROW / 8; i += HALF) {
-    const int r = i / (ROW / 8), c = i % (ROW / 8) * 8;
-    copy_async(&to[r * STRIDE + c], &from[r * apart + c]);
-  }
+  bring_rows<W>(to, from, apart, rows, tid(), HALF);
 }
 
 DEV size_t at_batch(const BackTask& task, int n) {
@@ -61,16 +57,16 @@ DEV size_t at_batch(const BackTask& task, int n) {
 
 DEV void fetch_batch(BackShared& s, const BackTask& task, int n) {
   const size_t at = at_batch(task, n), mine = cluster_rank() * HS;
-  take<D, LD>(s.k, task.k + at * R * D, D, R);
-  take<D, LD>(s.e, task.e + at * R * D, D, R);
-  take<HS, LH>(s.h, task.h + at * R * HIDDEN + mine, HIDDEN, R);
-  take<HS, LH>(s.d, task.d + at * R * HIDDEN + mine, HIDDEN, R);
-  take<D, LD>(s.A2, task.W + (at * SLOTS * 2 * HIDDEN + HIDDEN + mine) * D, D, HS);
+  take<D>(s.k, task.k + at * R * D, D, R);
+  take<D>(s.e, task.e + at * R * D, D, R);
+  take<HS>(s.h, task.h + at * R * HIDDEN + mine, HIDDEN, R);
+  take<HS>(s.d, task.d + at * R * HIDDEN + mine, HIDDEN, R);
+  take<D>(s.A2, task.W + (at * SLOTS * 2 * HIDDEN + HIDDEN + mine) * D, D, HS);
 #pragma unroll
   for (int map = 0; map < 2; map++) {
-    take<HS, LH>(s.right[map], task.right[map] + at * R * HIDDEN + mine, HIDDEN, R);
+    take<HS>(s.right[map], task.right[map] + at * R * HIDDEN + mine, HIDDEN, R);
     for (int j = 0; j < SLOTS; j++)
-      take<D, LD>(s.left[map][j], task.left[map] + (at * SLOTS + j) * R * D, D, R);
+      take<D>(s.left[map][j], task.left[map] + (at * SLOTS + j) * R * D, D, R);
   }
 }
 
@@ -101,8 +97,8 @@ DEV void ask(BackShared& s, const BackTask& task, int n, Rows& own) {
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
       float x[4] = {0, 0, 0, 0}, y[4] = {0, 0, 0, 0};
-      dot_rows<D>(x, &s.k[strip.row * LD], LD, &s.X[i][0][col * LD], LD);
-      dot_rows<D>(y, &s.e[strip.row * LD], LD, &s.X[i][1][col * LD], LD);
+      dot_rows<D>(x, s.k, strip.row, s.X[i][0], col);
+      dot_rows<D>(y, s.e, strip.row, s.X[i][1], col);
 #pragma unroll
       for (int e = 0; e < 4; e++) own.d[j][e] += w[i][e / 2] * x[e], own.h[j][e] += w[i][e / 2] * y[e];
     }
@@ -112,15 +108,16 @@ DEV void ask(BackShared& s, const BackTask& task, int n, Rows& own) {
   for (int j = 0; j < TD; j++) {
     const int col = (strip.warp * TD + j) * 8;
     if (col >= D) break;
+    const int place = cell<D>(strip.row + strip.gr, col + strip.gc);
     float k_part[4] = {0, 0, 0, 0}, e_part[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
       float x[4] = {0, 0, 0, 0}, y[4] = {0, 0, 0, 0};
-      dot_columns<HS>(x, &s.d[strip.row * LH], LH, &s.X[i][0][col], LD);
-      dot_columns<HS>(y, &s.h[strip.row * LH], LH, &s.X[i][1][col], LD);
+      dot_columns<HS>(x, s.d, strip.row, s.X[i][0], col);
+      dot_columns<HS>(y, s.h, strip.row, s.X[i][1], col);
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const int o = (strip.row + strip.gr + e * 8) * LD + col + strip.gc;
+        const int o = place + cell<D>(e * 8, 0);
         const float2 k = unpack(load2(&s.k[o])), f = unpack(load2(&s.e[o]));
         c[i][e] += x[2 * e] * k.x + x[2 * e + 1] * k.y + y[2 * e] * f.x + y[2 * e + 1] * f.y;
       }
@@ -201,6 +198,7 @@ DEV float2 half2_at(const bf16* p, const BackTask& task, int n, int r, int col) 
 // t = f' d', and h' so far.
 DEV void turn(BackShared& s, const BackTask& task, int n, Rows& own) {
   const Strip strip;
+  const int place = cell<HS>(strip.row + strip.gr, strip.warp * TH * 8 + strip.gc);
 #pragma unroll
   for (int j = 0; j < TH; j++) {
     const int col = (strip.warp * TH + j) * 8 + strip.gc;
@@ -208,11 +206,12 @@ DEV void turn(BackShared& s, const BackTask& task, int n, Rows& own) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const int r = strip.row + strip.gr + e * 8;
-      const float2 d = unpack(load2(&s.d[r * LH + col])), h = unpack(load2(&s.h[r * LH + col]));
+      const int o = place + cell<HS>(e * 8, j * 8);
+      const float2 d = unpack(load2(&s.d[o])), h = unpack(load2(&s.h[o]));
       const float2 slope = half2_at(task.slope, task, n, r, col);
       own.d[j][2 * e] += s.add[0][r] * d.x, own.d[j][2 * e + 1] += s.add[0][r] * d.y;
       own.h[j][2 * e] += s.add[1][r] * h.x, own.h[j][2 * e + 1] += s.add[1][r] * h.y;
-      store2(&s.t[r * LH + col], pack(slope.x * own.d[j][2 * e], slope.y * own.d[j][2 * e + 1]));
+      store2(&s.t[o], pack(slope.x * own.d[j][2 * e], slope.y * own.d[j][2 * e + 1]));
     }
   }
 }
@@ -225,7 +224,7 @@ DEV void turn_on(BackShared& s, int n) {
     const int col = (strip.warp * TD + j) * 8;
     if (col >= D) break;
     float x[4] = {0, 0, 0, 0};
-    dot_columns<HS>(x, &s.t[strip.row * LH], LH, &s.A2[col], LD);
+    dot_columns<HS>(x, s.t, strip.row, s.A2, col);
 #pragma unroll
     for (int e = 0; e < 2; e++) {  // what this thread put there itself
       float* to = &s.e_part[n & 1][(strip.row + strip.gr + e * 8) * D + col + strip.gc];
@@ -239,7 +238,7 @@ DEV void find_prediction(BackShared& s, const BackTask& task, int n) {
   const size_t at = at_batch(task, n) * R * D;
   for (int i = 2 * tid(); i < R * D; i += 2 * HALF) {
     const int r = i / D, col = i % D;
-    const float2 own = unpack(load2(&s.e[r * LD + col]));
+    const float2 own = unpack(load2(&s.e[cell<D>(r, col)]));
     const float2 given = *reinterpret_cast<const float2*>(&task.to_e[at + i]);
     float x = given.x + s.add[2][r] * own.x, y = given.y + s.add[2][r] * own.y;
 #pragma unroll 4
@@ -248,25 +247,26 @@ DEV void find_prediction(BackShared& s, const BackTask& task, int n) {
       x += f.x, y += f.y;
     }
     if (cluster_rank() == 0) *reinterpret_cast<float2*>(&task.e_own[at + i]) = float2{x, y};
-    store2(&s.p[r * LD + col], pack(ERROR_A * x, ERROR_A * y));
+    store2(&s.p[cell<D>(r, col)], pack(ERROR_A * x, ERROR_A * y));
   }
 }
 
 // h' += A2' p', z' = f' h' + f'' (A2' e) d'.
 DEV void find_hidden(BackShared& s, const BackTask& task, int n, Rows& own) {
   const Strip strip;
+  const int place = cell<HS>(strip.row + strip.gr, strip.warp * TH * 8 + strip.gc);
 #pragma unroll
   for (int j = 0; j < TH; j++) {
     const int col = (strip.warp * TH + j) * 8;
     if (col >= HS) break;
-    dot_rows<D>(own.h[j], &s.p[strip.row * LD], LD, &s.A2[col * LD], LD);
+    dot_rows<D>(own.h[j], s.p, strip.row, s.A2, col);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const int r = strip.row + strip.gr + e * 8, c = col + strip.gc;
       const float2 slope = half2_at(task.slope, task, n, r, c), bend = half2_at(task.bend, task, n, r, c);
       const float2 z = {slope.x * own.h[j][2 * e] + bend.x * own.d[j][2 * e],
                         slope.y * own.h[j][2 * e + 1] + bend.y * own.d[j][2 * e + 1]};
-      store2(&s.z[r * LH + c], pack(z.x, z.y));
+      store2(&s.z[place + cell<HS>(e * 8, j * 8)], pack(z.x, z.y));
       const size_t o = (at_batch(task, n) * R + r) * HIDDEN + cluster_rank() * HS + c;
       *reinterpret_cast<float2*>(&task.z_own[o]) = z;
     }
@@ -314,15 +314,16 @@ DEV void cross(State& X, BackShared& s, const BackTask& task, int n) {
 
 // X[map] += left' right over tokens: units of `left` in rows, channels of `right` in columns.
 DEV void add_product(float (*X)[4], const bf16* left, const bf16* right) {
-  const int l = tid() % 32, w = tid() / 32, token = l % 8 + l / 16 * 8;
-  const int unit = w % (HS / 16) * 16 + l / 8 % 2 * 8, first = w / (HS / 16) * WIDE * 8;
+  const int l = tid() % 32, w = tid() / 32;
+  const int rows = cell<HS>(l % 8 + l / 16 * 8, w % (HS / 16) * 16 + l / 8 % 2 * 8);
+  const int columns = cell<D>(l % 16, w / (HS / 16) * WIDE * 8 + l / 16 * 8);
 #pragma unroll
   for (int i = 0; i < R; i += 16) {
     u32 f[4], b[4];
-    ldm4t(f, &left[(i + token) * LH + unit]);
+    ldm4t(f, &left[rows + cell<HS>(i, 0)]);
 #pragma unroll
     for (int j = 0; j < WIDE; j += 2) {
-      ldm4t(b, &right[(i + l % 16) * LD + first + j * 8 + l / 16 * 8]);
+      ldm4t(b, &right[columns + cell<D>(i, j * 8)]);
       mma(X[j], f, b);
       mma(X[j + 1], f, b + 2);
     }
@@ -331,6 +332,7 @@ DEV void add_product(float (*X)[4], const bf16* left, const bf16* right) {
 
 DEV void store_copy(const State& X, BackShared& s) {
   const Spot spot;
+  const int o = cell<D>(spot.hidden, spot.first);
 #pragma unroll
   for (int i = 0; i < SLOTS; i++)
 #pragma unroll
@@ -340,22 +342,13 @@ DEV void store_copy(const State& X, BackShared& s) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const float* x = &X.W[i][map][j][2 * e];
-          store2(&s.X[i][map][(spot.hidden + e * 8) * LD + spot.first + j * 8], pack(x[0], x[1]));
+          store2(&s.X[i][map][o + cell<D>(e * 8, j * 8)], pack(x[0], x[1]));
         }
 }
 
 DEV void walk_back(BackShared& s, const BackTask& task) {
-  const size_t pair = block() / CS;
-  const Spot spot;
   State X;
-#pragma unroll
-  for (int i = 0; i < SLOTS; i++)
-#pragma unroll
-    for (int map = 0; map < 2; map++)
-#pragma unroll
-      for (int j = 0; j < WIDE; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) X.W[i][map][j][e] = task.end[2 * i + map][spot.place(map, pair, j, e)];
+  take_state(X, task.end);
   for (int n = task.N - 1; n >= 0; n--) {
     Rows own;
     store_copy(X, s);
@@ -390,14 +383,7 @@ DEV void walk_back(BackShared& s, const BackTask& task) {
     sync_block(MOVED);
   }
   sync_cluster(END);
-#pragma unroll
-  for (int i = 0; i < SLOTS; i++)
-#pragma unroll
-    for (int map = 0; map < 2; map++)
-#pragma unroll
-      for (int j = 0; j < WIDE; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) task.start[2 * i + map][spot.place(map, pair, j, e)] = X.W[i][map][j][e];
+  give_state(X, task.start);
 }
 
 #ifndef SIMULATED
