@@ -34,8 +34,8 @@ def build(
 
 def report(kernel: str, one: Build, arch: str, folder: Path) -> str:
     """What the assembler says of a kernel."""
-    macros = [f"-D{name}={value}" for name, value in one.macros(trace=kernel == "trace").items()]
-    arch += "a" if one.warpgroups else ""
+    macros = [f"-D{name}={value}" for name, value in one.macros(kernel).items()]
+    arch += "a" if one.warpgroups and arch == "sm_90" else ""
     source = "back.cu" if kernel == "back" else "walk.cu"
     if find_nvrtc() is not None:
         return compiled(source, macros, arch, log=True)[1]

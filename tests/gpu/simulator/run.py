@@ -47,7 +47,7 @@ def compiler() -> str:
 
 def library(kernel: str, build: Build, folder: Path) -> ctypes.CDLL:
     """A kernel of a build, compiled once per folder."""
-    given = build.macros(trace=kernel == "trace")
+    given = build.macros(kernel)
     macros = [f"-D{name}={value}" for name, value in given.items()]
     digest = hashlib.sha256(" ".join(macros).encode()).hexdigest()[:12]
     path = folder / f"{kernel}_{digest}.so"

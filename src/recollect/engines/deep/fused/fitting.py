@@ -63,7 +63,7 @@ class Build:
 
     @property
     def _between(self) -> int:
-        """Channels between two rows in shared memory."""
+        """Channels between two rows of the walk in shared memory."""
         return 0 if self.warpgroups else 8
 
     @property
@@ -77,12 +77,17 @@ class Build:
         return -(-(2 * halves + 4 * numbers) // 16) * 16
 
     @property
+    def back_tokens(self) -> int:
+        """Tokens that the way back takes at a time, of which a batch has one or two parts."""
+        return min(self.R, 32)
+
+    @property
     def back_bytes(self) -> int:
         """The same of the way back, ``BackShared``."""
-        slots, beside, more = 1 + self.momentum, 8 // (self.R // 16), self._between
-        rows, hidden = self.R * (self.D + more), self.R * (self.HS + more)
-        halves = (2 * slots + 1) * self.HS * (self.D + more) + (3 + 2 * slots) * rows + 6 * hidden
-        numbers = 3 * self.R * self.D + self.R * beside * (1 + slots) + 3 * self.R + 32
+        slots, R, beside = 1 + self.momentum, self.back_tokens, 8 // (self.back_tokens // 16)
+        rows, hidden = R * (self.D + 8), R * (self.HS + 8)
+        halves = (2 * slots + 1) * self.HS * (self.D + 8) + (3 + 2 * slots) * rows + 6 * hidden
+        numbers = 3 * R * self.D + R * beside * (1 + slots) + 3 * R + 32
         return -(-(2 * halves + 4 * numbers) // 16) * 16
 
     def arch(self, capability: tuple[int, int]) -> str:
@@ -93,17 +98,20 @@ class Build:
         """
         return "sm_{}{}".format(*capability) + ("a" if self.warpgroups else "")
 
-    def macros(self, *, trace: bool = False) -> dict[str, str]:
+    def macros(self, kernel: str = "walk") -> dict[str, str]:
         """What the source is compiled with.
 
         Args:
-            trace: whether the walk writes what the way back needs, in place of reading.
+            kernel: ``"walk"``, ``"trace"``, the walk that writes what the way back needs in place
+                of reading, or ``"back"``.
         """
+        tokens = self.back_tokens if kernel == "back" else self.R
         return {
-            "TRACE": str(int(trace)),
+            "TRACE": str(int(kernel == "trace")),
             "BACK_BYTES": str(self.back_bytes),
             "D": str(self.D),
-            "R": str(self.R),
+            "R": str(tokens),
+            "PARTS": str(self.R // tokens),
             "HS": str(self.HS),
             "CS": str(self.CS),
             "MOMENTUM": str(int(self.momentum)),

@@ -44,7 +44,7 @@ def _call(name: str, *args: object) -> None:
 def _kernel(name: str, build: Build, device: int) -> ctypes.c_void_p:
     """The kernel's handle in the context of a device."""
     arch = build.arch(torch.cuda.get_device_capability(device))
-    macros = [f"-D{key}={value}" for key, value in build.macros(trace=name == "trace").items()]
+    macros = [f"-D{key}={value}" for key, value in build.macros(name).items()]
     file, entry = ("back.cu", b"fused_walk_back") if name == "back" else ("walk.cu", b"fused_walk")
     code, _ = compiled(file, macros, arch)
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()

@@ -12,25 +12,32 @@
 // Gradients of a, m and s are <X_j, W_i>. Hidden units are divided over the cluster as on the walk,
 // 256 threads a block; k', pi, c' and e' are summed over it. Keys get A1' z' outside, for all
 // batches at once.
+//
+// A batch is gone through in PARTS of R tokens, from the last: all of them ask the copies of X at the
+// batch's end and of A2 at its beginning, and X goes through the border at the first of them.
 #pragma once
 #include "layout.cuh"
+
+#ifndef PARTS
+#define PARTS 1
+#endif
 
 enum Place { BEGIN, ASKED, WEIGHED, TURNED, SUMMED, PREDICTED, GATHERED, MOVED, END };
 
 struct BackTask {
-  const bf16 *k, *e, *h, *d, *slope, *bend, *W;  // [N, P, R, D or hidden], W [N, P, slots, 2, hidden, D]
-  const bf16 *left[2], *right[2];  // of reads, maps 1 and 2: [N, P, slots, R, D], [N, P, R, hidden]
-  const float *to_d, *to_h, *to_e;  // what reads ask of d, h [N, P, R, hidden] and e [N, P, R, D]
-  const float* pi;                  // <k', k> + <e', e> of reads, [N, P, R]
-  const float* w;                   // rho c_j, [N, P, slots, R]; 0 where a batch's end is not kept
-  const float* sizes;               // |d|^2, |h|^2, |e|^2, |k|^2, [N, P, R, 4]
+  const bf16 *k, *e, *h, *d, *slope, *bend, *W;  // [N, P, tokens, D or hidden], W [N, P, slots, 2, hidden, D]
+  const bf16 *left[2], *right[2];  // of reads, maps 1 and 2: [N, P, slots, tokens, D], [N, P, tokens, hidden]
+  const float *to_d, *to_h, *to_e;  // what reads ask of d, h [N, P, tokens, hidden] and e [N, P, tokens, D]
+  const float* pi;                  // <k', k> + <e', e> of reads, [N, P, tokens]
+  const float* w;                   // rho c_j, [N, P, slots, tokens]; 0 where a batch's end is not kept
+  const float* sizes;               // |d|^2, |h|^2, |e|^2, |k|^2, [N, P, tokens, 4]
   const float* T;                   // a, m, s and whether the end is kept, [N, P, 4]
   const float* end[4];              // as `Task.start` of the walk
   float* start[4];
-  float *k_own, *e_own;             // k' and e' [N, P, R, D]
-  float *z_own;                     // z' [N, P, R, hidden]
-  float *weight;                    // c' [N, P, slots, R]
-  float *k_scale;                   // what pi adds to k', in units of k, [N, P, R]
+  float *k_own, *e_own;             // k' and e' [N, P, tokens, D]
+  float *z_own;                     // z' [N, P, tokens, hidden]
+  float *weight;                    // c' [N, P, slots, tokens]
+  float *k_scale;                   // what pi adds to k', in units of k, [N, P, tokens]
   float *gram;                      // <X_A, A>, <X_A, S>, <X_S, S> by block, [N, P, CS, 3]
   int N, P;
 };
@@ -51,22 +58,31 @@ DEV void take(bf16* to, const bf16* from, size_t apart, int rows) {
   bring_rows<W>(to, from, apart, rows, tid(), HALF);
 }
 
-DEV size_t at_batch(const BackTask& task, int n) {
-  return (size_t)n * task.P + block() / CS;
+// Where a part's batch, its rows, and those of a slot begin, in units of a batch or of R rows.
+DEV size_t at_batch(const BackTask& task, int part) {
+  return (size_t)(part / PARTS) * task.P + block() / CS;
 }
+DEV size_t at_rows(const BackTask& task, int part) {
+  return at_batch(task, part) * PARTS + part % PARTS;
+}
+DEV size_t at_slot(const BackTask& task, int part, int slot) {
+  return (at_batch(task, part) * SLOTS + slot) * PARTS + part % PARTS;
+}
+DEV bool first_part(int part) { return part % PARTS == PARTS - 1; }
 
-DEV void fetch_batch(BackShared& s, const BackTask& task, int n) {
-  const size_t at = at_batch(task, n), mine = cluster_rank() * HS;
+DEV void fetch_part(BackShared& s, const BackTask& task, int n) {
+  const size_t at = at_rows(task, n), mine = cluster_rank() * HS;
   take<D>(s.k, task.k + at * R * D, D, R);
   take<D>(s.e, task.e + at * R * D, D, R);
   take<HS>(s.h, task.h + at * R * HIDDEN + mine, HIDDEN, R);
   take<HS>(s.d, task.d + at * R * HIDDEN + mine, HIDDEN, R);
-  take<D>(s.A2, task.W + (at * SLOTS * 2 * HIDDEN + HIDDEN + mine) * D, D, HS);
+  if (first_part(n))
+    take<D>(s.A2, task.W + (at_batch(task, n) * SLOTS * 2 * HIDDEN + HIDDEN + mine) * D, D, HS);
 #pragma unroll
   for (int map = 0; map < 2; map++) {
     take<HS>(s.right[map], task.right[map] + at * R * HIDDEN + mine, HIDDEN, R);
     for (int j = 0; j < SLOTS; j++)
-      take<D>(s.left[map][j], task.left[map] + (at * SLOTS + j) * R * D, D, R);
+      take<D>(s.left[map][j], task.left[map] + at_slot(task, n, j) * R * D, D, R);
   }
 }
 
@@ -78,12 +94,12 @@ struct Rows {
 // What the batch's end asks: d' and h' of this block's units, and its part of k', e', c' and pi.
 DEV void ask(BackShared& s, const BackTask& task, int n, Rows& own) {
   const Strip strip;
-  const size_t at = at_batch(task, n);
+  const size_t at = at_rows(task, n);
   float w[SLOTS][2];
 #pragma unroll
   for (int j = 0; j < SLOTS; j++)
 #pragma unroll
-    for (int e = 0; e < 2; e++) w[j][e] = task.w[(at * SLOTS + j) * R + strip.row + strip.gr + e * 8];
+    for (int e = 0; e < 2; e++) w[j][e] = task.w[at_slot(task, n, j) * R + strip.row + strip.gr + e * 8];
 #pragma unroll
   for (int j = 0; j < TH; j++) {
     const int col = (strip.warp * TH + j) * 8;
@@ -147,7 +163,7 @@ DEV void ask(BackShared& s, const BackTask& task, int n, Rows& own) {
 
 // pi and c' of every row, over the cluster, and what pi adds; this block's share of k'.
 DEV void weigh_back(BackShared& s, const BackTask& task, int n) {
-  const size_t at = at_batch(task, n);
+  const size_t at = at_rows(task, n);
   const int sub = tid() % 8;
 #pragma unroll
   for (int r = tid() / 8; r < R; r += HALF / 8) {
@@ -174,7 +190,7 @@ DEV void weigh_back(BackShared& s, const BackTask& task, int n) {
       for (int i = 0; i < 3; i++) s.add[i][r] = add[i];
       if (cluster_rank() == 0) {
         task.k_scale[at * R + r] = add[3];
-        for (int i = 0; i < SLOTS; i++) task.weight[(at * SLOTS + i) * R + r] = x[1 + i];
+        for (int i = 0; i < SLOTS; i++) task.weight[at_slot(task, n, i) * R + r] = x[1 + i];
       }
     }
   }
@@ -192,7 +208,7 @@ DEV void weigh_back(BackShared& s, const BackTask& task, int n) {
 }
 
 DEV float2 half2_at(const bf16* p, const BackTask& task, int n, int r, int col) {
-  return unpack(load2(&p[(at_batch(task, n) * R + r) * HIDDEN + cluster_rank() * HS + col]));
+  return unpack(load2(&p[(at_rows(task, n) * R + r) * HIDDEN + cluster_rank() * HS + col]));
 }
 
 // t = f' d', and h' so far.
@@ -235,7 +251,7 @@ DEV void turn_on(BackShared& s, int n) {
 
 // e' of all channels in every block, and p' = a e'.
 DEV void find_prediction(BackShared& s, const BackTask& task, int n) {
-  const size_t at = at_batch(task, n) * R * D;
+  const size_t at = at_rows(task, n) * R * D;
   for (int i = 2 * tid(); i < R * D; i += 2 * HALF) {
     const int r = i / D, col = i % D;
     const float2 own = unpack(load2(&s.e[cell<D>(r, col)]));
@@ -267,7 +283,7 @@ DEV void find_hidden(BackShared& s, const BackTask& task, int n, Rows& own) {
       const float2 z = {slope.x * own.h[j][2 * e] + bend.x * own.d[j][2 * e],
                         slope.y * own.h[j][2 * e + 1] + bend.y * own.d[j][2 * e + 1]};
       store2(&s.z[place + cell<HS>(e * 8, j * 8)], pack(z.x, z.y));
-      const size_t o = (at_batch(task, n) * R + r) * HIDDEN + cluster_rank() * HS + c;
+      const size_t o = (at_rows(task, n) * R + r) * HIDDEN + cluster_rank() * HS + c;
       *reinterpret_cast<float2*>(&task.z_own[o]) = z;
     }
   }
@@ -349,10 +365,10 @@ DEV void store_copy(const State& X, BackShared& s) {
 DEV void walk_back(BackShared& s, const BackTask& task) {
   State X;
   take_state(X, task.end);
-  for (int n = task.N - 1; n >= 0; n--) {
+  for (int n = task.N * PARTS - 1; n >= 0; n--) {
     Rows own;
-    store_copy(X, s);
-    fetch_batch(s, task, n);
+    if (first_part(n)) store_copy(X, s);
+    fetch_part(s, task, n);
     wait_copies();
     sync_block(BEGIN);
     ask(s, task, n, own);
@@ -366,9 +382,9 @@ DEV void walk_back(BackShared& s, const BackTask& task) {
     find_prediction(s, task, n);
     sync_block(PREDICTED);
     find_hidden(s, task, n, own);
-    cross(X, s, task, n);
+    if (first_part(n)) cross(X, s, task, n);
     sync_block(GATHERED);
-    if (tid() < 3) {
+    if (first_part(n) && tid() < 3) {
       float x = 0;
       for (int i = 0; i < WARPS; i++) x += s.gram[i * 4 + tid()];
       task.gram[(at_batch(task, n) * CS + cluster_rank()) * 3 + tid()] = x;
