@@ -96,6 +96,8 @@ SLOW = {
     "64 tokens, its own width": (titans(b=64, expansion=1), 150, 64),
     "128 channels": (titans(expansion=2), 40, 128),
     "128 channels, 32 tokens": (plain("silu", b=32), 72, 128),
+    "128 channels, 64 tokens": (plain("silu", b=64), 150, 128),
+    "128 channels, 64 tokens, titans": (titans(b=64, expansion=2), 150, 128),
 }
 
 

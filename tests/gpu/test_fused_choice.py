@@ -73,12 +73,13 @@ def test_sizes_decide_how_many_blocks_share_a_memory() -> None:
     assert wide is not None and (wide.HS, wide.CS) == (64, 8)
     assert built("titans", 128, 128) is None  # 16 blocks
     assert built("titans", 48, 48) is None
-    for momentum in (False, True):  # of 64 tokens a block has as many hidden units
+    for momentum in (False, True):
         kind = rc.algorithm.Momentum if momentum else rc.algorithm.GradientDescent
         long = rc.Recipe(memory=rc.memory.MLP(), algorithm=kind(batch=64))
         found = built(long)
         assert found is not None and (found.R, found.HS, found.CS) == (64, 64, 4)
-        assert built(long, 128, 128) is None  # 240 KB and more of shared memory
+        found = built(long, 128, 128)  # with momentum 16 blocks would share a memory
+        assert momentum == (found is None) and (found is None or (found.HS, found.CS) == (64, 8))
     plain = rc.Recipe(
         memory=rc.memory.MLP(residual=False), algorithm=rc.algorithm.Momentum(batch=16)
     )

@@ -167,8 +167,13 @@ def test_a_walk_is_the_definition(case: str, folder: Path, monkeypatch: pytest.M
 def test_a_walk_of_wide_heads_is_the_definition(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for recipe in (titans(expansion=2), plain("gelu", expansion=4)):
-        x = drawn(recipe, 40, D=128)
+    for recipe, T in (
+        (titans(expansion=2), 40),
+        (plain("gelu", expansion=4), 40),
+        (titans(b=64, expansion=2), 150),
+        (plain("gelu", b=64, expansion=4), 150),
+    ):
+        x = drawn(recipe, T, D=128)
         with simulated(monkeypatch, folder) as ran:
             found = walked(recipe, x)
         assert len(ran) == 1

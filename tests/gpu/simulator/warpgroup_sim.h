@@ -226,5 +226,6 @@ DEV void wgmma(float (*c)[4], const u32* a, u64 b) {
   sim::meet(sim::warp().m, 32, [&w] { sim::multiply(w, TILES, true, TRANSPOSED, ADD); });
 }
 DEV void settle(float&) {}
+DEV void settle(u32&) {}
 template <int COUNT>
 DEV void registers() {}

@@ -71,9 +71,11 @@ class Build:
         """Bytes of the kernel's ``Shared``, which it checks against this count."""
         slots, beside, more = 1 + self.momentum, 8 // (self.R // 16), self._between
         rows, hidden = self.R * (self.D + more), self.R * (self.HS + more)
-        halves = 4 * slots * self.HS * (self.D + more) + 6 * rows + 4 * hidden
-        numbers = (2 if self.warpgroups else 4) * self.R * self.D
-        numbers += self.R * self.R + 10 * self.R + 8 + 3 * self.R * beside + 5 * self.R
+        lean = self.warpgroups and self.D > 64  # values, C and units at queries lie elsewhere
+        halves = 4 * slots * self.HS * (self.D + more) + 4 * rows + 3 * hidden
+        halves += 24 if lean else 2 * rows + hidden
+        numbers = (2 if self.warpgroups else 4) * self.R * self.D + (4 if lean else self.R**2)
+        numbers += 15 * self.R + 8 + 3 * self.R * beside
         return -(-(2 * halves + 4 * numbers) // 16) * 16
 
     @property
@@ -174,12 +176,12 @@ def build_of(
         return None
     HS = STATE // (2 * (1 + momentum) * D)
     if recipe.algorithm.batch > 16:
-        HS = min(HS, 64)  # of 128 units and 32 tokens a trace spills; of 64 tokens memory is full
+        HS = min(HS, 64)  # of 128 units and 32 tokens a trace spills
     while M % HS:
         HS //= 2
     CS = M // HS
-    if (64 if recipe.algorithm.batch == 64 else 32) > HS or CS > BLOCKS:
-        return None  # a product of a warpgroup has 64 rows, here hidden units
+    if HS < 32 or CS > BLOCKS:
+        return None
     build = Build(
         D=D,
         R=recipe.algorithm.batch,

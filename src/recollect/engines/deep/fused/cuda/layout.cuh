@@ -21,7 +21,7 @@ constexpr int TH = (HS / 8 + BESIDE - 1) / BESIDE, TD = (D / 8 + BESIDE - 1) / B
 constexpr int ACROSS = WARPS / (HS / 16), WIDE = D / 8 / ACROSS;
 static_assert(R % 16 == 0 && WARPS % STRIPS == 0, "tokens of a batch");
 // Tiles of a product that are found together: one, or with whole warpgroups all of a warp's.
-constexpr int GH = CORES ? TH : 1, GD = CORES ? TD : 1, GR = CORES ? R / 8 : 2;
+constexpr int GH = CORES ? TH : 1, GD = CORES ? 4 : 1, GR = CORES ? R / 8 : 2;
 static_assert(HS % 32 == 0 && HS <= 128 && D % 32 == 0 && WIDE % 2 == 0, "hidden units, channels");
 
 #if CURVE == 0  // gelu
@@ -103,6 +103,8 @@ DEV void open_products(int) {}
 DEV void close_products(int) {}
 template <int TILES>
 DEV void settle_tiles(float (*)[4]) {}
+template <int COUNT>
+DEV void settle_left(u32 (*)[4]) {}
 template <int K, int TILES>
 DEV void rows_into(float (*acc)[4], const bf16* a, int row, const bf16* b, int col) {
 #pragma unroll

@@ -20,7 +20,7 @@
 #include "layout.cuh"
 
 // The barriers of the walk, as tests name them.
-enum Place { BEGIN, HIDDEN_THERE, PREDICTED, ERROR_THERE, DELTA_THERE, SHARES, MOVED, READ, END };
+enum Place { BEGIN, HIDDEN_THERE, PREDICTED, ERROR_THERE, DELTA_THERE, SHARES, MOVED, READ, END, ASKED };
 // Its products, likewise.
 enum Product { HIDDEN_UNITS, PREDICTION, TURNED_BACK, STATE_MOVED, SCORES, READS };
 
@@ -42,16 +42,23 @@ struct Task {
 // does always, and what peers read has one side in place of two.
 constexpr bool CROSSED = NORMALISED || CORES;
 constexpr int SIDES = CORES ? 1 : 2;
+// Of 64 tokens with 128 channels memory holds less: values and coefficients of reads come from device
+// memory when they are needed, and hidden units at queries take the queries' place.
+constexpr bool LEAN = CORES && D > 64;
 
 struct Shared {
   bf16 W[2][SLOTS][2][HS * LD];        // by batch: A and S, maps 1 and 2, hidden units in rows
-  bf16 k[2][R * LD], v[2][R * LD], q[R * LD], h[2][R * LH], x[R * LH], d[R * LH], e[R * LD];
+  bf16 k[2][R * LD], v[2][LEAN ? 8 : R * LD], q[R * LD], e[R * LD];
+  bf16 h[2][R * LH], x[LEAN ? 8 : R * LH], d[R * LH];
   float part[SIDES][R * D], read[SIDES][R * D];
-  float C[R * R], edge[2][R];          // of the reads of a batch; its last row, for its keys
+  float C[LEAN ? 4 : R * R], edge[2][R];  // of the reads of a batch; its last row, for its keys
   float a[2][R], m[2][R], last[2][R], length[2][R], s[2][4];
   float hh[R * BESIDE], dd[R * BESIDE], ee[R * BESIDE], hsum[2][R], w[2][R], rho[R];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host counts otherwise");
+
+// Where a batch's tokens or numbers begin, in units of a batch.
+DEV size_t at_batch(const Task& task, int n) { return (size_t)n * task.P + block() / CS; }
 
 DEV void sync_keys(int place) { sync_group(place, 1, HALF); }
 DEV void sync_queries(int place) { sync_group(place, 2, HALF); }
@@ -187,7 +194,9 @@ DEV void find_error(Shared& s, const Task& task, int n) {
         const float2 f = unpack(load2(&s.k[n & 1][o + cell<D>(e * 8, j * 8)]));
         x += f.x, y += f.y;
       }
-      const float2 v = unpack(load2(&s.v[n & 1][o + cell<D>(e * 8, j * 8)]));
+      const bf16* value = &s.v[n & 1][LEAN ? 0 : o + cell<D>(e * 8, j * 8)];
+      if (LEAN) value = &task.v[(at_batch(task, n) * R + r) * D + col];
+      const float2 v = unpack(load2(value));
       x = ERROR_A * x - ERROR_B * v.x, y = ERROR_A * y - ERROR_B * v.y;
       own[e] += x * x + y * y;
       store2(&s.e[o + cell<D>(e * 8, j * 8)], pack(x, y));
@@ -296,12 +305,17 @@ DEV void weigh_strip(u32 (*own)[4], Shared& s, const bf16* from, int i, int o, i
     }
 }
 
+// Whether a warpgroup's product has its 64 rows in the state: hidden units of a block.
+constexpr bool WIDE_STATE = CORES && HS % 64 == 0;
+
 DEV void add_strip(State& state, int map, u32 (*own)[4], const bf16* side, int i, int first) {
-#if R == 64
+  if (WIDE_STATE) {
 #pragma unroll
-  for (int slot = 0; slot < SLOTS; slot++)
-    strip_into<D, WIDE, 1>(state.W[slot][map], own[slot], side, i, first);
-#else  // of the right side each load serves A and S
+    for (int slot = 0; slot < SLOTS; slot++)
+      strip_into<D, WIDE, 1>(state.W[slot][map], own[slot], side, i, first);
+    return;
+  }
+  // Of the right side each load serves A and S.
   const int l = tid() % 32, o = cell<D>(l % 16, first + l / 16 * 8);
   u32 b[4];
 #pragma unroll
@@ -313,7 +327,6 @@ DEV void add_strip(State& state, int map, u32 (*own)[4], const bf16* side, int i
       mma(state.W[slot][map][j + 1], own[slot], b + 2);
     }
   }
-#endif
 }
 
 DEV void move(State& state, Shared& s, int n, bool kept) {
@@ -335,7 +348,7 @@ DEV void move(State& state, Shared& s, int n, bool kept) {
         }
       }
   // The left sides, tokens summed over: with whole warpgroups two together (more spill).
-  constexpr int STRIPS_AT_ONCE = CORES ? 2 : 1;
+  constexpr int STRIPS_AT_ONCE = WIDE_STATE ? 2 : 1;
   const int o = cell<HS>(l % 8 + l / 16 * 8, mine + l / 8 % 2 * 8), t = l % 4 * 2;
 #pragma unroll
   for (int map = 0; map < 2; map++)
@@ -346,13 +359,14 @@ DEV void move(State& state, Shared& s, int n, bool kept) {
 #pragma unroll
       for (int x = 0; x < STRIPS_AT_ONCE; x++)
         weigh_strip(own[x], s, map ? s.h[n & 1] : s.d, from + x * 16, o, t);
+      settle_left<STRIPS_AT_ONCE * SLOTS>(own[0]);
 #pragma unroll
       for (int slot = 0; slot < SLOTS; slot++) settle_tiles<WIDE>(state.W[slot][map]);
-      open_products(STATE_MOVED);
+      if (WIDE_STATE) open_products(STATE_MOVED);
 #pragma unroll
       for (int x = 0; x < STRIPS_AT_ONCE; x++)
         add_strip(state, map, own[x], side, from + x * 16, first);
-      close_products(STATE_MOVED);
+      if (WIDE_STATE) close_products(STATE_MOVED);
 #pragma unroll
       for (int slot = 0; slot < SLOTS; slot++) settle_tiles<WIDE>(state.W[slot][map]);
     }
@@ -416,11 +430,11 @@ DEV void fetch(Shared& s, const Task& task, size_t pair, int n) {
   const int side = (n + 1) & 1, t = tid() % HALF;
   if (n >= 0 && !TRACE) {
     bring_tokens(s.q, task.q + now * R * D);
-    bring<R * R>(s.C, task.C + now * R * R);
+    if (!LEAN) bring<R * R>(s.C, task.C + now * R * R);
   }
   if (n + 1 < task.N) {
     bring_tokens(s.k[side], task.k + next * R * D);
-    bring_tokens(s.v[side], task.v + next * R * D);
+    if (!LEAN) bring_tokens(s.v[side], task.v + next * R * D);
     bring<R>(s.edge[side], task.C + (next * R + R - 1) * R);
     bring<R>(s.a[side], task.a + next * R);
     if (MOMENTUM) {
@@ -434,8 +448,9 @@ DEV void fetch(Shared& s, const Task& task, size_t pair, int n) {
 
 // C[t, i] rho_i (x_t . h_i) of a strip of 16 queries, as the left side of a product over keys.
 template <int K>
-DEV void masked(u32 (*mask)[4], Shared& s, const bf16* x, const bf16* h) {
+DEV void masked(u32 (*mask)[4], Shared& s, const Task& task, int n, const bf16* x, const bf16* h) {
   const Strip strip;
+  const float* C = LEAN ? task.C + at_batch(task, n) * R * R : s.C;
 #pragma unroll
   for (int j = 0; j < R / 8; j += GR) {
     float z[GR][4];
@@ -448,7 +463,7 @@ DEV void masked(u32 (*mask)[4], Shared& s, const bf16* x, const bf16* h) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int key = (j + i) * 8 + strip.gc + e % 2, r = strip.row + strip.gr + e / 2 * 8;
-        z[i][e] *= s.C[r * R + key] * (NORMALISED ? s.rho[key] : 1.f);
+        z[i][e] *= C[r * R + key] * (NORMALISED ? s.rho[key] : 1.f);
       }
 #pragma unroll
       for (int e = 0; e < 2; e++)
@@ -461,10 +476,11 @@ DEV void masked(u32 (*mask)[4], Shared& s, const bf16* x, const bf16* h) {
 // map 2 over its rows.
 template <int MAP, int TILES>
 DEV void read_tiles(float (*z)[4], Shared& s, int side, const bf16* x, const bf16* d, int col,
-                    const u32 (*mask)[4]) {
+                    u32 (*mask)[4]) {
   constexpr int BESIDE_D = MAP ? D : HS;  // columns of d
   const Strip strip;
   float moved[SLOTS][TILES][4];
+  settle_left<R / 16>(mask);
   open_products(READS);
 #pragma unroll
   for (int i = 0; i < SLOTS; i++)
@@ -493,16 +509,19 @@ DEV void read_tiles(float (*z)[4], Shared& s, int side, const bf16* x, const bf1
   }
 }
 
-DEV void read_hidden(Shared& s, int side) {
+DEV bf16* query_units(Shared& s) { return LEAN ? s.q : s.x; }
+
+DEV void read_hidden(Shared& s, const Task& task, int n) {
   const Strip strip;
   if (strip.warp * TH * 8 >= HS) return;
   u32 mask[R / 16][4];
-  masked<D>(mask, s, s.q, s.k[side]);
+  masked<D>(mask, s, task, n, s.q, s.k[n & 1]);
 #pragma unroll
   for (int j = 0; j < TH; j += GH) {
     const int first = (strip.warp * TH + j) * 8;
     float z[GH][4], y[4], slope;
-    read_tiles<0, GH>(z, s, side, s.q, s.d, first, mask);
+    read_tiles<0, GH>(z, s, n & 1, s.q, s.d, first, mask);
+    if (LEAN) sync_queries(ASKED);
     const int o = cell<HS>(strip.row + strip.gr, first + strip.gc);
 #pragma unroll
     for (int i = 0; i < GH; i++) {
@@ -510,21 +529,22 @@ DEV void read_hidden(Shared& s, int side) {
       for (int e = 0; e < 4; e++) curve(z[i][e], y[e], slope);
 #pragma unroll
       for (int e = 0; e < 2; e++)
-        store2(&s.x[o + cell<HS>(e * 8, i * 8)], pack(y[2 * e], y[2 * e + 1]));
+        store2(&query_units(s)[o + cell<HS>(e * 8, i * 8)], pack(y[2 * e], y[2 * e + 1]));
     }
   }
 }
 
-DEV void read_output(Shared& s, int n) {
+DEV void read_output(Shared& s, const Task& task, int n) {
   const Strip strip;
+  const bf16* x = query_units(s);
   u32 mask[R / 16][4];
-  masked<HS>(mask, s, s.x, s.h[n & 1]);
+  masked<HS>(mask, s, task, n, x, s.h[n & 1]);
 #pragma unroll 1
   for (int j = 0; j < TD; j += GD) {
     const int first = (strip.warp * TD + j) * 8;
     if (first >= D) break;
     float z[GD][4];
-    read_tiles<1, GD>(z, s, n & 1, s.x, s.e, first, mask);
+    read_tiles<1, GD>(z, s, n & 1, x, s.e, first, mask);
     const int r = strip.row + strip.gr, c = first + strip.gc, o = cell<D>(r, c);
 #pragma unroll
     for (int i = 0; i < GD; i++)
@@ -532,7 +552,9 @@ DEV void read_output(Shared& s, int n) {
       for (int e = 0; e < 2; e++) {
         float2 own = {z[i][2 * e], z[i][2 * e + 1]};
         if (RESIDUAL && cluster_rank() == 0) {
-          const float2 f = unpack(load2(&s.q[o + cell<D>(e * 8, i * 8)]));
+          const bf16* query = &s.q[LEAN ? 0 : o + cell<D>(e * 8, i * 8)];
+          if (LEAN) query = &task.q[(at_batch(task, n) * R + r + e * 8) * D + c + i * 8];
+          const float2 f = unpack(load2(query));
           own.x += f.x, own.y += f.y;
         }
         *reinterpret_cast<float2*>(&s.read[n % SIDES][(r + e * 8) * D + c + i * 8]) = own;
@@ -564,10 +586,10 @@ DEV void walk_queries(Shared& s, const Task& task) {
   sync_block(BEGIN);
   for (int n = 0; n <= task.N; n++) {
     if (n > 0 && !TRACE) {
-      read_hidden(s, (n - 1) & 1);
+      read_hidden(s, task, n - 1);
       hand_over(READ);
       sync_queries(READ);
-      read_output(s, n - 1);
+      read_output(s, task, n - 1);
     }
     sync_cluster(PREDICTED);
     if (n < task.N) fetch(s, task, pair, n);

@@ -32,6 +32,7 @@ DEV void registers() {
 
 // Keeps what uses registers on its own side of the instructions above.
 DEV void settle(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+DEV void settle(u32& x) { asm volatile("" : "+r"(x)::"memory"); }
 
 #define TILE(c, j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
 #define TILES4(c, j) TILE(c, j), TILE(c, j + 1), TILE(c, j + 2), TILE(c, j + 3)
@@ -91,6 +92,14 @@ DEV void settle_tiles(float (*c)[4]) {
   for (int j = 0; j < TILES; j++)
 #pragma unroll
     for (int e = 0; e < 4; e++) settle(c[j][e]);
+}
+
+template <int COUNT>
+DEV void settle_left(u32 (*a)[4]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++)
+#pragma unroll
+    for (int x = 0; x < 4; x++) settle(a[i][x]);
 }
 
 DEV void open_products(int which) { products_fence(which); }
