@@ -7,13 +7,15 @@ descriptors and registers as a device and reports what is not ordered.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from tests.gpu.simulator.run import Fault, simulated
+from tests.gpu.simulator.run import FAULTS, Fault, library, simulated
+from tests.gpu.test_fused_offline import build
 from tests.gpu.test_fused_walk import PLACES, drawn, plain, titans, walked
 from torch import Tensor
 
@@ -86,7 +88,7 @@ def test_it_is_needed_later_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     """When memory holds what was there a batch or two ago, and not NaN."""
     once = {"begin", "end", "begin handed over"}
     assert unseen(titans(b=64), folder, monkeypatch, T=330, after=2) == once
-    # One side of what peers read is enough: a cluster's barrier stands where shares would be summed.
+    # One side of what peers read is enough: a cluster waits where shares would be summed.
     assert unseen(plain(b=64), folder, monkeypatch) == set()
 
 
@@ -122,6 +124,63 @@ def test_faults_have_names(
     place = next(place for place, name in ALL.items() if name == left_out)
     with simulated(monkeypatch, folder, skip=place), pytest.raises(Fault, match=fault):
         walked(recipe, x)
+
+
+class Given(ctypes.Structure):
+    """``Given`` of ``simulator/product_sim.cpp``."""
+
+    _fields_ = [
+        ("memory", ctypes.c_void_p),
+        ("left", ctypes.c_ulonglong),
+        ("right", ctypes.c_ulonglong),
+        ("out", ctypes.c_void_p),
+        ("bytes", ctypes.c_int),
+        ("transposed", ctypes.c_int),
+    ]
+
+
+SIZE = 8192
+"""Bytes of shared memory of one product."""
+
+
+def laid(memory: Tensor, x: Tensor, start: int, along: int, across: int, transposed: bool) -> int:
+    """Puts a matrix [rows, 16] where PTX's manual says that it lies, and returns its descriptor.
+
+    Args:
+        memory: in halves. x: summed over its columns. start, along, across: in bytes.
+        transposed: whether a row's entries lie apart and a column's eight together.
+    """
+    for row, column in itertools.product(range(x.shape[0]), range(16)):
+        within = (column % 8 * 8 + row % 8) if transposed else (row % 8 * 8 + column % 8)
+        place = (start + column // 8 * along + row // 8 * across) // 2 + within
+        assert memory[place].isnan()
+        memory[place] = x[row, column]
+    return start >> 4 | (along >> 4) << 16 | (across >> 4) << 32
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("along", "across"), [(128, 256), (1024, 128), (144, 656)])
+def test_descriptors_are_read_as_the_manual_says(
+    transposed: bool, along: int, across: int, folder: Path
+) -> None:
+    made = build(b=64)
+    assert made is not None
+    g = torch.Generator().manual_seed(along)
+    a, b = torch.randn(64, 16, generator=g).bfloat16(), torch.randn(32, 16, generator=g).bfloat16()
+    memory = torch.full((SIZE // 2,), float("nan")).bfloat16()
+    out = torch.full((64, 32), float("nan"))
+    left = laid(memory, a, 4096, 2048, 256, False)
+    right = laid(memory, b, 64, along, across, transposed)
+
+    def run(left: int) -> str:
+        given = Given(memory.data_ptr(), left, right, out.data_ptr(), SIZE, int(transposed))
+        found = library("product", made, folder).run(ctypes.byref(given), ctypes.c_uint(1), -1, 0)
+        return FAULTS[found]
+
+    assert run(left) == ""
+    torch.testing.assert_close(out.double(), a.double() @ b.double().mT, rtol=1e-5, atol=1e-5)
+    assert run(left | 1 << 62) == "a descriptor of nothing"  # a swizzle
+    assert run(left | SIZE >> 4) == "a descriptor of nothing"  # behind the end
 
 
 def test_the_order_of_warps_changes_no_digit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

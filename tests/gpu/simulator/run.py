@@ -51,7 +51,7 @@ def library(kernel: str, build: Build, folder: Path) -> ctypes.CDLL:
     macros = [f"-D{name}={value}" for name, value in given.items()]
     digest = hashlib.sha256(" ".join(macros).encode()).hexdigest()[:12]
     path = folder / f"{kernel}_{digest}.so"
-    text = HERE / ("back_sim.cpp" if kernel == "back" else "walk_sim.cpp")
+    text = HERE / f"{'walk' if kernel == 'trace' else kernel}_sim.cpp"
     if not path.exists():
         flags = ["-O2", "-std=c++17", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
         command = [compiler(), *flags, *macros, f"-I{HERE}", f"-I{CUDA}"]
