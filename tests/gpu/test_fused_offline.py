@@ -17,6 +17,7 @@ import recollect as rc
 from recollect.engines import deep
 from recollect.engines.deep.fused.compiling import SOURCES, CompileError, compiled, find_nvrtc
 from recollect.engines.deep.fused.fitting import CURVES, MOST_SHARED, Build, runs_on
+from recollect.engines.deep.fused.launch import threads_of
 from recollect.recipe.sized import sized
 
 
@@ -51,7 +52,7 @@ def held_to_the_gate(kernel: str, one: Build, arch: str, folder: Path) -> None:
     said = report(kernel, one, arch, folder)
     registers = int(re.search(r"Used (\d+) registers", said)[1])
     spilt = [int(x) for x in re.findall(r"(\d+) bytes spill", said)]
-    # A block has an SM's 65,536 registers to itself: 512 threads that read, or 288, or 256.
+    # A block has an SM's 65,536 registers to itself: 512 threads that read, or 288 (384), or 256.
     assert registers <= (128 if kernel == "walk" else 255), said
     assert spilt == [0, 0], (kernel, one, said)
     assert "serialized" not in said, said  # products of warpgroups, which then wait for each other
@@ -112,25 +113,42 @@ def test_a_batch_of_64_compiles_without_spills(tmp_path: Path) -> None:
             held_to_the_gate(kernel, one, "sm_90", tmp_path)
 
 
+def ptx(kernel: str, one: Build, folder: Path) -> str:
+    """The kernel's PTX, by nvcc."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc to compile CUDA with")
+    macros = [f"-D{name}={value}" for name, value in one.macros(kernel).items()]
+    target = folder / "kernel.ptx"
+    source = "back.cu" if kernel == "back" else "walk.cu"
+    options = [f"-arch={one.arch((9, 0))}", "-std=c++17", "-ptx", f"-I{SOURCES}", *macros]
+    subprocess.run([nvcc, *options, str(SOURCES / source), "-o", str(target)], check=True)
+    return target.read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("b", [16, 64])
 def test_products_are_tensor_instructions(b: int, tmp_path: Path) -> None:
     """Per warp, or per warpgroup: z, p, u, the state (keys); scores, reads (queries)."""
     one = build(b=b)
-    nvcc = shutil.which("nvcc")
-    if nvcc is None or one is None:
-        pytest.skip("no nvcc to compile CUDA with")
-    macros = [f"-D{name}={value}" for name, value in one.macros().items()]
-    target = tmp_path / "walk.ptx"
-    options = [f"-arch={one.arch((9, 0))}", "-std=c++17", "-ptx", f"-I{SOURCES}", *macros]
-    subprocess.run([nvcc, *options, str(SOURCES / "walk.cu"), "-o", str(target)], check=True)
-    text = target.read_text(encoding="utf-8")
+    assert one is not None
+    text = ptx("walk", one, tmp_path)
     keys, queries = 4 + 4 + 4 + 2 * 2 * 4, 2 * 8 + 2 * (2 * 4 + 1)
     if b == 64:
         queries = 2 * 4 + 2 * (2 * 4 + 4)
     assert text.count("mma.sync.aligned.m16n8k16") == (keys + queries if b == 16 else 0)
     assert text.count("wgmma.mma_async.sync.aligned.m64n") == (keys + queries if b == 64 else 0)
     assert "ld.local" not in text and "st.local" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("b", [16, 64])
+def test_blocks_have_the_threads_that_their_kernels_count(b: int, tmp_path: Path) -> None:
+    one = build(b=b)
+    assert one is not None
+    for kernel in ("walk", "trace", "back"):
+        found = re.search(r"\.maxntid (\d+)", ptx(kernel, one, tmp_path))
+        assert found is not None and int(found[1]) == threads_of(kernel, one)
 
 
 def test_the_host_counts_what_the_kernel_does(tmp_path: Path) -> None:

@@ -5,11 +5,14 @@
 #ifndef TRACE
 #define TRACE 0
 #endif
-// Threads that hold the state, and beside them those that read, or only bring tokens.
-constexpr int HALF = 256, OTHERS = TRACE ? 32 : 256, THREADS = HALF + OTHERS, WARPS = 8;
-// Matrices of halves: in rows 16 bytes apart modulo 128, or, where whole warpgroups multiply, in core
-// matrices of 8 rows by 8 columns, 128 bytes each; neither has bank conflicts.
+// With 64 tokens whole warpgroups multiply.
 constexpr bool CORES = R == 64;
+// Threads that hold the state, and beside them those that read, or only bring tokens: then a warp, or
+// a whole group, since only groups give registers away.
+constexpr int HALF = 256, OTHERS = !TRACE ? 256 : CORES ? 128 : 32, THREADS = HALF + OTHERS;
+constexpr int WARPS = 8;
+// Matrices of halves: in rows 16 bytes apart modulo 128, or, for warpgroups, in core matrices of 8
+// rows by 8 columns, 128 bytes each; neither has bank conflicts.
 constexpr int LD = CORES ? D : D + 8, LH = CORES ? HS : HS + 8;
 constexpr int SLOTS = 1 + MOMENTUM, HIDDEN = CS * HS;
 constexpr float EPS = 1e-6f, TINY = 1.17549435e-38f;

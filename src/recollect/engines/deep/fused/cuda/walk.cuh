@@ -605,10 +605,10 @@ DEV void walk_queries(Shared& s, const Task& task) {
 
 DEV void walk(Shared& s, const Task& task) {
   if (tid() < HALF) {
-    if (!TRACE) registers<152>();
+    registers<TRACE ? 208 : 152>();
     walk_keys(s, task);
   } else {
-    if (!TRACE) registers<104>();
+    registers<TRACE ? 88 : 104>();
     walk_queries(s, task);
   }
 }

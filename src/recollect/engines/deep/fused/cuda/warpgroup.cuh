@@ -20,8 +20,8 @@ DEV void products_fence(int) { asm volatile("wgmma.fence.sync.aligned;" ::: "mem
 DEV void products_commit(int) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 DEV void products_wait(int) { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
-// Registers of a thread from here on, of the 128 that each of 512 begins with: all four warps of a
-// group, and what some take others give.
+// Registers of a thread from here on, of the 128 that each of 512 begins with, or 168 of 384: all four
+// warps of a group, and what some take others give.
 template <int COUNT>
 DEV void registers() {
   if constexpr (COUNT > 128)
