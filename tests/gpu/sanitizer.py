@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,22 @@ FAULTS = 86
 
 
 def once() -> None:
-    """A walk with reads, and a training step: all three kernels, of two memories."""
+    """All three kernels, of two memories: products of warps, and in batches of 64 of warpgroups."""
     recipe = rc.zoo.get("titans").recipe
+    walked(recipe, 40)
+    walked(replace(recipe, algorithm=replace(recipe.algorithm, batch=64)), 150)
+
+
+def walked(recipe: rc.Recipe, T: int) -> None:
+    """A walk with reads, and a training step.
+
+    Args:
+        recipe: of Titans' kind.
+        T: tokens of two memories.
+    """
     g = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, 40, 2, 64, generator=g).cuda()
-    each = torch.rand(3, 1, 40, 2, generator=g).cuda()
+    q, k, v = torch.randn(3, 1, T, 2, 64, generator=g).cuda()
+    each = torch.rand(3, 1, T, 2, generator=g).cuda()
     gates = {"lr": 0.05 * each[0], "log_decay": -0.05 * each[1], "momentum": 0.9 * each[2]}
     init = [
         torch.randn(2, *shape, generator=g).cuda() * shape[1] ** -0.5

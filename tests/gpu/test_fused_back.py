@@ -83,8 +83,21 @@ SLOW = {
         64,
     ),
     "32 tokens": (titans(b=32), 72, 64),
+    "64 tokens": (titans(b=64), 150, 64),
+    "64 tokens, silu": (plain("silu", b=64), 150, 64),
+    "64 tokens, momentum, no shares": (
+        rc.Recipe(
+            memory=rc.memory.MLP(activation="gelu_tanh", expansion=3, residual=False),
+            algorithm=rc.algorithm.Momentum(batch=64),
+        ),
+        150,
+        64,
+    ),
+    "64 tokens, its own width": (titans(b=64, expansion=1), 150, 64),
     "128 channels": (titans(expansion=2), 40, 128),
     "128 channels, 32 tokens": (plain("silu", b=32), 72, 128),
+    "128 channels, 64 tokens": (plain("silu", b=64), 150, 128),
+    "128 channels, 64 tokens, titans": (titans(b=64, expansion=2), 150, 128),
 }
 
 

@@ -57,7 +57,7 @@ def test_other_recipes_are_refused_with_a_reason(name: str, reason: str) -> None
         (rc.Recipe(memory=rc.memory.MLP(activation="tanh")), "has no tanh"),
         (rc.Recipe(memory=rc.memory.MLP(), bias=rc.bias.Huber()), "not a·prediction"),
         (rc.Recipe(memory=rc.memory.MLP(), context=rc.context.Window(size=3)), "more than once"),
-        (rc.Recipe(memory=rc.memory.MLP()), "1 tokens, and the kernel takes 16 or 32"),
+        (rc.Recipe(memory=rc.memory.MLP()), "1 tokens, and the kernel takes 16, 32 or 64"),
     ],
 )
 def test_the_rule_is_about_structure(recipe: rc.Recipe, reason: str) -> None:
@@ -73,6 +73,13 @@ def test_sizes_decide_how_many_blocks_share_a_memory() -> None:
     assert wide is not None and (wide.HS, wide.CS) == (64, 8)
     assert built("titans", 128, 128) is None  # 16 blocks
     assert built("titans", 48, 48) is None
+    for momentum in (False, True):
+        kind = rc.algorithm.Momentum if momentum else rc.algorithm.GradientDescent
+        long = rc.Recipe(memory=rc.memory.MLP(), algorithm=kind(batch=64))
+        found = built(long)
+        assert found is not None and (found.R, found.HS, found.CS) == (64, 64, 4)
+        found = built(long, 128, 128)  # with momentum 16 blocks would share a memory
+        assert momentum == (found is None) and (found is None or (found.HS, found.CS) == (64, 8))
     plain = rc.Recipe(
         memory=rc.memory.MLP(residual=False), algorithm=rc.algorithm.Momentum(batch=16)
     )

@@ -16,7 +16,8 @@ import pytest
 import recollect as rc
 from recollect.engines import deep
 from recollect.engines.deep.fused.compiling import SOURCES, CompileError, compiled, find_nvrtc
-from recollect.engines.deep.fused.fitting import MOST_SHARED, Build, runs_on
+from recollect.engines.deep.fused.fitting import CURVES, MOST_SHARED, Build, runs_on
+from recollect.engines.deep.fused.launch import threads_of
 from recollect.recipe.sized import sized
 
 
@@ -34,7 +35,8 @@ def build(
 
 def report(kernel: str, one: Build, arch: str, folder: Path) -> str:
     """What the assembler says of a kernel."""
-    macros = [f"-D{name}={value}" for name, value in one.macros(trace=kernel == "trace").items()]
+    macros = [f"-D{name}={value}" for name, value in one.macros(kernel).items()]
+    arch += "a" if one.warpgroups and arch == "sm_90" else ""
     source = "back.cu" if kernel == "back" else "walk.cu"
     if find_nvrtc() is not None:
         return compiled(source, macros, arch, log=True)[1]
@@ -50,9 +52,10 @@ def held_to_the_gate(kernel: str, one: Build, arch: str, folder: Path) -> None:
     said = report(kernel, one, arch, folder)
     registers = int(re.search(r"Used (\d+) registers", said)[1])
     spilt = [int(x) for x in re.findall(r"(\d+) bytes spill", said)]
-    # A block has an SM's 65,536 registers to itself: 512 threads that read, or 288, or 256.
+    # A block has an SM's 65,536 registers to itself: 512 threads that read, or 288 (384), or 256.
     assert registers <= (128 if kernel == "walk" else 255), said
     assert spilt == [0, 0], (kernel, one, said)
+    assert "serialized" not in said, said  # products of warpgroups, which then wait for each other
     assert max(one.shared_bytes, one.back_bytes) <= MOST_SHARED
 
 
@@ -73,7 +76,7 @@ def test_training_compiles_without_spills(kernel: str, tmp_path: Path) -> None:
 SIZES = [
     (D, b, expansion, momentum, share)
     for D in (64, 128)
-    for b in (16, 32)
+    for b in (16, 32, 64)
     for expansion in (1, 2, 3, 4)
     for momentum in (True, False)
     for share in (True, False)
@@ -87,8 +90,8 @@ def test_all_sizes_compile_without_spills(kernel: str, tmp_path: Path) -> None:
     count = 0
     for D, b, expansion, momentum, share in SIZES:
         one = build(D, b, expansion, momentum=momentum, share=share)
-        if one is None:
-            assert D == 128 and expansion >= 3 and momentum  # more than 8 blocks
+        if one is None:  # more than 8 blocks
+            assert D == 128 and expansion >= 3 and momentum
             continue
         count += 1
         held_to_the_gate(kernel, one, "sm_90", tmp_path)
@@ -97,24 +100,55 @@ def test_all_sizes_compile_without_spills(kernel: str, tmp_path: Path) -> None:
         if runs_on(one, (8, 0)):
             assert one.CS == 1
             held_to_the_gate(kernel, one, "sm_80", tmp_path)
-    assert count == 56
+    assert count == 84
 
 
 @pytest.mark.slow
-def test_products_are_tensor_instructions(tmp_path: Path) -> None:
-    """Of a batch of 16, per warp: z, p, u, the state (keys); scores, reads (queries)."""
-    one = build()
+def test_a_batch_of_64_compiles_without_spills(tmp_path: Path) -> None:
+    for curve in CURVES:
+        one = build(b=64)
+        assert one is not None and (one.CS, one.HS) == (4, 64)
+        one = dataclasses.replace(one, curve=CURVES.index(curve), residual=False)
+        for kernel in ("walk", "trace", "back"):
+            held_to_the_gate(kernel, one, "sm_90", tmp_path)
+
+
+def ptx(kernel: str, one: Build, folder: Path) -> str:
+    """The kernel's PTX, by nvcc."""
     nvcc = shutil.which("nvcc")
-    if nvcc is None or one is None:
+    if nvcc is None:
         pytest.skip("no nvcc to compile CUDA with")
-    macros = [f"-D{name}={value}" for name, value in one.macros().items()]
-    target = tmp_path / "walk.ptx"
-    options = ["-arch=sm_90", "-std=c++17", "-ptx", f"-I{SOURCES}", *macros]
-    subprocess.run([nvcc, *options, str(SOURCES / "walk.cu"), "-o", str(target)], check=True)
-    text = target.read_text(encoding="utf-8")
+    macros = [f"-D{name}={value}" for name, value in one.macros(kernel).items()]
+    target = folder / "kernel.ptx"
+    source = "back.cu" if kernel == "back" else "walk.cu"
+    options = [f"-arch={one.arch((9, 0))}", "-std=c++17", "-ptx", f"-I{SOURCES}", *macros]
+    subprocess.run([nvcc, *options, str(SOURCES / source), "-o", str(target)], check=True)
+    return target.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("b", [16, 64])
+def test_products_are_tensor_instructions(b: int, tmp_path: Path) -> None:
+    """Per warp, or per warpgroup: z, p, u, the state (keys); scores, reads (queries)."""
+    one = build(b=b)
+    assert one is not None
+    text = ptx("walk", one, tmp_path)
     keys, queries = 4 + 4 + 4 + 2 * 2 * 4, 2 * 8 + 2 * (2 * 4 + 1)
-    assert text.count("mma.sync.aligned.m16n8k16") == keys + queries
+    if b == 64:
+        queries = 2 * 4 + 2 * (2 * 4 + 4)
+    assert text.count("mma.sync.aligned.m16n8k16") == (keys + queries if b == 16 else 0)
+    assert text.count("wgmma.mma_async.sync.aligned.m64n") == (keys + queries if b == 64 else 0)
     assert "ld.local" not in text and "st.local" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("b", [16, 64])
+def test_blocks_have_the_threads_that_their_kernels_count(b: int, tmp_path: Path) -> None:
+    one = build(b=b)
+    assert one is not None
+    for kernel in ("walk", "trace", "back"):
+        found = re.search(r"\.maxntid (\d+)", ptx(kernel, one, tmp_path))
+        assert found is not None and int(found[1]) == threads_of(kernel, one)
 
 
 def test_the_host_counts_what_the_kernel_does(tmp_path: Path) -> None:
@@ -135,3 +169,7 @@ def test_devices_hold_what_fits() -> None:
     assert not runs_on(one, (8, 0)) and not runs_on(one, (12, 0))
     small = dataclasses.replace(one, CS=1)
     assert runs_on(small, (8, 0)) and not runs_on(small, (8, 6))
+    long = build(b=64)
+    assert long is not None
+    assert runs_on(long, (9, 0)) and long.arch((9, 0)) == "sm_90a" and one.arch((9, 0)) == "sm_90"
+    assert not any(runs_on(long, other) for other in ((8, 0), (10, 0), (12, 0)))

@@ -112,6 +112,7 @@ def worst(
 CASES = {
     "titans, a batch open": (titans(), 75),
     "silu": (plain("silu"), 48),
+    "64 tokens": (titans(b=64), 150),
 }
 SLOW = {
     "relu": (plain("relu"), 64),
@@ -130,6 +131,23 @@ SLOW = {
     ),
     "32 tokens": (titans(b=32), 80),
     "32 tokens, silu": (plain("silu", b=32), 80),
+    "64 tokens, silu": (plain("silu", b=64), 150),
+    "64 tokens, momentum, no shares": (
+        rc.Recipe(
+            memory=rc.memory.MLP(activation="gelu_tanh", residual=False),
+            algorithm=rc.algorithm.Momentum(batch=64),
+        ),
+        150,
+    ),
+    "64 tokens, shares, no momentum": (
+        rc.Recipe(
+            memory=rc.memory.MLP(activation="relu", expansion=3),
+            algorithm=rc.algorithm.GradientDescent(batch=64, normalize=True),
+        ),
+        150,
+    ),
+    "64 tokens, its own width": (titans(b=64, expansion=1), 150),
+    "64 tokens, half the width": (plain("gelu", b=64, expansion=2), 150),
 }
 
 
@@ -149,8 +167,13 @@ def test_a_walk_is_the_definition(case: str, folder: Path, monkeypatch: pytest.M
 def test_a_walk_of_wide_heads_is_the_definition(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for recipe in (titans(expansion=2), plain("gelu", expansion=4)):
-        x = drawn(recipe, 40, D=128)
+    for recipe, T in (
+        (titans(expansion=2), 40),
+        (plain("gelu", expansion=4), 40),
+        (titans(b=64, expansion=2), 150),
+        (plain("gelu", b=64, expansion=4), 150),
+    ):
+        x = drawn(recipe, T, D=128)
         with simulated(monkeypatch, folder) as ran:
             found = walked(recipe, x)
         assert len(ran) == 1

@@ -19,7 +19,18 @@ from recollect.engines.deep.fused.fitting import Build
 
 HERE = Path(__file__).parent
 CUDA = Path(recollect.__file__).parent / "engines/deep/fused/cuda"
-FAULTS = ("", "a barrier is not reached by all", "a misaligned matrix load", "a block has ended")
+FAULTS = (
+    "",
+    "a barrier is not reached by all",
+    "a misaligned matrix load",
+    "a block has ended",
+    "an operand changes under a product",
+    "an operand was not handed over",
+    "a product without a fence",
+    "an accumulator changes under a product",
+    "warps of a product disagree",
+    "a descriptor of nothing",
+)
 
 
 class Fault(Exception):
@@ -36,11 +47,11 @@ def compiler() -> str:
 
 def library(kernel: str, build: Build, folder: Path) -> ctypes.CDLL:
     """A kernel of a build, compiled once per folder."""
-    given = build.macros(trace=kernel == "trace")
+    given = build.macros(kernel)
     macros = [f"-D{name}={value}" for name, value in given.items()]
     digest = hashlib.sha256(" ".join(macros).encode()).hexdigest()[:12]
     path = folder / f"{kernel}_{digest}.so"
-    text = HERE / ("back_sim.cpp" if kernel == "back" else "walk_sim.cpp")
+    text = HERE / f"{'walk' if kernel == 'trace' else kernel}_sim.cpp"
     if not path.exists():
         flags = ["-O2", "-std=c++17", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
         command = [compiler(), *flags, *macros, f"-I{HERE}", f"-I{CUDA}"]

@@ -21,6 +21,7 @@
 #define DEV static inline
 #define DEV_IN inline  // inside of a class
 typedef uint32_t u32;
+typedef unsigned long long u64;
 struct bf16 {
   uint16_t x;
 };
@@ -87,6 +88,7 @@ static std::vector<char*> memory;
 static std::vector<int> alive;
 static size_t memory_bytes;
 static std::function<void(void*)> program;
+static void (*at_border)(bool) = [](bool) {};  // a cluster begins, or has ended
 
 static inline Warp& warp() { return warps[me->rank * (threads / 32) + me->tid / 32]; }
 
@@ -149,6 +151,7 @@ static int launch(int clusters, int size, int count, size_t bytes, std::function
       x.first.uc_link = nullptr;
       makecontext(&x.first, entry, 0);
     }
+    at_border(true);
     const int total = (int)warps.size(), per = count / 32;
     std::vector<int> order(total), lag(total, 0), late(size, 0);
     for (int i = 0; i < total; i++) order[i] = i;
@@ -178,6 +181,7 @@ static int launch(int clusters, int size, int count, size_t bytes, std::function
       if (!any && !held) fault = DEADLOCK;
       if (!any) std::fill(late.begin(), late.end(), 0);
     }
+    at_border(false);
     for (auto s : memory) free(s);
   }
   free(stacks);
@@ -209,13 +213,22 @@ static inline const char* peer(const void* p, int rank) {
 DEV float peer1(const float* p, int rank) { return *(const float*)peer(p, rank); }
 DEV float2 peer2(const float* p, int rank) { return *(const float2*)peer(p, rank); }
 
+#if R == 64
+static void noted(const void* p, int bytes);  // a store; products of warpgroups see it later
+#else
+DEV void noted(const void*, int) {}
+#endif
+
 // Copies arrive as late as they may: when their thread waits for them.
 DEV void copy_async(void* to, const void* from) {
   if ((uintptr_t)to % 16 || (uintptr_t)from % 16) sim::fault = sim::MISALIGNED;
   sim::me->copies.push_back({to, from});
 }
 DEV void wait_copies() {
-  for (const auto& x : sim::me->copies) memcpy(x.to, x.from, 16);
+  for (const auto& x : sim::me->copies) {
+    memcpy(x.to, x.from, 16);
+    noted(x.to, 16);
+  }
   sim::me->copies.clear();
 }
 

@@ -21,7 +21,7 @@ __all__ = ["CURVES", "SIZES", "TOKENS", "Build", "build_of", "misfit", "runs_on"
 CURVES = ("gelu", "gelu_tanh", "silu", "relu")
 """Activations of the kernel, in the order of its macro CURVE."""
 
-SIZES, TOKENS = (64, 128), (16, 32)
+SIZES, TOKENS = (64, 128), (16, 32, 64)
 """Channels of keys and values, and tokens of an inner batch, that the kernel has been built for."""
 
 STATE = 256 * 64
@@ -57,35 +57,63 @@ class Build:
     offset: float
 
     @property
+    def warpgroups(self) -> bool:
+        """Whether the walk multiplies by whole warpgroups (wgmma), of 64 tokens."""
+        return self.R == 64
+
+    @property
+    def _between(self) -> int:
+        """Channels between two rows of the walk in shared memory."""
+        return 0 if self.warpgroups else 8
+
+    @property
     def shared_bytes(self) -> int:
         """Bytes of the kernel's ``Shared``, which it checks against this count."""
-        slots, beside = 1 + self.momentum, 8 // (self.R // 16)
-        rows, hidden = self.R * (self.D + 8), self.R * (self.HS + 8)
-        halves = 4 * slots * self.HS * (self.D + 8) + 6 * rows + 4 * hidden
-        numbers = 4 * self.R * self.D + 2 * self.R * self.R + 8 * self.R + 8
-        numbers += 3 * self.R * beside + 5 * self.R
+        slots, beside, more = 1 + self.momentum, 8 // (self.R // 16), self._between
+        rows, hidden = self.R * (self.D + more), self.R * (self.HS + more)
+        lean = self.warpgroups and self.D > 64  # values, C and units at queries lie elsewhere
+        halves = 4 * slots * self.HS * (self.D + more) + 4 * rows + 3 * hidden
+        halves += 24 if lean else 2 * rows + hidden
+        numbers = (2 if self.warpgroups else 4) * self.R * self.D + (4 if lean else self.R**2)
+        numbers += 15 * self.R + 8 + 3 * self.R * beside
         return -(-(2 * halves + 4 * numbers) // 16) * 16
+
+    @property
+    def back_tokens(self) -> int:
+        """Tokens that the way back takes at a time, of which a batch has one or two parts."""
+        return min(self.R, 32)
 
     @property
     def back_bytes(self) -> int:
         """The same of the way back, ``BackShared``."""
-        slots, beside = 1 + self.momentum, 8 // (self.R // 16)
-        rows, hidden = self.R * (self.D + 8), self.R * (self.HS + 8)
+        slots, R, beside = 1 + self.momentum, self.back_tokens, 8 // (self.back_tokens // 16)
+        rows, hidden = R * (self.D + 8), R * (self.HS + 8)
         halves = (2 * slots + 1) * self.HS * (self.D + 8) + (3 + 2 * slots) * rows + 6 * hidden
-        numbers = 3 * self.R * self.D + self.R * beside * (1 + slots) + 3 * self.R + 32
+        numbers = 3 * R * self.D + R * beside * (1 + slots) + 3 * R + 32
         return -(-(2 * halves + 4 * numbers) // 16) * 16
 
-    def macros(self, *, trace: bool = False) -> dict[str, str]:
+    def arch(self, capability: tuple[int, int]) -> str:
+        """What it is compiled for on a device; products of warpgroups are its own architecture's.
+
+        Args:
+            capability: the device's compute capability.
+        """
+        return "sm_{}{}".format(*capability) + ("a" if self.warpgroups else "")
+
+    def macros(self, kernel: str = "walk") -> dict[str, str]:
         """What the source is compiled with.
 
         Args:
-            trace: whether the walk writes what the way back needs, in place of reading.
+            kernel: ``"walk"``, ``"trace"``, the walk that writes what the way back needs in place
+                of reading, or ``"back"``.
         """
+        tokens = self.back_tokens if kernel == "back" else self.R
         return {
-            "TRACE": str(int(trace)),
+            "TRACE": str(int(kernel == "trace")),
             "BACK_BYTES": str(self.back_bytes),
             "D": str(self.D),
-            "R": str(self.R),
+            "R": str(tokens),
+            "PARTS": str(self.R // tokens),
             "HS": str(self.HS),
             "CS": str(self.CS),
             "MOMENTUM": str(int(self.momentum)),
@@ -122,7 +150,8 @@ def misfit(recipe: Recipe, chain: Chain | None) -> str | None:
     if recipe.context.horizon != 1:
         return f"{recipe.context.title} writes associations more than once"
     if recipe.algorithm.batch not in TOKENS:
-        many = " or ".join(map(str, TOKENS))
+        *most, last = map(str, TOKENS)
+        many = f"{', '.join(most)} or {last}"
         return (
             f"an inner batch has {recipe.algorithm.batch} tokens, and the kernel takes {many} at "
             "a time"
@@ -172,13 +201,16 @@ def build_of(
 def runs_on(build: Build, capability: tuple[int, int]) -> bool:
     """Whether a device holds a build in its registers and its shared memory, without spilling.
 
-    Blocks share a memory from 9.0 on, 8.0 has one block. For 10.0 the assembler of today spills
-    some registers of walks without momentum or shares, and those are left out.
+    Blocks share a memory from 9.0 on, 8.0 has one block; only 9.0 has the products of warpgroups
+    that batches of 64 tokens are walked by. For 10.0 the assembler of today spills some registers
+    of walks without momentum or shares, and those are left out.
 
     Args:
         build: of the walk.
         capability: the device's compute capability.
     """
+    if build.warpgroups:
+        return capability == (9, 0)
     if capability == (8, 0):
         most = max(build.shared_bytes, build.back_bytes)
         return build.CS == 1 and most <= 163 * 1024

@@ -14,12 +14,13 @@ import torch
 from recollect.engines.deep.fused.compiling import compiled
 from recollect.engines.deep.fused.fitting import Build
 
-__all__ = ["DriverError", "launch"]
+__all__ = ["DriverError", "launch", "threads_of"]
 
 _SHARED_BYTES = 8
 """``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``."""
 
 THREADS = {"walk": 512, "trace": 288, "back": 256}
+"""Of a block, as the kernels' own counts; see `threads_of`."""
 
 
 class DriverError(RuntimeError):
@@ -43,15 +44,25 @@ def _call(name: str, *args: object) -> None:
 @functools.cache
 def _kernel(name: str, build: Build, device: int) -> ctypes.c_void_p:
     """The kernel's handle in the context of a device."""
-    major, minor = torch.cuda.get_device_capability(device)
-    macros = [f"-D{key}={value}" for key, value in build.macros(trace=name == "trace").items()]
+    arch = build.arch(torch.cuda.get_device_capability(device))
+    macros = [f"-D{key}={value}" for key, value in build.macros(name).items()]
     file, entry = ("back.cu", b"fused_walk_back") if name == "back" else ("walk.cu", b"fused_walk")
-    code, _ = compiled(file, macros, f"sm_{major}{minor}")
+    code, _ = compiled(file, macros, arch)
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
     _call("cuModuleLoadData", ctypes.byref(module), code)
     _call("cuModuleGetFunction", ctypes.byref(kernel), module, entry)
     _call("cuFuncSetAttribute", kernel, _SHARED_BYTES, _bytes(name, build))
     return kernel
+
+
+def threads_of(name: str, build: Build) -> int:
+    """Threads of a block; a trace by warpgroups has three groups.
+
+    Args:
+        name: ``"walk"``, ``"trace"`` or ``"back"``.
+        build: of the kernel.
+    """
+    return 384 if name == "trace" and build.warpgroups else THREADS[name]
 
 
 def _bytes(name: str, build: Build) -> int:
@@ -73,6 +84,6 @@ def launch(name: str, build: Build, task: ctypes.Structure, device: torch.device
         stream = torch.cuda.current_stream().cuda_stream
         kernel = _kernel(name, build, torch.cuda.current_device())
         args = (ctypes.c_void_p * 1)(ctypes.addressof(task))
-        grid, threads = int(task.P) * build.CS, THREADS[name]
+        grid, threads = int(task.P) * build.CS, threads_of(name, build)
         rest = (_bytes(name, build), ctypes.c_void_p(stream), args, None)
         _call("cuLaunchKernel", kernel, grid, 1, 1, threads, 1, 1, *rest)

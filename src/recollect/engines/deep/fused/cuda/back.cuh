@@ -12,25 +12,32 @@
 // Gradients of a, m and s are <X_j, W_i>. Hidden units are divided over the cluster as on the walk,
 // 256 threads a block; k', pi, c' and e' are summed over it. Keys get A1' z' outside, for all
 // batches at once.
+//
+// A batch is gone through in PARTS of R tokens, from the last: all of them ask the copies of X at the
+// batch's end and of A2 at its beginning, and X goes through the border at the first of them.
 #pragma once
 #include "layout.cuh"
+
+#ifndef PARTS
+#define PARTS 1
+#endif
 
 enum Place { BEGIN, ASKED, WEIGHED, TURNED, SUMMED, PREDICTED, GATHERED, MOVED, END };
 
 struct BackTask {
-  const bf16 *k, *e, *h, *d, *slope, *bend, *W;  // [N, P, R, D or hidden], W [N, P, slots, 2, hidden, D]
-  const bf16 *left[2], *right[2];  // of reads, maps 1 and 2: [N, P, slots, R, D], [N, P, R, hidden]
-  const float *to_d, *to_h, *to_e;  // what reads ask of d, h [N, P, R, hidden] and e [N, P, R, D]
-  const float* pi;                  // <k', k> + <e', e> of reads, [N, P, R]
-  const float* w;                   // rho c_j, [N, P, slots, R]; 0 where a batch's end is not kept
-  const float* sizes;               // |d|^2, |h|^2, |e|^2, |k|^2, [N, P, R, 4]
+  const bf16 *k, *e, *h, *d, *slope, *bend, *W;  // [N, P, tokens, D or hidden], W [N, P, slots, 2, hidden, D]
+  const bf16 *left[2], *right[2];  // of reads, maps 1 and 2: [N, P, slots, tokens, D], [N, P, tokens, hidden]
+  const float *to_d, *to_h, *to_e;  // what reads ask of d, h [N, P, tokens, hidden] and e [N, P, tokens, D]
+  const float* pi;                  // <k', k> + <e', e> of reads, [N, P, tokens]
+  const float* w;                   // rho c_j, [N, P, slots, tokens]; 0 where a batch's end is not kept
+  const float* sizes;               // |d|^2, |h|^2, |e|^2, |k|^2, [N, P, tokens, 4]
   const float* T;                   // a, m, s and whether the end is kept, [N, P, 4]
   const float* end[4];              // as `Task.start` of the walk
   float* start[4];
-  float *k_own, *e_own;             // k' and e' [N, P, R, D]
-  float *z_own;                     // z' [N, P, R, hidden]
-  float *weight;                    // c' [N, P, slots, R]
-  float *k_scale;                   // what pi adds to k', in units of k, [N, P, R]
+  float *k_own, *e_own;             // k' and e' [N, P, tokens, D]
+  float *z_own;                     // z' [N, P, tokens, hidden]
+  float *weight;                    // c' [N, P, slots, tokens]
+  float *k_scale;                   // what pi adds to k', in units of k, [N, P, tokens]
   float *gram;                      // <X_A, A>, <X_A, S>, <X_S, S> by block, [N, P, CS, 3]
   int N, P;
 };
@@ -46,31 +53,36 @@ struct BackShared {
 };
 static_assert(sizeof(BackShared) == BACK_BYTES, "the host counts otherwise");
 
-// Rows of halves from device memory, 16 bytes at a time.
-template <int ROW, int STRIDE>
+template <int W>
 DEV void take(bf16* to, const bf16* from, size_t apart, int rows) {
-  for (int i = tid(); i < rows * ROW / 8; i += HALF) {
-    const int r = i / (ROW / 8), c = i % (ROW / 8) * 8;
-    copy_async(&to[r * STRIDE + c], &from[r * apart + c]);
-  }
+  bring_rows<W>(to, from, apart, rows, tid(), HALF);
 }
 
-DEV size_t at_batch(const BackTask& task, int n) {
-  return (size_t)n * task.P + block() / CS;
+// Where a part's batch, its rows, and those of a slot begin, in units of a batch or of R rows.
+DEV size_t at_batch(const BackTask& task, int part) {
+  return (size_t)(part / PARTS) * task.P + block() / CS;
 }
+DEV size_t at_rows(const BackTask& task, int part) {
+  return at_batch(task, part) * PARTS + part % PARTS;
+}
+DEV size_t at_slot(const BackTask& task, int part, int slot) {
+  return (at_batch(task, part) * SLOTS + slot) * PARTS + part % PARTS;
+}
+DEV bool first_part(int part) { return part % PARTS == PARTS - 1; }
 
-DEV void fetch_batch(BackShared& s, const BackTask& task, int n) {
-  const size_t at = at_batch(task, n), mine = cluster_rank() * HS;
-  take<D, LD>(s.k, task.k + at * R * D, D, R);
-  take<D, LD>(s.e, task.e + at * R * D, D, R);
-  take<HS, LH>(s.h, task.h + at * R * HIDDEN + mine, HIDDEN, R);
-  take<HS, LH>(s.d, task.d + at * R * HIDDEN + mine, HIDDEN, R);
-  take<D, LD>(s.A2, task.W + (at * SLOTS * 2 * HIDDEN + HIDDEN + mine) * D, D, HS);
+DEV void fetch_part(BackShared& s, const BackTask& task, int n) {
+  const size_t at = at_rows(task, n), mine = cluster_rank() * HS;
+  take<D>(s.k, task.k + at * R * D, D, R);
+  take<D>(s.e, task.e + at * R * D, D, R);
+  take<HS>(s.h, task.h + at * R * HIDDEN + mine, HIDDEN, R);
+  take<HS>(s.d, task.d + at * R * HIDDEN + mine, HIDDEN, R);
+  if (first_part(n))
+    take<D>(s.A2, task.W + (at_batch(task, n) * SLOTS * 2 * HIDDEN + HIDDEN + mine) * D, D, HS);
 #pragma unroll
   for (int map = 0; map < 2; map++) {
-    take<HS, LH>(s.right[map], task.right[map] + at * R * HIDDEN + mine, HIDDEN, R);
+    take<HS>(s.right[map], task.right[map] + at * R * HIDDEN + mine, HIDDEN, R);
     for (int j = 0; j < SLOTS; j++)
-      take<D, LD>(s.left[map][j], task.left[map] + (at * SLOTS + j) * R * D, D, R);
+      take<D>(s.left[map][j], task.left[map] + at_slot(task, n, j) * R * D, D, R);
   }
 }
 
@@ -82,12 +94,12 @@ struct Rows {
 // What the batch's end asks: d' and h' of this block's units, and its part of k', e', c' and pi.
 DEV void ask(BackShared& s, const BackTask& task, int n, Rows& own) {
   const Strip strip;
-  const size_t at = at_batch(task, n);
+  const size_t at = at_rows(task, n);
   float w[SLOTS][2];
 #pragma unroll
   for (int j = 0; j < SLOTS; j++)
 #pragma unroll
-    for (int e = 0; e < 2; e++) w[j][e] = task.w[(at * SLOTS + j) * R + strip.row + strip.gr + e * 8];
+    for (int e = 0; e < 2; e++) w[j][e] = task.w[at_slot(task, n, j) * R + strip.row + strip.gr + e * 8];
 #pragma unroll
   for (int j = 0; j < TH; j++) {
     const int col = (strip.warp * TH + j) * 8;
@@ -101,8 +113,8 @@ DEV void ask(BackShared& s, const BackTask& task, int n, Rows& own) {
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
       float x[4] = {0, 0, 0, 0}, y[4] = {0, 0, 0, 0};
-      dot_rows<D>(x, &s.k[strip.row * LD], LD, &s.X[i][0][col * LD], LD);
-      dot_rows<D>(y, &s.e[strip.row * LD], LD, &s.X[i][1][col * LD], LD);
+      dot_rows<D>(x, s.k, strip.row, s.X[i][0], col);
+      dot_rows<D>(y, s.e, strip.row, s.X[i][1], col);
 #pragma unroll
       for (int e = 0; e < 4; e++) own.d[j][e] += w[i][e / 2] * x[e], own.h[j][e] += w[i][e / 2] * y[e];
     }
@@ -112,15 +124,16 @@ DEV void ask(BackShared& s, const BackTask& task, int n, Rows& own) {
   for (int j = 0; j < TD; j++) {
     const int col = (strip.warp * TD + j) * 8;
     if (col >= D) break;
+    const int place = cell<D>(strip.row + strip.gr, col + strip.gc);
     float k_part[4] = {0, 0, 0, 0}, e_part[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
       float x[4] = {0, 0, 0, 0}, y[4] = {0, 0, 0, 0};
-      dot_columns<HS>(x, &s.d[strip.row * LH], LH, &s.X[i][0][col], LD);
-      dot_columns<HS>(y, &s.h[strip.row * LH], LH, &s.X[i][1][col], LD);
+      dot_columns<HS>(x, s.d, strip.row, s.X[i][0], col);
+      dot_columns<HS>(y, s.h, strip.row, s.X[i][1], col);
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const int o = (strip.row + strip.gr + e * 8) * LD + col + strip.gc;
+        const int o = place + cell<D>(e * 8, 0);
         const float2 k = unpack(load2(&s.k[o])), f = unpack(load2(&s.e[o]));
         c[i][e] += x[2 * e] * k.x + x[2 * e + 1] * k.y + y[2 * e] * f.x + y[2 * e + 1] * f.y;
       }
@@ -150,7 +163,7 @@ DEV void ask(BackShared& s, const BackTask& task, int n, Rows& own) {
 
 // pi and c' of every row, over the cluster, and what pi adds; this block's share of k'.
 DEV void weigh_back(BackShared& s, const BackTask& task, int n) {
-  const size_t at = at_batch(task, n);
+  const size_t at = at_rows(task, n);
   const int sub = tid() % 8;
 #pragma unroll
   for (int r = tid() / 8; r < R; r += HALF / 8) {
@@ -177,7 +190,7 @@ DEV void weigh_back(BackShared& s, const BackTask& task, int n) {
       for (int i = 0; i < 3; i++) s.add[i][r] = add[i];
       if (cluster_rank() == 0) {
         task.k_scale[at * R + r] = add[3];
-        for (int i = 0; i < SLOTS; i++) task.weight[(at * SLOTS + i) * R + r] = x[1 + i];
+        for (int i = 0; i < SLOTS; i++) task.weight[at_slot(task, n, i) * R + r] = x[1 + i];
       }
     }
   }
@@ -195,12 +208,13 @@ DEV void weigh_back(BackShared& s, const BackTask& task, int n) {
 }
 
 DEV float2 half2_at(const bf16* p, const BackTask& task, int n, int r, int col) {
-  return unpack(load2(&p[(at_batch(task, n) * R + r) * HIDDEN + cluster_rank() * HS + col]));
+  return unpack(load2(&p[(at_rows(task, n) * R + r) * HIDDEN + cluster_rank() * HS + col]));
 }
 
 // t = f' d', and h' so far.
 DEV void turn(BackShared& s, const BackTask& task, int n, Rows& own) {
   const Strip strip;
+  const int place = cell<HS>(strip.row + strip.gr, strip.warp * TH * 8 + strip.gc);
 #pragma unroll
   for (int j = 0; j < TH; j++) {
     const int col = (strip.warp * TH + j) * 8 + strip.gc;
@@ -208,11 +222,12 @@ DEV void turn(BackShared& s, const BackTask& task, int n, Rows& own) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const int r = strip.row + strip.gr + e * 8;
-      const float2 d = unpack(load2(&s.d[r * LH + col])), h = unpack(load2(&s.h[r * LH + col]));
+      const int o = place + cell<HS>(e * 8, j * 8);
+      const float2 d = unpack(load2(&s.d[o])), h = unpack(load2(&s.h[o]));
       const float2 slope = half2_at(task.slope, task, n, r, col);
       own.d[j][2 * e] += s.add[0][r] * d.x, own.d[j][2 * e + 1] += s.add[0][r] * d.y;
       own.h[j][2 * e] += s.add[1][r] * h.x, own.h[j][2 * e + 1] += s.add[1][r] * h.y;
-      store2(&s.t[r * LH + col], pack(slope.x * own.d[j][2 * e], slope.y * own.d[j][2 * e + 1]));
+      store2(&s.t[o], pack(slope.x * own.d[j][2 * e], slope.y * own.d[j][2 * e + 1]));
     }
   }
 }
@@ -225,7 +240,7 @@ DEV void turn_on(BackShared& s, int n) {
     const int col = (strip.warp * TD + j) * 8;
     if (col >= D) break;
     float x[4] = {0, 0, 0, 0};
-    dot_columns<HS>(x, &s.t[strip.row * LH], LH, &s.A2[col], LD);
+    dot_columns<HS>(x, s.t, strip.row, s.A2, col);
 #pragma unroll
     for (int e = 0; e < 2; e++) {  // what this thread put there itself
       float* to = &s.e_part[n & 1][(strip.row + strip.gr + e * 8) * D + col + strip.gc];
@@ -236,10 +251,10 @@ DEV void turn_on(BackShared& s, int n) {
 
 // e' of all channels in every block, and p' = a e'.
 DEV void find_prediction(BackShared& s, const BackTask& task, int n) {
-  const size_t at = at_batch(task, n) * R * D;
+  const size_t at = at_rows(task, n) * R * D;
   for (int i = 2 * tid(); i < R * D; i += 2 * HALF) {
     const int r = i / D, col = i % D;
-    const float2 own = unpack(load2(&s.e[r * LD + col]));
+    const float2 own = unpack(load2(&s.e[cell<D>(r, col)]));
     const float2 given = *reinterpret_cast<const float2*>(&task.to_e[at + i]);
     float x = given.x + s.add[2][r] * own.x, y = given.y + s.add[2][r] * own.y;
 #pragma unroll 4
@@ -248,26 +263,27 @@ DEV void find_prediction(BackShared& s, const BackTask& task, int n) {
       x += f.x, y += f.y;
     }
     if (cluster_rank() == 0) *reinterpret_cast<float2*>(&task.e_own[at + i]) = float2{x, y};
-    store2(&s.p[r * LD + col], pack(ERROR_A * x, ERROR_A * y));
+    store2(&s.p[cell<D>(r, col)], pack(ERROR_A * x, ERROR_A * y));
   }
 }
 
 // h' += A2' p', z' = f' h' + f'' (A2' e) d'.
 DEV void find_hidden(BackShared& s, const BackTask& task, int n, Rows& own) {
   const Strip strip;
+  const int place = cell<HS>(strip.row + strip.gr, strip.warp * TH * 8 + strip.gc);
 #pragma unroll
   for (int j = 0; j < TH; j++) {
     const int col = (strip.warp * TH + j) * 8;
     if (col >= HS) break;
-    dot_rows<D>(own.h[j], &s.p[strip.row * LD], LD, &s.A2[col * LD], LD);
+    dot_rows<D>(own.h[j], s.p, strip.row, s.A2, col);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const int r = strip.row + strip.gr + e * 8, c = col + strip.gc;
       const float2 slope = half2_at(task.slope, task, n, r, c), bend = half2_at(task.bend, task, n, r, c);
       const float2 z = {slope.x * own.h[j][2 * e] + bend.x * own.d[j][2 * e],
                         slope.y * own.h[j][2 * e + 1] + bend.y * own.d[j][2 * e + 1]};
-      store2(&s.z[r * LH + c], pack(z.x, z.y));
-      const size_t o = (at_batch(task, n) * R + r) * HIDDEN + cluster_rank() * HS + c;
+      store2(&s.z[place + cell<HS>(e * 8, j * 8)], pack(z.x, z.y));
+      const size_t o = (at_rows(task, n) * R + r) * HIDDEN + cluster_rank() * HS + c;
       *reinterpret_cast<float2*>(&task.z_own[o]) = z;
     }
   }
@@ -314,15 +330,16 @@ DEV void cross(State& X, BackShared& s, const BackTask& task, int n) {
 
 // X[map] += left' right over tokens: units of `left` in rows, channels of `right` in columns.
 DEV void add_product(float (*X)[4], const bf16* left, const bf16* right) {
-  const int l = tid() % 32, w = tid() / 32, token = l % 8 + l / 16 * 8;
-  const int unit = w % (HS / 16) * 16 + l / 8 % 2 * 8, first = w / (HS / 16) * WIDE * 8;
+  const int l = tid() % 32, w = tid() / 32;
+  const int rows = cell<HS>(l % 8 + l / 16 * 8, w % (HS / 16) * 16 + l / 8 % 2 * 8);
+  const int columns = cell<D>(l % 16, w / (HS / 16) * WIDE * 8 + l / 16 * 8);
 #pragma unroll
   for (int i = 0; i < R; i += 16) {
     u32 f[4], b[4];
-    ldm4t(f, &left[(i + token) * LH + unit]);
+    ldm4t(f, &left[rows + cell<HS>(i, 0)]);
 #pragma unroll
     for (int j = 0; j < WIDE; j += 2) {
-      ldm4t(b, &right[(i + l % 16) * LD + first + j * 8 + l / 16 * 8]);
+      ldm4t(b, &right[columns + cell<D>(i, j * 8)]);
       mma(X[j], f, b);
       mma(X[j + 1], f, b + 2);
     }
@@ -331,6 +348,7 @@ DEV void add_product(float (*X)[4], const bf16* left, const bf16* right) {
 
 DEV void store_copy(const State& X, BackShared& s) {
   const Spot spot;
+  const int o = cell<D>(spot.hidden, spot.first);
 #pragma unroll
   for (int i = 0; i < SLOTS; i++)
 #pragma unroll
@@ -340,26 +358,17 @@ DEV void store_copy(const State& X, BackShared& s) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const float* x = &X.W[i][map][j][2 * e];
-          store2(&s.X[i][map][(spot.hidden + e * 8) * LD + spot.first + j * 8], pack(x[0], x[1]));
+          store2(&s.X[i][map][o + cell<D>(e * 8, j * 8)], pack(x[0], x[1]));
         }
 }
 
 DEV void walk_back(BackShared& s, const BackTask& task) {
-  const size_t pair = block() / CS;
-  const Spot spot;
   State X;
-#pragma unroll
-  for (int i = 0; i < SLOTS; i++)
-#pragma unroll
-    for (int map = 0; map < 2; map++)
-#pragma unroll
-      for (int j = 0; j < WIDE; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) X.W[i][map][j][e] = task.end[2 * i + map][spot.place(map, pair, j, e)];
-  for (int n = task.N - 1; n >= 0; n--) {
+  take_state(X, task.end);
+  for (int n = task.N * PARTS - 1; n >= 0; n--) {
     Rows own;
-    store_copy(X, s);
-    fetch_batch(s, task, n);
+    if (first_part(n)) store_copy(X, s);
+    fetch_part(s, task, n);
     wait_copies();
     sync_block(BEGIN);
     ask(s, task, n, own);
@@ -373,9 +382,9 @@ DEV void walk_back(BackShared& s, const BackTask& task) {
     find_prediction(s, task, n);
     sync_block(PREDICTED);
     find_hidden(s, task, n, own);
-    cross(X, s, task, n);
+    if (first_part(n)) cross(X, s, task, n);
     sync_block(GATHERED);
-    if (tid() < 3) {
+    if (first_part(n) && tid() < 3) {
       float x = 0;
       for (int i = 0; i < WARPS; i++) x += s.gram[i * 4 + tid()];
       task.gram[(at_batch(task, n) * CS + cluster_rank()) * 3 + tid()] = x;
@@ -390,14 +399,7 @@ DEV void walk_back(BackShared& s, const BackTask& task) {
     sync_block(MOVED);
   }
   sync_cluster(END);
-#pragma unroll
-  for (int i = 0; i < SLOTS; i++)
-#pragma unroll
-    for (int map = 0; map < 2; map++)
-#pragma unroll
-      for (int j = 0; j < WIDE; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) task.start[2 * i + map][spot.place(map, pair, j, e)] = X.W[i][map][j][e];
+  give_state(X, task.start);
 }
 
 #ifndef SIMULATED
