@@ -28,7 +28,7 @@ FAULTS = 86
 
 
 def once() -> None:
-    """A walk with reads, and a training step: all three kernels, of two memories."""
+    """A walk with reads, a training step, and tokens one by one: all kernels, of two memories."""
     recipe = rc.zoo.get("titans").recipe
     g = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 40, 2, 64, generator=g).cuda()
@@ -41,6 +41,13 @@ def once() -> None:
     k = torch.nn.functional.normalize(k, dim=-1)
     with torch.no_grad():
         y, _ = rc.recall(recipe, q, k, v, gates, init=init, method="fused")
+        state = None
+        for t in range(17):  # over a border
+            x, one = (part[:, t : t + 1] for part in (q, k, v)), slice(t, t + 1)
+            now = {name: gate[:, one] for name, gate in gates.items()}
+            begin = init if state is None else None
+            token, state = rc.recall(recipe, *x, now, state=state, init=begin, method="fused")
+            assert bool(token.isfinite().all())
     assert bool(y.isfinite().all())
     v.requires_grad_()
     y, _ = rc.recall(recipe, q, k, v, gates, init=init, method="fused")

@@ -17,6 +17,7 @@ import recollect as rc
 from recollect.engines import deep
 from recollect.engines.deep.fused.compiling import SOURCES, CompileError, compiled, find_nvrtc
 from recollect.engines.deep.fused.fitting import MOST_SHARED, Build, runs_on
+from recollect.engines.deep.fused.launch import FILES
 from recollect.recipe.sized import sized
 
 
@@ -35,7 +36,7 @@ def build(
 def report(kernel: str, one: Build, arch: str, folder: Path) -> str:
     """What the assembler says of a kernel."""
     macros = [f"-D{name}={value}" for name, value in one.macros(trace=kernel == "trace").items()]
-    source = "back.cu" if kernel == "back" else "walk.cu"
+    source, _ = FILES[kernel]
     if find_nvrtc() is not None:
         return compiled(source, macros, arch, log=True)[1]
     nvcc = shutil.which("nvcc")
@@ -50,16 +51,18 @@ def held_to_the_gate(kernel: str, one: Build, arch: str, folder: Path) -> None:
     said = report(kernel, one, arch, folder)
     registers = int(re.search(r"Used (\d+) registers", said)[1])
     spilt = [int(x) for x in re.findall(r"(\d+) bytes spill", said)]
-    # A block has an SM's 65,536 registers to itself: 512 threads that read, or 288, or 256.
-    assert registers <= (128 if kernel == "walk" else 255), said
+    # A block has an SM's 65,536 registers to itself: 512 threads that read, or 288, or 256. Of
+    # tokens two blocks share them, and the shared memory that one of the others may have.
+    assert registers <= (128 if kernel in ("walk", "token") else 255), said
     assert spilt == [0, 0], (kernel, one, said)
-    assert max(one.shared_bytes, one.back_bytes) <= MOST_SHARED
+    assert max(one.shared_bytes, one.back_bytes, 2 * one.token_bytes) <= MOST_SHARED
 
 
 def test_titans_compiles_without_spills(tmp_path: Path) -> None:
     one = build()
     assert one is not None and (one.CS, one.HS) == (4, 64)
     held_to_the_gate("walk", one, "sm_90", tmp_path)
+    held_to_the_gate("token", one, "sm_90", tmp_path)
 
 
 @pytest.mark.slow
@@ -81,7 +84,7 @@ SIZES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["walk", "trace", "back"])
+@pytest.mark.parametrize("kernel", ["walk", "trace", "back", "token"])
 def test_all_sizes_compile_without_spills(kernel: str, tmp_path: Path) -> None:
     """All that are offered, for 9.0, ×4 for 10.0, and for 8.0 those that live in one block."""
     count = 0
@@ -114,6 +117,21 @@ def test_products_are_tensor_instructions(tmp_path: Path) -> None:
     text = target.read_text(encoding="utf-8")
     keys, queries = 4 + 4 + 4 + 2 * 2 * 4, 2 * 8 + 2 * (2 * 4 + 1)
     assert text.count("mma.sync.aligned.m16n8k16") == keys + queries
+    assert "ld.local" not in text and "st.local" not in text
+
+
+@pytest.mark.slow
+def test_a_token_reads_the_state_once_and_in_whole_pieces(tmp_path: Path) -> None:
+    """Of A and S 64 numbers a thread: 16 loads of 16 bytes, which nothing loads again."""
+    one, nvcc = build(), shutil.which("nvcc")
+    if nvcc is None or one is None:
+        pytest.skip("no nvcc to compile CUDA with")
+    macros = [f"-D{name}={value}" for name, value in one.macros().items()]
+    target = tmp_path / "token.ptx"
+    options = ["-arch=sm_90", "-std=c++17", "-ptx", f"-I{SOURCES}", *macros]
+    subprocess.run([nvcc, *options, str(SOURCES / "decode.cu"), "-o", str(target)], check=True)
+    text = target.read_text(encoding="utf-8")
+    assert text.count("ld.global.v4.f32") == 16
     assert "ld.local" not in text and "st.local" not in text
 
 

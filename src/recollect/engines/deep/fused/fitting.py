@@ -75,6 +75,12 @@ class Build:
         numbers = 3 * self.R * self.D + self.R * beside * (1 + slots) + 3 * self.R + 32
         return -(-(2 * halves + 4 * numbers) // 16) * 16
 
+    @property
+    def token_bytes(self) -> int:
+        """The same of one decoded token, ``TokenShared``."""
+        factors = self.R * (2 * self.D + 4 + 2 * self.HS)
+        return 4 * (factors + 4 * self.D + 11 * self.HS + 4 * self.R + 16)
+
     def macros(self, *, trace: bool = False) -> dict[str, str]:
         """What the source is compiled with.
 
@@ -84,6 +90,7 @@ class Build:
         return {
             "TRACE": str(int(trace)),
             "BACK_BYTES": str(self.back_bytes),
+            "TOKEN_BYTES": str(self.token_bytes),
             "D": str(self.D),
             "R": str(self.R),
             "HS": str(self.HS),
