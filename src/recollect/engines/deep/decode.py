@@ -391,21 +391,19 @@ def moved(row: Row, memory: Memory, all_factors: Sequence[Factors]) -> Memory:
         all_factors: h and δ of every map.
     """
     n, moments = all_factors[0].h.shape[1], memory.slots.get("momentum")
+    both = row.both
+    if both is None:
+        of_A = row.C.unsqueeze(1)
+        both = of_A if moments is None or row.D is None else torch.stack([row.C, row.D], dim=1)
     A: list[Tensor] = []
     S: list[Tensor] = []
+    a, *of_S, C = both.unsqueeze(-1).split_with_sizes([1] * (both.shape[2] - n) + [n], dim=2)
     for i, one in enumerate(all_factors):
-        starts = [memory.A[i]] if moments is None else [memory.A[i], moments[i]]
-        A.append(_combined(row.C, starts, one, n))
-        if moments is not None and row.D is not None:
+        written = (one.delta.unsqueeze(1) * C).unbind(1)
+        end = memory.A[i] * a[:, 0]
+        if moments is not None:
+            end.addcmul_(moments[i], of_S[0][:, 0])
             # A° has no part in S.
-            S.append(_combined(row.D[:, 1:], starts[1:], one, n))
+            S.append((moments[i] * of_S[0][:, 1]).baddbmm_(written[1].mT, one.h))
+        A.append(end.baddbmm_(written[0].mT, one.h))
     return Memory(A=A, slots={} if moments is None else {"momentum": S})
-
-
-def _combined(row: Tensor, starts: Sequence[Tensor], one: Factors, n: int) -> Tensor:
-    """What a row says of the weights at the batch's start and of its n associations."""
-    *of_starts, C = row[..., None].split_with_sizes([1] * (row.shape[1] - n) + [n], dim=1)
-    total = starts[0] * of_starts[0]
-    for start, by in zip(starts[1:], of_starts[1:], strict=True):
-        total.addcmul_(start, by)
-    return total.baddbmm_((one.delta * C).mT, one.h)
