@@ -20,7 +20,7 @@ from recollect.engines.deep.chain.engine import Chain
 from recollect.engines.deep.chain.forward import slopes
 from recollect.engines.deep.chain.shares import share_now, share_of_row
 from recollect.engines.deep.decode import by_row, cached, mark, moved, parted
-from recollect.engines.deep.fused.decode import run_token, token_launch
+from recollect.engines.deep.fused.decode import run_token, shift_of, token_launch
 from recollect.engines.deep.gradient_factors import Factors
 from recollect.engines.deep.layout import DeepPlan, Memory
 from recollect.engines.deep.step_coefficients import Row, Rule, advance
@@ -107,13 +107,14 @@ def token(
         A=[w.flatten(0, 1) for w in state.weights],
         slots={name: [w.flatten(0, 1) for w in slot] for name, slot in state.slots.items()},
     )
-    launch = None
+    launch = shift = None
     if plan.fused is not None:
         launch = token_launch(plan.fused, q, queries=q.shape[2] // H)
     if launch is None:
         y, kept, end = _by_operations(plan, memory, q, k, v, gates, before)
     else:
         assert plan.fused is not None
+        shift = shift_of(sized, state, gates)
         made = run_token(
             plan.fused,
             launch,
@@ -121,15 +122,17 @@ def token(
             {name: gate[:, 0] for name, gate in gates.items()},
             (memory.A, memory.slots.get("momentum")),
             before,
+            shift=shift,
             ends=place + 1 == plan.b,
         )
         y, kept = made.y, made.after
         end = None if made.memory is None else memory.like(made.memory)
-    after = state.position + 1
-    changed: dict[str, object] = {
-        "position": after,
-        "buffer": _rolled(sized, k, v, gates, state, after),
-    }
+    if shift is None:
+        after = state.position + 1
+        buffer = _rolled(sized, k, v, gates, state, after)
+    else:
+        after, buffer = shift.position_after, shift.after
+    changed: dict[str, object] = {"position": after, "buffer": buffer}
     if kept is not None:
         changed["cache"] = cached(*kept, {own: state.position})
     if end is not None:

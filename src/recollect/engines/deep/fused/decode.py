@@ -17,10 +17,15 @@ from torch import Tensor
 from recollect.engines.deep.fused.fitting import Build
 from recollect.engines.deep.fused.walk import Launch, aligned, launcher
 from recollect.engines.deep.step_coefficients import Row
+from recollect.recipe.sized import SizedRecipe
+from recollect.state.buffer import Buffer
+from recollect.state.state import State
 
-__all__ = ["Decoded", "TokenTask", "run_token", "token_launch"]
+__all__ = ["Decoded", "Shift", "TokenTask", "run_token", "shift_of", "token_launch"]
 
 Weights = list[Tensor]
+
+_GATES = ("lr", "log_decay", "momentum")
 
 
 class _Source(ctypes.Structure):
@@ -43,8 +48,22 @@ class TokenTask(ctypes.Structure):
         ("end", ctypes.c_void_p * 4),
         *((name, ctypes.c_void_p) for name in ("factors", "C", "last")),
         *((name, ctypes.c_void_p) for name in ("y", "factors_after", "C_after", "last_after")),
-        *((name, ctypes.c_int) for name in ("n", "P", "H")),
+        ("kept", ctypes.c_void_p * 5),
+        ("kept_after", ctypes.c_void_p * 5),
+        *((name, ctypes.c_void_p) for name in ("held", "held_after")),
+        *((name, ctypes.c_void_p) for name in ("position", "position_after")),
+        *((name, ctypes.c_int) for name in ("n", "P", "H", "slots")),
     ]
+
+
+@dataclass(kw_only=True)  # not frozen: made for every decoded token
+class Shift:
+    """Raw associations and counts of tokens ``[B]``, before the token and after it."""
+
+    before: Buffer
+    after: Buffer
+    position: Tensor
+    position_after: Tensor
 
 
 @dataclass(kw_only=True)  # not frozen: made for every decoded token
@@ -75,6 +94,35 @@ def token_launch(build: Build | None, x: Tensor, *, queries: int) -> Launch | No
     return launcher(build, x.device)
 
 
+def shift_of(sized: SizedRecipe, state: State, gates: Mapping[str, Tensor]) -> Shift | None:
+    """Room for the raw associations one token on, where every row is as far and all slots shift.
+
+    Args:
+        sized: the recipe, whose window is its inner batch.
+        state: before the token.
+        gates: what is kept of a token beside its key and value.
+    """
+    old, recipe = state.buffer, sized.recipe
+    if old is None or recipe.history != 0 or old.k.shape[1] != recipe.algorithm.batch - 1:
+        return None
+    if any(sized.constants.get(name) != 0 for name in old.rates if name not in gates):
+        return None
+    floats = [old.k, old.v, *(old.rates[name] for name in gates)]
+    if any(x.dtype != torch.float32 for x in floats):
+        return None
+    if not all(x.is_contiguous() for x in (*floats, old.mask, state.position)):
+        return None
+    rates = {name: torch.empty_like(x) if name in gates else x for name, x in old.rates.items()}
+    after = Buffer(
+        k=torch.empty_like(old.k),
+        v=torch.empty_like(old.v),
+        rates=rates,
+        mask=torch.empty_like(old.mask),
+    )
+    to = torch.empty_like(state.position)
+    return Shift(before=old, after=after, position=state.position, position_after=to)
+
+
 def run_token(
     build: Build,
     launch: Launch,
@@ -84,6 +132,7 @@ def run_token(
     before: tuple[Tensor, Row] | None,
     *,
     tau: Tensor | None = None,
+    shift: Shift | None = None,
     ends: bool,
 ) -> Decoded:
     """One token of every memory, by one launch.
@@ -96,6 +145,7 @@ def run_token(
         memory: A and S at the batch's start ``[P, out, in]``.
         before: factors ``[P, n, ·]`` and coefficients of the batch's tokens so far, if it has any.
         tau: where steps are averaged, τ of this token ``[P]``.
+        shift: raw associations that are moved on too; the caller does where there is none.
         ends: whether the token is its batch's last.
     """
     q = tokens[0]
@@ -113,7 +163,7 @@ def run_token(
             row.D = q.new_empty(P, 2 * build.momentum + n + 1)
     # All that is read is held until the launch is queued, after which its memory is safe.
     given = [x if x.stride(2) == 1 else x.contiguous() for x in tokens]
-    sources = [*given, *(gates.get(name) for name in ("lr", "log_decay", "momentum"))]
+    sources = [*given, *map(gates.get, _GATES)]
     kept = [None] * 3
     if before is not None:
         kept = [None if x is None else aligned(x) for x in (before[0], before[1].C, before[1].D)]
@@ -129,9 +179,22 @@ def run_token(
         P=P,
         H=H,
     )
+    if shift is not None:
+        _note(task, shift)
     launch("token", build, task, q.device)
     after = None if rows is None or row is None else (rows, row)
     return Decoded(y=y, memory=stops if ends else None, after=after)
+
+
+def _note(task: TokenTask, shift: Shift) -> None:
+    """Tell the kernel what it moves on."""
+    five, old, after = ctypes.c_void_p * 5, shift.before, shift.after
+    task.kept = five(*map(_address, (old.k, old.v, *map(old.rates.get, _GATES))))
+    task.kept_after = five(*map(_address, (after.k, after.v, *map(after.rates.get, _GATES))))
+    task.held, task.held_after = old.mask.data_ptr(), after.mask.data_ptr()
+    task.position = shift.position.data_ptr()
+    task.position_after = shift.position_after.data_ptr()
+    task.slots = old.k.shape[1]
 
 
 def _source(x: Tensor | None) -> _Source:

@@ -33,7 +33,15 @@ struct TokenTask {
   // [P, SLOTS + n] (of averages D is [P, n]).
   const float *factors, *C, *last;
   float *y, *factors_after, *C_after, *last_after;  // [P, D]; the same of n + 1, null after the last
-  int n, P, H;
+  // Raw k, v, rate, log_decay, momentum [B, slots, H, .], newest last, and which slots hold one; the
+  // tokens of every row [B]. Null where the caller keeps them.
+  const float* kept[5];
+  float* kept_after[5];
+  const unsigned char* held;
+  unsigned char* held_after;
+  const long long* position;
+  long long* position_after;
+  int n, P, H, slots;
 };
 
 constexpr int ROW = 2 * D + 2 * HIDDEN, LE = D + 4;
@@ -219,6 +227,38 @@ DEV void move_token(Memory& w, TokenShared& s, const TokenTask& task, size_t pai
   }
 }
 
+// The raw associations one token on, which are none after a batch's last token.
+DEV void roll(const TokenTask& task, size_t pair) {
+  const size_t row = pair / task.H, head = pair % task.H;
+  const int t = tid(), rank = cluster_rank(), slots = task.slots;
+  const bool ends = task.end[0];
+#pragma unroll
+  for (int i = 0; i < 5; i++) {
+    if (!task.kept_after[i] || rank != i % CS) continue;
+    const int width = i < 2 ? D : 1;
+    const Source& source = i == 0   ? task.k
+                           : i == 1 ? task.v
+                           : i == 2 ? task.rate
+                           : i == 3 ? task.log_decay
+                                    : task.momentum;
+    const float* now = given(source, task, pair);
+    for (int at = t; at < slots * width; at += HALF) {
+      const int slot = at / width, c = at % width;
+      const size_t to = ((row * slots + slot) * task.H + head) * width + c;
+      float x = 0;
+      if (!ends) x = slot + 1 < slots ? task.kept[i][to + (size_t)task.H * width] : now[c];
+      task.kept_after[i][to] = x;
+    }
+  }
+  if (task.held_after && rank == 0 && head == 0) {
+    for (int slot = t; slot < slots; slot += HALF) {
+      const unsigned char last = slot + 1 < slots ? task.held[row * slots + slot + 1] : 1;
+      task.held_after[row * slots + slot] = ends ? 0 : last;
+    }
+    if (t == 0) task.position_after[row] = task.position[row] + 1;
+  }
+}
+
 DEV void decode(TokenShared& s, const TokenTask& task) {
   const size_t pair = block() / CS;
   const int t = tid(), lane = t % 32, warp = t / 32, rank = cluster_rank(), n = task.n;
@@ -365,6 +405,7 @@ DEV void decode(TokenShared& s, const TokenTask& task) {
   }
 
   if (task.end[0]) move_token(w, s, task, pair);
+  roll(task, pair);
   sync_cluster(TOKEN_END);
 }
 
