@@ -29,14 +29,14 @@ FAULTS = 86
 
 
 def once() -> None:
-    """All three kernels, of two memories: products of warps, and in batches of 64 of warpgroups."""
+    """All kernels, of two memories: products of warps, and in batches of 64 of warpgroups."""
     recipe = rc.zoo.get("titans").recipe
     walked(recipe, 40)
     walked(replace(recipe, algorithm=replace(recipe.algorithm, batch=64)), 150)
 
 
 def walked(recipe: rc.Recipe, T: int) -> None:
-    """A walk with reads, and a training step.
+    """A walk with reads, tokens one by one, and a training step.
 
     Args:
         recipe: of Titans' kind.
@@ -53,6 +53,12 @@ def walked(recipe: rc.Recipe, T: int) -> None:
     k = torch.nn.functional.normalize(k, dim=-1)
     with torch.no_grad():
         y, _ = rc.recall(recipe, q, k, v, gates, init=init, method="fused")
+        options = rc.zoo.get("titans").options
+        layer, state = rc.MemoryLayer(128, 2, recipe, options, method="fused").cuda().eval(), None
+        over = recipe.algorithm.batch + 1  # a border
+        for token in torch.randn(over, 1, 1, 128, generator=g).cuda():
+            told, state = layer(token, state)
+            assert bool(told.isfinite().all())
     assert bool(y.isfinite().all())
     v.requires_grad_()
     y, _ = rc.recall(recipe, q, k, v, gates, init=init, method="fused")

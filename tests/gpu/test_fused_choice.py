@@ -31,7 +31,8 @@ def test_nobody_gets_it_unasked() -> None:
     assert [engine.name for engine in ASKED] == ["fused"]
     found = rc.select(titans, "fused")
     assert found.engine.name == "fused" and "never run on a device yet" in found.how
-    assert "never run on a device yet" in str(rc.explain(titans, method="fused"))
+    said = str(rc.explain(titans, method="fused"))
+    assert "never run on a device yet" in said and "decoded tokens in float32" in said
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,32 @@ def call(method: str, K: int = 64, *, gradient: bool = False) -> list[Tensor]:
     return [*outcome, *torch.autograd.grad(y.sum(), v)] if gradient else outcome
 
 
+def token(method: str, K: int = 64, dtype: torch.dtype = torch.float32) -> Tensor:
+    """One decoded token."""
+    g = torch.Generator().manual_seed(0)
+    recipe = rc.zoo.get("titans").recipe
+    q, k, v = torch.randn(3, 1, 1, 2, K, generator=g).to(dtype)
+    gates = {name: torch.full((1, 1, 2), 0.1, dtype=dtype) for name in ("lr", "momentum")}
+    gates["log_decay"] = -gates["lr"]
+    init = [0.1 * torch.randn(1, 2, *s, generator=g) for s in recipe.memory.shapes(K, K)]
+    with torch.no_grad():
+        return rc.recall(recipe, q, k / 8, v, gates, init=init, method=method)[0]
+
+
+def test_tokens_without_a_device_are_the_batched_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.equal(token("fused"), token("deep"))
+    monkeypatch.setitem(walk.LAUNCHERS, "cpu", refused)
+    for K, dtype in ((32, torch.float32), (64, torch.float64)):  # sizes and types of others
+        assert torch.equal(token("fused", K, dtype), token("deep", K, dtype))
+    token("deep")  # nobody gets it unasked
+    with pytest.raises(AssertionError, match="no walk here"):
+        token("fused")
+
+
+def refused(*args: object) -> None:
+    raise AssertionError("no walk here")
+
+
 def test_without_a_device_it_is_the_batched_path() -> None:
     for gradient in (False, True):
         pairs = zip(call("fused", gradient=gradient), call("deep", gradient=gradient), strict=True)
@@ -107,10 +134,7 @@ def test_without_a_device_it_is_the_batched_path() -> None:
 
 
 def test_other_sizes_take_the_batched_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(*args: object) -> None:
-        raise AssertionError("no walk here")
-
-    monkeypatch.setitem(walk.LAUNCHERS, "cpu", launch)
+    monkeypatch.setitem(walk.LAUNCHERS, "cpu", refused)
     call("fused", K=32)
     call("fused", K=32, gradient=True)
     with pytest.raises(AssertionError, match="no walk here"):

@@ -17,7 +17,7 @@ import recollect as rc
 from recollect.engines import deep
 from recollect.engines.deep.fused.compiling import SOURCES, CompileError, compiled, find_nvrtc
 from recollect.engines.deep.fused.fitting import CURVES, MOST_SHARED, Build, runs_on
-from recollect.engines.deep.fused.launch import threads_of
+from recollect.engines.deep.fused.launch import FILES, threads_of
 from recollect.recipe.sized import sized
 
 
@@ -37,7 +37,7 @@ def report(kernel: str, one: Build, arch: str, folder: Path) -> str:
     """What the assembler says of a kernel."""
     macros = [f"-D{name}={value}" for name, value in one.macros(kernel).items()]
     arch += "a" if one.warpgroups and arch == "sm_90" else ""
-    source = "back.cu" if kernel == "back" else "walk.cu"
+    source, _ = FILES[kernel]
     if find_nvrtc() is not None:
         return compiled(source, macros, arch, log=True)[1]
     nvcc = shutil.which("nvcc")
@@ -52,17 +52,19 @@ def held_to_the_gate(kernel: str, one: Build, arch: str, folder: Path) -> None:
     said = report(kernel, one, arch, folder)
     registers = int(re.search(r"Used (\d+) registers", said)[1])
     spilt = [int(x) for x in re.findall(r"(\d+) bytes spill", said)]
-    # A block has an SM's 65,536 registers to itself: 512 threads that read, or 288 (384), or 256.
-    assert registers <= (128 if kernel == "walk" else 255), said
+    # A block has an SM's 65,536 registers to itself: 512 threads that read, or 288 (384), or 256. Of
+    # tokens two blocks share them, and the shared memory that one of the others may have.
+    assert registers <= (128 if kernel in ("walk", "token") else 255), said
     assert spilt == [0, 0], (kernel, one, said)
     assert "serialized" not in said, said  # products of warpgroups, which then wait for each other
-    assert max(one.shared_bytes, one.back_bytes) <= MOST_SHARED
+    assert max(one.shared_bytes, one.back_bytes, 2 * one.token_bytes) <= MOST_SHARED
 
 
 def test_titans_compiles_without_spills(tmp_path: Path) -> None:
     one = build()
     assert one is not None and (one.CS, one.HS) == (4, 64)
     held_to_the_gate("walk", one, "sm_90", tmp_path)
+    held_to_the_gate("token", one, "sm_90", tmp_path)
 
 
 @pytest.mark.slow
@@ -84,7 +86,7 @@ SIZES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["walk", "trace", "back"])
+@pytest.mark.parametrize("kernel", ["walk", "trace", "back", "token"])
 def test_all_sizes_compile_without_spills(kernel: str, tmp_path: Path) -> None:
     """All that are offered, for 9.0, ×4 for 10.0, and for 8.0 those that live in one block."""
     count = 0
@@ -109,7 +111,7 @@ def test_a_batch_of_64_compiles_without_spills(tmp_path: Path) -> None:
         one = build(b=64)
         assert one is not None and (one.CS, one.HS) == (4, 64)
         one = dataclasses.replace(one, curve=CURVES.index(curve), residual=False)
-        for kernel in ("walk", "trace", "back"):
+        for kernel in FILES:
             held_to_the_gate(kernel, one, "sm_90", tmp_path)
 
 
@@ -120,7 +122,7 @@ def ptx(kernel: str, one: Build, folder: Path) -> str:
         pytest.skip("no nvcc to compile CUDA with")
     macros = [f"-D{name}={value}" for name, value in one.macros(kernel).items()]
     target = folder / "kernel.ptx"
-    source = "back.cu" if kernel == "back" else "walk.cu"
+    source, _ = FILES[kernel]
     options = [f"-arch={one.arch((9, 0))}", "-std=c++17", "-ptx", f"-I{SOURCES}", *macros]
     subprocess.run([nvcc, *options, str(SOURCES / source), "-o", str(target)], check=True)
     return target.read_text(encoding="utf-8")
@@ -146,9 +148,19 @@ def test_products_are_tensor_instructions(b: int, tmp_path: Path) -> None:
 def test_blocks_have_the_threads_that_their_kernels_count(b: int, tmp_path: Path) -> None:
     one = build(b=b)
     assert one is not None
-    for kernel in ("walk", "trace", "back"):
+    for kernel in FILES:
         found = re.search(r"\.maxntid (\d+)", ptx(kernel, one, tmp_path))
         assert found is not None and int(found[1]) == threads_of(kernel, one)
+
+
+@pytest.mark.slow
+def test_a_token_reads_the_state_once_and_in_whole_pieces(tmp_path: Path) -> None:
+    """Of A and S 64 numbers a thread: 16 loads of 16 bytes, which nothing loads again."""
+    one = build()
+    assert one is not None
+    text = ptx("token", one, tmp_path)
+    assert text.count("ld.global.v4.f32") == 16
+    assert "ld.local" not in text and "st.local" not in text
 
 
 def test_the_host_counts_what_the_kernel_does(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 The cases and bounds are those of the simulator (`test_fused_walk`, `test_fused_back`): what is
 asked here is whether the device does what the simulator says, and whether a walk comes out alike
 each time it is run. ``make gpu`` runs these, and the same kernels under compute-sanitizer
-(`tests.gpu.sanitizer`).
+(`tests.gpu.sanitizer`). Decoded tokens are held to the bounds of `test_fused_decode`, in float32.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.gpu import test_fused_back as back
+from tests.gpu import test_fused_decode as one_by_one
 from tests.gpu import test_fused_walk as forth
 from tests.gpu.parity import MISSING
 
@@ -79,6 +80,38 @@ def test_gradients_are_the_definitions(
     errors = {name: back.far(found[name].cpu(), g) for name, g in said.items()}
     record_property("worst", max(errors.values()))
     assert all(error < back.NEAR for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("case", [*one_by_one.CASES, *one_by_one.SLOW])
+def test_tokens_are_the_definitions(
+    case: str, launched: list[str], record_property: Callable[[str, object], None]
+) -> None:
+    recipe, T, D = (one_by_one.CASES | one_by_one.SLOW)[case]
+    x = forth.drawn(recipe, T, H=2, D=D)
+    y, state = one_by_one.decoded(recipe, there(x))
+    assert launched == ["token"] * T
+    again, _ = one_by_one.decoded(recipe, there(x))
+    assert torch.equal(again, y), "the same tokens give other numbers"
+    found = y.cpu(), state.map(torch.Tensor.cpu)
+    worst = forth.worst(recipe, x, found, forth.told(recipe, x))
+    record_property("worst", worst)
+    assert worst < one_by_one.NEAR
+
+
+def test_tokens_of_replayed_graphs(launched: list[str]) -> None:
+    """A layer's tokens after a prompt by the walk, recorded as CUDA graphs."""
+    torch.manual_seed(0)
+    preset = rc.zoo.get("titans")
+    layer = rc.MemoryLayer(256, 4, preset.recipe, preset.options, method="fused").cuda().eval()
+    x = torch.randn(3, 120, 256, device="cuda")
+    with torch.no_grad():
+        _, state = layer(x[:, :37])
+        decoder = rc.StaticDecoder(layer, state)
+        for t in range(37, 120):
+            said, state = layer(x[:, t : t + 1], state)
+            torch.testing.assert_close(decoder(x[:, t : t + 1]), said, rtol=1e-5, atol=1e-6)
+    assert decoder.graphs == decoder.period == 16
+    assert launched[0] == "walk" and set(launched[1:]) == {"token"}
 
 
 def test_many_memories_at_once(launched: list[str]) -> None:

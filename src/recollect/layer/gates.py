@@ -181,6 +181,10 @@ def _filled(size: int, value: float) -> Tensor:
     return torch.full((size,), value, dtype=torch.float64)
 
 
+def _number(value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float64)
+
+
 def limit_of_rate(limit: StepLimit, values: Mapping[str, Tensor]) -> Tensor:
     """The stability limit of every token, as a factor of the rate ``"lr"`` ``[B, T, H, ...]``.
 
@@ -189,7 +193,7 @@ def limit_of_rate(limit: StepLimit, values: Mapping[str, Tensor]) -> Tensor:
     """
     rate, number = values["lr"], 2 * (1 - limit.theta) / (limit.batch * limit.window)
     if not (limit.gated or limit.momentum):
-        return rate.new_full((), number)
+        return constant(_number, number, device=rate.device, dtype=rate.dtype)
     found: Tensor | float = number
     if limit.momentum:
         found = torch.rsub(values["momentum"], number, alpha=number)  # number · (1 − momentum)

@@ -51,7 +51,8 @@ def library(kernel: str, build: Build, folder: Path) -> ctypes.CDLL:
     macros = [f"-D{name}={value}" for name, value in given.items()]
     digest = hashlib.sha256(" ".join(macros).encode()).hexdigest()[:12]
     path = folder / f"{kernel}_{digest}.so"
-    text = HERE / f"{'walk' if kernel == 'trace' else kernel}_sim.cpp"
+    sources = {"back": "back_sim.cpp", "token": "decode_sim.cpp"}
+    text = HERE / sources.get(kernel, "walk_sim.cpp")
     if not path.exists():
         flags = ["-O2", "-std=c++17", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
         command = [compiler(), *flags, *macros, f"-I{HERE}", f"-I{CUDA}"]
@@ -69,7 +70,7 @@ def simulated(
     seed: int = 0,
     skip: int = -1,
     after: int = 0,
-    kernels: Sequence[str] = ("walk", "trace", "back"),
+    kernels: Sequence[str] = ("walk", "trace", "back", "token"),
 ) -> Iterator[list[str]]:
     """Calls of `rc.recall` whose kernels the simulator runs; yields the names of those that ran.
 

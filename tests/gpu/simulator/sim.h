@@ -28,6 +28,9 @@ struct bf16 {
 struct float2 {
   float x, y;
 };
+struct float4 {
+  float x, y, z, w;
+};
 struct uint4 {
   uint32_t x, y, z, w;
 };
@@ -230,6 +233,15 @@ DEV void wait_copies() {
     noted(x.to, 16);
   }
   sim::me->copies.clear();
+}
+
+DEV float4 load4(const float* p) {
+  if ((uintptr_t)p % 16) sim::fault = sim::MISALIGNED;
+  return *(const float4*)p;
+}
+DEV void store4(float* p, float4 x) {
+  if ((uintptr_t)p % 16) sim::fault = sim::MISALIGNED;
+  *(float4*)p = x;
 }
 
 DEV float shuffle_xor(float x, int mask) {

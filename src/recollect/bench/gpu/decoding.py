@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
@@ -10,7 +11,10 @@ from torch import nn
 
 from recollect.bench.gpu.ceilings import seconds_of
 from recollect.decoder import StaticDecoder
+from recollect.engines.deep import fused_plan, fused_refuses
+from recollect.engines.deep.fused.walk import launcher
 from recollect.layer.memory_layer import MemoryLayer
+from recollect.recipe.sized import sized
 from recollect.zoo.preset import get
 
 __all__ = ["NAMES", "Decoded", "measure_decoding"]
@@ -24,7 +28,8 @@ class Decoded(TypedDict):
     """A layer that decodes.
 
     Attributes:
-        name: of the preset. rows: sequences at once. graphs: whether by recorded graphs.
+        name: of the preset, and the method where one was asked for. rows: sequences at once.
+        graphs: whether by recorded graphs.
         seconds: of a token of all rows.
         bytes: that a token must move at the least: the state read, and written once per inner
             batch, and the parameters read.
@@ -60,25 +65,40 @@ def measure_decoding(
         least: seconds that each measurement takes, about.
     """
     found: list[Decoded] = []
+    ways = (False, True) if device.type == "cuda" else (False,)
     for B in rows:
-        for graphs in (False, True) if device.type == "cuda" else (False,):
-            label = f"{name}, {B} rows, decoding{' by graphs' if graphs else ''}"
+        for method, graphs in itertools.product(_methods(name, size, device), ways):
+            told = name if method == "auto" else f"{name}, {method}"
+            label = f"{told}, {B} rows, decoding{' by graphs' if graphs else ''}"
+            sizes = (B, heads * size, heads, prompt)
             try:
-                call, moved = _decoding(name, B, heads * size, heads, prompt, device, graphs)
+                call, moved = _decoding(name, sizes, device, method, graphs=graphs)
                 seconds = seconds_of(call, least=least) / _TOKENS
             except Exception as error:
                 left_out[label] = f"{type(error).__name__}: {error}"
                 continue
-            found.append(Decoded(name=name, rows=B, graphs=graphs, seconds=seconds, bytes=moved))
+            found.append(Decoded(name=told, rows=B, graphs=graphs, seconds=seconds, bytes=moved))
     return found
 
 
+def _methods(name: str, size: int, device: torch.device) -> tuple[str, ...]:
+    """Those that differ there: by itself, and the fused kernel where the device is one for it."""
+    recipe = get(name).recipe
+    if not fused_refuses(recipe):
+        build = fused_plan(sized(recipe, H=1, K=size, V=size)).fused
+        if build is not None and launcher(build, device) is not None:
+            return ("auto", "fused")
+    return ("auto",)
+
+
 def _decoding(
-    name: str, B: int, width: int, heads: int, prompt: int, device: torch.device, graphs: bool
+    name: str, sizes: tuple[int, int, int, int], device: torch.device, method: str, *, graphs: bool
 ) -> tuple[Callable[[], object], float]:
     """A call that decodes some tokens, and the bytes that one of them must move."""
     torch.manual_seed(0)
-    layer = get(name).build(d_model=width, heads=heads).eval().to(device, torch.bfloat16)
+    B, width, heads, prompt = sizes
+    layer = get(name).build(d_model=width, heads=heads, method=method)
+    layer = layer.eval().to(device, torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(B, prompt + 1, width, generator=generator, device=device).bfloat16()
     token = x[:, prompt:].contiguous()

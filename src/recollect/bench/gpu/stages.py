@@ -272,8 +272,8 @@ STAGES = (
     ),
     Stage(
         name="fused",
-        about="the fused walk against the definition",
-        seconds=90,
+        about="the fused walk and its tokens against the definition",
+        seconds=110,
         command=_fused,
         read=_told,
         alone=False,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recollect.choices.devices import constant
 from recollect.choices.fields import Param, flag, integer, option, slot
 from recollect.choices.member import RecipeError, member
 from recollect.choices.memory.base import Apply, LinearMap, Memory, Read, Stack
@@ -108,7 +109,14 @@ class Matrix(Stack):
 
 
 def _with_one(h: Tensor, bias: bool) -> Tensor:
-    return torch.cat([h, torch.ones_like(h[..., :1])], dim=-1) if bias else h
+    if not bias:
+        return h
+    one = constant(_one, device=h.device, dtype=h.dtype)
+    return torch.cat([h, one.expand(*h.shape[:-1], 1)], dim=-1)
+
+
+def _one() -> Tensor:
+    return torch.ones(1)
 
 
 def _normed(h: Tensor, norm: str | None, params: Mapping[str, Tensor]) -> Tensor:

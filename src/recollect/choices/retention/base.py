@@ -124,7 +124,8 @@ class Retention(Member):
         if torch.is_grad_enabled():
             return self.steepest * (h.square().sum(-1) * delta.square().sum(-1))
         sizes = torch.linalg.vector_norm(h, dim=-1) * torch.linalg.vector_norm(delta, dim=-1)
-        return sizes.square_().mul_(self.steepest)
+        sizes.square_()
+        return sizes if self.steepest == 1 else sizes.mul_(self.steepest)
 
     @property
     def linked(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.bias.base import Bias
+from recollect.choices.devices import constant
 from recollect.choices.memory.base import Forward
 from recollect.recipe.recipe import Recipe
 from recollect.recipe.sized import SizedRecipe
@@ -168,6 +169,10 @@ class Problem:
         return first + torch.arange(self.k.shape[1], device=self.k.device)
 
 
+def _filled(value: float) -> Tensor:
+    return torch.full((1, 1, 1), value, dtype=torch.float64)
+
+
 def resolve(
     sized: SizedRecipe,
     gates: Mapping[str, Tensor],
@@ -193,7 +198,7 @@ def resolve(
     made: dict[float, Tensor] = {}
     for name, value in sized.constants.items():
         if value not in made:
-            one = torch.full((1, 1, 1), value, dtype=dtype, device=device)
+            one = constant(_filled, value, device=device, dtype=dtype)
             made[value] = one.expand(B, T, sized.H)
         rates[name] = made[value]
     for name, engine_side, log in sized.statics:

@@ -19,6 +19,8 @@ device, where the host would have to wait to compare these, the name is theirs t
 (`recollect.choices.devices.stamp`).
 """
 
+# More than 400 lines: a token's ways, and the cache that they hand to each other.
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +33,7 @@ from torch.nn.functional import pad
 from recollect.choices.devices import stamp
 from recollect.engines.common.problem import Problem
 from recollect.engines.deep.chain.engine import chain_slopes
+from recollect.engines.deep.fused.decode import run_token, token_launch
 from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
 from recollect.engines.deep.layout import DeepPlan, Layout, Memory
 from recollect.engines.deep.share import scaled_by
@@ -78,25 +81,59 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
     place, depends, like = _place(problem.state, b), _depends(problem), memory.A[0]
     if place is None or not depends:
         return None
-    old = None
+    old, last = None, _row_kept(cache) if place else None
     if place or c > 1:
         old = _cached_factors(cache, depends, place + c - 1, like)
         if old is None or "C" not in cache:
             return None
     position = problem.positions()
     points = _points(problem, method, position)
+    x = problem.phi(problem.q, "query", position).squeeze(1)
+    before = None if old is None or last is None else (old, last)
+    if (found := _fused(problem, memory, points, x, before, depends)) is not None:
+        return found
     new = _factors(method, memory, points, params)
     for one in new:
         if one.h.shape[1] != 1:
             return None
-    row = _advance(problem, method, cache if place else {}, place, points.phi)
+    row = _advance(problem, method, last, place, points.phi)
     rows, all_factors = joined(method, old, new)
-    x = problem.phi(problem.q, "query", position).squeeze(1)
     raw = problem.q.to(x.dtype).squeeze(1)
     y = read(method.memory, reads(method, memory, row, all_factors), x, raw, params).flatten(0, 1)
     if place + 1 == b:
         return Stepped(y=y, memory=moved(row, memory, all_factors), cache={})
     return Stepped(y=y, memory=memory, cache=cached(rows, row, depends))
+
+
+def _fused(
+    problem: Problem,
+    memory: Memory,
+    points: Points,
+    x: Tensor,
+    before: tuple[Tensor, Row] | None,
+    depends: Cache,
+) -> Stepped | None:
+    """The token by one launch, where the fused walk was asked for and somebody runs it."""
+    method, rates, (B, H, G, _) = problem.plan, problem.rates, x.shape
+    launch = token_launch(method.fused, x, queries=G)
+    gates = {name: rates[name][:, 0] for name in ("log_decay", "momentum") if name in rates}
+    numbers = (points.phi, points.v, *memory.tensors(), *gates.values())
+    if launch is None or any(one.dtype != x.dtype for one in numbers):
+        return None
+    place = 0 if before is None else before[0].shape[1]
+    made = run_token(
+        method.fused,
+        launch,
+        (x[:, :, 0], points.phi[:, :, 0], points.v[:, :, 0]),
+        {"lr": _weights(problem, method, points.phi).view(B, H), **gates},
+        (memory.A, memory.slots.get("momentum")),
+        before,
+        tau=_tau(rates, place) if method.rule.mean else None,
+        ends=place + 1 == method.b,
+    )
+    cache = {} if made.after is None else cached(*made.after, depends)
+    memory = memory if made.memory is None else memory.like(made.memory)
+    return Stepped(y=made.y.unsqueeze(1), memory=memory, cache=cache)
 
 
 def _place(state: State, b: int) -> int | None:
@@ -233,6 +270,13 @@ def cached(rows: Tensor, row: Row, depends: Cache) -> Cache:
     return entries
 
 
+def _row_kept(cache: Mapping[str, Tensor]) -> Row | None:
+    """The coefficients that a cache holds, if it does."""
+    if (C := cache.get("C")) is None:
+        return None
+    return Row(C=C.flatten(0, 1), D=None if (D := cache.get("D")) is None else D.flatten(0, 1))
+
+
 def by_row(x: Tensor, B: int) -> Tensor:
     """``[B·H, ...]`` to ``[B, H, ...]``."""
     return x.reshape(B, x.shape[0] // B, *x.shape[1:])  # a third of the time of `unflatten`
@@ -269,22 +313,23 @@ def _factors(
     return scaled_by(slopes.factors, rho)
 
 
-def _advance(
-    problem: Problem, method: DeepPlan, cache: Mapping[str, Tensor], place: int, phi: Tensor
-) -> Row:
+def _advance(problem: Problem, method: DeepPlan, row: Row | None, place: int, phi: Tensor) -> Row:
     """The coefficients after this token from those before it; none before a batch's first."""
     rates, rule = problem.rates, method.rule
-    C, D = [None if (x := cache.get(name)) is None else x.flatten(0, 1) for name in ("C", "D")]
     new, first = -_weights(problem, method, phi), place == 0  # [P, c]
     if rule.mean:
-        offset = rates["offset"]
-        offset = offset[..., place] if offset.dim() == 4 else offset
-        tau = (1 / (place + 1) + offset).clamp_min(0).flatten()
-        D = new if D is None else added(D, new, first=first)
-        return Row(C=pad(tau.unsqueeze(-1) * D, (1, 0), value=1.0), D=D)
+        D = new if row is None or row.D is None else added(row.D, new, first=first)
+        return Row(C=pad(_tau(rates, place).unsqueeze(-1) * D, (1, 0), value=1.0), D=D)
     alpha = rates["log_decay"].exp().reshape(-1, 1) if "log_decay" in rates else None
     theta = rates["momentum"].reshape(-1, 1) if rule.slot else None
-    return advance(None if C is None else Row(C=C, D=D), new, theta, alpha, first=first)
+    return advance(row, new, theta, alpha, first=first)
+
+
+def _tau(rates: Mapping[str, Tensor], place: int) -> Tensor:
+    """What averages scale the sum of a batch's steps by at a token, ``[P]``."""
+    offset = rates["offset"]
+    offset = offset[..., place] if offset.dim() == 4 else offset
+    return (1 / (place + 1) + offset).clamp_min(0).flatten()
 
 
 def _weights(problem: Problem, method: DeepPlan, phi: Tensor) -> Tensor:
@@ -346,21 +391,19 @@ def moved(row: Row, memory: Memory, all_factors: Sequence[Factors]) -> Memory:
         all_factors: h and δ of every map.
     """
     n, moments = all_factors[0].h.shape[1], memory.slots.get("momentum")
+    both = row.both
+    if both is None:
+        of_A = row.C.unsqueeze(1)
+        both = of_A if moments is None or row.D is None else torch.stack([row.C, row.D], dim=1)
     A: list[Tensor] = []
     S: list[Tensor] = []
+    a, *of_S, C = both.unsqueeze(-1).split_with_sizes([1] * (both.shape[2] - n) + [n], dim=2)
     for i, one in enumerate(all_factors):
-        starts = [memory.A[i]] if moments is None else [memory.A[i], moments[i]]
-        A.append(_combined(row.C, starts, one, n))
-        if moments is not None and row.D is not None:
+        written = (one.delta.unsqueeze(1) * C).unbind(1)
+        end = memory.A[i] * a[:, 0]
+        if moments is not None:
+            end.addcmul_(moments[i], of_S[0][:, 0])
             # A° has no part in S.
-            S.append(_combined(row.D[:, 1:], starts[1:], one, n))
+            S.append((moments[i] * of_S[0][:, 1]).baddbmm_(written[1].mT, one.h))
+        A.append(end.baddbmm_(written[0].mT, one.h))
     return Memory(A=A, slots={} if moments is None else {"momentum": S})
-
-
-def _combined(row: Tensor, starts: Sequence[Tensor], one: Factors, n: int) -> Tensor:
-    """What a row says of the weights at the batch's start and of its n associations."""
-    *of_starts, C = row[..., None].split_with_sizes([1] * (row.shape[1] - n) + [n], dim=1)
-    total = starts[0] * of_starts[0]
-    for start, by in zip(starts[1:], of_starts[1:], strict=True):
-        total.addcmul_(start, by)
-    return total.baddbmm_((one.delta * C).mT, one.h)

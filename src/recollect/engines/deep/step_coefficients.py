@@ -295,10 +295,12 @@ class Row:
 
     C and D are those of A and S; of A°, then of S° where there is one, then of the batch's n
     associations. D is ``None`` without momentum, and holds the plain sums ``[P, n]`` of averages.
+    ``both`` are the two in one tensor ``[P, 2, ·]``, if they are in one.
     """
 
     C: Tensor
     D: Tensor | None = None
+    both: Tensor | None = None
 
 
 def _starts(P: int, size: int) -> Tensor:
@@ -326,6 +328,10 @@ def advance(
         return Row(C=added(C if alpha is None else C * alpha, new, first=first))
     D = D * theta
     C = C + D if alpha is None else torch.addcmul(D, C, alpha)
+    if first or new.shape[-1] == 1:
+        both = torch.cat([C, new, D, new], dim=-1).view(C.shape[0], 2, -1)  # one operation
+        C, D = both.unbind(1)
+        return Row(C=C, D=D, both=both)
     return Row(C=added(C, new, first=first), D=added(D, new, first=first))
 
 

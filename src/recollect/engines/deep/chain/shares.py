@@ -69,32 +69,33 @@ def share_of_row(row: Tensor, widths: Sequence[int], lr: Tensor, slope: float) -
         row: h and δ of the first map, then of the next, … ``[P, 1, ·]``. widths: of these.
         lr: η ``[P, 1]``. slope: a of the error.
     """
-    tiny, (first, second, *_) = torch.finfo(row.dtype).tiny, widths
-
-    def numbers(*values: float) -> Tensor:
-        return constant(_numbers, *values, device=row.device, dtype=row.dtype)
-
-    if tuple(widths) == (first, second, second, first):
+    widths, tiny = tuple(widths), torch.finfo(row.dtype).tiny
+    least = constant(_least_of_row, widths, tiny, device=row.device, dtype=row.dtype)
+    squares, (first, second, *_) = torch.addcmul(least, row, row), widths
+    if widths == (first, second, second, first):
         # The outer two and the inner two are of one width each.
-        inner = row[..., first : first + 2 * second].unflatten(2, (2, second))
-        outer = torch.linalg.vector_norm(row.unfold(2, first, first + 2 * second), dim=-1)
-        inner = torch.linalg.vector_norm(inner, dim=-1)
-        k, error = torch.addcmul(numbers(0.0, tiny), outer, outer).unbind(2)
-        delta, below = torch.addcmul(numbers(0.0, EPS), inner, inner).unbind(2)
+        inner = squares[..., first : first + 2 * second].unflatten(2, (2, second)).sum(-1)
+        outer = squares.unfold(2, first, first + 2 * second).sum(-1)
+        (k, error), (delta, below) = outer.unbind(2), inner.unbind(2)
         below = torch.addcdiv(below, k * delta, error)
     else:
-        parts = row.squeeze(1).split_with_sizes(tuple(widths), dim=-1)
-        sizes = torch.cat([torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in parts], -1)
-        least = [0.0] * (len(parts) - 2) + [EPS, tiny]
-        squares = torch.addcmul(numbers(*least), sizes, sizes).split(1, dim=-1)
-        *before, below, error = squares
+        parts = squares.squeeze(1).split_with_sizes(widths, dim=-1)
+        *before, below, error = (x.sum(-1, keepdim=True) for x in parts)
         for x, y in zip(before[::2], before[1::2], strict=True):
             below = torch.addcdiv(below, x * y, error)
-    return torch.addcdiv(numbers(0.0), lr, below, value=-1 / slope)
+    zero = constant(_zero, device=row.device, dtype=row.dtype)
+    return torch.addcdiv(zero, lr, below, value=-1 / slope)
 
 
-def _numbers(*values: float) -> Tensor:
-    return torch.stack([torch.full((), x, dtype=torch.float64) for x in values])
+def _least_of_row(widths: tuple[int, ...], tiny: float) -> Tensor:
+    """What is added to the squares of a row: ε to |h_(L−1)|², and next to 0 to |δ_L|²."""
+    made = torch.zeros(sum(widths), dtype=torch.float64)
+    made[-widths[-1]], made[-widths[-1] - widths[-2]] = tiny, EPS
+    return made
+
+
+def _zero() -> Tensor:
+    return torch.zeros(1, dtype=torch.float64)
 
 
 def _least(rows: int, ahead: int, last: int, tiny: float) -> Tensor:

@@ -20,6 +20,7 @@ from recollect.engines.deep.chain.engine import Chain
 from recollect.engines.deep.chain.forward import slopes
 from recollect.engines.deep.chain.shares import share_now, share_of_row
 from recollect.engines.deep.decode import by_row, cached, mark, moved, parted
+from recollect.engines.deep.fused.decode import run_token, shift_of, token_launch
 from recollect.engines.deep.gradient_factors import Factors
 from recollect.engines.deep.layout import DeepPlan, Memory
 from recollect.engines.deep.step_coefficients import Row, Rule, advance
@@ -93,35 +94,48 @@ def token(
         if gate.dtype != first.dtype:  # the general way converts it
             return None
     assert sized.tag is not None  # plan.bare
-    P, place, own = B * H, seen % plan.b, mark(sized.tag)
-    old = row = None
+    place, own = seen % plan.b, mark(sized.tag)
+    before = None
     if place:
         old = cache.get("factors")
         if old is None or old.shape[2] != place or "C" not in cache or own not in cache:
             return None
-        old, D = old.flatten(0, 1), cache.get("D")
+        D = cache.get("D")
         row = Row(C=cache["C"].flatten(0, 1), D=None if D is None else D.flatten(0, 1))
+        before = old.flatten(0, 1), row
     memory = Memory(
         A=[w.flatten(0, 1) for w in state.weights],
         slots={name: [w.flatten(0, 1) for w in slot] for name, slot in state.slots.items()},
     )
-    key, value, x = k.reshape(P, 1, -1), v.reshape(P, 1, -1), q.reshape(P, -1, q.shape[3])
-    factors, weight = _written(plan, memory, key, value, gates["lr"].reshape(P, 1))
-    theta = gates["momentum"].reshape(P, 1) if "momentum" in gates else None
-    alpha = gates["log_decay"].exp().reshape(P, 1) if "log_decay" in gates else None
-    row = advance(row, weight, theta, alpha, first=not place)
-    rows = factors if old is None else torch.cat([old, factors], dim=1)
-    all_factors = parted(plan, rows)
-    y = _asked(plan, memory, row, all_factors, x)
-    after = state.position + 1
-    changed: dict[str, object] = {
-        "position": after,
-        "buffer": _rolled(sized, k, v, gates, state, after),
-    }
-    if place + 1 < plan.b:
-        changed["cache"] = cached(rows, row, {own: state.position})
+    launch = shift = None
+    if plan.fused is not None:
+        launch = token_launch(plan.fused, q, queries=q.shape[2] // H)
+    if launch is None:
+        y, kept, end = _by_operations(plan, memory, q, k, v, gates, before)
     else:
-        end = moved(row, memory, all_factors)
+        assert plan.fused is not None
+        shift = shift_of(sized, state, gates)
+        made = run_token(
+            plan.fused,
+            launch,
+            (q[:, 0], k[:, 0], v[:, 0]),
+            {name: gate[:, 0] for name, gate in gates.items()},
+            (memory.A, memory.slots.get("momentum")),
+            before,
+            shift=shift,
+            ends=place + 1 == plan.b,
+        )
+        y, kept = made.y, made.after
+        end = None if made.memory is None else memory.like(made.memory)
+    if shift is None:
+        after = state.position + 1
+        buffer = _rolled(sized, k, v, gates, state, after)
+    else:
+        after, buffer = shift.position_after, shift.after
+    changed: dict[str, object] = {"position": after, "buffer": buffer}
+    if kept is not None:
+        changed["cache"] = cached(*kept, {own: state.position})
+    if end is not None:
         changed["weights"] = tuple(by_row(w, B) for w in end.A)
         changed["slots"] = {
             name: tuple(by_row(w, B) for w in slot) for name, slot in end.slots.items()
@@ -129,15 +143,47 @@ def token(
     return y.view(B, 1, q.shape[2], v.shape[3]), state.moved(**changed)
 
 
+def _by_operations(
+    plan: DeepPlan,
+    memory: Memory,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    before: tuple[Tensor, Row] | None,
+) -> tuple[Tensor, tuple[Tensor, Row] | None, Memory | None]:
+    """Outputs; then factors and coefficients, or the memory after a batch's last token."""
+    P, (old, row) = memory.A[0].shape[0], (None, None) if before is None else before
+    if q.shape[0] > 1 and q.shape == k.shape and not k.is_contiguous():
+        # Of several rows, both beside what else a layer has made of a token: one copy.
+        key, x = torch.stack([k, q]).view(2, P, 1, -1).unbind(0)
+    else:
+        key, x = k.reshape(P, 1, -1), q.reshape(P, -1, q.shape[3])
+    factors, weight = _written(plan, memory, key, k, v, gates["lr"].reshape(P, 1))
+    theta = gates["momentum"].reshape(P, 1) if "momentum" in gates else None
+    alpha = gates["log_decay"].exp().reshape(P, 1) if "log_decay" in gates else None
+    row = advance(row, weight, theta, alpha, first=old is None)
+    rows = factors if old is None else torch.cat([old, factors], dim=1)
+    all_factors = parted(plan, rows)
+    y = _asked(plan, memory, row, all_factors, x)
+    if rows.shape[1] < plan.b:
+        return y, (rows, row), None
+    return y, None, moved(row, memory, all_factors)
+
+
 def _written(
-    plan: DeepPlan, memory: Memory, key: Tensor, value: Tensor, lr: Tensor
+    plan: DeepPlan, memory: Memory, key: Tensor, k: Tensor, v: Tensor, lr: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Factors of an association beside each other ``[P, 1, ·]``, and −η ρ ``[P, 1]``."""
+    """Factors of an association beside each other ``[P, 1, ·]``, and −η ρ ``[P, 1]``.
+
+    The key is given twice, by memory ``[P, 1, K]`` and as the value is.
+    """
     chain = plan.chain
     assert chain is not None  # plan.bare
     curve, A = CURVES[chain.activation], [w.mT for w in memory.A]
-    affine = chain.bias.affine
+    affine, value = chain.bias.affine, v
     if affine is None:
+        value = v.reshape(key.shape[0], 1, -1)
         h, delta, prediction = slopes(curve, chain.bias, A, key, key, value, {})
     else:
         a, b = affine
@@ -146,7 +192,7 @@ def _written(
             z.append(torch.bmm(h[-1], w))
             h.append(curve.value(z[-1]))
         # The residual is the key.
-        base = torch.sub(key if a == 1 else a * key, value, alpha=b)
+        base = torch.sub(k if a == 1 else a * k, v, alpha=b).reshape(key.shape)
         prediction, delta = None, [torch.baddbmm(base, h[-1], A[-1], alpha=a)]
         for w, at in zip(reversed(A[1:]), reversed(z), strict=True):
             delta.append(curve.pull(torch.bmm(delta[-1], w.mT), at))

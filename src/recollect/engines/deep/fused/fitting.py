@@ -92,6 +92,12 @@ class Build:
         numbers = 3 * R * self.D + R * beside * (1 + slots) + 3 * R + 32
         return -(-(2 * halves + 4 * numbers) // 16) * 16
 
+    @property
+    def token_bytes(self) -> int:
+        """The same of one decoded token, ``TokenShared``."""
+        factors = self.R * (2 * self.D + 4 + 2 * self.HS)
+        return 4 * (factors + 4 * self.D + 11 * self.HS + 4 * self.R + 16)
+
     def arch(self, capability: tuple[int, int]) -> str:
         """What it is compiled for on a device; products of warpgroups are its own architecture's.
 
@@ -111,6 +117,7 @@ class Build:
         return {
             "TRACE": str(int(kernel == "trace")),
             "BACK_BYTES": str(self.back_bytes),
+            "TOKEN_BYTES": str(self.token_bytes),
             "D": str(self.D),
             "R": str(tokens),
             "PARTS": str(self.R // tokens),

@@ -19,8 +19,16 @@ __all__ = ["DriverError", "launch", "threads_of"]
 _SHARED_BYTES = 8
 """``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``."""
 
-THREADS = {"walk": 512, "trace": 288, "back": 256}
+THREADS = {"walk": 512, "trace": 288, "back": 256, "token": 256}
 """Of a block, as the kernels' own counts; see `threads_of`."""
+
+FILES = {
+    "walk": ("walk.cu", b"fused_walk"),
+    "trace": ("walk.cu", b"fused_walk"),
+    "back": ("back.cu", b"fused_walk_back"),
+    "token": ("decode.cu", b"fused_walk_token"),
+}
+"""Of each kernel its source, and what it is called there."""
 
 
 class DriverError(RuntimeError):
@@ -46,7 +54,7 @@ def _kernel(name: str, build: Build, device: int) -> ctypes.c_void_p:
     """The kernel's handle in the context of a device."""
     arch = build.arch(torch.cuda.get_device_capability(device))
     macros = [f"-D{key}={value}" for key, value in build.macros(name).items()]
-    file, entry = ("back.cu", b"fused_walk_back") if name == "back" else ("walk.cu", b"fused_walk")
+    file, entry = FILES[name]
     code, _ = compiled(file, macros, arch)
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
     _call("cuModuleLoadData", ctypes.byref(module), code)
@@ -59,21 +67,22 @@ def threads_of(name: str, build: Build) -> int:
     """Threads of a block; a trace by warpgroups has three groups.
 
     Args:
-        name: ``"walk"``, ``"trace"`` or ``"back"``.
+        name: of `FILES`.
         build: of the kernel.
     """
     return 384 if name == "trace" and build.warpgroups else THREADS[name]
 
 
 def _bytes(name: str, build: Build) -> int:
-    return build.back_bytes if name == "back" else build.shared_bytes
+    others = {"back": build.back_bytes, "token": build.token_bytes}
+    return others.get(name, build.shared_bytes)
 
 
 def launch(name: str, build: Build, task: ctypes.Structure, device: torch.device) -> None:
     """Enqueue a kernel on the current stream of a device.
 
     Args:
-        name: ``"walk"``, ``"trace"`` or ``"back"``.
+        name: of `FILES`.
         build: of the kernel. task: its argument, copied at once. device: of all tensors.
 
     Raises:

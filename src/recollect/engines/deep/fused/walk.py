@@ -32,7 +32,7 @@ class Task(ctypes.Structure):
 
 
 Launch = Callable[[str, Build, ctypes.Structure, torch.device], None]
-"""Of a kernel by name: ``"walk"``, ``"trace"`` or ``"back"``."""
+"""Of a kernel by name: ``"walk"``, ``"trace"``, ``"back"`` or ``"token"``."""
 
 LAUNCHERS: dict[str, Launch] = {}
 """Who runs a walk, by type of device; tests put a simulator here."""

@@ -108,4 +108,7 @@ DEV float2 unpack(u32 u) {
   return make_float2(__uint_as_float(u << 16), __uint_as_float(u & 0xffff0000u));
 }
 DEV float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+// Four numbers, whose address is a multiple of 16 bytes.
+DEV float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
+DEV void store4(float* p, float4 x) { *reinterpret_cast<float4*>(p) = x; }
 #endif
