@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from tests.gpu import test_fused_walk as forth
+from tests.gpu.printed import printed
 from tests.gpu.simulator.run import Fault, simulated
-from tests.gpu.test_budgets import measured
 from tests.gpu.test_budgets import pytestmark as needs_torch
 from tests.gpu.test_fused_walk import drawn, far, plain, titans, told, worst
 from torch import Tensor
@@ -351,7 +351,7 @@ def test_a_layer_in_bfloat16(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @needs_torch
 def test_on_a_device_it_is_one_launch_and_no_wait() -> None:
     """And the batched path's tokens take 60; recorded as graphs, both give the same numbers."""
-    (found,) = measured("fused", module="graphs")
+    (found,) = printed("graphs", "fused")
     assert found["decoded"] < 1e-5 and found["state"] < 1e-5
     assert found["tokens"] > 50 and found["places"] == [16, 16]
     assert found["syncs"] == found["copies"] == 0

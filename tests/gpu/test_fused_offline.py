@@ -52,8 +52,8 @@ def held_to_the_gate(kernel: str, one: Build, arch: str, folder: Path) -> None:
     said = report(kernel, one, arch, folder)
     registers = int(re.search(r"Used (\d+) registers", said)[1])
     spilt = [int(x) for x in re.findall(r"(\d+) bytes spill", said)]
-    # A block has an SM's 65,536 registers to itself: 512 threads that read, or 288 (384), or 256. Of
-    # tokens two blocks share them, and the shared memory that one of the others may have.
+    # A block has an SM's 65,536 registers to itself: 512 threads that read, or 288 (384), or 256.
+    # Two blocks of tokens share them, and the shared memory that one of the others may have.
     assert registers <= (128 if kernel in ("walk", "token") else 255), said
     assert spilt == [0, 0], (kernel, one, said)
     assert "serialized" not in said, said  # products of warpgroups, which then wait for each other

@@ -51,8 +51,8 @@ def library(kernel: str, build: Build, folder: Path) -> ctypes.CDLL:
     macros = [f"-D{name}={value}" for name, value in given.items()]
     digest = hashlib.sha256(" ".join(macros).encode()).hexdigest()[:12]
     path = folder / f"{kernel}_{digest}.so"
-    sources = {"back": "back_sim.cpp", "token": "decode_sim.cpp"}
-    text = HERE / sources.get(kernel, "walk_sim.cpp")
+    source = {"trace": "walk", "token": "decode"}.get(kernel, kernel)
+    text = HERE / f"{source}_sim.cpp"
     if not path.exists():
         flags = ["-O2", "-std=c++17", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
         command = [compiler(), *flags, *macros, f"-I{HERE}", f"-I{CUDA}"]

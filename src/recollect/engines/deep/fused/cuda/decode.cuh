@@ -198,9 +198,9 @@ DEV float step_of(TokenShared& s, const TokenTask& task, size_t pair) {
     k = fmaf(s.k[n * D + c], s.k[n * D + c], k);
     e = fmaf(s.e[n * LE + c], s.e[n * LE + c], e);
   }
-  constexpr int PARTS = HS / 32;
+  constexpr int SUMS = HS / 32;
   float h = lane < CS ? peer1(&s.hh[0], lane) : 0.f;
-  float d = lane < CS * PARTS ? peer1(&s.dd[lane % PARTS], lane / PARTS) : 0.f;
+  float d = lane < CS * SUMS ? peer1(&s.dd[lane % SUMS], lane / SUMS) : 0.f;
   k = over_warp(k), e = over_warp(e), h = over_warp(h), d = over_warp(d);
   return -rate * e / (ERROR_A * fmaxf(k * d + h * e + EPS * e, TINY));
 }
