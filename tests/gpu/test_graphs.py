@@ -28,7 +28,8 @@ MORE = ("mag", "together", "boosted", "lm:mac")
 GROW = {
     name
     for name in rc.zoo.names()
-    if (recipe := rc.zoo.get(name).recipe).span is None or recipe.dual
+    if not name.startswith("ffn_")  # learned pairs, which no token changes
+    and ((recipe := rc.zoo.get(name).recipe).span is None or recipe.dual)
 }
 REST = [name for name in rc.zoo.names() if name not in QUICK]
 
