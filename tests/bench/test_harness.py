@@ -192,7 +192,7 @@ class TestRun:
         def sleeper(seconds: float) -> Callable[[], Callable[[], object]]:
             return lambda: lambda: time.sleep(seconds)
 
-        cases = [Case(name="a", make=sleeper(1e-3)), Case(name="b", make=sleeper(1e-2))]
+        cases = [Case(name="a", make=sleeper(1e-3)), Case(name="b", make=sleeper(1e-1))]
         result = run(cases, baseline="a", rounds=3, min_seconds=0, device="cpu")
         assert result["b"].ratio > 2
 
