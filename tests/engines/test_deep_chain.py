@@ -110,8 +110,12 @@ CHAINS["a number called c"] = CHAINS["momentum"].but(bias=Named())
 @pytest.mark.parametrize("way", ["batch by batch", "all at once", "as on a device"])
 @pytest.mark.parametrize("name", CHAINS)
 def test_equals_the_reference(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads batch by batch and all at once, a device's operations; rows that end differently."""
+    """Reads batch by batch and all at once, maps one by one and beside each other, as on a device.
+
+    Rows end differently.
+    """
     monkeypatch.setattr(borders, "TOGETHER", 0 if way == "batch by batch" else 2**30)
+    monkeypatch.setattr(borders, "BESIDE", 0 if way == "batch by batch" else 2**30)
     if way == "as on a device":
         for module in (backward, borders, families, forward):
             monkeypatch.setattr(module, "hosted", lambda _: False)

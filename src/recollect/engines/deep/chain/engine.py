@@ -48,6 +48,10 @@ Weights = Tensors = list[Tensor]
 TOGETHER = 2**23
 """Bytes of weights at borders that a CPU reads at once: few enough to stay near the processor."""
 
+BESIDE = 2**20
+"""Bytes of A and S up to which maps of the same sizes are one operation on a CPU too: beyond them
+each is moved and written while it is near the processor."""
+
 FEW = 4
 """Batches below which it is better to read them one by one than to gather their weights."""
 
@@ -96,6 +100,8 @@ def run_chain(
     tall = tuple(w.shape[-1] <= w.shape[-2] for w in A)
     sizes = [(min(w.shape[-2:]), max(w.shape[-2:])) for w in A]
     families = families_of(sizes)
+    if hosted(k) and sum(w.numel() * w.element_size() for w in (*A, *(S or ()))) > BESIDE:
+        families = tuple((i,) for i in range(len(A)))
     if walker is not None:
         tall = (True, False)  # of two maps as wide as high too
         families = ((0,), (1,))
