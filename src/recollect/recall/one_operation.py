@@ -25,6 +25,7 @@ from recollect.recall.bound import Bound, bound_of
 from recollect.recall.call import Call
 from recollect.recall.modes import with_autograd
 from recollect.recall.recall import memorise
+from recollect.recall.uncompiled import uncompiled
 from recollect.state.buffer import Buffer
 from recollect.state.kernel_rows import KernelRows
 from recollect.state.state import State
@@ -60,6 +61,9 @@ def memorise_as_one(call: Call) -> tuple[Tensor, State | None]:
     Raises:
         RecipeError, ValueError: as `recollect.recall.recall.memorise`, when the graph runs.
     """
+    state = call.state
+    if state is not None and state.written_by not in (None, call.bound.sized.written):
+        return uncompiled(memorise, call)  # which refuses it, or knows why not
     form, tensors = _taken_apart(call)
     y, *after = _solve(form, tensors)
     if not call.output_state:
