@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.simulator.run import Fault, simulated
+from tests.gpu.simulator.run import simulated, unnoticed
 from tests.gpu.test_fused_walk import drawn, far, plain, titans
 from torch import Tensor
 
@@ -133,22 +133,12 @@ def missed(T: int, folder: Path, monkeypatch: pytest.MonkeyPatch, after: int) ->
     """Barriers of the way back that can be left out without changing a digit."""
     recipe = titans()
     x = drawn(recipe, T)
-    with simulated(monkeypatch, folder):
-        right = gradients(recipe, x, "fused", torch.float32)
-    unseen: set[str] = set()
-    for place, name in enumerate(PLACES):
-        for seed in range(8):
-            only = {"skip": place, "after": after, "kernels": ("back",)}
-            with simulated(monkeypatch, folder, seed=seed, **only):
-                try:
-                    found = gradients(recipe, x, "fused", torch.float32)
-                except Fault:
-                    break
-            if not all(torch.equal(found[key], right[key]) for key in right):
-                break
-        else:
-            unseen.add(name)
-    return unseen
+
+    def digits() -> list[Tensor]:
+        return [*gradients(recipe, x, "fused", torch.float32).values()]
+
+    only = {"after": after, "kernels": ("back",)}
+    return unnoticed(digits, dict(enumerate(PLACES)), folder, monkeypatch, **only)
 
 
 @pytest.mark.slow

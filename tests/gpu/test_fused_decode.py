@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.gpu import test_fused_walk as forth
 from tests.gpu.printed import printed
-from tests.gpu.simulator.run import Fault, simulated
+from tests.gpu.simulator.run import simulated, unnoticed
 from tests.gpu.test_budgets import pytestmark as needs_torch
 from tests.gpu.test_fused_walk import drawn, far, plain, titans, told, worst
 from torch import Tensor
@@ -271,21 +271,9 @@ def missed(
         return [y, *after.tensors()]
 
     with simulated(monkeypatch, folder) as ran:
-        right = digits()
+        digits()
     assert ran == ["token"]
-    unseen: set[str] = set()
-    for place, name in enumerate(PLACES):
-        for seed in range(8):
-            with simulated(monkeypatch, folder, seed=seed, skip=place):
-                try:
-                    same = all(map(torch.equal, digits(), right))
-                except Fault:
-                    break
-            if not same:
-                break
-        else:
-            unseen.add(name)
-    return unseen
+    return unnoticed(digits, dict(enumerate(PLACES)), folder, monkeypatch)
 
 
 def test_every_barrier_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

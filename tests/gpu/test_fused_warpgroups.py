@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from tests.gpu.simulator.run import FAULTS, Fault, library, simulated
+from tests.gpu.simulator.run import FAULTS, Fault, library, simulated, unnoticed
 from tests.gpu.test_fused_offline import build
 from tests.gpu.test_fused_walk import PLACES, drawn, plain, titans, walked
 from torch import Tensor
@@ -62,20 +61,7 @@ def unseen(
         y, state = walked(recipe, x)
         return [y, *state.tensors()]
 
-    with simulated(monkeypatch, folder):
-        right = digits()
-
-    def noticed(place: int, seeds: Iterable[int]) -> bool:
-        for seed in seeds:
-            with simulated(monkeypatch, folder, seed=seed, skip=place, after=after):
-                try:
-                    if not all(map(torch.equal, digits(), right)):
-                        return True
-                except Fault:
-                    return True
-        return False
-
-    return {name for place, name in places.items() if not noticed(place, range(8))}
+    return unnoticed(digits, places, folder, monkeypatch, after=after)
 
 
 def test_all_that_orders_a_walk_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,13 +167,3 @@ def test_descriptors_are_read_as_the_manual_says(
     torch.testing.assert_close(out.double(), a.double() @ b.double().mT, rtol=1e-5, atol=1e-5)
     assert run(left | 1 << 62) == "a descriptor of nothing"  # a swizzle
     assert run(left | SIZE >> 4) == "a descriptor of nothing"  # behind the end
-
-
-def test_the_order_of_warps_changes_no_digit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = titans(b=64)
-    x = drawn(recipe, 200)
-    outputs: list[Tensor] = []
-    for seed in range(4):
-        with simulated(monkeypatch, folder, seed=seed):
-            outputs.append(walked(recipe, x)[0])
-    assert all(torch.equal(a, b) for a, b in itertools.pairwise(outputs))

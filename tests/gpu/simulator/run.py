@@ -6,12 +6,14 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import recollect
 from recollect.engines.deep.fused import walk
@@ -94,6 +96,36 @@ def simulated(
         patch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))
         patch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
         yield ran
+
+
+def unnoticed(
+    digits: Callable[[], Sequence[Tensor]],
+    places: Mapping[int, str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    **only: Any,
+) -> set[str]:
+    """What can be left out, whatever the order of warps, without a fault or a digit that changes.
+
+    Args:
+        digits: all that a call gives.
+        places: barriers, and what else orders a kernel, with their names.
+        only: of `simulated`, from when on and of which kernels they are left out.
+    """
+    with simulated(monkeypatch, folder):
+        right = digits()
+
+    def noticed(place: int) -> bool:
+        for seed in range(8):
+            with simulated(monkeypatch, folder, seed=seed, skip=place, **only):
+                try:
+                    if not all(map(torch.equal, digits(), right)):
+                        return True
+                except Fault:
+                    return True
+        return False
+
+    return {name for place, name in places.items() if not noticed(place)}
 
 
 def _poisoned(make):
