@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,7 @@ GROWS = {"mesa_net"} | {
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The traced operations as they are: what a compiler makes of them is its own matter."""
 
-    monkeypatch.setattr("torch._inductor.compile", lambda graph, given: graph)
+    monkeypatch.setattr("torch._inductor.compile", lambda graph, *_: graph)
 
 
 def follows(layer: nn.Module, *, far: float = 1e-6, more: int = 3, **options: Any) -> None:
@@ -88,6 +89,46 @@ def test_compositions(segment: int) -> None:
     follows(rc.blocks.build(mixed, D, 2))
     mac = rc.blocks.AsContext(SHORT, "softmax_attention", segment=segment, persistent=2)
     follows(rc.blocks.build(mac, D, 2), far=1e-5)
+
+
+def inference() -> AbstractContextManager[object]:
+    return torch.inference_mode()
+
+
+def autocast() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "precision"),
+    [
+        (nullcontext, torch.float64, None),
+        (nullcontext, torch.bfloat16, None),
+        (nullcontext, torch.float32, "bf16"),
+        (inference, torch.float32, None),
+        (autocast, torch.float32, None),
+    ],
+)
+@pytest.mark.parametrize("recipe", [rc.zoo.get("gated_delta_net").recipe, SHORT])
+@pytest.mark.usefixtures("traced")
+def test_modes(
+    mode: Callable[[], AbstractContextManager[object]],
+    dtype: torch.dtype,
+    precision: str | None,
+    recipe: rc.Recipe,
+) -> None:
+    """To the last bit: casts are those of the mode, and none is made twice."""
+    torch.manual_seed(0)
+    layer = rc.MemoryLayer(D, 2, recipe, precision=precision).to(dtype).eval()
+    with mode(), torch.no_grad():
+        _, state = layer(torch.randn(B, 3, D, dtype=dtype))
+        decoder = rc.StaticDecoder(layer, state, compiled=True)
+        for _ in range(decoder.warm + 2 * decoder.period + 3):
+            x = torch.randn(B, 1, D, dtype=dtype)
+            y, state = layer(x, state)
+            found = decoder(x)
+            assert found.dtype == y.dtype
+            torch.testing.assert_close(found, y, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("traced")
@@ -181,7 +222,7 @@ def test_what_asks_for_a_number_is_refused() -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.exc import InvalidCxxCompiler
 
-    def compiles(graph: object, given: object) -> None:
+    def compiles(*_: object) -> None:
         raise InvalidCxxCompiler
 
     monkeypatch.setattr("torch._inductor.compile", compiles)

@@ -10,13 +10,15 @@ cannot be traced, where one with numbers would be traced wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from recollect.choices.devices import written_down
+from recollect.choices.devices import autocasts, written_down
 from recollect.decoder.states import put, tensors_of
 
 __all__ = ["DEVICE_OPTIONS", "Program", "Step", "program_of", "traced"]
@@ -34,17 +36,27 @@ class Program:
     """A compiled step.
 
     Attributes:
-        run: from the token and a state's tensors to the output and the tensors of the next.
+        compiled: from the token and a state's tensors to the output and the tensors of the next.
         after: what these tensors make up.
     """
 
-    run: Callable[..., Sequence[Tensor]]
+    compiled: Callable[..., Sequence[Tensor]]
     after: Any
 
     def __call__(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """The step."""
-        y, *tensors = self.run(x, *tensors_of(state))
+        y, tensors = self.run(x, tensors_of(state))
         return y, self.state(tensors)
+
+    def run(self, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The step, from tensors to tensors.
+
+        Args:
+            x: the token. tensors: of the state before it.
+        """
+        with _as_traced(x):
+            y, *left = self.compiled(x, *tensors)
+        return y, left
 
     def state(self, tensors: Sequence[Tensor]) -> Any:
         """The state after the step.
@@ -71,8 +83,15 @@ def program_of(step: Step, x: Tensor, state: Any) -> Program:
 
     graph, after = traced(step, x, state)
     options = {} if x.device.type == "cpu" else DEVICE_OPTIONS
-    run = compiled(graph, [x, *tensors_of(state)], options)
-    return Program(run=cast("Callable[..., Sequence[Tensor]]", run), after=after)
+    with _as_traced(x):
+        found = compiled(graph, [x, *tensors_of(state)], options)
+    return Program(compiled=cast("Callable[..., Sequence[Tensor]]", found), after=after)
+
+
+def _as_traced(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast's casts are in the trace, where it was on; nothing is cast again."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
 
 
 def traced(step: Step, x: Tensor, state: Any) -> tuple[GraphModule, Any]:

@@ -238,7 +238,7 @@ class StaticDecoder:
     def _ran(self, program: Program) -> Tensor:
         """A token by a program, which needs no fixed tensors."""
         tensors = tensors_of(self._state) if self._left is None else self._left[1]
-        y, *left = program.run(self._given(), *tensors)
+        y, left = program.run(self._given(), tensors)
         self._left = program, left
         return y
 
