@@ -101,14 +101,17 @@ def test_that_a_wrong_graph_would_be_seen() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=MISSING)
-@pytest.mark.parametrize("name", QUICK)
-def test_cuda_graphs(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [*((name, False) for name in QUICK), ("gated_delta_net", True), ("titans", True)],
+)
+def test_cuda_graphs(name: str, compiled: bool) -> None:
     torch.manual_seed(0)
     layer = rc.zoo.get(name).build(d_model=64, heads=2).cuda().eval()
     x = torch.randn(2, 400, 64, device="cuda")
     with torch.no_grad():
         _, state = layer(x[:, :7])
-        decoder = rc.StaticDecoder(layer, state)
+        decoder = rc.StaticDecoder(layer, state, compiled=compiled)
         for t in range(7, 7 + decoder.warm + 3 * decoder.period + 20):
             y, state = layer(x[:, t : t + 1], state)
             torch.testing.assert_close(decoder(x[:, t : t + 1]), y, rtol=1e-4, atol=1e-5)

@@ -26,6 +26,7 @@ __all__ = [
     "room",
     "shapes_alone",
     "stamp",
+    "written_down",
 ]
 
 KEPT = 512
@@ -38,10 +39,10 @@ _made: dict[_Key, Tensor] = {}
 def looks(x: Tensor) -> bool:
     """Whether numbers may be looked at, token by token.
 
-    A GPU would have to wait at each; a compiled graph would break; where there are none
-    (`holds`), nobody could answer.
+    A GPU would have to wait at each; a compiled graph would break; what is `written_down` holds for
+    other numbers; where there are none (`holds`), nobody could answer.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or _written_down or torch.compiler.is_compiling():
         return False
     return type(x) in _ORDINARY or not is_fake(x)  # asked for every token: the type tells sooner
 
@@ -68,13 +69,15 @@ def autocasts(kind: str) -> bool:
 def holds(x: Tensor) -> bool:
     """Whether a tensor has numbers: those of the meta device, and fake ones, have shapes alone.
 
-    A graph that is being compiled will have them, outside of `shapes_alone`.
+    A graph that is being compiled will have them, outside of `shapes_alone`, and so will operations
+    that are `written_down`.
     """
     will = torch.compiler.is_compiling() and not _shapes_alone
-    return will or not (x.is_meta or bool(is_fake(x)))
+    return will or bool(_written_down) or not (x.is_meta or bool(is_fake(x)))
 
 
 _shapes_alone: list[bool] = []
+_written_down: list[bool] = []
 
 
 @contextlib.contextmanager
@@ -85,6 +88,16 @@ def shapes_alone() -> Generator[None]:
         yield
     finally:
         _shapes_alone.pop()
+
+
+@contextlib.contextmanager
+def written_down() -> Generator[None]:
+    """Inside, operations on fake tensors are written down, to be done on numbers later."""
+    _written_down.append(True)
+    try:
+        yield
+    finally:
+        _written_down.pop()
 
 
 DEVICE_ROOM = 2**32
@@ -107,7 +120,7 @@ def room(x: Tensor) -> int:
 
 def lasts(x: Tensor) -> bool:
     """Whether a tensor may be kept for later calls: it holds numbers, and stands for no other."""
-    return holds(x) and not torch.compiler.is_compiling()
+    return not (x.is_meta or bool(is_fake(x)) or torch.compiler.is_compiling())
 
 
 def _fake_mode() -> bool:

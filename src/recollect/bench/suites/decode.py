@@ -3,6 +3,8 @@
 Every case begins where the same prompt of `PROMPT` tokens ended and decodes `TOKENS` more, whatever
 the tokens are: batch 1, four layers of width 256, a SwiGLU MLP of Llama's width in each, a small
 vocabulary so that the layers are what is timed. Prefill is the prompt itself, with its states.
+Compiled tokens are those of `StaticDecoder`; what compiling takes, seconds to minutes once, is not
+in them.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from recollect.bench.results import Case
+from recollect.decoder import StaticDecoder
 from recollect.layer.blocks import mlp_width
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
 
-__all__ = ["BASELINE", "NAMES", "PROMPT", "TOKENS", "decode_cases"]
+__all__ = ["BASELINE", "COMPILED", "NAMES", "PROMPT", "TOKENS", "decode_cases"]
 
 BASELINE = "transformers' Llama"
 NAMES = ("softmax_attention", "mamba2", "gated_delta_net", "rls", "titans")
+COMPILED = ("mamba2", "gated_delta_net", "rls", "titans")
+"""Those whose states do not grow."""
 PROMPT, TOKENS = 128, 32
 _SIZES = {
     "vocab_size": 256,
@@ -67,6 +72,22 @@ def _decode(build: Callable[[], PreTrainedModel], device: str) -> Callable[[], o
     return call
 
 
+def _compiled(build: Callable[[], PreTrainedModel], device: str) -> Callable[[], object]:
+    model, ids = _made(build, device)
+    with torch.no_grad():
+        begin = model(ids[:, :PROMPT], use_cache=True).past_key_values
+    decoder = StaticDecoder(cast("torch.nn.Module", model), begin, compiled=True)
+    tokens = ids[:, PROMPT:].split(1, dim=1)
+    for n in range(decoder.warm + 2 * decoder.period + TOKENS):
+        decoder(tokens[n % TOKENS])
+
+    def call() -> object:
+        # On, from wherever the last call ended: a token takes as long there.
+        return [decoder(token) for token in tokens]
+
+    return call
+
+
 def _prefill(build: Callable[[], PreTrainedModel], device: str) -> Callable[[], object]:
     model, ids = _made(build, device)
 
@@ -78,7 +99,7 @@ def _prefill(build: Callable[[], PreTrainedModel], device: str) -> Callable[[], 
 
 
 def decode_cases(device: str) -> list[Case]:
-    """Decoding and prefill of each model.
+    """Decoding and prefill of each model, and decoding by a compiled program.
 
     Args:
         device: where they run.
@@ -90,4 +111,7 @@ def decode_cases(device: str) -> list[Case]:
         cases.append(Case(name=name, make=lambda build=build: _decode(build, device)))
         prefill = f"{name}, prefill"
         cases.append(Case(name=prefill, make=lambda build=build: _prefill(build, device)))
+        if name in COMPILED:
+            fast = f"{name}, compiled"
+            cases.append(Case(name=fast, make=lambda build=build: _compiled(build, device)))
     return cases

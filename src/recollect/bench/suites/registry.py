@@ -194,15 +194,16 @@ def _decode_cases(shape: Shape) -> list[Case]:
 
 
 def _decode_pairs(shape: Shape) -> list[tuple[str, str, str]]:
-    from recollect.bench.suites.decode import BASELINE, NAMES
+    from recollect.bench.suites.decode import BASELINE, COMPILED, NAMES
 
     each = [(f"{name}: prefill / Llama's", name) for name in NAMES]
-    return [(what, f"{name}, prefill", f"{BASELINE}, prefill") for what, name in each]
+    pairs = [(what, f"{name}, prefill", f"{BASELINE}, prefill") for what, name in each]
+    return [*pairs, *((f"{name}: compiled / not", f"{name}, compiled", name) for name in COMPILED)]
 
 
 SUITES: dict[str, Suite] = {
     "decode": Suite(
-        about="language models token by token (32 after a prompt of 128) against Llama",
+        about="language models token by token (32 after a prompt of 128) against Llama; compiled",
         cases=_decode_cases,
         baseline="transformers' Llama",
         pairs=_decode_pairs,

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from recollect.choices.devices import stamp
+from recollect.choices.devices import looks, stamp
 from recollect.engines.common.problem import Problem
 from recollect.engines.deep.chain.engine import chain_slopes
 from recollect.engines.deep.fused.decode import run_token, token_launch
@@ -205,7 +205,7 @@ def _depends(problem: Problem) -> Cache:
     tag, position = problem.sized.tag, problem.state.position
     if tag is None:
         return {}
-    if problem.q.device.type != "cpu":
+    if not looks(problem.q):
         name = stamp(problem.sources)
         return {} if name is None else {mark(tag, name): position}
     made = {mark(tag): position}

@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import holds
+from recollect.choices.devices import lasts
 from recollect.choices.member import RecipeError
 from recollect.choices.multiplying import innermost
 from recollect.engines.common.problem import Problem, state_dtype, wants_gradient
@@ -183,7 +183,7 @@ def refusal(x: Tensor) -> str | None:
         return f"its kernels run on {' and '.join(sorted(DEVICES))}, not on {x.device.type}"
     if not installed():
         return f"{PACKAGE} and triton are not installed: install recollect[gpu]"
-    if torch.compiler.is_compiling() or not holds(x):
+    if not lasts(x):
         return "its kernels are no part of a compiled graph"
     if not x.numel():
         return "there is nothing to compute"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import lasts
 from recollect.engines.deep.fused.fitting import Build
 from recollect.engines.deep.fused.walk import Launch, aligned, launcher
 from recollect.engines.deep.step_coefficients import Row
@@ -89,7 +90,7 @@ def token_launch(build: Build | None, x: Tensor, *, queries: int) -> Launch | No
         x: the query.
         queries: per key; the kernel takes one.
     """
-    if build is None or queries != 1 or x.dtype != torch.float32 or torch.compiler.is_compiling():
+    if build is None or queries != 1 or x.dtype != torch.float32 or not lasts(x):
         return None
     return launcher(build, x.device)
 

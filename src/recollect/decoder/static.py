@@ -9,12 +9,15 @@ state that graph i leaves is what graph i + 1 was recorded on, and the last one 
 first one's::
 
     state₀ --graph 0--> state₁ --graph 1--> ... --graph p−1--> copied into state₀
+
+Where it is asked to, a compiler first makes one program of each place's operations (`programs`):
+fewer and larger ones. Then a CPU decodes several times as fast too, and needs no fixed tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -23,12 +26,14 @@ from torch import Tensor, nn
 
 from recollect.blocks.as_context import AsContextLayer
 from recollect.choices.devices import autocasts, constants
+from recollect.decoder.programs import Program, Step, program_of
+from recollect.decoder.states import counted, mapped, seen_of, tensors_of, write
 from recollect.layer.memory_layer import MemoryLayer
 
 __all__ = ["StaticDecoder"]
 
 MOST = 256
-"""Graphs of one decoder: each keeps what it computes."""
+"""Graphs or programs of one decoder: each keeps what it computes."""
 
 Recorded = tuple[Any, Callable[[], object]]
 Record = Callable[[Callable[[], Any]], Recorded]
@@ -41,13 +46,19 @@ class StaticDecoder:
     it is met, after the buffers of the state have filled once, and replayed from then on: the host
     then says one operation per token. On other devices the operations run one by one.
 
-    What comes back is the same tensor each time the same place is met: use it, or copy it, before
-    the next call. No gradients; the module must be in ``eval()`` where it has dropout, and its
-    parameters may change in place between calls only where no inner batch is open.
+    With ``compiled=True`` TorchInductor compiles each place the first time that it is met, on every
+    device: seconds a place, several times the speed of a token after that (`docs/language-models`),
+    and numbers that differ by rounding. Linear memories have one place, deep ones as many as their
+    inner batch has tokens. On a CPU it needs a C++ compiler.
+
+    What comes back may be the same tensor each time the same place is met: use it, or copy it,
+    before the next call. No gradients; the module must be in ``eval()`` where it has dropout, and
+    its parameters may change in place between calls only where no inner batch is open.
 
     Args:
         module: a `MemoryLayer`, a composition or a language model.
         state: after the prompt: a layer's state, or a language model's cache. It stays as it is.
+        compiled: whether a compiler brings a token's operations together.
         record: runs a function of no arguments once and returns what it returned, with a function
             that runs it again into the same tensors. CUDA graphs on CUDA devices when omitted.
 
@@ -57,8 +68,8 @@ class StaticDecoder:
 
     Raises:
         ValueError: no state; one that grows with the text; rows that have come differently far in
-            an inner batch; more places than can be recorded; and, at the call that would record it,
-            a module that asks the device for a value.
+            an inner batch; more places than can be recorded; and, at the call that would record or
+            compile it, a module that asks for a value, or no compiler.
 
     Examples:
         >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, heads=2)
@@ -72,7 +83,14 @@ class StaticDecoder:
         tensor([6, 6])
     """
 
-    def __init__(self, module: nn.Module, state: Any, *, record: Record | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        state: Any,
+        *,
+        compiled: bool = False,
+        record: Record | None = None,
+    ) -> None:
         if state is None or not hasattr(state, "map"):
             raise ValueError(
                 "a static decoder goes on from a state: read the prompt first, and give the state "
@@ -98,31 +116,31 @@ class StaticDecoder:
                 f"which would be a graph of its own (at most {MOST}): decode without"
             )
         with torch.inference_mode(False), torch.no_grad():
-            self._state = _map(state, Tensor.clone)
-        self._seen = _seen(state)
+            self._state = mapped(state, Tensor.clone)
+        self._seen = seen_of(state)
         if self._seen is None and self.period > 1:
             _refuse(
                 "its rows have come differently far in their inner batches (padding, packing or a "
                 "reset): decode them apart, or without a static decoder"
             )
-        self._record = record
-        self._graphs: list[tuple[Tensor, Callable[[], object]]] = []
-        self._after: list[Any] = []
+        self._compiled, self._record = compiled, record
+        self._places: list[Callable[[], Tensor]] = []
         self._first: Any = None
+        self._left: tuple[Program, list[Tensor]] | None = None
         self._input: Tensor | None = None
         self._held: tuple[Tensor, ...] = ()
         self._columns, self._done = getattr(state, "seen", None) or 0, 0
 
     @property
     def graphs(self) -> int:
-        """How many places were recorded so far, of ``period``."""
-        return len(self._graphs)
+        """How many places were recorded or compiled so far, of ``period``."""
+        return len(self._places)
 
     @property
     def state(self) -> Any:
         """The state after the last token: a copy, from which the module itself goes on."""
         with torch.inference_mode(False), torch.no_grad():
-            return _counted(self._state, self._columns + self._done)
+            return counted(self._now(), self._columns + self._done)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The output of one token.
@@ -140,9 +158,10 @@ class StaticDecoder:
             raise ValueError(f"one token at a time: [B, 1, ...], not {list(x.shape)}")
         kept = self._input
         if kept is not None and _kind(x) != _kind(kept):
+            first, now = (f"{list(one.shape)} of {one.dtype} on {one.device}" for one in (kept, x))
             raise ValueError(
-                f"a decoder keeps its sizes: the first call's input was {_kind(kept)}, this one is "
-                f"{_kind(x)}; make another decoder"
+                f"a decoder keeps its sizes: the first call's input was {first}, this one is "
+                f"{now}; make another decoder"
             )
         # What is written to again and again must be no tensor of inference mode.
         with torch.inference_mode(False), torch.no_grad():
@@ -165,53 +184,88 @@ class StaticDecoder:
         place, warm = 0, self._done >= self.period
         if self._seen is not None:
             place, warm = self._seen % self.period, warm and self._seen >= self.warm
-        if not self._graphs and not (warm and place == 0):
-            y, self._state = self._step(self._state)
-        elif len(self._graphs) < self.period:
-            y = self._recorded()
-        else:
-            y, again = self._graphs[place]
-            again()
-            self._state = self._after[place]
-        return y
+        if not self._places and not (warm and place == 0):
+            y, self._state = self._step(self._given(), self._state)
+            return y
+        return self._places[place]() if place < len(self._places) else self._met()
 
-    def _step(self, state: Any) -> tuple[Tensor, Any]:
+    def _now(self) -> Any:
+        """The state after the last token, of which a program leaves the tensors alone."""
+        if self._left is not None:
+            program, tensors = self._left
+            self._state, self._left = program.state(tensors), None
+        return self._state
+
+    def _given(self) -> Tensor:
+        assert self._input is not None
+        return self._input
+
+    def _step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """The module's own step."""
-        assert self._input is not None
         if hasattr(state, "states"):
-            out = self._module(self._input, past_key_values=state, use_cache=True)
+            out = self._module(x, past_key_values=state, use_cache=True)
             return out.logits, out.past_key_values
-        return self._module(self._input, state)
+        return self._module(x, state)
 
-    def _recorded(self) -> Tensor:
-        """Record the next place, and run it."""
-        assert self._input is not None
-        if not self._graphs:
-            self._first = self._state = _map(self._state, Tensor.clone)
-        if self._record is None:
-            self._record = _cuda_graphs() if self._input.device.type == "cuda" else _again
-        before, last = self._state, len(self._graphs) == self.period - 1
-
-        def run() -> tuple[Tensor, Any]:
-            y, after = self._step(before)
-            if last:
-                _write(self._first, after)
-            return y, after
-
+    def _met(self) -> Tensor:
+        """The next place for the first time: compiled, recorded, and run."""
+        x, step = self._given(), self._step
+        if not self._places:
+            self._state = mapped(self._state, lambda one: one.contiguous())
+        before = self._now()
         try:
-            (y, after), again = self._record(run)
+            if self._compiled:
+                step = program = program_of(self._step, x, before)
+                if self._record is None and x.device.type != "cuda":
+                    self._places.append(lambda: self._ran(program))
+                    return self._ran(program)
+                step(x, before)  # what a compiler leaves to the first call must not be recorded
+            return self._recorded(step, before)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise ValueError(
-                f"{type(self._module).__name__} cannot be recorded as a graph, for example because "
-                "its solver asks after each step whether it has converged: decode without "
-                f"({error})"
-            ) from error
-        self._graphs.append((y, again))
-        self._after.append(self._first if last else after)
+            name = type(self._module).__name__
+            if self._compiled and "compiler" in str(error).lower():
+                why = f": there is no C++ compiler that works ({_first_line(error)})"
+            else:
+                why = (
+                    ", for example because its solver asks after each step whether it has "
+                    f"converged: decode without ({_first_line(error)})"
+                )
+            what = "compiled" if self._compiled else "recorded as a graph"
+            raise ValueError(f"{name} cannot be {what}{why}") from error
+
+    def _ran(self, program: Program) -> Tensor:
+        """A token by a program, which needs no fixed tensors."""
+        tensors = tensors_of(self._state) if self._left is None else self._left[1]
+        y, left = program.run(self._given(), tensors)
+        self._left = program, left
+        return y
+
+    def _recorded(self, step: Step, before: Any) -> Tensor:
+        """Record the next place, and run it."""
+        x, last = self._given(), len(self._places) == self.period - 1
+        if not self._places:
+            self._first = before = mapped(before, Tensor.clone)
+        if self._record is None:
+            self._record = _cuda_graphs() if x.device.type == "cuda" else _again
+
+        def run() -> tuple[Tensor, Any]:
+            y, after = step(x, before)
+            if last:
+                write(self._first, after)
+            return y, after
+
+        (y, after), again = self._record(run)
+        self._state = after = self._first if last else after
+
+        def replayed() -> Tensor:
+            again()
+            self._state = after
+            return y
+
+        self._places.append(replayed)
         self._held = constants()  # what a graph reads must not be freed
-        self._state = self._after[-1]
         return y
 
 
@@ -237,71 +291,14 @@ def _inside(module: nn.Module, name: str) -> bool:
     return any(hasattr(module.get_submodule(path), "mixer") for path in paths)
 
 
-def _states(state: Any) -> Sequence[Any]:
-    return state.states if hasattr(state, "states") else (state,)
-
-
-def _seen(state: Any) -> int | None:
-    """Tokens that every row of every layer has seen, where the host knows it."""
-    seen = {one.seen for one in _states(state)}
-    return seen.pop() if len(seen) == 1 else None
-
-
-def _map(state: Any, f: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``f`` to every tensor of a layer's state, or of all layers' in a cache."""
-    return state.map((lambda one: one.map(f)) if hasattr(state, "states") else f)
-
-
-def _counted(state: Any, columns: int) -> Any:
-    """A copy whose numbers of the host are those of its tensors, not those of the recorded step.
-
-    Args:
-        state: of a layer, or a language model's cache.
-        columns: that the cache has seen.
-    """
-    if hasattr(state, "states"):
-        return type(state)([_counted(one, columns) for one in state.states], columns)
-    return type(state).from_dict(state.map(Tensor.clone).to_dict())
-
-
-def _tensors(state: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    _map(state, note)
-    return found
-
-
-def _write(first: Any, after: Any) -> None:
-    """Put the numbers of one state into the tensors of another."""
-    there, new = _tensors(first), _tensors(after)
-    owned = {_place_of(x) for x in there}
-    # What is only a view of a tensor that will be written to is read before any is.
-    fresh = [
-        x.clone() if x is not old and _place_of(x) in owned else x
-        for old, x in zip(there, new, strict=True)
-    ]
-    for old, x in zip(there, fresh, strict=True):
-        if x is not old:
-            old.copy_(x)
-
-
-def _place_of(x: Tensor) -> int:
-    """A name of the memory that a tensor is in, which views share."""
-    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
 def _again(run: Callable[[], Any]) -> Recorded:
     """No graph: the same operations once more, into the tensors of the first time."""
     y, after = run()
-    kept = [y, *_tensors(after)]
+    kept = [y, *tensors_of(after)]
 
     def again() -> None:
         told, state = run()
-        for old, x in zip(kept, [told, *_tensors(state)], strict=True):
+        for old, x in zip(kept, [told, *tensors_of(state)], strict=True):
             if x is not old:
                 old.copy_(x)
 
@@ -329,8 +326,12 @@ def _without_copies(kind: str) -> AbstractContextManager[object]:
     return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
-def _kind(x: Tensor) -> str:
-    return f"{list(x.shape)} of {x.dtype} on {x.device}"
+def _kind(x: Tensor) -> tuple[object, ...]:
+    return x.shape, x.dtype, x.device
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _refuse(why: str) -> NoReturn:

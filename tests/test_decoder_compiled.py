@@ -1,0 +1,248 @@
+"""`rc.StaticDecoder` with a compiler: the layer's own tokens, and what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.test_decoder import deep
+from torch import Tensor, nn
+
+import recollect as rc
+from recollect.choices.devices import holds, lasts, looks, written_down
+from recollect.decoder import static
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+B, D = 2, 16
+TITANS = rc.zoo.get("titans").recipe
+SHORT = replace(TITANS, algorithm=replace(TITANS.algorithm, batch=4))
+QUICK = ("gated_delta_net", "rls", "sliding_window_attention")
+GROWS = {"mesa_net"} | {
+    name
+    for name in rc.zoo.names()
+    if (recipe := rc.zoo.get(name).recipe).span is None or recipe.dual
+}
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traced operations as they are: what a compiler makes of them is its own matter."""
+
+    monkeypatch.setattr("torch._inductor.compile", lambda graph, *_: graph)
+
+
+def follows(layer: nn.Module, *, far: float = 1e-6, more: int = 3, **options: Any) -> None:
+    """Tokens and states of the decoder are the layer's, over all places and back."""
+    layer.eval()
+    with torch.no_grad():
+        _, state = layer(torch.randn(B, 3, D))
+        decoder = rc.StaticDecoder(layer, state, compiled=True, **options)
+        for _ in range(decoder.warm + 2 * decoder.period + more):
+            x = torch.randn(B, 1, D)
+            y, state = layer(x, state)
+            torch.testing.assert_close(decoder(x), y, rtol=far, atol=far)
+        assert decoder.graphs == decoder.period
+        after = decoder.state
+        x = torch.randn(B, 7, D)
+        torch.testing.assert_close(layer(x, after)[0], layer(x, state)[0], rtol=far, atol=far)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *QUICK,
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in rc.zoo.names()
+            if name not in {*QUICK, *GROWS} and not name.startswith("ffn_")
+        ),
+    ],
+)
+@pytest.mark.usefixtures("traced")
+def test_the_layers_own_tokens(name: str) -> None:
+    torch.manual_seed(0)
+    follows(rc.zoo.get(name).build(d_model=D, heads=2))
+
+
+@pytest.mark.parametrize("name", ["titans", "yaad", "omega_net"])
+@pytest.mark.usefixtures("traced")
+def test_inner_batches(name: str) -> None:
+    """Chains, the replay of an open batch, and windows that reach into the last batch."""
+    torch.manual_seed(0)
+    preset = rc.zoo.get(name)
+    algorithm = replace(preset.recipe.algorithm, batch=3)
+    follows(rc.MemoryLayer(D, 2, replace(preset.recipe, algorithm=algorithm), preset.options))
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("segment", [4, pytest.param(6, marks=pytest.mark.slow)])
+def test_compositions(segment: int) -> None:
+    torch.manual_seed(0)
+    mixed = rc.blocks.Together("gated_delta_net", SHORT)
+    follows(rc.blocks.build(mixed, D, 2))
+    mac = rc.blocks.AsContext(SHORT, "softmax_attention", segment=segment, persistent=2)
+    follows(rc.blocks.build(mac, D, 2), far=1e-5)
+
+
+def inference() -> AbstractContextManager[object]:
+    return torch.inference_mode()
+
+
+def autocast() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "precision"),
+    [
+        (nullcontext, torch.float64, None),
+        (nullcontext, torch.bfloat16, None),
+        (nullcontext, torch.float32, "bf16"),
+        (inference, torch.float32, None),
+        (autocast, torch.float32, None),
+    ],
+)
+@pytest.mark.parametrize("recipe", [rc.zoo.get("gated_delta_net").recipe, SHORT])
+@pytest.mark.usefixtures("traced")
+def test_modes(
+    mode: Callable[[], AbstractContextManager[object]],
+    dtype: torch.dtype,
+    precision: str | None,
+    recipe: rc.Recipe,
+) -> None:
+    """To the last bit: casts are those of the mode, and none is made twice."""
+    torch.manual_seed(0)
+    layer = rc.MemoryLayer(D, 2, recipe, precision=precision).to(dtype).eval()
+    with mode(), torch.no_grad():
+        _, state = layer(torch.randn(B, 3, D, dtype=dtype))
+        decoder = rc.StaticDecoder(layer, state, compiled=True)
+        for _ in range(decoder.warm + 2 * decoder.period + 3):
+            x = torch.randn(B, 1, D, dtype=dtype)
+            y, state = layer(x, state)
+            found = decoder(x)
+            assert found.dtype == y.dtype
+            torch.testing.assert_close(found, y, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_program_in_fixed_tensors() -> None:
+    """As on a GPU, where the program itself is recorded."""
+    torch.manual_seed(0)
+    recorded: list[Callable[[], object]] = []
+
+    def record(run: Callable[[], Any]) -> Any:
+        recorded.append(run)
+        return static._again(run)
+
+    follows(rc.MemoryLayer(D, 2, deep()), record=record)
+    assert len(recorded) == 4
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_language_model() -> None:
+    torch.manual_seed(0)
+    config = rc.lm.RecollectConfig.from_recipes(
+        {"delta": "gated_delta_net", "deep": deep()},
+        vocab_size=16,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    model = rc.lm.RecollectForCausalLM(config).eval()
+    ids = torch.randint(16, (2, 30))
+    with torch.no_grad():
+        wanted = model(ids).logits
+        cache = model(ids[:, :3], use_cache=True).past_key_values
+        decoder = rc.StaticDecoder(model, cache, compiled=True)
+        for t in range(3, 29):
+            found = decoder(ids[:, t : t + 1])[:, 0]
+            torch.testing.assert_close(found, wanted[:, t], rtol=1e-4, atol=1e-5)
+        assert decoder.graphs == decoder.period == 4
+        after = decoder.state
+        assert after.get_seq_length() == 29
+        last = model(ids[:, 29:], past_key_values=after, use_cache=True).logits
+    torch.testing.assert_close(last[:, 0], wanted[:, 29], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("traced")
+def test_weights_that_change_in_place_are_read_anew() -> None:
+    torch.manual_seed(0)
+    layer = rc.zoo.get("gated_delta_net").build(d_model=D, heads=2).eval()
+    with torch.no_grad():
+        _, state = layer(torch.randn(B, 3, D))
+        decoder = rc.StaticDecoder(layer, state, compiled=True)
+        for _ in range(3):
+            for p in layer.parameters():
+                p.mul_(1.1)
+            x = torch.randn(B, 1, D)
+            y, state = layer(x, state)
+            torch.testing.assert_close(decoder(x), y)
+        assert decoder.graphs == 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="TorchInductor needs a C++ compiler")
+@pytest.mark.parametrize(
+    "name", ["gated_delta_net", pytest.param("titans", marks=pytest.mark.slow)]
+)
+def test_compiled_for_this_machine(name: str) -> None:
+    torch.manual_seed(0)
+    layer = rc.zoo.get(name).build(d_model=D, heads=2)
+    if name == "titans":
+        layer = rc.MemoryLayer(D, 2, SHORT, rc.zoo.get("titans").options)
+    follows(layer, far=1e-5)
+
+
+@pytest.mark.usefixtures("traced")
+def test_what_asks_for_a_number_is_refused() -> None:
+    """Rather than compiled with the answer of one token."""
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if float(x.sum()) > 0 else -x
+
+    x = torch.randn(1, 1, 8)
+    mesa = rc.zoo.get("mesa_net").build(d_model=8, heads=2)
+    looking = rc.zoo.get("gla").build(d_model=8, heads=2)
+    looking.out = nn.Sequential(looking.out, Looks())
+    for layer in (mesa, looking):
+        layer.eval()
+        decoder = rc.StaticDecoder(layer, layer(x)[1], compiled=True)
+        decoder(x)
+        with pytest.raises(ValueError, match="MemoryLayer cannot be compiled, for example"):
+            decoder(x)
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def compiles(*_: object) -> None:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr("torch._inductor.compile", compiles)
+    layer, x = rc.zoo.get("gla").build(d_model=8, heads=2).eval(), torch.randn(1, 1, 8)
+    decoder = rc.StaticDecoder(layer, layer(x)[1], compiled=True)
+    decoder(x)
+    with pytest.raises(ValueError, match=r"cannot be compiled: there is no C\+\+ compiler"):
+        decoder(x)
+
+
+def test_what_is_written_down_is_not_looked_at() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    real = torch.ones(2)
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    assert looks(real)
+    assert not holds(fake)
+    with written_down():
+        assert not looks(real)
+        assert holds(fake), "numbers will be there"
+        assert not lasts(fake), "and the fake tensor will not"
+    assert looks(real)
