@@ -36,6 +36,7 @@ from recollect.engines.deep.chain.reads import (
     read,
     read_by_autograd,
 )
+from recollect.engines.deep.chain.rows import launcher
 from recollect.engines.deep.chain.shares import share_of
 from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys
 from recollect.engines.deep.gradient_factors import Factors, Points
@@ -102,9 +103,12 @@ def run_chain(
     families = families_of(sizes)
     if hosted(k) and sum(w.numel() * w.element_size() for w in (*A, *(S or ()))) > BESIDE:
         families = tuple((i,) for i in range(len(A)))
-    if walker is not None:
+    rows = None
+    if walker is None:
+        rows = launcher(A, chain.bias, k, normalised=chain.target is not None)
+    if walker is not None or rows is not None:
         tall = (True, False)  # of two maps as wide as high too
-        families = ((0,), (1,))
+        families = ((0, 1),) if walker is None else ((0,), (1,))
     pairs: list[tuple[Tensor, ...]] = (
         [(a,) for a in A] if S is None else list(zip(A, S, strict=True))
     )
@@ -124,6 +128,7 @@ def run_chain(
         keep=outer,
         target=chain.target,
         walker=walker,
+        rows=rows,
     )
     T, c = _transitions(table)
     features, raw_queries = (None if q is None else q.flatten(1, 2) for q in queries)
