@@ -226,7 +226,8 @@ class _Walk:
             self.both[0] = scales.unbind(0), head.key_wide[:, :, :2, :R].unbind(0)
             bend[0], slope[0] = scales.unbind(2)
             if spec.rows is not None:
-                up = head.to_wide_all, *head.to_narrow_all, head.to_Q_all
+                to_k, to_e = head.to_narrow_all
+                up = head.to_wide_all, to_k, to_e, head.to_Q_all
                 stacks, into = saved.families[0], head.key_wide
                 self.rows = BackwardRows(spec.rows, spec, stacks, weights, up, scales, into)
         self.slope, self.bend = ([x.unbind(0) for x in xs] for xs in (slope, bend))

@@ -110,9 +110,10 @@ def forward(
     if rises:
         slopes = [new("slope", i, *z.shape) for i, z in enumerate(zs)]
     affine = spec.bias.affine
+    families = [Family(M=x.M, wide=x.wide, narrow=x.narrow, Q=x.Q) for x in stacks]
     rows = shares = None
     if spec.rows is not None:
-        rows = ForwardRows(spec.rows, spec, stacks[0], c, (zs[0], us[0]))
+        rows = ForwardRows(spec.rows, spec, families[0], c, (zs[0], us[0]))
     elif spec.target is not None:
         slope = None if affine is None else affine[0]
         factors = [pair for one in stacks for pair in one.factors(L)]
@@ -168,9 +169,8 @@ def forward(
             one.move(n, weight, commit)
     saved = None
     if spec.keep:
-        kept = [Family(M=x.M, wide=x.wide, narrow=x.narrow, Q=x.Q) for x in stacks]
         saved = SavedStacks(
-            families=kept, z=zs, u=us, slope=slopes if rises else None, prediction=prediction
+            families=families, z=zs, u=us, slope=slopes if rises else None, prediction=prediction
         )
     own = shares if rows is None else rows
     return ForwardTrace(

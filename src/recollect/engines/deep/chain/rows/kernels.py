@@ -9,16 +9,18 @@ P R associations of batch n,
     Q, to_Q [N, P, 2, R, J, D]     likewise, times J D
 """
 
-# pyright: basic
+# Python in syntax alone.
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["backward", "forward"]
+__all__ = ["COUNTS", "backward", "forward"]
 
-_COUNTS = ["n", "kept", "N", "rows", "R", "k_batch", "k_head", "e_batch", "e_head"]
+COUNTS = ["n", "kept", "N", "rows", "R", "k_batch", "k_head", "e_batch", "e_head"]
 """Numbers that change from launch to launch: none of them makes another kernel."""
 
 
@@ -46,7 +48,7 @@ def _pull(u, z, y, CURVE: tl.constexpr):
         return u
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=COUNTS)
 def forward(
     z,
     u,
@@ -105,7 +107,7 @@ def forward(
         tl.store(Q + place + R * (J * D) + x * D, each[:, None] * e, mask=over_d)
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=COUNTS)
 def backward(
     wide,
     to_wide,

@@ -16,7 +16,7 @@ from torch import Tensor
 from recollect.choices.bias.base import Bias
 from recollect.choices.devices import lasts
 
-__all__ = ["LAUNCHERS", "Launch", "launch", "launcher"]
+__all__ = ["LAUNCHERS", "OPTIONS", "Launch", "compiles", "launch", "launcher"]
 
 Launch = Callable[[str, int, Sequence[Tensor | int], Mapping[str, object]], None]
 """Of ``"forward"`` or ``"backward"``: its programs, its arguments, and what it is compiled for."""
@@ -34,9 +34,7 @@ OLDEST = (8, 0)
 """Compute capability from which on the kernels were compiled."""
 
 
-def launcher(
-    A: Sequence[Tensor], bias: Bias, k: Tensor, *, normalised: bool
-) -> Launch | None:
+def launcher(A: Sequence[Tensor], bias: Bias, k: Tensor, *, normalised: bool) -> Launch | None:
     """Who launches the stretches of a chain; ``None`` where they are operations of torch.
 
     Args:
@@ -58,12 +56,16 @@ def launcher(
         return LAUNCHERS[k.device.type]
     if k.device.type != "cuda" or find_spec("triton") is None:
         return None
-    return launch if _compiles(k.device) else None
+    return launch if compiles(k.device) else None
 
 
 @functools.cache
-def _compiles(device: torch.device) -> bool:
-    """Whether Triton makes kernels for a device here: it asks for a C compiler too."""
+def compiles(device: torch.device) -> bool:
+    """Whether Triton makes kernels for a device here: it asks for a C compiler too.
+
+    Args:
+        device: of CUDA.
+    """
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < OLDEST:
         return False
     x = torch.ones(1, 2, 1, 1, 1, device=device)
