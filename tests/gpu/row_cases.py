@@ -39,6 +39,7 @@ class Case:
             seven tokens early. dtype: of the numbers. taken: whether kernels are.
         again: whether gradients are differentiated once more.
         scale: of values from the second half on. keys: of keys.
+        method: of `recollect.recall`. chunk: tokens of a group.
         zeros: whether the first tokens' keys, and the next ones' errors, are 0.
     """
 
@@ -53,6 +54,8 @@ class Case:
     scale: float = 1.0
     keys: float = 1.0
     zeros: bool = False
+    method: str = "deep"
+    chunk: int | None = None
 
 
 def recipe(*, momentum: bool = True, share: bool = True, b: int = 16, **more: Any) -> rc.Recipe:
@@ -89,6 +92,8 @@ CASES = {
         f"{name} between": Case(recipe(memory={"activation": name}), K=8, T=24)
         for name in ("gelu_tanh", "silu", "tanh", "relu", "identity")
     },
+    "operations of torch alone": Case(TITANS, K=8, T=20, method="torch", taken=False),
+    "several groups": Case(TITANS, K=8, T=40, method="deep", chunk=16),
     "three maps": Case(recipe(memory={"depth": 3}), K=8, T=20, taken=False),
     "a bent error": Case(recipe(share=False, bias=rc.bias.Huber()), K=8, T=20, taken=False),
 }
@@ -140,6 +145,7 @@ def solved(
         {name[5:]: x for name, x in leaves.items() if name.startswith("gate ")},
         init=[x for name, x in leaves.items() if name.startswith("init ")],
         method=method,
+        chunk_size=case.chunk,
         **where,
     )
     assert state is not None

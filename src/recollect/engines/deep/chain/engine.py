@@ -85,6 +85,7 @@ def run_chain(
     *,
     outer: bool,
     walker: Any = None,
+    kernels: bool = True,
 ) -> tuple[Tensor, Weights, Weights | None]:
     """Outputs ``[N, P, b G, V]``, and A and S after the last batch.
 
@@ -93,6 +94,7 @@ def run_chain(
             ``[N, B, H, b G, ·]``. memory: A and S, ``[P, out, in]``.
         outer: whether gradients will be asked for.
         walker: who goes from border to border where they will be (`ChainSpec.walker`).
+        kernels: whether stretches between products may be one operation each (`rows`).
     """
     flat = {name: x.flatten(1, 2) for name, x in keys.items()}
     k, v = flat.pop("phi"), flat.pop("v")
@@ -104,7 +106,7 @@ def run_chain(
     if hosted(k) and sum(w.numel() * w.element_size() for w in (*A, *(S or ()))) > BESIDE:
         families = tuple((i,) for i in range(len(A)))
     rows = None
-    if walker is None:
+    if walker is None and kernels:
         rows = launcher(A, chain.bias, k, normalised=chain.target is not None)
     if walker is not None or rows is not None:
         tall = (True, False)  # of two maps as wide as high too

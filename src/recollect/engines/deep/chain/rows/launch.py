@@ -16,7 +16,7 @@ from torch import Tensor
 from recollect.choices.bias.base import Bias
 from recollect.choices.devices import lasts
 
-__all__ = ["LAUNCHERS", "OPTIONS", "Launch", "compiles", "launch", "launcher"]
+__all__ = ["LAUNCHERS", "OPTIONS", "SMALLEST", "Launch", "compiles", "launch", "launcher"]
 
 Launch = Callable[[str, int, Sequence[Tensor | int], Mapping[str, object]], None]
 """Of ``"forward"`` or ``"backward"``: its programs, its arguments, and what it is compiled for."""
@@ -59,6 +59,12 @@ def launcher(A: Sequence[Tensor], bias: Bias, k: Tensor, *, normalised: bool) ->
     return launch if compiles(k.device) else None
 
 
+SMALLEST: Mapping[str, object] = dict.fromkeys(("W", "D", "J", "ROWS", "BW", "BD"), 1) | {
+    "CURVE": "identity", "SHARE": False, "SLOPE": 1.0, "EPS": 0.0, "TINY": 0.0,
+}  # fmt: skip
+"""What the kernel that is tried first is compiled for: one association of two 1 × 1 maps."""
+
+
 @functools.cache
 def compiles(device: torch.device) -> bool:
     """Whether Triton makes kernels for a device here: it asks for a C compiler too.
@@ -70,10 +76,8 @@ def compiles(device: torch.device) -> bool:
         return False
     x = torch.ones(1, 2, 1, 1, 1, device=device)
     one = torch.ones(1, 1, 1, 1, device=device)
-    sizes = {"W": 1, "D": 1, "J": 1, "ROWS": 1, "BW": 1, "BD": 1, "CURVE": "identity"}
-    sizes |= {"SHARE": False, "SLOPE": 1.0, "EPS": 0.0, "TINY": 0.0}
     try:
-        launch("forward", 1, (one, one, x, x, one, one, one, x, 0, 0, 1, 1, 1), sizes)
+        launch("forward", 1, (one, one, x, x, one, one, one, x, 0, 0, 1, 1, 1), SMALLEST)
     except Exception as error:
         warnings.warn(
             f"Triton compiles nothing for {device} ({error!r}): deep memories launch their "
