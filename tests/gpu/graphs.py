@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.gpu import pretend
+from tests.gpu import pretend, rows
 from tests.gpu.passes import distance
 from tests.gpu.simulator.run import library
 from torch import Tensor, nn
@@ -232,6 +232,7 @@ def fused() -> dict[str, object]:
 def main(kind: str, *names: str) -> None:
     """Every system that is named."""
     warnings.simplefilter("ignore")
+    rows.install()
     if kind == "fused":
         print(json.dumps(fused()))
     for name in names:

@@ -7,7 +7,8 @@ its own because the pretended device stays with its process (`tests.gpu.pretend`
 
 A preset runs on the CPU and on the device: forward and backward of one sequence, then a prompt and
 tokens after it one by one. Counts are sums over each stretch, the decoded tokens taken together;
-constants that are made once and kept do not count, for each stretch is run once before.
+constants that are made once and kept do not count, for each stretch is run once before. Kernels of
+deep memories run in Triton's interpreter, where there is one (`tests.gpu.rows`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.gpu import pretend
+from tests.gpu import pretend, rows
 from tests.gpu.passes import HEADS, WIDTH, decode, distance, length, passes, pieces
 
 import recollect as rc
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--raise", action="store_true", dest="higher", help="or raise it")
     args = parser.parse_args()
     pretend.bits = args.bits
+    rows.install()
     warnings.simplefilter("ignore")  # torch: the Python backend is experimental
     if args.write:
         write(args.names or rc.zoo.names(), higher=args.higher)

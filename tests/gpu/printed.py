@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,7 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["printed"]
+__all__ = ["interprets", "printed"]
+
+
+@functools.cache
+def interprets() -> bool:
+    """Whether there is a Triton whose interpreter runs kernels: 3.5 does not end."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) >= (3, 6)
 
 
 def printed(module: str, *arguments: str) -> list[Any]:

@@ -10,7 +10,6 @@ asked of a GPU too where there is one, in bfloat16 (`make gpu`).
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 import torch
 from tests.gpu.operator_cases import CASES, distance, solved
 from tests.gpu.parity import MISSING
-from tests.gpu.printed import printed
+from tests.gpu.printed import interprets, printed
 from torch import Tensor
 
 import recollect as rc
@@ -286,15 +285,8 @@ def _bound(name: str, part: str) -> float:
     return FAINT if part == "d log_decay" and "strong" in name else TF32
 
 
-def _interprets() -> bool:
-    """Whether there are kernels, and a Triton whose interpreter runs them: 3.5 does not end."""
-    if importlib.util.find_spec("triton") is None or importlib.util.find_spec("fla") is None:
-        return False
-    return tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) >= (3, 6)
-
-
 needs_triton = pytest.mark.skipif(
-    not _interprets(),
+    not interprets() or importlib.util.find_spec("fla") is None,
     reason="triton >= 3.6 or flash-linear-attention is not installed: pip install recollect[gpu]",
 )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.printed import printed
+from tests.gpu.printed import interprets, printed
 
 import recollect as rc
 
@@ -32,6 +32,9 @@ VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 pytestmark = pytest.mark.skipif(
     VERSION < (2, 10), reason="torch before 2.10 has no backend that is written in Python"
 )
+
+OWN = ("titans", "titans_minus")
+"""Presets that have kernels of ours in Triton, counted where its interpreter is."""
 
 SLOW = (
     "f_divergence",
@@ -71,6 +74,8 @@ def _grown(found: dict[str, Any]) -> list[str]:
             now = sites if kind == "launches" else sum(sites.values())
             if kind == "launches" and BUDGETS["torch"] != ".".join(map(str, VERSION)):
                 continue  # another version cuts its operations otherwise
+            if kind == "launches" and name in OWN and not interprets():
+                continue
             if now > most:
                 where = "" if kind == "launches" else f": {sites}"
                 lines.append(f"{name} {part}: {now} {kind}, budget {most}{where}")
@@ -124,8 +129,8 @@ def test_every_preset_has_a_budget() -> None:
     ("name", "most"),
     [
         ("gated_delta_net", 400),
-        # 14 launches forward and 16 backward in each of 256 inner batches, and 380 more.
-        pytest.param("titans", 8100, marks=pytest.mark.slow),
+        # 7 launches forward and 10 backward in each of 256 inner batches, and 340 more.
+        pytest.param("titans", 4700 if interprets() else 8100, marks=pytest.mark.slow),
     ],
 )
 def test_launches_of_a_long_sequence(name: str, most: int) -> None:

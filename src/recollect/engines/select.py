@@ -36,6 +36,8 @@ class Engine:
         run: outputs and final state of a problem.
         plan: what `run` asks of the recipe and the sizes, derived once for all calls and handed to
             it as `Problem.plan`.
+        torch_plan: the same where operations of torch alone are asked for (``method="torch"``);
+            ``None`` where `plan` takes nothing else.
         token: the same of one token that goes on from a state, straight from what a layer made and
             need not be looked at again (`recollect.engines.linear.decode.token` has the arguments);
             ``None``, or a result of ``None``, leaves it to `run`.
@@ -70,6 +72,7 @@ class Engine:
     rounded: bool = False
     inner_gradients: bool = True
     plan: Callable[[SizedRecipe], Any] | None = None
+    torch_plan: Callable[[SizedRecipe], Any] | None = None
     token: Callable[..., tuple[Tensor, State] | None] | None = None
     follows: Callable[[SizedRecipe, int], bool] | None = None
     needs_digits: Callable[[Recipe], str | None] = lambda recipe: None
@@ -132,6 +135,7 @@ ENGINES: tuple[Engine, ...] = (
         describes=deep.describes,
         run=deep.run,
         plan=deep.plan,
+        torch_plan=deep.torch_plan,
         token=deep.token,
         cost=deep.flops,
         reading=deep.reading,
@@ -187,8 +191,9 @@ def select(recipe: Recipe, method: str = "auto") -> Selection:
     Args:
         recipe: to be run.
         method: ``"auto"``, ``"reference"``, or an engine's name. ``"torch"`` is ``"auto"`` without
-            flash-linear-attention, and ``"fla"`` the engine whose products that takes. ``"fused"``
-            is never chosen by itself: `deep`, with a CUDA kernel that multiplies in bfloat16.
+            Triton kernels, and ``"fla"`` the engine whose products flash-linear-attention takes.
+            ``"fused"`` is never chosen by itself: `deep`, with a CUDA kernel that multiplies in
+            bfloat16.
 
     Raises:
         ValueError: an unknown method.

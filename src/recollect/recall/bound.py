@@ -101,7 +101,10 @@ def _bind(recipe: Recipe, H: int, K: int, V: int, method: str, precision: str | 
     check_precision_name(precision)
     at = sized(recipe, H=H, K=K, V=V)
     engine = engines.select(recipe, method).engine
-    plan = None if engine.plan is None else engine.plan(at)
+    make = engine.plan
+    if method == "torch" and engine.torch_plan is not None:
+        make = engine.torch_plan
+    plan = None if make is None else make(at)
     products = engine.products(recipe, precision)
     found = offer(at, method)
     return Bound(

@@ -81,7 +81,8 @@ def recall(
             first.
         state: continue from here; not together with ``init``.
         method: ``"auto"``, ``"reference"``, or an engine's name; ``"torch"`` never takes
-            flash-linear-attention, which ``"auto"`` may take on CUDA, and ``"fla"`` nothing else.
+            flash-linear-attention, which ``"auto"`` may take on CUDA, nor other Triton kernels, and
+            ``"fla"`` nothing else.
         causal: False memorises everything first and then reads.
         attention_mask: ``[B, T]``, nonzero at real tokens; masked ones leave the state untouched
             and read 0.

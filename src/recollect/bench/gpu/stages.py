@@ -125,7 +125,7 @@ def _backend(here: Here, result: Path) -> list[str] | str:
 
 
 def _fused(here: Here, result: Path) -> list[str] | str:
-    return _NO_GPU if here.tiny else _tests(here, result, "test_fused_on_cuda.py")
+    return _NO_GPU if here.tiny else _tests(here, result, "test_fused_on_cuda.py", "test_rows.py")
 
 
 def _workers(most: int) -> int:

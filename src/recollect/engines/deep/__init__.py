@@ -2,7 +2,7 @@
 
 from recollect.engines.deep.chain.token import token
 from recollect.engines.deep.cost import flops, reading
-from recollect.engines.deep.engine import describes, plan, refuses, run, way
+from recollect.engines.deep.engine import describes, plan, refuses, run, torch_plan, way
 from recollect.engines.deep.fused.asked import fused_describes, fused_plan, fused_refuses
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "refuses",
     "run",
     "token",
+    "torch_plan",
     "way",
 ]

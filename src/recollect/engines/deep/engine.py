@@ -17,6 +17,7 @@ the same factors (`token_weights`). See `docs/design/deep-engine.md`.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +50,7 @@ __all__ = [
     "refuses",
     "rule_of",
     "run",
+    "torch_plan",
     "way",
 ]
 
@@ -171,6 +173,11 @@ def plan(sized: SizedRecipe) -> DeepPlan:
     )
 
 
+def torch_plan(sized: SizedRecipe) -> DeepPlan:
+    """`plan` with operations of torch alone."""
+    return replace(plan(sized), kernels=False)
+
+
 def chain_of(recipe: Recipe) -> Chain | None:
     """The memory as a chain with one table of coefficients, if the recipe is that plain."""
     memory, rule, retention = recipe.memory, rule_of(recipe), recipe.retention
@@ -275,6 +282,7 @@ def _run_chain(
         (memory.A, memory.slots.get("momentum")),
         outer=layout.outer,
         walker=None if launch is None else walker_of(method, launch),
+        kernels=method.kernels,
     )
     y = y.unflatten(1, layout.x.shape[1:3])
     return y, Memory(A=A, slots={} if S is None else {"momentum": S})

@@ -76,6 +76,7 @@ class DeepPlan:
         normalizer: what scales every association's gradient, if the algorithm normalises.
         bare: whether `chain.token` decodes. widths: of h and δ of the first map, of the next, ….
         fused: the build of the fused walk, where it was asked for and the sizes are its own.
+        kernels: whether a chain may take Triton kernels (`chain.rows`).
     """
 
     recipe: Recipe
@@ -97,6 +98,7 @@ class DeepPlan:
     bare: bool
     widths: tuple[int, ...]
     fused: Build | None = None
+    kernels: bool = True
 
 
 # -- alignment over rows --------------------------------------------------------------------------

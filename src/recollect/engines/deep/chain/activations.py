@@ -27,6 +27,7 @@ class Curve:
     """One activation σ.
 
     Attributes:
+        name: as memories have it.
         value: σ(z), by torch's own operation.
         pull: from (g, z) to σ′(z) ⊙ g, by operations that autograd can differentiate again.
         rise: writes σ(z) and σ′(z) into its second and third argument, without a graph.
@@ -36,6 +37,7 @@ class Curve:
             ``store`` cheaper than ``rise`` where no slope is kept.
     """
 
+    name: str
     value: Callable[[Tensor], Tensor]
     pull: Callable[[Tensor, Tensor], Tensor]
     rise: Callable[[Tensor, Tensor, Tensor], object]
@@ -141,8 +143,9 @@ def _identity_rise(z: Tensor, value: Tensor, slope: Tensor) -> None:
     slope.fill_(1)
 
 
-CURVES: dict[str, Curve] = {
-    "gelu": Curve(
+_CURVES = (
+    Curve(
+        name="gelu",
         value=functional.gelu,
         pull=lambda g, z: aten.gelu_backward(g, z),
         rise=_gelu_rise,
@@ -150,7 +153,8 @@ CURVES: dict[str, Curve] = {
         store=_gelu_store,
         pull_to=lambda g, z, _, out: aten.gelu_backward.grad_input(g, z, grad_input=out),
     ),
-    "gelu_tanh": Curve(
+    Curve(
+        name="gelu_tanh",
         value=lambda z: functional.gelu(z, approximate="tanh"),
         pull=lambda g, z: aten.gelu_backward(g, z, approximate="tanh"),
         rise=_tanh_gelu_rise,
@@ -160,7 +164,8 @@ CURVES: dict[str, Curve] = {
             g, z, approximate="tanh", grad_input=out
         ),
     ),
-    "silu": Curve(
+    Curve(
+        name="silu",
         value=functional.silu,
         pull=_silu_pull,
         rise=_silu_rise,
@@ -168,7 +173,8 @@ CURVES: dict[str, Curve] = {
         store=lambda z, out: aten.silu.out(z, out=out),
         pull_to=lambda g, z, _, out: aten.silu_backward.grad_input(g, z, grad_input=out),
     ),
-    "tanh": Curve(
+    Curve(
+        name="tanh",
         value=torch.tanh,
         pull=lambda g, z: g * (1 - torch.tanh(z).square()),
         rise=_tanh_rise,
@@ -176,7 +182,8 @@ CURVES: dict[str, Curve] = {
         store=lambda z, out: torch.tanh(z, out=out),
         pull_to=lambda g, _, y, out: aten.tanh_backward.grad_input(g, y, grad_input=out),
     ),
-    "relu": Curve(
+    Curve(
+        name="relu",
         value=functional.relu,
         pull=lambda g, z: g * (z > 0),
         rise=_relu_rise,
@@ -184,7 +191,8 @@ CURVES: dict[str, Curve] = {
         store=lambda z, out: torch.clamp_min(z, 0, out=out),
         pull_to=lambda g, z, _, out: aten.threshold_backward.grad_input(g, z, 0, grad_input=out),
     ),
-    "identity": Curve(
+    Curve(
+        name="identity",
         value=lambda z: z,
         pull=lambda g, z: g,
         rise=_identity_rise,
@@ -192,5 +200,7 @@ CURVES: dict[str, Curve] = {
         store=lambda z, out: out.copy_(z),
         pull_to=lambda g, _, __, out: out.copy_(g),
     ),
-}
+)
+
+CURVES: dict[str, Curve] = {curve.name: curve for curve in _CURVES}
 """Those that chains may have between their maps, by the name a memory gives them."""

@@ -27,6 +27,7 @@ from recollect.engines.deep.chain.families import (
     each_map,
     hosted,
 )
+from recollect.engines.deep.chain.rows import BackwardRows
 from recollect.engines.deep.chain.shares import ShareSlopes
 from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys, ReadGradients
 
@@ -127,11 +128,11 @@ def backward(
         for i, (stacks, end) in enumerate(zip(saved.families, ends, strict=True))
     ]
     errors = _Errors(spec, keys, trace, needs)
-    walk = _Walk(spec, families, trace, errors)
+    weights = keys.c if trace.weights is None else trace.weights
+    walk = _Walk(spec, families, trace, errors, weights)
     N, P, _, J = keys.c.shape
     grams = [keys.c.new_zeros(N, P * one.L, J, J) if needs["T"] else None for one in families]
     Ts = [None if keys.T is None else each_map(keys.T, one.L).unbind(0) for one in families]
-    weights = keys.c if trace.weights is None else trace.weights
     columns = [x.unsqueeze(-1).unbind(0) for x in weights.unbind(-1)]
     for n in reversed(range(N)):
         commit = commits[n]
@@ -182,6 +183,7 @@ class _Walk:
         families: Sequence[GradientStacks],
         trace: ForwardTrace,
         errors: _Errors,
+        weights: Tensor,
     ) -> None:
         saved = trace.saved
         assert saved is not None
@@ -217,11 +219,17 @@ class _Walk:
         bend = [spec.curve.bend(z).mul_(u) for z, u in zip(saved.z, saved.u, strict=True)]
         # σ″ ⊙ u ⊙ δ̄ and ū = σ′ ⊙ δ̄ are one operation where z̄ and ū belong beside each other.
         self.both: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+        self.rows: BackwardRows | None = None
         head = families[0]
         if head.members[:2] == (0, 1) and spec.tall[:2] == (True, False):
             scales = torch.stack([bend[0], slope[0]], dim=2)
             self.both[0] = scales.unbind(0), head.key_wide[:, :, :2, :R].unbind(0)
             bend[0], slope[0] = scales.unbind(2)
+            if spec.rows is not None:
+                to_k, to_e = head.to_narrow_all
+                up = head.to_wide_all, to_k, to_e, head.to_Q_all
+                stacks, into = saved.families[0], head.key_wide
+                self.rows = BackwardRows(spec.rows, spec, stacks, weights, up, scales, into)
         self.slope, self.bend = ([x.unbind(0) for x in xs] for xs in (slope, bend))
         self.turn, self.back, self.to_h, self.to_delta = (
             [x.unbind(0) for x in xs] for xs in (turn, back, to_h, to_delta)
@@ -231,7 +239,7 @@ class _Walk:
         self.A, self.A_back = [x.unbind(0) for x in A], [x.mT.unbind(0) for x in A]
         self.shares: ShareSlopes | None = None
         self.pi: Tensor | None = None
-        if trace.rho is not None:
+        if trace.rho is not None and self.rows is None:
             away = errors.away()
             self.shares = shares = ShareSlopes.of(trace.h, trace.delta, away)
             self.pi = torch.empty_like(trace.rho)
@@ -261,13 +269,16 @@ class _Walk:
 
     def batch(self, n: int) -> None:
         """ū and z̄ of batch n, whose end has been passed."""
-        if self.shares is not None:
+        if self.rows is not None:
+            self.rows.step(n)
+        elif self.shares is not None:
             self._share(n)
         L, to_h, to_delta = len(self.to_h), self.to_h, self.to_delta
         for i in range(L - 1):
             if i in self.both:
-                scales, places = self.both[i]
-                torch.mul(to_delta[i][n].unsqueeze(1), scales[n], out=places[n])
+                if self.rows is None:
+                    scales, places = self.both[i]
+                    torch.mul(to_delta[i][n].unsqueeze(1), scales[n], out=places[n])
             else:
                 torch.mul(to_delta[i][n], self.slope[i][n], out=self.turn[i + 1][n])
             add_product(to_delta[i + 1][n], self.turn[i + 1][n], self.A[i + 1][n])
@@ -309,7 +320,7 @@ def _slope(spec: ChainSpec, z: Tensor) -> Tensor:
 
 def _of_keys(spec: ChainSpec, walk: _Walk, first: GradientStacks, weights: Tensor) -> Tensor:
     k = torch.add(walk.to_key, walk.to_first @ walk.A_first.mT)
-    if not spec.tall[0]:
+    if not spec.tall[0] or walk.rows is not None:
         return k
     to_Q = first.to_Q_all[:, :, 0]  # [N, P, R, J, narrow]
     k += (to_Q * weights.unsqueeze(-1)).sum(-2)

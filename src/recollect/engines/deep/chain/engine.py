@@ -36,6 +36,7 @@ from recollect.engines.deep.chain.reads import (
     read,
     read_by_autograd,
 )
+from recollect.engines.deep.chain.rows import launcher
 from recollect.engines.deep.chain.shares import share_of
 from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys
 from recollect.engines.deep.gradient_factors import Factors, Points
@@ -84,6 +85,7 @@ def run_chain(
     *,
     outer: bool,
     walker: Any = None,
+    kernels: bool = True,
 ) -> tuple[Tensor, Weights, Weights | None]:
     """Outputs ``[N, P, b G, V]``, and A and S after the last batch.
 
@@ -92,6 +94,7 @@ def run_chain(
             ``[N, B, H, b G, ·]``. memory: A and S, ``[P, out, in]``.
         outer: whether gradients will be asked for.
         walker: who goes from border to border where they will be (`ChainSpec.walker`).
+        kernels: whether stretches between products may be one operation each (`rows`).
     """
     flat = {name: x.flatten(1, 2) for name, x in keys.items()}
     k, v = flat.pop("phi"), flat.pop("v")
@@ -102,9 +105,12 @@ def run_chain(
     families = families_of(sizes)
     if hosted(k) and sum(w.numel() * w.element_size() for w in (*A, *(S or ()))) > BESIDE:
         families = tuple((i,) for i in range(len(A)))
-    if walker is not None:
+    rows = None
+    if walker is None and kernels:
+        rows = launcher(A, chain.bias, k, normalised=chain.target is not None)
+    if walker is not None or rows is not None:
         tall = (True, False)  # of two maps as wide as high too
-        families = ((0,), (1,))
+        families = ((0, 1),) if walker is None else ((0,), (1,))
     pairs: list[tuple[Tensor, ...]] = (
         [(a,) for a in A] if S is None else list(zip(A, S, strict=True))
     )
@@ -124,6 +130,7 @@ def run_chain(
         keep=outer,
         target=chain.target,
         walker=walker,
+        rows=rows,
     )
     T, c = _transitions(table)
     features, raw_queries = (None if q is None else q.flatten(1, 2) for q in queries)

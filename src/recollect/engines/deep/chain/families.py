@@ -169,13 +169,18 @@ class Stacks:
         narrow, wide, A = self.narrow[member], self.wide[:, :, member], self.M[:, :, member, 0]
         return (narrow, wide, A) if tall else (wide, narrow, A.mT)
 
-    def move(self, n: int, weight: Tensor, commit: bool | Tensor) -> None:
-        """M at the border after batch n, from the coefficients ``[P, 1, R, J, 1]`` of the batch."""
+    def move(self, n: int, weight: Tensor | None, commit: bool | Tensor) -> None:
+        """M at the border after batch n.
+
+        Args:
+            n: the batch. weight: its coefficients ``[P, 1, R, J, 1]``, ``None`` where Q is there.
+            commit: whether the border is crossed, or the rows for which it is.
+        """
         before, after = self.whole[n], self.whole[n + 1]
         if commit is False:
             after.copy_(before)
             return
-        if not self.early:
+        if weight is not None and not self.early:
             torch.mul(self.narrow_[n], weight, out=self.Q_[n])
         left, right = self.left[n], self.wide_[n]
         if self.T is None:
@@ -255,6 +260,8 @@ class GradientStacks:
         self.own = self.key_narrow.flatten(1, 2).mT.unbind(0), self.key_wide.flatten(1, 2).unbind(0)
         # A narrow factor of the first map are the keys, whose share can wait for the end.
         self.asked = [m for m, i in enumerate(members) if i or not tall[0]]
+        if spec.rows is not None:
+            self.asked = []  # all wait for `BackwardRows`
         self.sizes = P * L, self.J * small, large
         self.up = end.flatten(0, 1).flatten(2)
         self.spare = torch.empty_like(self.up)

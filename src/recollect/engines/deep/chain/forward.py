@@ -28,6 +28,7 @@ from recollect.engines.deep.chain.families import (
     by_batch,
     hosted,
 )
+from recollect.engines.deep.chain.rows import ForwardRows
 from recollect.engines.deep.chain.shares import Shares, share_of
 from recollect.engines.deep.chain.trace import (
     ChainSpec,
@@ -109,8 +110,11 @@ def forward(
     if rises:
         slopes = [new("slope", i, *z.shape) for i, z in enumerate(zs)]
     affine = spec.bias.affine
-    shares = None
-    if spec.target is not None:
+    families = [Family(M=x.M, wide=x.wide, narrow=x.narrow, Q=x.Q) for x in stacks]
+    rows = shares = None
+    if spec.rows is not None:
+        rows = ForwardRows(spec.rows, spec, families[0], c, (zs[0], us[0]))
+    elif spec.target is not None:
         slope = None if affine is None else affine[0]
         factors = [pair for one in stacks for pair in one.factors(L)]
         shares = Shares(k, c, L, factors, slope=slope)
@@ -149,28 +153,34 @@ def forward(
             add_product(delta, h, A_[-1][n], affine[0])
         for i in range(L - 1, 0, -1):
             u = torch.bmm(delta, back_[i][n], out=u_[i - 1][n])
+            if rows is not None:
+                break  # δ of the first map comes with what is made of it
             delta = delta_[i - 1][n]
             if rises:
                 torch.mul(u, slope_[i - 1][n], out=delta)
             else:
                 curve.pull_to(u, z_[i - 1][n], h_[i][n], delta)
-        weight = weights[n] if shares is None else shares.step(n, delta_[-1][n], away)
+        weight = None
+        if rows is not None:
+            rows.step(n)
+        else:
+            weight = weights[n] if shares is None else shares.step(n, delta_[-1][n], away)
         for one in stacks:
             one.move(n, weight, commit)
     saved = None
     if spec.keep:
-        kept = [Family(M=x.M, wide=x.wide, narrow=x.narrow, Q=x.Q) for x in stacks]
         saved = SavedStacks(
-            families=kept, z=zs, u=us, slope=slopes if rises else None, prediction=prediction
+            families=families, z=zs, u=us, slope=slopes if rises else None, prediction=prediction
         )
+    own = shares if rows is None else rows
     return ForwardTrace(
         M=[stacks[f].M[:, :, m] for _, (f, m) in sorted(place.items())],
         ends=[one.end for one in stacks],
         delta=deltas,
         h=hs,
         saved=saved,
-        rho=None if shares is None else shares.rho(),
-        weights=None if shares is None else shares.weights,
+        rho=None if own is None else own.rho(),
+        weights=None if own is None else own.weights,
     )
 
 

@@ -38,6 +38,7 @@ class ChainSpec:
         keep: whether the backward pass will come.
         target: `Bias.target` where every association is scaled by its share, else ``None``.
         walker: who goes from border to border in place of `forward` and `backward`, if anybody.
+        rows: who launches what stands between the products of a batch (`rows`), if anybody.
     """
 
     curve: Curve
@@ -49,6 +50,7 @@ class ChainSpec:
     keep: bool
     target: float | None = None
     walker: Any = None
+    rows: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
