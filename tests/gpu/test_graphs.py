@@ -68,11 +68,11 @@ CHECKED = """
 import os, torch
 from tests.gpu import pretend
 from tests.gpu.graphs import decoded
-import recollect.decoder as decoder
-rhythm, write = decoder._rhythm, decoder._write
+import recollect.decoder.static as decoder
+rhythm, write = decoder._rhythm, decoder.write
 decoder._rhythm = lambda module: (rhythm(module)[0], 8)
 print("graphs" if "refused" not in decoded("titans") else "refused")
-decoder._rhythm, decoder._write = rhythm, lambda first, after: None
+decoder._rhythm, decoder.write = rhythm, lambda first, after: None
 print(decoded("gated_delta_net")["decoded"])
 try:
     with pretend.counted():
