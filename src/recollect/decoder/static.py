@@ -165,8 +165,8 @@ class StaticDecoder:
             )
         # What is written to again and again must be no tensor of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            if kept is None:
-                self._input = x.clone()
+            if kept is None or self._first is None:
+                self._input = x.clone()  # a state may hold the last token's
             else:
                 kept.copy_(x)
             try:
