@@ -21,8 +21,8 @@ Send = Callable[[Tensor], Tensor]
 
 
 @rc.member
-class TwiceAToken(rc.bias.Bias):
-    """Half of 2 (2 p − 3 v): somebody's own bias that says it is affine."""
+class TwiceLessThrice(rc.bias.Bias):
+    """2 p − 3 v: somebody's own bias that says it is affine."""
 
     affine = (2.0, 3.0)
 
@@ -80,7 +80,7 @@ CASES = {
     "a window": Case(recipe(context=rc.context.Window(size=3, gated=False)), T=36),
     "no power of two": Case(recipe(b=5, memory={"expansion": 3}), K=12, T=17),
     "as wide as high": Case(recipe(memory={"expansion": 1, "residual": False})),
-    "another affine error": Case(recipe(bias=TwiceAToken())),
+    "another affine error": Case(recipe(bias=TwiceLessThrice())),
     "an error without prediction": Case(recipe(share=False, bias=rc.bias.DotProduct())),
     "zeros": Case(TITANS, zeros=True),
     "zeros, plain steps": Case(recipe(share=False), zeros=True),

@@ -43,6 +43,9 @@ def launcher(A: Sequence[Tensor], bias: Bias, k: Tensor, *, normalised: bool) ->
         k: keys, on the device.
         normalised: whether steps are.
     """
+    kind = k.device.type
+    if kind != "cuda" and kind not in LAUNCHERS:
+        return None
     if len(A) != 2 or bias.affine is None or (normalised and bias.affine[0] == 0):
         return None
     wide, narrow = A[0].shape[-2:]
@@ -52,11 +55,9 @@ def launcher(A: Sequence[Tensor], bias: Bias, k: Tensor, *, normalised: bool) ->
         return None
     if not lasts(k):  # a compiler asks for shapes, or follows operations of torch
         return None
-    if k.device.type in LAUNCHERS:
-        return LAUNCHERS[k.device.type]
-    if k.device.type != "cuda" or find_spec("triton") is None:
-        return None
-    return launch if compiles(k.device) else None
+    if kind in LAUNCHERS:
+        return LAUNCHERS[kind]
+    return launch if find_spec("triton") is not None and compiles(k.device) else None
 
 
 SMALLEST: Mapping[str, object] = dict.fromkeys(("W", "D", "J", "ROWS", "BW", "BD"), 1) | {
