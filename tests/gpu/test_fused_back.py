@@ -98,6 +98,10 @@ SLOW = {
     "128 channels, 32 tokens": (plain("silu", b=32), 72, 128),
     "128 channels, 64 tokens": (plain("silu", b=64), 150, 128),
     "128 channels, 64 tokens, titans": (titans(b=64, expansion=2), 150, 128),
+    "16 blocks": (titans(), 40, 128),
+    "12 blocks, 32 tokens": (titans(b=32, expansion=3), 70, 128),
+    # Of 150 tokens the gradient of decays is a small difference of large sums: 2e-2 of its length.
+    "16 blocks, 64 tokens": (titans(b=64), 151, 128),
 }
 
 

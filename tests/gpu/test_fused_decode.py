@@ -96,6 +96,8 @@ SLOW = {
     "32 tokens": (titans(b=32), 70, 64),
     "64 tokens": (titans(b=64), 70, 64),
     "wide heads": (titans(expansion=2), 18, 128),
+    "wide heads, 16 blocks": (titans(), 18, 128),
+    "wide heads, 12 blocks, 64 tokens": (titans(b=64, expansion=3), 66, 128),
     "wide heads, plain": (plain("gelu", expansion=4), 18, 128),
 }
 

@@ -170,7 +170,10 @@ def test_a_walk_of_wide_heads_is_the_definition(
     for recipe, T in (
         (titans(expansion=2), 40),
         (plain("gelu", expansion=4), 40),
+        (titans(expansion=4), 40),  # 16 blocks
+        (titans(b=32, expansion=3), 70),  # 12
         (titans(b=64, expansion=2), 150),
+        (titans(b=64, expansion=4), 150),
         (plain("gelu", b=64, expansion=4), 150),
     ):
         x = drawn(recipe, T, D=128)

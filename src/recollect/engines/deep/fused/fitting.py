@@ -27,8 +27,8 @@ SIZES, TOKENS = (64, 128), (16, 32, 64)
 STATE = 256 * 64
 """Numbers of A and S that one block keeps: 64 registers of 256 threads."""
 
-BLOCKS = 8
-"""Blocks of a cluster that every device with clusters can hold."""
+BLOCKS = 16
+"""Blocks of a cluster that a Hopper GPU holds; above 8 it is asked to (`launch`)."""
 
 MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a block of an H100 or H200 may have."""

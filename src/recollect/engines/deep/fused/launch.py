@@ -19,6 +19,12 @@ __all__ = ["DriverError", "launch", "threads_of"]
 _SHARED_BYTES = 8
 """``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``."""
 
+_LARGE_CLUSTERS = 14
+"""``CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED``."""
+
+PORTABLE = 8
+"""Blocks of a cluster beyond which a kernel has to allow it."""
+
 THREADS = {"walk": 512, "trace": 288, "back": 256, "token": 256}
 """Of a block, as the kernels' own counts; see `threads_of`."""
 
@@ -60,6 +66,8 @@ def _kernel(name: str, build: Build, device: int) -> ctypes.c_void_p:
     _call("cuModuleLoadData", ctypes.byref(module), code)
     _call("cuModuleGetFunction", ctypes.byref(kernel), module, entry)
     _call("cuFuncSetAttribute", kernel, _SHARED_BYTES, _bytes(name, build))
+    if build.CS > PORTABLE:
+        _call("cuFuncSetAttribute", kernel, _LARGE_CLUSTERS, 1)
     return kernel
 
 
