@@ -72,15 +72,19 @@ def test_sizes_decide_how_many_blocks_share_a_memory() -> None:
     assert minus is not None and (minus.HS, minus.CS, minus.momentum) == (128, 2, False)
     wide = built("titans_minus", 128, 128)
     assert wide is not None and (wide.HS, wide.CS) == (64, 8)
-    assert built("titans", 128, 128) is None  # 16 blocks
+    most = built("titans", 128, 128)
+    assert most is not None and (most.HS, most.CS) == (32, 16)
+    five = rc.Recipe(memory=rc.memory.MLP(expansion=5), algorithm=rc.algorithm.Momentum(batch=16))
+    assert built(five, 128, 128) is None  # 20 blocks
     assert built("titans", 48, 48) is None
     for momentum in (False, True):
         kind = rc.algorithm.Momentum if momentum else rc.algorithm.GradientDescent
         long = rc.Recipe(memory=rc.memory.MLP(), algorithm=kind(batch=64))
         found = built(long)
         assert found is not None and (found.R, found.HS, found.CS) == (64, 64, 4)
-        found = built(long, 128, 128)  # with momentum 16 blocks would share a memory
-        assert momentum == (found is None) and (found is None or (found.HS, found.CS) == (64, 8))
+        found = built(long, 128, 128)
+        sizes = (32, 16) if momentum else (64, 8)
+        assert found is not None and sizes == (found.HS, found.CS)
     plain = rc.Recipe(
         memory=rc.memory.MLP(residual=False), algorithm=rc.algorithm.Momentum(batch=16)
     )
