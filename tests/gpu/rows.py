@@ -30,6 +30,8 @@ from tests.gpu.row_cases import CASES, TITANS, Case, apart, drawn, recipe, solve
 from torch import Tensor
 
 from recollect.engines.deep.chain import rows
+from recollect.engines.deep.chain.engine import _tried
+from recollect.engines.deep.chain.rows import agree
 
 RAN: Counter[str] = Counter()
 """How often each kernel was launched."""
@@ -159,7 +161,10 @@ def mutants() -> None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         install(module)
-        print(json.dumps([wrong, max(apart(there(case), said).values())]), flush=True)
+        worst = max(apart(there(case), said).values())
+        with pretend.counted():
+            trusted = agree(_tried, rows.LAUNCHERS[pretend.NAME], pretend.put(torch.ones(1)).device)
+        print(json.dumps([wrong, worst, trusted]), flush=True)
 
 
 def main(kind: str, *names: str) -> None:

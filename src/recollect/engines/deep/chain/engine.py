@@ -36,7 +36,8 @@ from recollect.engines.deep.chain.reads import (
     read,
     read_by_autograd,
 )
-from recollect.engines.deep.chain.rows import launcher
+from recollect.engines.deep.chain.rows import agree, launcher
+from recollect.engines.deep.chain.rows.launch import launch
 from recollect.engines.deep.chain.shares import share_of
 from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys
 from recollect.engines.deep.gradient_factors import Factors, Points
@@ -108,6 +109,8 @@ def run_chain(
     rows = None
     if walker is None and kernels:
         rows = launcher(A, chain.bias, k, normalised=chain.target is not None)
+        if rows is launch and not agree(_tried, rows, k.device):
+            rows = None  # only Triton's own is asked: who puts another there answers for it
     if walker is not None or rows is not None:
         tall = (True, False)  # of two maps as wide as high too
         families = ((0, 1),) if walker is None else ((0,), (1,))
@@ -144,6 +147,13 @@ def run_chain(
         for end, up in zip(apart(spec, memories), tall, strict=True)
     ]
     return y, [end[0] for end in ends], None if S is None else [end[1] for end in ends]
+
+
+def _tried(spec: ChainSpec, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """All batches of a trial, to their ends."""
+    T, c, k, v, raw, scale, *rest = given
+    commits = [True] * k.shape[0]
+    return _ChainFunction.apply(spec, commits, T, scale, k, v, raw, c, *rest)
 
 
 def chain_slopes(chain: Chain, A: Sequence[Tensor], points: Points) -> list[Factors]:

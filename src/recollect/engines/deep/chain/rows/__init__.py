@@ -13,10 +13,11 @@ with the border already):
                  ū = σ′ ⊙ δ̄_1,           σ″ ⊙ u ⊙ δ̄_1
 
 with ρ = 1 and no π where steps are plain. Everything else takes the operations of `forward` and
-`backward` themselves; `launcher` decides which.
+`backward` themselves; `launcher` decides which, and `agree` whether a device is to be believed.
 """
 
 from recollect.engines.deep.chain.rows.launch import LAUNCHERS, Launch, launcher
 from recollect.engines.deep.chain.rows.stretches import BackwardRows, ForwardRows
+from recollect.engines.deep.chain.rows.trial import agree
 
-__all__ = ["LAUNCHERS", "BackwardRows", "ForwardRows", "Launch", "launcher"]
+__all__ = ["LAUNCHERS", "BackwardRows", "ForwardRows", "Launch", "agree", "launcher"]
