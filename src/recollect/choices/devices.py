@@ -120,7 +120,9 @@ def room(x: Tensor) -> int:
 
 def lasts(x: Tensor) -> bool:
     """Whether a tensor may be kept for later calls: it holds numbers, and stands for no other."""
-    return not (x.is_meta or bool(is_fake(x)) or torch.compiler.is_compiling())
+    if torch.compiler.is_compiling():  # first: a compiler does not follow the other question
+        return False
+    return not (x.is_meta or bool(is_fake(x)))
 
 
 def _fake_mode() -> bool:

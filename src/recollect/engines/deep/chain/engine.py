@@ -107,7 +107,7 @@ def run_chain(
     if hosted(k) and sum(w.numel() * w.element_size() for w in (*A, *(S or ()))) > BESIDE:
         families = tuple((i,) for i in range(len(A)))
     rows = None
-    if walker is None and kernels:
+    if walker is None and kernels and not hosted(k):
         rows = launcher(A, chain.bias, k, normalised=chain.target is not None)
         if rows is launch and not agree(_tried, rows, k.device):
             rows = None  # only Triton's own is asked: who puts another there answers for it
