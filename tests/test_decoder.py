@@ -52,6 +52,11 @@ def test_inner_batches_and_going_on() -> None:
 
 
 def test_a_language_model() -> None:
+    decodes_a_language_model()
+
+
+def decodes_a_language_model(**options: bool) -> None:
+    """Its tokens by a decoder with such options, and its own after them, are those at once."""
     torch.manual_seed(0)
     config = rc.lm.RecollectConfig.from_recipes(
         {"delta": "gated_delta_net", "deep": deep()},
@@ -65,11 +70,12 @@ def test_a_language_model() -> None:
     with torch.no_grad():
         wanted = model(ids).logits
         cache = model(ids[:, :3], use_cache=True).past_key_values
-        decoder = rc.StaticDecoder(model, cache)
+        decoder = rc.StaticDecoder(model, cache, **options)
         for t in range(3, 29):
             torch.testing.assert_close(
                 decoder(ids[:, t : t + 1])[:, 0], wanted[:, t], rtol=1e-4, atol=1e-5
             )
+        assert decoder.graphs == decoder.period == 4
         after = decoder.state
         assert after.get_seq_length() == 29
         last = model(ids[:, 29:], past_key_values=after, use_cache=True).logits

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_decoder import deep
+from tests.test_decoder import decodes_a_language_model, deep
 from torch import Tensor, nn
 
 import recollect as rc
@@ -147,28 +147,7 @@ def test_a_program_in_fixed_tensors() -> None:
 
 @pytest.mark.usefixtures("traced")
 def test_a_language_model() -> None:
-    torch.manual_seed(0)
-    config = rc.lm.RecollectConfig.from_recipes(
-        {"delta": "gated_delta_net", "deep": deep()},
-        vocab_size=16,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    model = rc.lm.RecollectForCausalLM(config).eval()
-    ids = torch.randint(16, (2, 30))
-    with torch.no_grad():
-        wanted = model(ids).logits
-        cache = model(ids[:, :3], use_cache=True).past_key_values
-        decoder = rc.StaticDecoder(model, cache, compiled=True)
-        for t in range(3, 29):
-            found = decoder(ids[:, t : t + 1])[:, 0]
-            torch.testing.assert_close(found, wanted[:, t], rtol=1e-4, atol=1e-5)
-        assert decoder.graphs == decoder.period == 4
-        after = decoder.state
-        assert after.get_seq_length() == 29
-        last = model(ids[:, 29:], past_key_values=after, use_cache=True).logits
-    torch.testing.assert_close(last[:, 0], wanted[:, 29], rtol=1e-4, atol=1e-5)
+    decodes_a_language_model(compiled=True)
 
 
 @pytest.mark.usefixtures("traced")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -80,24 +81,23 @@ _shapes_alone: list[bool] = []
 _written_down: list[bool] = []
 
 
-@contextlib.contextmanager
-def shapes_alone() -> Generator[None]:
+def shapes_alone() -> AbstractContextManager[None]:
     """Inside, a compiler asks for the shapes of an operation that it does not look into."""
-    _shapes_alone.append(True)
-    try:
-        yield
-    finally:
-        _shapes_alone.pop()
+    return _during(_shapes_alone)
+
+
+def written_down() -> AbstractContextManager[None]:
+    """Inside, operations on fake tensors are written down, to be done on numbers later."""
+    return _during(_written_down)
 
 
 @contextlib.contextmanager
-def written_down() -> Generator[None]:
-    """Inside, operations on fake tensors are written down, to be done on numbers later."""
-    _written_down.append(True)
+def _during(true: list[bool]) -> Generator[None]:
+    true.append(True)
     try:
         yield
     finally:
-        _written_down.pop()
+        true.pop()
 
 
 DEVICE_ROOM = 2**32

@@ -48,6 +48,17 @@ def _pull(u, z, y, CURVE: tl.constexpr):
         return u
 
 
+@triton.jit
+def _own(
+    rows, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr
+):
+    """A program's rows, channels of the two widths, and which of them there are."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i, j = tl.arange(0, BW)[None, :], tl.arange(0, BD)[None, :]
+    there = row < rows
+    return row, i, j, there, there[:, None] & (i < W), there[:, None] & (j < D)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def forward(
     z,
@@ -76,10 +87,7 @@ def forward(
     TINY: tl.constexpr,
 ):
     """δ_1, ρ, c′ and Q of batch n; z, u and Q keep batch ``kept``."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    i, j = tl.arange(0, BW)[None, :], tl.arange(0, BD)[None, :]
-    there = row < rows
-    over_w, over_d = there[:, None] & (i < W), there[:, None] & (j < D)
+    row, i, j, there, over_w, over_d = _own(rows, W, D, ROWS, BW, BD)
     n, kept = n.to(tl.int64), kept.to(tl.int64)
     r = row % R
     head = row - r
@@ -137,10 +145,7 @@ def backward(
     TINY: tl.constexpr,
 ):
     """h̄ and δ̄ of batch n, ū and σ″ ⊙ u ⊙ δ̄_1; a head of ``key_wide`` has 2 R rows a map."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    i, j = tl.arange(0, BW)[None, :], tl.arange(0, BD)[None, :]
-    there = row < rows
-    over_w, over_d = there[:, None] & (i < W), there[:, None] & (j < D)
+    row, i, j, there, over_w, over_d = _own(rows, W, D, ROWS, BW, BD)
     n = n.to(tl.int64)
     r = row % R
     head = row - r
