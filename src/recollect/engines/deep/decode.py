@@ -11,15 +11,7 @@ are rows over A°, S° and the batch's associations: a token reads A_t = Σ_i C_
 A step that makes one token keeps all of it in the state's cache: the next computes one key's
 factors, one row of coefficients and one read. Without a cache (after a long call, another engine, a
 reset) the factors and coefficients of the whole open batch are made once.
-
-The cache holds the factors of a token beside each other (h and δ of the first map, then of the
-next): one tensor grows by one row per token, and is cut where it is read. It says what it depends
-on beside the state: an entry is named for the recipe, others hold the memory's parameters. On a
-device, where the host would have to wait to compare these, the name is theirs too
-(`recollect.choices.devices.stamp`).
 """
-
-# More than 400 lines: a token's ways, and the cache that they hand to each other.
 
 from __future__ import annotations
 
@@ -30,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from recollect.choices.devices import looks, stamp
 from recollect.engines.common.problem import Problem
 from recollect.engines.deep.chain.engine import chain_slopes
 from recollect.engines.deep.fused.decode import run_token, token_launch
@@ -38,22 +29,23 @@ from recollect.engines.deep.gradient_factors import Factors, Points, Read, facto
 from recollect.engines.deep.layout import DeepPlan, Layout, Memory
 from recollect.engines.deep.share import scaled_by
 from recollect.engines.deep.step_coefficients import Row, added, advance, row_of, tables
+from recollect.engines.deep.token_cache import (
+    Cache,
+    cached,
+    cached_factors,
+    depends_on,
+    joined,
+    row_kept,
+)
 from recollect.state.state import State
 
 __all__ = [
     "Stepped",
-    "by_row",
-    "cached",
     "follow",
-    "joined",
-    "mark",
     "moved",
-    "parted",
     "reads",
     "step",
 ]
-
-Cache = dict[str, Tensor]
 
 
 @dataclass(kw_only=True)  # not frozen: made for every decoded token
@@ -78,12 +70,12 @@ def follow(problem: Problem, memory: Memory, params: Mapping[str, Tensor]) -> St
     """
     method: DeepPlan = problem.plan
     cache, b, c = problem.state.cache, method.b, method.c
-    place, depends, like = _place(problem.state, b), _depends(problem), memory.A[0]
+    place, depends, like = _place(problem.state, b), depends_on(problem), memory.A[0]
     if place is None or not depends:
         return None
-    old, last = None, _row_kept(cache) if place else None
+    old, last = None, row_kept(cache) if place else None
     if place or c > 1:
-        old = _cached_factors(cache, depends, place + c - 1, like)
+        old = cached_factors(cache, depends, place + c - 1, like)
         if old is None or "C" not in cache:
             return None
     position = problem.positions()
@@ -156,8 +148,8 @@ def step(problem: Problem, layout: Layout, memory: Memory) -> Stepped | None:
     cache = problem.state.cache
     R = layout.b + layout.c - 1
     table, *_ = tables(method.rule, method.maps, layout.steps, layout.gamma, start=0)
-    depends = _depends(problem)
-    old = _cached_factors(cache, depends, R - 1, memory.A[0]) if depends else None
+    depends = depends_on(problem)
+    old = cached_factors(cache, depends, R - 1, memory.A[0]) if depends else None
     here = slice(0 if old is None else R - 1, R)
     keys: dict[str, Tensor] = {}
     for name, x in layout.keys.items():
@@ -184,102 +176,6 @@ def step(problem: Problem, layout: Layout, memory: Memory) -> Stepped | None:
         cache.pop("C")
         cache.pop("D", None)
     return Stepped(y=y, memory=memory, cache=cache)
-
-
-# -- the cache ------------------------------------------------------------------------------------
-
-
-def mark(tag: int, params: str = "") -> str:
-    """The name of a cache's entry that says whose it is; what the entry holds says nothing.
-
-    Args:
-        tag: of the recipe (`SizedRecipe.tag`).
-        params: what the memory's parameters are known by (`stamp`), where they are not compared.
-    """
-    return f"of {tag} {params}"
-
-
-def _depends(problem: Problem) -> Cache:
-    """What the factors come from beside the state, row by row; nothing where that has no name."""
-    method: DeepPlan = problem.plan
-    tag, position = problem.sized.tag, problem.state.position
-    if tag is None:
-        return {}
-    if not looks(problem.q):
-        name = stamp(problem.sources)
-        return {} if name is None else {mark(tag, name): position}
-    made = {mark(tag): position}
-    for name in (*method.params, *method.lifts):
-        x = problem.params[name]
-        # A parameter may be trained in place between two calls: what is kept is its value now.
-        made[f"param.{name}"] = x.detach().clone().expand(problem.q.shape[0], *x.shape)
-    return made
-
-
-def _cached_factors(
-    cache: Mapping[str, Tensor], depends: Mapping[str, Tensor], count: int, like: Tensor
-) -> Tensor | None:
-    """The cached factors of the batch's earlier tokens, if they are this recipe's."""
-    old = cache.get("factors")
-    if old is None or old.shape[2] != count or old.dtype != like.dtype:
-        return None
-    for name, x in depends.items():
-        compared = name.startswith("param.")
-        if name not in cache or (compared and not torch.equal(cache[name], x)):
-            return None
-    return old.flatten(0, 1)
-
-
-def joined(
-    method: DeepPlan, old: Tensor | None, new: Sequence[Factors]
-) -> tuple[Tensor, list[Factors]]:
-    """Factors of the batch's tokens beside each other ``[P, n, ·]``, as they are kept, and by map.
-
-    Args:
-        method: whose maps they are of.
-        old: those of earlier tokens, if there are any.
-        new: of each map, ``[P, c, ·]``.
-    """
-    rows = torch.cat([x for one in new for x in (one.h, one.delta)], dim=-1)
-    rows = rows if old is None else torch.cat([old, rows], dim=1)
-    return rows, parted(method, rows)
-
-
-def parted(method: DeepPlan, rows: Tensor) -> list[Factors]:
-    """Factors map by map, of those beside each other ``[P, n, ·]``.
-
-    Args:
-        method: whose maps they are of.
-        rows: h and δ of the first map, then of the next, ….
-    """
-    parts = rows.split_with_sizes(method.widths, dim=-1)
-    return [Factors(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]
-
-
-def cached(rows: Tensor, row: Row, depends: Cache) -> Cache:
-    """What the next token takes up.
-
-    Args:
-        rows: factors beside each other. row: the coefficients.
-        depends: what says whose they are, with a tensor of B rows at least.
-    """
-    B = next(iter(depends.values())).shape[0]
-    entries = {**depends, "factors": by_row(rows, B), "C": by_row(row.C, B)}
-    if row.D is not None:
-        entries["D"] = by_row(row.D, B)
-    return entries
-
-
-def _row_kept(cache: Mapping[str, Tensor]) -> Row | None:
-    """The coefficients that a cache holds, if it does."""
-    if (C := cache.get("C")) is None:
-        return None
-    return Row(C=C.flatten(0, 1), D=None if (D := cache.get("D")) is None else D.flatten(0, 1))
-
-
-def by_row(x: Tensor, B: int) -> Tensor:
-    """``[B·H, ...]`` to ``[B, H, ...]``."""
-    return x.reshape(B, x.shape[0] // B, *x.shape[1:])  # a third of the time of `unflatten`
 
 
 # -- one token ------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from recollect.choices.memory.base import Read, Stack
 from recollect.engines.common.problem import Problem, wants_gradient
 from recollect.engines.deep.chain.engine import Chain, run_chain, slope_of
 from recollect.engines.deep.chain.token import is_bare
-from recollect.engines.deep.decode import Stepped, by_row, follow, step
+from recollect.engines.deep.decode import Stepped, follow, step
 from recollect.engines.deep.fused.running import launch_of, run_fused, walker_of, walks
 from recollect.engines.deep.fused.walk import Launch
 from recollect.engines.deep.general import run_inner_batches
@@ -37,6 +37,7 @@ from recollect.engines.deep.recompute import Part
 from recollect.engines.deep.recompute import run as run_groups
 from recollect.engines.deep.share import normalizer_of
 from recollect.engines.deep.step_coefficients import Rule, tables
+from recollect.engines.deep.token_cache import by_row
 from recollect.state.state import State
 
 if TYPE_CHECKING:

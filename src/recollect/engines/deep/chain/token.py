@@ -19,11 +19,12 @@ from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.engine import Chain
 from recollect.engines.deep.chain.forward import slopes
 from recollect.engines.deep.chain.shares import share_now, share_of_row
-from recollect.engines.deep.decode import by_row, cached, mark, moved, parted
+from recollect.engines.deep.decode import moved
 from recollect.engines.deep.fused.decode import run_token, shift_of, token_launch
 from recollect.engines.deep.gradient_factors import Factors
 from recollect.engines.deep.layout import DeepPlan, Memory
 from recollect.engines.deep.step_coefficients import Row, Rule, advance
+from recollect.engines.deep.token_cache import by_row, cached, mark, parted
 from recollect.recipe.sized import SizedRecipe
 from recollect.state.buffer import Buffer, roll
 from recollect.state.state import State

@@ -1,0 +1,128 @@
+"""What a token inside an inner batch leaves to the next: gradient factors and coefficients.
+
+The cache holds the factors of a token beside each other (h and δ of the first map, then of the
+next): one tensor grows by one row per token, and is cut where it is read. It says what it depends
+on beside the state: an entry is named for the recipe, others hold the memory's parameters. On a
+device, where the host would have to wait to compare these, the name is theirs too
+(`recollect.choices.devices.stamp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from recollect.choices.devices import looks, stamp
+from recollect.engines.common.problem import Problem
+from recollect.engines.deep.gradient_factors import Factors
+from recollect.engines.deep.layout import DeepPlan
+from recollect.engines.deep.step_coefficients import Row
+
+__all__ = [
+    "Cache",
+    "by_row",
+    "cached",
+    "cached_factors",
+    "depends_on",
+    "joined",
+    "mark",
+    "parted",
+    "row_kept",
+]
+
+Cache = dict[str, Tensor]
+
+
+def mark(tag: int, params: str = "") -> str:
+    """The name of a cache's entry that says whose it is; what the entry holds says nothing.
+
+    Args:
+        tag: of the recipe (`SizedRecipe.tag`).
+        params: what the memory's parameters are known by (`stamp`), where they are not compared.
+    """
+    return f"of {tag} {params}"
+
+
+def depends_on(problem: Problem) -> Cache:
+    """What the factors come from beside the state, row by row; nothing where that has no name."""
+    method: DeepPlan = problem.plan
+    tag, position = problem.sized.tag, problem.state.position
+    if tag is None:
+        return {}
+    if not looks(problem.q):
+        name = stamp(problem.sources)
+        return {} if name is None else {mark(tag, name): position}
+    made = {mark(tag): position}
+    for name in (*method.params, *method.lifts):
+        x = problem.params[name]
+        # A parameter may be trained in place between two calls: what is kept is its value now.
+        made[f"param.{name}"] = x.detach().clone().expand(problem.q.shape[0], *x.shape)
+    return made
+
+
+def cached_factors(
+    cache: Mapping[str, Tensor], depends: Mapping[str, Tensor], count: int, like: Tensor
+) -> Tensor | None:
+    """The cached factors of the batch's earlier tokens, if they are this recipe's."""
+    old = cache.get("factors")
+    if old is None or old.shape[2] != count or old.dtype != like.dtype:
+        return None
+    for name, x in depends.items():
+        compared = name.startswith("param.")
+        if name not in cache or (compared and not torch.equal(cache[name], x)):
+            return None
+    return old.flatten(0, 1)
+
+
+def joined(
+    method: DeepPlan, old: Tensor | None, new: Sequence[Factors]
+) -> tuple[Tensor, list[Factors]]:
+    """Factors of the batch's tokens beside each other ``[P, n, ·]``, as they are kept, and by map.
+
+    Args:
+        method: whose maps they are of.
+        old: those of earlier tokens, if there are any.
+        new: of each map, ``[P, c, ·]``.
+    """
+    rows = torch.cat([x for one in new for x in (one.h, one.delta)], dim=-1)
+    rows = rows if old is None else torch.cat([old, rows], dim=1)
+    return rows, parted(method, rows)
+
+
+def parted(method: DeepPlan, rows: Tensor) -> list[Factors]:
+    """Factors map by map, of those beside each other ``[P, n, ·]``.
+
+    Args:
+        method: whose maps they are of.
+        rows: h and δ of the first map, then of the next, ….
+    """
+    parts = rows.split_with_sizes(method.widths, dim=-1)
+    return [Factors(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]
+
+
+def cached(rows: Tensor, row: Row, depends: Cache) -> Cache:
+    """What the next token takes up.
+
+    Args:
+        rows: factors beside each other. row: the coefficients.
+        depends: what says whose they are, with a tensor of B rows at least.
+    """
+    B = next(iter(depends.values())).shape[0]
+    entries = {**depends, "factors": by_row(rows, B), "C": by_row(row.C, B)}
+    if row.D is not None:
+        entries["D"] = by_row(row.D, B)
+    return entries
+
+
+def row_kept(cache: Mapping[str, Tensor]) -> Row | None:
+    """The coefficients that a cache holds, if it does."""
+    if (C := cache.get("C")) is None:
+        return None
+    return Row(C=C.flatten(0, 1), D=None if (D := cache.get("D")) is None else D.flatten(0, 1))
+
+
+def by_row(x: Tensor, B: int) -> Tensor:
+    """``[B·H, ...]`` to ``[B, H, ...]``."""
+    return x.reshape(B, x.shape[0] // B, *x.shape[1:])  # a third of the time of `unflatten`
