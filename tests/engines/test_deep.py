@@ -90,11 +90,12 @@ def _algorithm(rng: random.Random) -> Any:
     b = rng.choice((1, 2, 3, 4, 8))
     per, share = rng.choice(("head", "head", "value")), rng.random() < 0.3
     offset = rng.choice((0.0, "static"))
+    limit = rng.choice(("batch", "keys")) if share else "batch"
     found = [
-        algorithm.GradientDescent(batch=b, per=per, normalize=share),
+        algorithm.GradientDescent(batch=b, per=per, normalize=share, limit=limit),
         algorithm.GradientDescent(batch=b, reduce="mean", offset=offset, normalize=share),
-        *(algorithm.Momentum(batch=b, per=per, normalize=share),) * 2,
-        algorithm.Momentum(batch=b, of="value", normalize=share),
+        *(algorithm.Momentum(batch=b, per=per, normalize=share, limit=limit),) * 2,
+        algorithm.Momentum(batch=b, of="value", normalize=share, limit=limit),
         algorithm.Muon(batch=b, scale=rng.choice(("outer", "inner"))),
         algorithm.Muon(batch=b, normalize=share),
         algorithm.RMSProp(batch=b),

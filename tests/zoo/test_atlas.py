@@ -11,6 +11,7 @@ import torch
 from tests.zoo.loops import (
     ALPHA,
     KEY,
+    LEFT,
     LR,
     NORM,
     THETA,
@@ -187,7 +188,7 @@ def test_omega_net(method: str) -> None:
             i = t - back
             g = normalised(perceptron, half_square, W, KEY[:, i], X[:, i])
             total = [s + at(GAMMA[..., back], t) * x for s, x in zip(total, g, strict=True)]
-        return [at(ALPHA, t) * a - at(LR, t) * x for a, x in zip(A, total, strict=True)]
+        return [at(ALPHA, t) * a - at(LEFT, t) * x for a, x in zip(A, total, strict=True)]
 
     want = walk(step, perceptron, rows(POLY))
     torch.testing.assert_close(zoo("omega_net", method, lr=LR, window=GAMMA, **DECAY), want, **TOL)

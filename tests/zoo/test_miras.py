@@ -13,6 +13,7 @@ from tests.zoo.loops import (
     ALPHA,
     CHANNEL,
     KEY,
+    LEFT,
     LR,
     MLP,
     NORM,
@@ -127,7 +128,7 @@ def test_moneta(method: str) -> None:
         return [w.pow(4).sum((-2, -1)).sqrt() for w in W]
 
     step = descent(
-        normed, lambda t: cube, slow, slopes=lambda *given: normalised(*given, sizes=sizes)
+        normed, lambda t: cube, slow, lr=LEFT, slopes=lambda *given: normalised(*given, sizes=sizes)
     )
     want = walk(step, normed, rows(MLP), link=printed)
     got = zoo("moneta", method, lr=LR, log_decay=slow.log())
@@ -182,7 +183,7 @@ def test_yaad(method: str) -> None:
 
         return huber
 
-    want = walk(descent(normed, loss, CHANNEL, slopes=normalised), normed, rows(MLP))
+    want = walk(descent(normed, loss, CHANNEL, lr=LEFT, slopes=normalised), normed, rows(MLP))
     torch.testing.assert_close(zoo("yaad", method, threshold=DELTA, **CHANNELS), want, **TOL)
     share = torch.stack(inside).double().mean()
     assert 0.1 < share < 0.9  # both branches were taken

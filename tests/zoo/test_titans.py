@@ -7,6 +7,7 @@ import torch
 from tests.zoo.loops import (
     ALPHA,
     KEY,
+    LEFT,
     LR,
     MLP,
     THETA,
@@ -50,7 +51,7 @@ def test_titans(method: str) -> None:
     for t in range(Q.shape[1]):
         if t % 16 == 0:
             W = A
-        S = [at(THETA, t) * s - at(LR, t) * g for s, g in zip(S, surprise(W, t), strict=True)]
+        S = [at(THETA, t) * s - at(LEFT, t) * g for s, g in zip(S, surprise(W, t), strict=True)]
         A = [at(ALPHA, t) * a + s for a, s in zip(A, S, strict=True)]
         outputs.append(perceptron(A, Q[:, t]))
     got = zoo("titans", method, lr=LR, log_decay=ALPHA.log(), momentum=THETA)
@@ -61,7 +62,7 @@ def test_titans(method: str) -> None:
 def test_titans_minus(method: str) -> None:
     def step(A: Weights, W: Weights, t: int) -> Weights:
         g = surprise(W, t)
-        return [at(ALPHA, t) * a - at(LR, t) * x for a, x in zip(A, g, strict=True)]
+        return [at(ALPHA, t) * a - at(LEFT, t) * x for a, x in zip(A, g, strict=True)]
 
     got = zoo("titans_minus", method, lr=LR, log_decay=ALPHA.log())
     torch.testing.assert_close(got, walk(step, perceptron, rows(MLP)), **TOL)

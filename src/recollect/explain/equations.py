@@ -5,7 +5,7 @@ Every line is made of what the members say about themselves (`recollect.choices.
 
 from __future__ import annotations
 
-from recollect.choices.algorithm.share import EPS
+from recollect.choices.algorithm.share import EPS, together
 from recollect.choices.equation_terms import (
     Gradient,
     Term,
@@ -163,7 +163,7 @@ def write_rule(recipe: Recipe) -> tuple[str, ...]:
         equations.append(f"j = 1..{n};   {A}_(t,0) = {A}_(t−1),   {A}_t = {A}_(t,{n})")
         if decay is not None:
             equations.append("the decay acts on the first sub-step")
-    equations += [*_rate(recipe), *_share(recipe, point)]
+    equations += [*_rate(recipe), *_left(recipe), *_share(recipe, point)]
     equations += _undivided(recipe)
     equations += _borders(recipe, " ".join(equations))
     return tuple(equations)
@@ -175,6 +175,17 @@ def _rate(recipe: Recipe) -> list[str]:
     if not algorithm.keyed or affine is None:
         return []
     return [f"η_t = {algorithm.rate_text(recipe.features.lift('k_t'), affine[0])}"]
+
+
+def _left(recipe: Recipe) -> list[str]:
+    """r_t, where a batch measures its limit by its keys."""
+    algorithm = recipe.algorithm
+    if algorithm.limit == "batch" or algorithm.batch == 1:
+        return []
+    return [
+        "r_t = max(0, u_t),   u_t = 1 − Σ_j |cos(k_t, k_j)| u_j / "
+        f"{together(algorithm)} over the earlier tokens j of the inner batch"
+    ]
 
 
 def _share(recipe: Recipe, point: str) -> list[str]:

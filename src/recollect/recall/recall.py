@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from recollect.choices.devices import holds
 from recollect.engines import fla
+from recollect.engines.common.overlap import rates_by_keys
 from recollect.engines.common.problem import Problem, resolve, state_dtype
 from recollect.recall.arguments import check_flags, check_tensors, named
 from recollect.recall.bound import Bound, bind
@@ -30,6 +31,7 @@ from recollect.recall.checks import (
 )
 from recollect.recall.lowering import lower
 from recollect.recall.modes import (
+    full_precision,
     leaves_inference,
     ordinary_mode,
     ordinary_problem,
@@ -200,7 +202,7 @@ def _run(call: Call) -> tuple[Tensor, State]:
             if call.bound.offer is not None and q.device.type in fla.DEVICES:
                 decoded = fla.token(at, plan, call.bound.offer, q, k, v, call.gates, state)
             if decoded is None:
-                decoded = engine.token(at, plan, q, k, v, call.gates, state)
+                decoded = _token(call, state)
         if decoded is not None:
             if suspicious(decoded[:1]):
                 refuse_nan(call)
@@ -237,13 +239,14 @@ def _problem(call: Call, *, rows: int) -> Problem:
         state = initial_state(at, B=rows, dtype=dtype, device=k.device, init=call.init)
     elif dtype == torch.float64 and state.dtype not in (None, dtype):
         state = state.to(dtype=dtype)  # float64 inputs widen what float32 ones have left
+    rates = resolve(at, call.gates, call.params, B=B, T=T, dtype=dtype, device=k.device)
     return Problem(
         sized=at,
         plan=call.bound.plan,
         q=q.unflatten(2, (at.H, q.shape[2] // at.H)),
         k=k,
         v=v,
-        rates=resolve(at, call.gates, call.params, B=B, T=T, dtype=dtype, device=k.device),
+        rates=_limited(call, state, rates),
         params=call.params,
         lengths=call.lengths,
         places=call.places,
@@ -253,6 +256,26 @@ def _problem(call: Call, *, rows: int) -> Problem:
         sources=tuple(call.params.values()) if call.sources is None else call.sources,
         continues=call.output_state or not call.causal,
     )
+
+
+def _token(call: Call, state: State) -> tuple[Tensor, State] | None:
+    """One decoded token straight from the gates, where the engine takes it so."""
+    bound, gates = call.bound, call.gates
+    assert bound.engine.token is not None
+    if bound.sized.recipe.algorithm.limit != "batch":
+        if "lr" not in gates or state.seen is None:
+            return None  # a constant, or a logarithm: it is made a rate first
+        gates = _limited(call, state, gates)
+    return bound.engine.token(bound.sized, bound.plan, call.q, call.k, call.v, gates, state)
+
+
+def _limited(call: Call, state: State, rates: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Rates of tokens after what earlier keys of their inner batch leave of them."""
+    algorithm = call.bound.sized.recipe.algorithm
+    if algorithm.limit == "batch":
+        return rates
+    with full_precision(call.k.device):
+        return rates_by_keys(algorithm, call.k, state, rates)
 
 
 def _run_packed(call: Call) -> tuple[Tensor, State] | None:

@@ -11,12 +11,17 @@ to 1/(1 − θ_t) of every step, and a window's weights γ, the share s_t of tha
 A step whose length was searched (`Algorithm.searches`) counts its window and momentum itself, and
 at the border of a batch all of its tokens: there η_t = 2 s_t, and s_t = 1/2 leaves least of the
 errors. The same numbers then mean the same at every width, head, inner batch, window and momentum.
+
+Steps of one batch add up as far as its keys are alike, and b supposes that all of them are equal.
+Where the algorithm measures that (``limit="keys"``), the memory takes η_t r_t, r_t what earlier
+keys of the batch have left of token t's direction, and n = min(b, 12) stands for b.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recollect.choices.algorithm.share import together
 from recollect.recipe.recipe import Recipe
 
 __all__ = ["StepLimit", "step_limit"]
@@ -63,7 +68,7 @@ def step_limit(recipe: Recipe) -> StepLimit | None:
     accumulates = "momentum" in algorithm.numbers and not algorithm.searches
     constant = recipe.constants().get("momentum") if accumulates else None
     return StepLimit(
-        batch=1 if apart else algorithm.batch,
+        batch=1 if apart else together(algorithm),
         window=1 if gated or algorithm.searches else recipe.context.horizon or 1,
         gated=gated,
         momentum=accumulates and constant is None,

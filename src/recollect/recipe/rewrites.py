@@ -120,7 +120,9 @@ def _no_momentum(recipe: R) -> R:
     """θ = 0 is gradient descent."""
     a = recipe.algorithm
     if isinstance(a, Momentum) and a.momentum == 0.0:
-        plain = GradientDescent(batch=a.batch, lr=a.lr, per=a.per, normalize=a.normalize)
+        plain = GradientDescent(
+            batch=a.batch, lr=a.lr, per=a.per, normalize=a.normalize, limit=a.limit
+        )
         return recipe.but(algorithm=plain)
     return recipe
 

@@ -111,7 +111,7 @@ def _omega(memory: Memory, algorithm: GradientDescent | Muon) -> Recipe:
 )
 def omega_net() -> tuple[Recipe, LayerOptions]:
     """The Omega rule: a window of associations is fitted at every step."""
-    return _omega(MLP(), GradientDescent(batch=16, normalize=True)), _SLOW
+    return _omega(MLP(), GradientDescent(batch=16, normalize=True, limit="keys")), _SLOW
 
 
 @preset(

@@ -32,7 +32,7 @@ _CHUNKS = (
 )
 
 
-_NORMALISED = GradientDescent(batch=16, normalize=True)
+_NORMALISED = GradientDescent(batch=16, normalize=True, limit="keys")
 _GATES = {"lr": NEARLY_ALL, "log_decay": SLOW}
 # An inner norm bounds what the memory says. It begins as long as a layer's values are, so that
 # their errors can be corrected at all.

@@ -47,7 +47,9 @@ _OPEN = (
 )
 def titans() -> tuple[Recipe, LayerOptions]:
     """Surprise with momentum, written into a perceptron that forgets."""
-    recipe = Recipe(memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16, normalize=True))
+    recipe = Recipe(
+        memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16, normalize=True, limit="keys")
+    )
     gates = {"momentum": GateOptions(high=0.9, init=0.7), "log_decay": SLOW}
     return recipe, LayerOptions(gates=gates)
 
@@ -66,6 +68,8 @@ def titans() -> tuple[Recipe, LayerOptions]:
 def titans_minus() -> tuple[Recipe, LayerOptions]:
     """Titans with momentary surprise only."""
     recipe = Recipe(
-        memory=MLP(), retention=Decay(), algorithm=GradientDescent(batch=16, normalize=True)
+        memory=MLP(),
+        retention=Decay(),
+        algorithm=GradientDescent(batch=16, normalize=True, limit="keys"),
     )
     return recipe, LayerOptions(gates={"lr": NEARLY_ALL, "log_decay": SLOW})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from recollect.choices.algorithm.share import search_rules, share_rules
+from recollect.choices.algorithm.share import limit_rules, search_rules, share_rules
 from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
 from recollect.choices.member import (
     Member,
@@ -123,6 +123,7 @@ class Algorithm(Member):
             `recollect.choices.algorithm.share.share`.
         searches: whether its step is scaled by `recollect.choices.algorithm.share.search` along the
             direction that `update` and `settle` give at rate 1; η scales the step alone.
+        limit: ``"keys"``: rates are η_t r_t, `recollect.choices.algorithm.share.left`.
 
     Examples:
         >>> @rc.member
@@ -154,6 +155,7 @@ class Algorithm(Member):
     newton_steps: int = 0
     normalizes: bool = False
     searches: bool = False
+    limit: str = "batch"
 
     @property
     def linear(self) -> bool:
@@ -312,6 +314,7 @@ class Algorithm(Member):
             )
         if self.keyed:
             yield from self._key_rules(recipe)
+        yield from limit_rules(self)
         if self.normalizes:
             yield from share_rules(self, recipe)
         if self.searches:

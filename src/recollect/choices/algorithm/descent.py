@@ -61,6 +61,16 @@ class Descent(Algorithm):
     def normalizes(self) -> bool:  # type: ignore[override]
         return self.normalize
 
+    def pace(self, at: str = "t") -> float | str:
+        eta = super().pace(at)
+        if self.limit == "batch" or self.batch == 1:
+            return eta
+        return (
+            f"r_{at}"
+            if eta == 1.0
+            else f"{eta if isinstance(eta, str) else format_number(eta)} r_{at}"
+        )
+
     def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)
         if self.splits and (recipe.bias.affine is None or not recipe.memory.linear):
@@ -84,6 +94,14 @@ class GradientDescent(Descent):
     maps, for other losses Polyak's step. Under a link the step acts in A, and ‖∂ℓ/∂W‖² becomes what
     a step of A does to W, `Retention.gain`.
 
+    Steps of an inner batch add up as far as their keys are alike. With ``limit="keys"`` the rate of
+    a token is η_t r_t, what earlier tokens of the batch have left of its direction,
+
+        r_t = max(0, u_t),    u_t = 1 − Σ_(j<t) |cos(k_t, k_j)| u_j / n,    n = min(b, 12),
+
+    so that a layer's rates are shares of 2/n and not of 2/b (`recollect.recipe.limit`): a large
+    batch writes as much of every token as a small one, and a repeated token stays below the limit.
+
     Args:
         batch: b; gradients inside an inner batch are all taken at its start W°.
         steps: n associations per token, one sequential sub-step each (DeltaProduct); k, v, lr and
@@ -97,6 +115,8 @@ class GradientDescent(Descent):
         offset: a learned correction to τ, one per place in the batch (``"static"``), or a constant.
         normalize: scale every association's gradient by ρ: η is then a share of its error. It needs
             a loss that says what it is least at (`Bias.target`).
+        limit: what rates of a normalised step add up to in an inner batch: ``"batch"``, as if all
+            of its keys were equal, or ``"keys"``, as far as they are.
 
     Examples:
         >>> print(*rc.explain(rc.Recipe(algorithm=rc.algorithm.GradientDescent())).write)
@@ -114,6 +134,7 @@ class GradientDescent(Descent):
     reduce: str = option("sum", "mean")
     offset: float | str = quantity(0.0, axes=("b",), kinds=("static",), init=0.0, letter="o")
     normalize: bool = flag(False)
+    limit: str = option("batch", "keys")
 
     full_batch = True
 
@@ -148,6 +169,7 @@ class Momentum(Descent):
         of: ``"gradient"``, or ``"value"``: on the write only, C_t = θ C_{t−1} + η v kᵀ, while the
             erasure acts at once (DeltaNet + momentum, AM T2).
         normalize: scale every association's gradient by ρ, write and erasure alike.
+        limit: as in `GradientDescent`.
 
     Examples:
         >>> recipe = rc.Recipe(algorithm=rc.algorithm.Momentum())
@@ -163,6 +185,7 @@ class Momentum(Descent):
     of: str = option("gradient", "value")
     per: str = option("head", "value")
     normalize: bool = flag(False)
+    limit: str = option("batch", "keys")
 
     slots = ("momentum",)
 

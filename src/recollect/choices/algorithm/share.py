@@ -1,19 +1,36 @@
-"""Normalised steps: as shares of what corrects an error, and how far to go along a direction."""
+"""Normalised steps: as shares of an error, of a batch's limit, and of a direction's length."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import MemberLike, RecipeLike
+    from recollect.choices.questions import AlgorithmLike, MemberLike, RecipeLike
 
-__all__ = ["EPS", "search", "search_rules", "share", "share_rules"]
+__all__ = [
+    "EPS",
+    "TOGETHER",
+    "left",
+    "limit_rules",
+    "search",
+    "search_rules",
+    "share",
+    "share_rules",
+]
 
 EPS = 1e-6
 """ε of `share`."""
+
+TOGETHER = 12
+"""n of `left`: among how many tokens a batch's limit is shared where their keys have nothing in
+common. Chosen by recall over batches of 8, 16 and 32: `docs/design/steps.md`."""
+
+LEAST = 1e-24
+"""Added to a key's square, so that one of zeros overlaps with nothing."""
 
 
 def share(along: Tensor, error: Tensor, gain: Tensor) -> Tensor:
@@ -34,6 +51,50 @@ def share(along: Tensor, error: Tensor, gain: Tensor) -> Tensor:
     below = gain + EPS * error.square().sum(-1)
     zero = below == 0
     return ((along * error).sum(-1) / below.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
+
+
+def left(keys: Tensor, n: int) -> Tensor:
+    """r_t = max(0, u_t),  u_t = 1 − Σ_(j<t) |cos(k_t, k_j)| u_j / n, over the tokens of a batch.
+
+    What earlier tokens leave of the direction that token t writes in, if each takes the n-th part
+    of what is left there for it (`Algorithm.limit`). With keys that are all equal Σ_t r_t / n is
+    1 − (1 − 1/n)^b, under 1 for any number b of tokens; with orthogonal ones r_t = 1. A key of
+    zeros overlaps with nothing.
+
+    Args:
+        keys: of the tokens in order, ``[..., b, K]``.
+        n: from 1.
+    """
+    unit = keys * (keys.square().sum(-1, keepdim=True) + LEAST).rsqrt()
+    before = (unit @ unit.mT).abs().tril(-1) / n
+    ones = torch.ones_like(before[..., :1])
+    u = torch.linalg.solve_triangular(before, ones, upper=False, unitriangular=True)
+    return u.squeeze(-1).clamp_min(0)
+
+
+def together(algorithm: AlgorithmLike) -> int:
+    """n: tokens whose rates add up to the limit of an inner batch, b or that of `left`.
+
+    Args:
+        algorithm: whose batch.
+    """
+    return algorithm.batch if algorithm.limit == "batch" else min(algorithm.batch, TOGETHER)
+
+
+def limit_rules(algorithm: AlgorithmLike) -> Iterator[str]:
+    """What ``limit="keys"`` divides is the limit of normalised steps that add up."""
+    if algorithm.limit == "batch":
+        return
+    if not algorithm.normalizes:
+        yield (
+            f"{algorithm.title}(limit='keys') measures how far the steps of a batch add up, as "
+            "shares of its limit: set normalize=True, or limit='batch'"
+        )
+    if algorithm.reduce == "mean":
+        yield (
+            f"{algorithm.title}(limit='keys') measures how far the steps of a batch add up, and "
+            "reduce='mean' averages them: use limit='batch'"
+        )
 
 
 def search(along: Tensor, moved: Tensor, weight: Tensor, size: Tensor) -> Tensor:

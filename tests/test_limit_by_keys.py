@@ -1,0 +1,229 @@
+"""Rates of batches that measure their limit by their keys: the recursion that defines r_t."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from tests.contracts import generate
+from torch import Tensor
+
+import recollect as rc
+from recollect.choices.algorithm.share import TOGETHER, left
+from recollect.recipe.limit import step_limit
+from recollect.state.state import join_states
+from recollect.testing import engines
+
+DEEP = rc.memory.MLP()
+GD, Momentum = rc.algorithm.GradientDescent, rc.algorithm.Momentum
+RECIPES = {
+    "momentum": rc.Recipe(
+        memory=DEEP,
+        retention=rc.retention.Decay(),
+        algorithm=Momentum(batch=4, normalize=True, limit="keys"),
+    ),
+    "window": rc.Recipe(
+        memory=DEEP,
+        context=rc.context.Window(size=3),
+        algorithm=GD(batch=5, normalize=True, limit="keys"),
+    ),
+    "rates per channel": rc.Recipe(
+        memory=DEEP, algorithm=GD(batch=3, per="value", normalize=True, limit="keys")
+    ),
+    "matrix": rc.Recipe(algorithm=GD(batch=4, normalize=True, limit="keys")),
+    "link": rc.Recipe(
+        memory=DEEP,
+        retention=rc.retention.ElasticNet(),
+        algorithm=GD(batch=4, normalize=True, limit="keys"),
+    ),
+}
+
+
+def without(recipe: rc.Recipe) -> rc.Recipe:
+    return recipe.but(algorithm=dataclasses.replace(recipe.algorithm, limit="batch"))
+
+
+def definition(k: Tensor, b: int) -> Tensor:
+    """r ``[B, T, H]`` of whole documents, token by token."""
+    n = min(b, TOGETHER)
+    rows: list[Tensor] = []
+    for row, head in itertools.product(range(k.shape[0]), range(k.shape[2])):
+        keys, u = k[row, :, head], list[Tensor]()
+        for t in range(keys.shape[0]):
+            now = keys.new_ones(())
+            for j in range(t - t % b, t):
+                lengths = keys[t].norm() * keys[j].norm()
+                if lengths > 0:
+                    now = now - ((keys[t] * keys[j]).sum() / lengths).abs() * u[j] / n
+            u.append(now)
+        rows.append(torch.stack(u).clamp_min(0))
+    return torch.stack(rows).view(k.shape[0], k.shape[2], -1).transpose(1, 2)
+
+
+def alike(x: generate.Inputs, mean: float = 0.8) -> generate.Inputs:
+    """Keys that have something in common."""
+    return dataclasses.replace(x, k=x.k + mean * x.k[:, :1])
+
+
+def scaled(x: generate.Inputs, b: int) -> generate.Inputs:
+    """The same with η_t r_t in place of η_t."""
+    r = definition(x.k, b)
+    lr = x.gates["lr"]
+    lr = lr * r.view(*r.shape, *(1,) * (lr.dim() - 3))
+    return dataclasses.replace(x, gates={**x.gates, "lr": lr})
+
+
+@pytest.mark.parametrize("method", ["auto", "reference"])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_rate_is_what_earlier_keys_of_the_batch_leave_of_it(
+    recipe: rc.Recipe, method: str
+) -> None:
+    x = alike(generate.inputs(recipe, T=11))
+    y, state, slopes = generate.gradients(recipe, x, method=method)
+    leaves = x.leaves()
+    y2, state2 = generate.run(
+        without(recipe), scaled(leaves, recipe.algorithm.batch), method="reference"
+    )
+    named = leaves.tensors()
+    found = torch.autograd.grad(
+        generate.loss(y2, state2), list(named.values()), allow_unused=True, materialize_grads=True
+    )
+    assert generate.error(y, y2) < 1e-10
+    assert generate.worst(generate.parts(state), generate.parts(state2))[0] < 1e-10
+    assert generate.worst(slopes, dict(zip(named, found, strict=True)))[0] < 1e-9
+    plain, _ = generate.run(without(recipe), x, method=method)
+    assert generate.error(y, plain) > 1e-3  # r is no factor of 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_every_way_of_running_it_agrees(recipe: rc.Recipe) -> None:
+    def x(T: int) -> generate.Inputs:
+        return alike(engines.fitting(recipe, B=2, T=T, K=4, V=4))
+
+    engines.check_chunks_and_splits(recipe, x(11), "auto")
+    engines.check_turns(recipe, x(11), "auto")
+    engines.check_gradients_across_splits(recipe, x(9), "auto")
+    for where in engines.MASKS:
+        engines.check_masks(recipe, x(9), "auto", where)
+    one = x(12).rows(0)
+    engines.check_packing(recipe, one, "auto")
+    engines.check_strides(recipe, x(7), "auto")
+
+
+def test_rows_that_have_come_differently_far() -> None:
+    recipe = RECIPES["momentum"]
+    x = alike(generate.inputs(recipe, T=13))
+    starts = (2, 7)
+    states = [
+        generate.run(recipe, x.rows(row).cut(0, start))[1] for row, start in enumerate(starts)
+    ]
+    together = join_states(states)
+    rest = [x.rows(row).cut(start, start + 6) for row, start in enumerate(starts)]
+    both = rest[0].tokens(lambda a: a)
+    joined = dataclasses.replace(
+        both,
+        q=torch.cat([r.q for r in rest]),
+        k=torch.cat([r.k for r in rest]),
+        v=torch.cat([r.v for r in rest]),
+        gates={n: torch.cat([r.gates[n] for r in rest]) for n in both.gates},
+    )
+    y, _ = generate.run(recipe, joined, state=together)
+    for row in range(2):
+        whole, _ = generate.run(recipe, x.rows(row).cut(0, starts[row] + 6))
+        assert generate.error(y[row : row + 1], whole[:, starts[row] :]) < 1e-10
+
+
+def test_second_derivatives() -> None:
+    recipe = RECIPES["momentum"]
+    x = alike(generate.inputs(recipe, B=1, T=5, H=1, K=3, V=3))
+
+    def slope(lowered: bool) -> Tensor:
+        k = x.k.clone().requires_grad_()
+        given = dataclasses.replace(x, k=k)
+        made = without(recipe) if lowered else recipe
+        given = scaled(given, recipe.algorithm.batch) if lowered else given
+        y, _ = generate.run(made, given, method="reference" if lowered else "auto")
+        (g,) = torch.autograd.grad(y.square().sum(), k, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), k)[0]
+
+    assert generate.error(slope(lowered=False), slope(lowered=True)) < 1e-8
+
+
+def test_keys_of_zeros_and_of_any_length() -> None:
+    k = torch.randn(2, 9, 1, 4, dtype=torch.float64)
+    k[0, 3] = 0.0
+    k[1, 5] *= 1e6
+    k[1, 6] *= 1e-6
+    for dtype, far in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+        given = k.to(dtype).requires_grad_()
+        r = left(given.transpose(1, 2), TOGETHER).transpose(1, 2)
+        torch.testing.assert_close(r.double(), definition(k, 9 + TOGETHER), rtol=far, atol=far)
+        assert r[0, 3] == 1
+        (g,) = torch.autograd.grad(r.sum(), given)
+        assert g.isfinite().all()
+
+
+@pytest.mark.parametrize("b", [2, 8, 16, 32, 64])
+def test_equal_keys_stay_below_the_limit_and_orthogonal_ones_take_all(b: int) -> None:
+    n = min(b, TOGETHER)
+    taken = left(torch.ones(b, 3, dtype=torch.float64), n).sum() / n
+    assert abs(float(taken) - (1 - (1 - 1 / n) ** b)) < 1e-12
+    assert torch.equal(left(torch.eye(b), n), torch.ones(b))
+
+
+def test_a_repeated_token_is_corrected_and_never_overshot() -> None:
+    """At the end of the share, 4,096 times the same association: its error falls batch by batch."""
+    for b in (8, 32):
+        recipe = rc.Recipe(algorithm=GD(batch=b, normalize=True, limit="keys", lr=2 / min(b, 12)))
+        k = torch.nn.functional.normalize(torch.randn(1, 1, 1, 4), dim=-1).expand(1, 4096, 1, 4)
+        v = torch.randn(1, 1, 1, 4).expand(1, 4096, 1, 4)
+        y, _ = rc.recall(recipe, k, k, v)
+        far = (y - v).norm(dim=-1).flatten() / v.norm(dim=-1).flatten()
+        assert far.max() <= 1 + 1e-5
+        assert far[-1] < 1e-3
+
+
+def test_a_layer_states_its_share_of_it() -> None:
+    for b, n in ((4, 4), (16, 12), (64, 12)):
+        recipe = rc.Recipe(memory=DEEP, algorithm=GD(batch=b, normalize=True, limit="keys"))
+        limit = step_limit(recipe)
+        assert limit is not None and limit.batch == n
+        layer = rc.MemoryLayer(8, 2, recipe)
+        found = layer.associations(torch.randn(1, 5, 8))
+        share = layer.gates["lr"](torch.zeros(1, 5, 8))
+        torch.testing.assert_close(share, torch.full_like(share, 0.5))
+        assert found.gates["lr"].max() < 2 / n
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_modes(mode: type) -> None:
+    recipe = RECIPES["momentum"]
+    x = alike(generate.inputs(recipe, T=9))
+    y, _ = generate.run(recipe, x)
+    with mode():
+        _, state = generate.run(recipe, x.cut(0, 5))
+    last, _ = generate.run(recipe, x.cut(5, 9), state=state)
+    assert generate.error(last, y[:, 5:]) < 1e-10
+    low = x.map(lambda a: a.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert generate.error(generate.run(recipe, low)[0].double(), y) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "why"),
+    [
+        (GD(batch=4, limit="keys"), "set normalize=True"),
+        (GD(batch=4, reduce="mean", normalize=True, limit="keys"), "reduce='mean' averages"),
+    ],
+)
+def test_what_does_not_add_up_is_refused(algorithm: rc.Algorithm, why: str) -> None:
+    with pytest.raises(rc.RecipeError, match=why):
+        rc.Recipe(memory=DEEP, algorithm=algorithm)
+
+
+def test_it_is_told() -> None:
+    told = rc.explain(RECIPES["momentum"])
+    assert "η_t r_t ρ_t" in told.write[0]
+    assert "r_t = max(0, u_t),   u_t = 1 − Σ_j |cos(k_t, k_j)| u_j / 4" in told.write[1]
