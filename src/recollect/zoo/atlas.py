@@ -101,7 +101,7 @@ def _omega(memory: Memory, algorithm: GradientDescent | Muon) -> Recipe:
 @preset(
     "OmegaNet",
     row=58,
-    rule="M_t = α_t M_(t−1) − η_t Σ_(i>t−c) γ_i^(t) ρ_i ∇‖M_(t−1)(φ(k_i)) − v_i‖²",
+    rule="M_t = α_t M_(t−1) − η_t r_t Σ_(i>t−c) γ_i^(t) ρ_i ∇‖M_(t−1)(φ(k_i)) − v_i‖²",
     references=(ATLAS("eqs. 8–10, 15–16 and 56"),),
     fidelity=Fidelity(
         kind="reconstruction",

@@ -4,7 +4,7 @@ Examples:
     >>> rc.zoo.names("miras")
     ['moneta', 'moneta_exact', 'yaad', 'memora', 'memora_per_token']
     >>> print(rc.zoo.get("moneta").rule)
-    A_t = α_t A_(t−1) − η_t ρ_t ∇ℓ_p(W_(t−1); k_t, v_t),  W_t = A_t / ‖A_t‖_q^(q−2)
+    A_t = α_t A_(t−1) − η_t r_t ρ_t ∇ℓ_p(W_(t−1); k_t, v_t),  W_t = A_t / ‖A_t‖_q^(q−2)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _AS_VALUES = GateOptions(init=0.7)
 @preset(
     "MONETA",
     row=48,
-    rule="A_t = α_t A_(t−1) − η_t ρ_t ∇ℓ_p(W_(t−1); k_t, v_t),  W_t = A_t / ‖A_t‖_q^(q−2)",
+    rule="A_t = α_t A_(t−1) − η_t r_t ρ_t ∇ℓ_p(W_(t−1); k_t, v_t),  W_t = A_t / ‖A_t‖_q^(q−2)",
     references=(MIRAS("eqs. 24–25 and 28–29"),),
     fidelity=Fidelity(
         kind="reconstruction",
@@ -89,7 +89,7 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
 @preset(
     "YAAD",
     row=49,
-    rule="W_t = α_t W_(t−1) − η_t ρ_t (∇ℓ_2 if ‖M(k_t) − v_t‖ ≤ δ_t else δ_t ∇ℓ_1)",
+    rule="W_t = α_t W_(t−1) − η_t r_t ρ_t (∇ℓ_2 if ‖M(k_t) − v_t‖ ≤ δ_t else δ_t ∇ℓ_1)",
     references=(MIRAS("eqs. 16 and 26"),),
     fidelity=Fidelity(
         kind="reconstruction",
@@ -142,7 +142,7 @@ def memora() -> tuple[Recipe, LayerOptions]:
 @preset(
     "MEMORA, token by token",
     row=50,
-    rule="W_t = c softmax(α_t log W_(t−1) − η_t ρ_t ∇ℓ_2(W_(t−1); k_t, v_t))",
+    rule="W_t = c softmax(α_t log W_(t−1) − η_t r_t ρ_t ∇ℓ_2(W_(t−1); k_t, v_t))",
     references=(MIRAS("eqs. 21 and 27"),),
     fidelity=Fidelity(
         kind="reconstruction",

@@ -97,5 +97,6 @@ NORMALISED = (
     "the gradient of every association is scaled by ρ, so that a rate of 1 corrects it (normalised "
     "least mean squares through the network; Polyak's step where the loss is another), and η_t is "
     "a share of the limit beyond which a repeated association diverges, one half at the start "
-    "unless told: how η_t is made is left to the layer, and none of its numbers is of a width"
+    "unless told: how η_t is made is left to the layer, and none of its numbers is of a width; "
+    "r_t, where it stands, is what earlier keys of the inner batch leave of a rate"
 )

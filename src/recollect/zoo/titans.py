@@ -4,7 +4,7 @@ Examples:
     >>> rc.zoo.names("titans")
     ['titans', 'titans_minus']
     >>> print(rc.zoo.get("titans").rule)
-    S_t = θ_t S_(t−1) − η_t ρ_t ∇ℓ(M_(t−1); k_t, v_t),  M_t = α_t M_(t−1) + S_t
+    S_t = θ_t S_(t−1) − η_t r_t ρ_t ∇ℓ(M_(t−1); k_t, v_t),  M_t = α_t M_(t−1) + S_t
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OPEN = (
 @preset(
     "Titans (LMM)",
     row=46,
-    rule="S_t = θ_t S_(t−1) − η_t ρ_t ∇ℓ(M_(t−1); k_t, v_t),  M_t = α_t M_(t−1) + S_t",
+    rule="S_t = θ_t S_(t−1) − η_t r_t ρ_t ∇ℓ(M_(t−1); k_t, v_t),  M_t = α_t M_(t−1) + S_t",
     references=(TITANS("eqs. 12–14"), ATLAS("eqs. 12–13 and 34–35"), MIRAS("table 1")),
     fidelity=Fidelity(
         kind="reconstruction",
@@ -57,7 +57,7 @@ def titans() -> tuple[Recipe, LayerOptions]:
 @preset(
     "Titans without momentum",
     row=47,
-    rule="M_t = α_t M_(t−1) − η_t ρ_t ∇ℓ(M_(t−1); k_t, v_t)",
+    rule="M_t = α_t M_(t−1) − η_t r_t ρ_t ∇ℓ(M_(t−1); k_t, v_t)",
     references=(ATLAS("table 1"), TITANS("eqs. 12–14 at θ = 0")),
     fidelity=Fidelity(
         kind="reconstruction",
