@@ -29,9 +29,6 @@ TOGETHER = 12
 """n of `left`: among how many tokens a batch's limit is shared where their keys have nothing in
 common. Chosen by recall over batches of 8, 16 and 32: `docs/design/steps.md`."""
 
-LEAST = 1e-24
-"""Added to a key's square, so that one of zeros overlaps with nothing."""
-
 
 def share(along: Tensor, error: Tensor, gain: Tensor) -> Tensor:
     """ρ = ⟨e, g⟩ / (Σ_l ⟨G_l, J_l G_l⟩ + ε|g|²), 0 where that is 0/0; shaped like ``gain``.
@@ -65,8 +62,11 @@ def left(keys: Tensor, n: int) -> Tensor:
         keys: of the tokens in order, ``[..., b, K]``.
         n: from 1.
     """
-    unit = keys * (keys.square().sum(-1, keepdim=True) + LEAST).rsqrt()
-    before = (unit @ unit.mT).abs().tril(-1) / n
+    G = keys @ keys.mT
+    # Added to squares: a key of zeros overlaps with nothing, and second derivatives stay in range.
+    least = torch.finfo(keys.dtype).tiny ** (1 / 3)
+    per = (G.diagonal(dim1=-2, dim2=-1) * n + least).rsqrt()
+    before = (G * per.unsqueeze(-1) * per.unsqueeze(-2)).abs()  # what is not below goes unread
     ones = torch.ones_like(before[..., :1])
     u = torch.linalg.solve_triangular(before, ones, upper=False, unitriangular=True)
     return u.squeeze(-1).clamp_min(0)

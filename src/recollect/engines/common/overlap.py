@@ -49,7 +49,8 @@ def _aligned(keys: Tensor, state: State, b: int, n: int, opened: int) -> Tensor:
         old = state.buffer.k
         keys = torch.cat([old[:, old.shape[1] - opened :].to(keys), keys], dim=1)
     width = min(b, opened + T)
-    keys = pad(keys, (0, 0, 0, 0, 0, -keys.shape[1] % width))
+    if missing := -keys.shape[1] % width:
+        keys = pad(keys, (0, 0, 0, 0, 0, missing))
     return _by_batch(keys, width, n)[:, opened : opened + T]
 
 
