@@ -81,11 +81,13 @@ COMMON = (
     "the layer around the memory is the common one (short convolution, unit queries and keys, "
     "output norm and gate), so that recipes are compared and not their surroundings"
 )
-SLOW = GateOptions(init=math.log(0.999), spread=4.0)
-"""Decays of deep memories start slow: 250 to 4000 tokens.
+SLOW = GateOptions(init=math.log(0.999), spread=4.0, temperature=16.0)
+"""Decays of deep memories start slow, 250 to 4000 tokens, and stay moderate: log α is a sixteenth
+of a log sigmoid, so that an inner batch of 16 tokens keeps the geometric mean of 16 sigmoids.
 
-Every map of a perceptron decays, so what it says fades as a power of α; and under a layer norm,
-which undoes any scale, maps that have faded have steep gradients: an inner step then overshoots.
+Every map of a perceptron decays, so what it says fades as a power of α, and a step that is to
+correct an error in faded maps overshoots: to first order they move nothing, and what they are
+given at once multiplies (`docs/design/steps.md`).
 """
 
 NEARLY_ALL = GateOptions(unit="share", init=0.9)
