@@ -20,9 +20,9 @@ from recollect.zoo.sources import (
     COMMON,
     HALF,
     MIRAS,
+    MODERATE,
     NEARLY_ALL,
     NORMALISED,
-    SLOW,
     TITANS,
 )
 
@@ -48,7 +48,7 @@ _OPEN = (
 def titans() -> tuple[Recipe, LayerOptions]:
     """Surprise with momentum, written into a perceptron that forgets."""
     recipe = Recipe(memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16, normalize=True))
-    gates = {"momentum": GateOptions(high=0.9, init=0.7), "log_decay": SLOW}
+    gates = {"momentum": GateOptions(high=0.9, init=0.7), "log_decay": MODERATE}
     return recipe, LayerOptions(gates=gates)
 
 
@@ -68,4 +68,4 @@ def titans_minus() -> tuple[Recipe, LayerOptions]:
     recipe = Recipe(
         memory=MLP(), retention=Decay(), algorithm=GradientDescent(batch=16, normalize=True)
     )
-    return recipe, LayerOptions(gates={"lr": NEARLY_ALL, "log_decay": SLOW})
+    return recipe, LayerOptions(gates={"lr": NEARLY_ALL, "log_decay": MODERATE})
