@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from recollect.layer.options import GateOptions
 from recollect.zoo.preset import Reference
@@ -13,6 +14,7 @@ __all__ = [
     "COMMON",
     "HALF",
     "MIRAS",
+    "MODERATE",
     "NEARLY_ALL",
     "NORMALISED",
     "SLOW",
@@ -86,6 +88,15 @@ SLOW = GateOptions(init=math.log(0.999), spread=4.0)
 
 Every map of a perceptron decays, so what it says fades as a power of α; and under a layer norm,
 which undoes any scale, maps that have faded have steep gradients: an inner step then overshoots.
+"""
+
+MODERATE = replace(SLOW, temperature=16.0)
+"""Decays of perceptrons without an inner norm start as slow and stay moderate: log α is a sixteenth
+of a log sigmoid, so that an inner batch of 16 tokens keeps the geometric mean of 16 sigmoids.
+
+A step that is to correct an error in maps that have faded between two gradients overshoots: to
+first order they move nothing, and what they are given at once multiplies (`docs/design/steps.md`).
+A norm would bound what they say.
 """
 
 NEARLY_ALL = GateOptions(unit="share", init=0.9)

@@ -20,9 +20,9 @@ from recollect.zoo.sources import (
     COMMON,
     HALF,
     MIRAS,
+    MODERATE,
     NEARLY_ALL,
     NORMALISED,
-    SLOW,
     TITANS,
 )
 
@@ -50,7 +50,7 @@ def titans() -> tuple[Recipe, LayerOptions]:
     recipe = Recipe(
         memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16, normalize=True, limit="keys")
     )
-    gates = {"momentum": GateOptions(high=0.9, init=0.7), "log_decay": SLOW}
+    gates = {"momentum": GateOptions(high=0.9, init=0.7), "log_decay": MODERATE}
     return recipe, LayerOptions(gates=gates)
 
 
@@ -72,4 +72,4 @@ def titans_minus() -> tuple[Recipe, LayerOptions]:
         retention=Decay(),
         algorithm=GradientDescent(batch=16, normalize=True, limit="keys"),
     )
-    return recipe, LayerOptions(gates={"lr": NEARLY_ALL, "log_decay": SLOW})
+    return recipe, LayerOptions(gates={"lr": NEARLY_ALL, "log_decay": MODERATE})
