@@ -55,12 +55,14 @@ def test_one_decoded_token_asks_nothing_twice(name: str, most: int) -> None:
     assert 20 < count <= most
 
 
-@pytest.mark.parametrize(("normalize", "most"), [(False, 23), (True, 24)])
+@pytest.mark.parametrize(("normalize", "most"), [(False, 23), (True, 26)])
 def test_a_titans_layer_goes_through_few_files(normalize: bool, most: int) -> None:
-    """Maps side by side are a file (`families`); the preset measures its steps: one more."""
+    """Maps side by side are a file (`families`); the preset measures steps and keys: three more."""
     preset = rc.zoo.get("titans")
     options = preset.options if normalize else rc.LayerOptions(gates={"log_decay": SLOW})
-    recipe = preset.recipe.but(algorithm=rc.algorithm.Momentum(batch=16, normalize=normalize))
+    limit = "keys" if normalize else "batch"
+    step = rc.algorithm.Momentum(batch=16, normalize=normalize, limit=limit)
+    recipe = preset.recipe.but(algorithm=step)
     assert normalize == (recipe == preset.recipe)
     layer = rc.MemoryLayer(32, 2, recipe, options)
     x = torch.randn(1, 40, 32)

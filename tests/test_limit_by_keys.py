@@ -176,7 +176,7 @@ def test_equal_keys_stay_below_the_limit_and_orthogonal_ones_take_all(b: int) ->
 def test_a_repeated_token_is_corrected_and_never_overshot() -> None:
     """At the end of the share, 4,096 times the same association: its error falls batch by batch."""
     for b in (8, 32):
-        recipe = rc.Recipe(algorithm=GD(batch=b, normalize=True, limit="keys", lr=2 / min(b, 12)))
+        recipe = rc.Recipe(algorithm=GD(batch=b, normalize=True, limit="keys", lr=2 / min(b, 8)))
         k = torch.nn.functional.normalize(torch.randn(1, 1, 1, 4), dim=-1).expand(1, 4096, 1, 4)
         v = torch.randn(1, 1, 1, 4).expand(1, 4096, 1, 4)
         y, _ = rc.recall(recipe, k, k, v)
@@ -186,7 +186,7 @@ def test_a_repeated_token_is_corrected_and_never_overshot() -> None:
 
 
 def test_a_layer_states_its_share_of_it() -> None:
-    for b, n in ((4, 4), (16, 12), (64, 12)):
+    for b, n in ((4, 4), (16, 8), (64, 8)):
         recipe = rc.Recipe(memory=DEEP, algorithm=GD(batch=b, normalize=True, limit="keys"))
         limit = step_limit(recipe)
         assert limit is not None and limit.batch == n

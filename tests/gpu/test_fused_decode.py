@@ -340,10 +340,13 @@ def test_a_layer_in_bfloat16(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @needs_torch
 def test_on_a_device_it_is_one_launch_and_no_wait() -> None:
-    """And the batched path's tokens take 60; recorded as graphs, both give the same numbers."""
+    """And the batched path's tokens take 76; recorded as graphs, both give the same numbers.
+
+    Sixteen of each are what earlier keys of the batch leave of the rate.
+    """
     (found,) = printed("graphs", "fused")
     assert found["decoded"] < 1e-5 and found["state"] < 1e-5
     assert found["tokens"] > 50 and found["places"] == [16, 16]
     assert found["syncs"] == found["copies"] == 0
     batched, fused = found["launches"]  # of 16 tokens, a border among them
-    assert max(fused) <= 21 and sum(batched) <= 16 * 60, found
+    assert max(fused) <= 37 and sum(batched) <= 16 * 76, found

@@ -124,7 +124,7 @@ def normalised(
     return [rho[..., None, None] * x for x in slopes]
 
 
-def left(k: Tensor, t: int, u: list[Tensor], *, b: int = 16, n: int = 12) -> Tensor:
+def left(k: Tensor, t: int, u: list[Tensor], *, b: int = 16, n: int = 8) -> Tensor:
     """r_t = max(0, u_t),  u_t = 1 − Σ_(j<t in the batch of t) |cos(k_t, k_j)| u_j / n.
 
     Args:

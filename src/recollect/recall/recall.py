@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from recollect.recall.checks import (
 )
 from recollect.recall.lowering import lower
 from recollect.recall.modes import (
-    full_precision,
     leaves_inference,
     ordinary_mode,
     ordinary_problem,
@@ -240,13 +239,16 @@ def _problem(call: Call, *, rows: int) -> Problem:
     elif dtype == torch.float64 and state.dtype not in (None, dtype):
         state = state.to(dtype=dtype)  # float64 inputs widen what float32 ones have left
     rates = resolve(at, call.gates, call.params, B=B, T=T, dtype=dtype, device=k.device)
+    if at.recipe.algorithm.limit != "batch":
+        with solving(k.device, call.bound.products):
+            rates = rates_by_keys(at.recipe.algorithm, k, state, rates)
     return Problem(
         sized=at,
         plan=call.bound.plan,
         q=q.unflatten(2, (at.H, q.shape[2] // at.H)),
         k=k,
         v=v,
-        rates=_limited(call, state, rates),
+        rates=rates,
         params=call.params,
         lengths=call.lengths,
         places=call.places,
@@ -261,21 +263,13 @@ def _problem(call: Call, *, rows: int) -> Problem:
 def _token(call: Call, state: State) -> tuple[Tensor, State] | None:
     """One decoded token straight from the gates, where the engine takes it so."""
     bound, gates = call.bound, call.gates
+    algorithm = bound.sized.recipe.algorithm
     assert bound.engine.token is not None
-    if bound.sized.recipe.algorithm.limit != "batch":
+    if algorithm.limit != "batch":
         if "lr" not in gates or state.seen is None:
             return None  # a constant, or a logarithm: it is made a rate first
-        gates = _limited(call, state, gates)
+        gates = rates_by_keys(algorithm, call.k, state, gates)
     return bound.engine.token(bound.sized, bound.plan, call.q, call.k, call.v, gates, state)
-
-
-def _limited(call: Call, state: State, rates: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Rates of tokens after what earlier keys of their inner batch leave of them."""
-    algorithm = call.bound.sized.recipe.algorithm
-    if algorithm.limit == "batch":
-        return rates
-    with full_precision(call.k.device):
-        return rates_by_keys(algorithm, call.k, state, rates)
 
 
 def _run_packed(call: Call) -> tuple[Tensor, State] | None:

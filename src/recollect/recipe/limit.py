@@ -14,7 +14,7 @@ errors. The same numbers then mean the same at every width, head, inner batch, w
 
 Steps of one batch add up as far as its keys are alike, and b supposes that all of them are equal.
 Where the algorithm measures that (``limit="keys"``), the memory takes η_t r_t, r_t what earlier
-keys of the batch have left of token t's direction, and n = min(b, 12) stands for b.
+keys of the batch have left of token t's direction, and n = min(b, 8) stands for b.
 """
 
 from __future__ import annotations

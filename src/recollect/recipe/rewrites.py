@@ -109,8 +109,10 @@ def _identity_link(recipe: R) -> R:
 
 
 def _every_token(recipe: R) -> R:
-    """With inner batches of one token, every batch is every token."""
-    retention = recipe.retention
+    """With inner batches of one token, every batch is every token, and shares nothing."""
+    retention, a = recipe.retention, recipe.algorithm
+    if isinstance(a, GradientDescent | Momentum) and a.batch == 1 and a.limit != "batch":
+        recipe = recipe.but(algorithm=dataclasses.replace(a, limit="batch"))
     if retention.every == "batch" and recipe.algorithm.batch == 1 and retention.has_field("every"):
         return recipe.but(retention=dataclasses.replace(retention, every="token"))  # type: ignore[call-arg]
     return recipe

@@ -50,7 +50,12 @@ def titans() -> tuple[Recipe, LayerOptions]:
     recipe = Recipe(
         memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16, normalize=True, limit="keys")
     )
-    gates = {"momentum": GateOptions(high=0.9, init=0.7), "log_decay": MODERATE}
+    # Of a limit that keys measure; half of it is half as much again, which text pays for.
+    gates = {
+        "lr": GateOptions(unit="share", init=0.35),
+        "momentum": GateOptions(high=0.9, init=0.7),
+        "log_decay": MODERATE,
+    }
     return recipe, LayerOptions(gates=gates)
 
 

@@ -97,7 +97,7 @@ class GradientDescent(Descent):
     Steps of an inner batch add up as far as their keys are alike. With ``limit="keys"`` the rate of
     a token is η_t r_t, what earlier tokens of the batch have left of its direction,
 
-        r_t = max(0, u_t),    u_t = 1 − Σ_(j<t) |cos(k_t, k_j)| u_j / n,    n = min(b, 12),
+        r_t = max(0, u_t),    u_t = 1 − Σ_(j<t) |cos(k_t, k_j)| u_j / n,    n = min(b, 8),
 
     so that a layer's rates are shares of 2/n and not of 2/b (`recollect.recipe.limit`): a large
     batch writes as much of every token as a small one, and a repeated token stays below the limit.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from recollect.choices.gradients import HandWritten
 
 if TYPE_CHECKING:
     from recollect.choices.questions import AlgorithmLike, MemberLike, RecipeLike
@@ -25,7 +27,7 @@ __all__ = [
 EPS = 1e-6
 """ε of `share`."""
 
-TOGETHER = 12
+TOGETHER = 8
 """n of `left`: among how many tokens a batch's limit is shared where their keys have nothing in
 common. Chosen by recall over batches of 8, 16 and 32: `docs/design/steps.md`."""
 
@@ -62,14 +64,45 @@ def left(keys: Tensor, n: int) -> Tensor:
         keys: of the tokens in order, ``[..., b, K]``.
         n: from 1.
     """
-    G = keys @ keys.mT
+    G: Tensor = _Gram.apply(keys)
     # Added to squares: a key of zeros overlaps with nothing, and second derivatives stay in range.
     least = torch.finfo(keys.dtype).tiny ** (1 / 3)
     per = (G.diagonal(dim1=-2, dim2=-1) * n + least).rsqrt()
-    before = (G * per.unsqueeze(-1) * per.unsqueeze(-2)).abs()  # what is not below goes unread
-    ones = torch.ones_like(before[..., :1])
-    u = torch.linalg.solve_triangular(before, ones, upper=False, unitriangular=True)
-    return u.squeeze(-1).clamp_min(0)
+    before = (G * per.unsqueeze(-1) * per.unsqueeze(-2)).abs()
+    u: Tensor = _Remainders.apply(before)
+    return u.clamp_min(0)
+
+
+class _Gram(HandWritten):
+    """k_i·k_j ``[..., b, b]``."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor) -> Tensor:
+        ctx.save_for_backward(keys)
+        return keys @ keys.mT
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (keys,), (g,) = ctx.saved_tensors, grads
+        return (g + g.mT) @ keys
+
+
+class _Remainders(HandWritten):
+    """u with u_t + Σ_(j<t) L_tj u_j = 1, of ``L [..., b, b]``, whose other entries go unread."""
+
+    @staticmethod
+    def forward(ctx: Any, L: Tensor) -> Tensor:
+        ones = torch.ones_like(L[..., :1])
+        u = torch.linalg.solve_triangular(L, ones, upper=False, unitriangular=True).squeeze(-1)
+        ctx.save_for_backward(L, u)
+        return u
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (L, u), (g,) = ctx.saved_tensors, grads
+        back = g.unsqueeze(-1)
+        y = torch.linalg.solve_triangular(L.mT, back, upper=True, unitriangular=True)
+        return -(y * u.unsqueeze(-2)).tril(-1)
 
 
 def together(algorithm: AlgorithmLike) -> int:
