@@ -167,9 +167,8 @@ def test_weights_that_change_in_place_are_read_anew() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="TorchInductor needs a C++ compiler")
-@pytest.mark.parametrize(
-    "name", ["gated_delta_net", pytest.param("titans", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated_delta_net", "titans"])
 def test_compiled_for_this_machine(name: str) -> None:
     torch.manual_seed(0)
     layer = rc.zoo.get(name).build(d_model=D, heads=2)

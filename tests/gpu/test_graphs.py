@@ -84,6 +84,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_that_a_wrong_graph_would_be_seen() -> None:
     """Half the places do not fit together; a state left as it was differs; a look is refused."""
     done = subprocess.run(

@@ -75,6 +75,7 @@ def test_numbers_with_no_answer_are_those_of_torch() -> None:
         assert all(x <= 1e-5 for x in one["far"].values()), one
 
 
+@pytest.mark.slow
 @needs_triton
 @pretended
 def test_every_factor_is_needed() -> None:
