@@ -97,6 +97,35 @@ def test_a_rate_is_what_earlier_keys_of_the_batch_leave_of_it(
     assert generate.error(y, plain) > 1e-3  # r is no factor of 1
 
 
+@pytest.mark.parametrize("lr", ["log_token", "static", 0.3])
+def test_rates_of_any_kind(lr: float | str) -> None:
+    recipe = rc.Recipe(algorithm=GD(batch=4, normalize=True, limit="keys", lr=lr))
+    x = alike(generate.inputs(recipe, T=11))
+    rate = torch.full((2, 11, 2), 0.3, dtype=torch.float64)
+    if lr == "log_token":
+        rate = x.gates["log_lr"].exp()
+    elif lr == "static":
+        rate = x.params["lr"].expand(2, 11, 2)
+    expected, _ = generate.run(
+        RECIPES["matrix"].but(algorithm=GD(batch=4, normalize=True)),
+        dataclasses.replace(x, gates={"lr": rate * definition(x.k, 4)}, params={}),
+        method="reference",
+    )
+    for cuts in ([], list(range(1, 11))):
+        y, _ = generate.split(recipe, x, cuts, ["auto"])
+        assert generate.error(y, expected) < 1e-10
+
+
+def test_memories_over_kernels_in_pieces() -> None:
+    """What they keep grows; the open batch stands in the buffer all the same."""
+    recipe = RECIPES["matrix"].but(features=rc.features.Exponential())
+    x = alike(generate.inputs(recipe, T=11))
+    y, _ = generate.run(recipe, x)
+    y2, _ = generate.run(without(recipe), scaled(x, recipe.algorithm.batch), method="reference")
+    assert generate.error(y, y2) < 1e-10
+    engines.check_chunks_and_splits(recipe, x, "auto")
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_every_way_of_running_it_agrees(recipe: rc.Recipe) -> None:
     def x(T: int) -> generate.Inputs:

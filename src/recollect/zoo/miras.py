@@ -142,7 +142,7 @@ def memora() -> tuple[Recipe, LayerOptions]:
 @preset(
     "MEMORA, token by token",
     row=50,
-    rule="W_t = c softmax(α_t log W_(t−1) − η_t r_t ρ_t ∇ℓ_2(W_(t−1); k_t, v_t))",
+    rule="W_t = c softmax(α_t log W_(t−1) − η_t ρ_t ∇ℓ_2(W_(t−1); k_t, v_t))",
     references=(MIRAS("eqs. 21 and 27"),),
     fidelity=Fidelity(
         kind="reconstruction",
@@ -158,5 +158,7 @@ def memora() -> tuple[Recipe, LayerOptions]:
 def memora_per_token() -> tuple[Recipe, LayerOptions]:
     """MEMORA as its equation has it: weights are probabilities at every token."""
     retention = Simplex(scale=64.0, decay=_CHANNELS)
-    recipe = Recipe(memory=_MEMORY, retention=retention, algorithm=_NORMALISED)
+    # Of the batch: what larger steps do through the link at every token was not measured.
+    step = GradientDescent(batch=16, normalize=True)
+    recipe = Recipe(memory=_MEMORY, retention=retention, algorithm=step)
     return recipe, LayerOptions(gates=_GATES, memory_scale=8.0)

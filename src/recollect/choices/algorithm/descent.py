@@ -65,11 +65,9 @@ class Descent(Algorithm):
         eta = super().pace(at)
         if self.limit == "batch" or self.batch == 1:
             return eta
-        return (
-            f"r_{at}"
-            if eta == 1.0
-            else f"{eta if isinstance(eta, str) else format_number(eta)} r_{at}"
-        )
+        if eta == 1.0:
+            return f"r_{at}"
+        return f"{eta if isinstance(eta, str) else format_number(eta)} r_{at}"
 
     def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)

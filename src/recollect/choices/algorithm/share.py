@@ -22,6 +22,7 @@ __all__ = [
     "search_rules",
     "share",
     "share_rules",
+    "together",
 ]
 
 EPS = 1e-6

@@ -30,13 +30,15 @@ def rates_by_keys(
         state: before them. rates: their numbers by name, ``[B, T, H, ...]``.
     """
     b, lr = algorithm.batch, rates.get("lr")
-    if algorithm.limit == "batch" or b == 1 or lr is None or k.numel() == 0:
+    if algorithm.limit == "batch" or b == 1 or k.numel() == 0:
         return rates
     n, keys = together(algorithm), k.to(torch.promote_types(k.dtype, torch.float32))
     if state.seen is None:
         r = _row_by_row(keys, state, b, n)
     else:
         r = _aligned(keys, state, b, n, state.seen % b)
+    if lr is None:  # an algorithm without a rate has one of 1
+        return {**rates, "lr": r}
     r = r.to(lr.dtype).view(*r.shape, *(1,) * (lr.dim() - 3))
     return {**rates, "lr": lr * r}
 
