@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from typing import Any
 
 import pytest
 import torch
 from tests.contracts import generate
+from tests.zoo import loops
 from torch import Tensor
 
 import recollect as rc
@@ -15,6 +16,19 @@ from recollect.choices.algorithm.share import TOGETHER, left
 from recollect.recipe.limit import step_limit
 from recollect.state.state import join_states
 from recollect.testing import engines
+
+
+@rc.member
+class Unrated(rc.algorithm.Algorithm):
+    """A_t = α_t A_(t−1) − ρ_t g_t: with nothing to scale."""
+
+    batch = 4
+    normalizes = True
+    limit = "keys"
+
+    def update(self, slots: Any, step: Any) -> tuple[dict[str, Tensor], Tensor]:
+        return {}, -step.gradient
+
 
 DEEP = rc.memory.MLP()
 GD, Momentum = rc.algorithm.GradientDescent, rc.algorithm.Momentum
@@ -47,19 +61,7 @@ def without(recipe: rc.Recipe) -> rc.Recipe:
 
 def definition(k: Tensor, b: int) -> Tensor:
     """r ``[B, T, H]`` of whole documents, token by token."""
-    n = min(b, TOGETHER)
-    rows: list[Tensor] = []
-    for row, head in itertools.product(range(k.shape[0]), range(k.shape[2])):
-        keys, u = k[row, :, head], list[Tensor]()
-        for t in range(keys.shape[0]):
-            now = keys.new_ones(())
-            for j in range(t - t % b, t):
-                lengths = keys[t].norm() * keys[j].norm()
-                if lengths > 0:
-                    now = now - ((keys[t] * keys[j]).sum() / lengths).abs() * u[j] / n
-            u.append(now)
-        rows.append(torch.stack(u).clamp_min(0))
-    return torch.stack(rows).view(k.shape[0], k.shape[2], -1).transpose(1, 2)
+    return loops.left(k, b=b, n=min(b, TOGETHER))
 
 
 def alike(x: generate.Inputs, mean: float = 0.8) -> generate.Inputs:
@@ -150,13 +152,13 @@ def test_rows_that_have_come_differently_far() -> None:
     ]
     together = join_states(states)
     rest = [x.rows(row).cut(start, start + 6) for row, start in enumerate(starts)]
-    both = rest[0].tokens(lambda a: a)
+    assert together.seen is None
     joined = dataclasses.replace(
-        both,
+        x,
         q=torch.cat([r.q for r in rest]),
         k=torch.cat([r.k for r in rest]),
         v=torch.cat([r.v for r in rest]),
-        gates={n: torch.cat([r.gates[n] for r in rest]) for n in both.gates},
+        gates={n: torch.cat([r.gates[n] for r in rest]) for n in x.gates},
     )
     y, _ = generate.run(recipe, joined, state=together)
     for row in range(2):
@@ -251,6 +253,7 @@ def test_modes(mode: type) -> None:
     [
         (GD(batch=4, limit="keys"), "set normalize=True"),
         (GD(batch=4, reduce="mean", normalize=True, limit="keys"), "reduce='mean' averages"),
+        (Unrated(), "it declares none: give it a field lr"),
     ],
 )
 def test_what_does_not_add_up_is_refused(algorithm: rc.Algorithm, why: str) -> None:

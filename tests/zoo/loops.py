@@ -124,26 +124,25 @@ def normalised(
     return [rho[..., None, None] * x for x in slopes]
 
 
-def left(k: Tensor, t: int, u: list[Tensor], *, b: int = 16, n: int = 8) -> Tensor:
+def left(k: Tensor, *, b: int = 16, n: int = 8) -> Tensor:
     """r_t = max(0, u_t),  u_t = 1 − Σ_(j<t in the batch of t) |cos(k_t, k_j)| u_j / n.
 
     Args:
-        k: unit keys ``[B, T, H, D]``. u: of all tokens before, to which u_t is added.
+        k: keys ``[B, T, H, D]``; one of zeros has a cosine of 0 with all.
     """
-    now = torch.ones(k.shape[0], k.shape[2], dtype=k.dtype)
-    for j in range(t - t % b, t):
-        now = now - (k[:, t] * k[:, j]).sum(-1).abs() * u[j] / n
-    u.append(now)
-    return now.clamp_min(0)
-
-
-def shared(rate: Tensor, k: Tensor) -> Tensor:
-    """η_t r_t of all tokens, ``[B, T, H]``."""
     u: list[Tensor] = []
-    return torch.stack([rate[:, t] * left(k, t, u) for t in range(k.shape[1])], 1)
+    for t in range(k.shape[1]):
+        now = torch.ones(k.shape[0], k.shape[2], dtype=k.dtype)
+        for j in range(t - t % b, t):
+            lengths = k[:, t].norm(dim=-1) * k[:, j].norm(dim=-1)
+            none = lengths == 0
+            cosine = (k[:, t] * k[:, j]).sum(-1) / lengths.masked_fill(none, 1.0)
+            now = now - cosine.abs() * u[j] / n
+        u.append(now)
+    return torch.stack(u, 1).clamp_min(0)
 
 
-LEFT = shared(LR, KEY)
+LEFT = LR * left(KEY)
 """η_t r_t of LR: what earlier keys of the batch leave of it."""
 
 # -- one token after the other ---------------------------------------------------------------------

@@ -5,7 +5,7 @@ Every line is made of what the members say about themselves (`recollect.choices.
 
 from __future__ import annotations
 
-from recollect.choices.algorithm.share import EPS, together
+from recollect.choices.algorithm.share import EPS, by_keys, together
 from recollect.choices.equation_terms import (
     Gradient,
     Term,
@@ -179,12 +179,11 @@ def _rate(recipe: Recipe) -> list[str]:
 
 def _left(recipe: Recipe) -> list[str]:
     """r_t, where a batch measures its limit by its keys."""
-    algorithm = recipe.algorithm
-    if algorithm.limit == "batch" or algorithm.batch == 1:
+    if not by_keys(recipe.algorithm):
         return []
     return [
         "r_t = max(0, u_t),   u_t = 1 − Σ_j |cos(k_t, k_j)| u_j / "
-        f"{together(algorithm)} over the earlier tokens j of the inner batch"
+        f"{together(recipe.algorithm)} over the earlier tokens j of the inner batch"
     ]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import left, together
+from recollect.choices.algorithm.share import by_keys, left, together
 from recollect.choices.memory.base import Stack
 from recollect.engines.deep.gradient_factors import Factors, Points, factors
 from recollect.engines.deep.share import Normalizer
@@ -60,7 +60,7 @@ def top_eigenvalue(
     inverse = torch.where(size == 0, 0.0, 1 / torch.where(size == 0, 1.0, size))
     K = K * inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
     rate = numbers["lr"] if "lr" in numbers else torch.ones_like(size)
-    if recipe.algorithm.limit == "keys":
+    if by_keys(recipe.algorithm):
         rate = rate * left(points.raw, together(recipe.algorithm))
     if recipe.algorithm.normalizes and recipe.bias.target is not None:
         normalizer = Normalizer.of(recipe.retention, recipe.bias.target)

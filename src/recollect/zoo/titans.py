@@ -50,7 +50,7 @@ def titans() -> tuple[Recipe, LayerOptions]:
     recipe = Recipe(
         memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16, normalize=True, limit="keys")
     )
-    # Of a limit that keys measure; half of it is half as much again, which text pays for.
+    # Momentum keeps what is written: half of the limit was chosen where that was 2/b, this for 2/8.
     gates = {
         "lr": GateOptions(unit="share", init=0.35),
         "momentum": GateOptions(high=0.9, init=0.7),

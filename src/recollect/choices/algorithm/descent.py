@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Algorithm, Slots, Step
+from recollect.choices.algorithm.share import by_keys
 from recollect.choices.equation_terms import (
     Gradient,
     Term,
@@ -63,7 +64,7 @@ class Descent(Algorithm):
 
     def pace(self, at: str = "t") -> float | str:
         eta = super().pace(at)
-        if self.limit == "batch" or self.batch == 1:
+        if not by_keys(self):
             return eta
         if eta == 1.0:
             return f"r_{at}"

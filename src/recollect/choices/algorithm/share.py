@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EPS",
     "TOGETHER",
+    "by_keys",
     "left",
     "limit_rules",
     "search",
@@ -106,13 +107,22 @@ class _Remainders(HandWritten):
         return -(y * u.unsqueeze(-2)).tril(-1)
 
 
+def by_keys(algorithm: AlgorithmLike) -> bool:
+    """Whether rates are η_t r_t: where a batch has one token r is 1.
+
+    Args:
+        algorithm: whose `Algorithm.limit`.
+    """
+    return algorithm.limit == "keys" and algorithm.batch > 1
+
+
 def together(algorithm: AlgorithmLike) -> int:
     """n: tokens whose rates add up to the limit of an inner batch, b or that of `left`.
 
     Args:
         algorithm: whose batch.
     """
-    return algorithm.batch if algorithm.limit == "batch" else min(algorithm.batch, TOGETHER)
+    return min(algorithm.batch, TOGETHER) if by_keys(algorithm) else algorithm.batch
 
 
 def limit_rules(algorithm: AlgorithmLike) -> Iterator[str]:
@@ -123,6 +133,11 @@ def limit_rules(algorithm: AlgorithmLike) -> Iterator[str]:
         yield (
             f"{algorithm.title}(limit='keys') measures how far the steps of a batch add up, as "
             "shares of its limit: set normalize=True, or limit='batch'"
+        )
+    if algorithm.eta is None:
+        yield (
+            f"{algorithm.title}(limit='keys') scales the rate of every token, and it declares "
+            "none: give it a field lr, or use limit='batch'"
         )
     if algorithm.reduce == "mean":
         yield (

@@ -23,22 +23,20 @@ __all__ = ["rates_by_keys"]
 def rates_by_keys(
     algorithm: Algorithm, k: Tensor, state: State, rates: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """The numbers with η_t r_t for ``"lr"``, where the algorithm asks for it.
+    """The numbers with η_t r_t for ``"lr"``.
 
     Args:
-        algorithm: which may. k: keys of new tokens ``[B, T, H, K]``.
+        algorithm: which asks for it (`by_keys`). k: keys of new tokens ``[B, T, H, K]``.
         state: before them. rates: their numbers by name, ``[B, T, H, ...]``.
     """
-    b, lr = algorithm.batch, rates.get("lr")
-    if algorithm.limit == "batch" or b == 1 or k.numel() == 0:
+    if k.numel() == 0:
         return rates
+    b, lr = algorithm.batch, rates["lr"]
     n, keys = together(algorithm), k.to(torch.promote_types(k.dtype, torch.float32))
     if state.seen is None:
         r = _row_by_row(keys, state, b, n)
     else:
         r = _aligned(keys, state, b, n, state.seen % b)
-    if lr is None:  # an algorithm without a rate has one of 1
-        return {**rates, "lr": r}
     r = r.to(lr.dtype).view(*r.shape, *(1,) * (lr.dim() - 3))
     return {**rates, "lr": lr * r}
 
