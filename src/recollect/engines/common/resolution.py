@@ -28,6 +28,7 @@ __all__ = [
     "refuse",
     "ridged",
     "unresolved",
+    "unresolved_is_nan",
 ]
 
 RESET = math.log(torch.finfo(torch.float32).tiny)
@@ -78,6 +79,11 @@ def unresolved(lost: Tensor) -> Unresolved | None:
     first = (~(lost <= MOST)).int().argmax()  # also where it is no number
     index, row, head = (int(x) for x in torch.unravel_index(first, lost.shape))
     return Unresolved(index=index, row=row, head=head, worst=float(lost[index, row, head]))
+
+
+def unresolved_is_nan(lost: Tensor) -> Tensor:
+    """What to add to answers where nobody can be told: NaN where a `loss` is too large, else 0."""
+    return torch.where(lost <= MOST, 0.0, torch.nan).to(lost.dtype)
 
 
 def refuse(problem: Problem, lost: Unresolved, *, token: int) -> ValueError:

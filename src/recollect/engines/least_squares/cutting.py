@@ -1,7 +1,7 @@
-"""How a call is cut into chunks: by its decays, by spans of the ridge, where memories start anew.
+"""How a call is cut into chunks: by its decays, and by spans of the ridge.
 
-A span and a new start begin a chunk. Rows whose chunks that leaves unfilled are filled up by empty
-tokens (zero keys, no decay), which change nothing.
+A span begins a chunk. Rows whose chunks that leaves unfilled are filled up by empty tokens (zero
+keys, no decay), which change nothing; how many there may be follows from shapes alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recollect.choices.devices import holds
 from recollect.engines.common.problem import Problem
 from recollect.engines.common.resolution import RESET
 
@@ -38,10 +37,8 @@ class Facts:
 
 
 def read_facts(problem: Problem, logs: Tensor, tokens: Iterable[int], *, every: int) -> Facts:
-    """Look at log decays ``[B, T, H]`` and positions once: a GPU has to wait for it."""
+    """Look at log decays ``[B, T, H]`` and positions once."""
     logs, tokens = logs.detach().double(), sorted(set(tokens))
-    if not holds(logs):  # shapes alone: any cut has them
-        return Facts(anew=False, in_step=True, most=dict.fromkeys(tokens, 0.0))
     anew = logs < RESET
     total = torch.nn.functional.pad(logs.masked_fill(anew, 0.0).cumsum(1), (0, 0, 1, 0))
     steps = [min(n, logs.shape[1]) for n in tokens]
@@ -75,14 +72,12 @@ class Cut:
         chunk: C. slots: tokens in all, with gaps.
         place: ``[B, T]`` slot of each token, or ``None`` where they stand as they are.
         ends: ``[n, B]``, which rows reach the end of a span with a chunk; ``None`` without spans.
-        anew: ``[n, B, H]``, which memories start anew with a chunk; ``None`` for none.
     """
 
     chunk: int
     slots: int
     place: Tensor | None = None
     ends: Tensor | None = None
-    anew: Tensor | None = None
 
     def last(self, row: int, chunks: int, tokens: int) -> int:
         """The last of a row's so many tokens that stand in its first chunks."""
@@ -90,45 +85,33 @@ class Cut:
         return max(int((place < chunks * self.chunk).sum()) - 1, 0)
 
 
-def cut(problem: Problem, tokens: int, *, every: int, in_step: bool, anew: Tensor | None) -> Cut:
-    """Cut a call into chunks of so many tokens or fewer; a GPU has to wait where rows are moved.
+def cut(problem: Problem, tokens: int, *, every: int, in_step: bool) -> Cut:
+    """Cut a call into chunks of so many tokens or fewer.
 
     Args:
         every: tokens of a span, 0 for none. in_step: see `Facts`.
-        anew: ``[B, T, H]``, which memories start anew, if any.
     """
     T = problem.k.shape[1]
     # Chunks fill a span.
     chunk = min(T, -(-every // -(-every // tokens)) if every else tokens)
     at = Cut(chunk=chunk, slots=-(-T // chunk) * chunk)
-    steps = torch.arange(T, device=problem.k.device)
-    index = problem.state.position[:, None] + steps
-    stands = every == 0 or T == 1 or (in_step and (every >= T or every % chunk == 0))
-    if holds(index) and (anew is not None or not stands):
-        starts = index % every == 0 if every else torch.zeros_like(index, dtype=torch.bool)
-        starts = starts if anew is None else starts | anew.any(-1)
-        # Many new starts leave many gaps; shorter chunks leave fewer.
-        at = _placed(starts, [chunk] if anew is None else halves(chunk))
-
-    def chunks(x: Tensor) -> Tensor:  # [B, T, ...] -> [n, B, C, ...]
-        return aligned(x, at).unflatten(1, (-1, at.chunk)).transpose(0, 1)
-
-    ends = None
-    if every:
-        last = ((index + 1) % every == 0) & (index < problem.end[:, None])
-        ends = chunks(last).any(-1)
-    return replace(at, ends=ends, anew=None if anew is None else chunks(anew)[:, :, 0])
-
-
-def _placed(starts: Tensor, sizes: list[int]) -> Cut:
-    """Chunks that begin where ``starts [B, T]`` says: the longest that do not double the tokens."""
-    steps = torch.arange(starts.shape[1], device=starts.device)
-    since = steps - torch.where(starts, steps, 0).cummax(1).values
-    places = [((since % size == 0).cumsum(1) - 1) * size + since % size for size in sizes]
-    last = torch.stack([place[:, -1].max() for place in places]).tolist()
-    slots = [(furthest // size + 1) * size for furthest, size in zip(last, sizes, strict=True)]
-    best = next((i for i, n in enumerate(slots) if n <= 2 * len(steps)), len(sizes) - 1)
-    return Cut(chunk=sizes[best], slots=slots[best], place=places[best])
+    if not every:
+        return at
+    index = problem.state.position[:, None] + torch.arange(T, device=problem.k.device)
+    if T > 1 and not (in_step and (every >= T or every % chunk == 0)):
+        # Each span takes whole chunks, and a row stands in its first one as it does in its span.
+        width = -(-every // chunk) * chunk
+        first = problem.state.position[:, None] % every // chunk * chunk
+        within = index - index[:, :1] // every * every
+        borders = (T + every - 2) // every  # as many as T tokens may cross
+        at = Cut(
+            chunk=chunk,
+            slots=-(-(T + chunk - 1 + borders * (width - every)) // chunk) * chunk,
+            place=within // every * width + within % every - first,
+        )
+    last = ((index + 1) % every == 0) & (index < problem.end[:, None])
+    ends = aligned(last, at).unflatten(1, (-1, at.chunk)).transpose(0, 1).any(-1)
+    return replace(at, ends=ends)
 
 
 def aligned(x: Tensor, at: Cut) -> Tensor:

@@ -17,9 +17,16 @@ import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.closed_form import smallest_ridge
-from recollect.choices.devices import lasts, looks
+from recollect.choices.devices import looks
 from recollect.engines.common.problem import Problem
-from recollect.engines.common.resolution import RESET, Unresolved, loss, refuse, unresolved
+from recollect.engines.common.resolution import (
+    RESET,
+    Unresolved,
+    loss,
+    refuse,
+    unresolved,
+    unresolved_is_nan,
+)
 from recollect.engines.least_squares.conjugate_gradient import approximate, how
 from recollect.engines.least_squares.cutting import (
     CHUNK,
@@ -41,11 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["describes", "needs_digits", "refuses", "run"]
 
-HOPELESS, DOUBTFUL = 8.0, 4.0
-"""What F tokens decay by together above which float32 is not tried, and where nobody may look.
-
-e^−4 leaves a spread (`common.resolution`) of about 30.
-"""
+HOPELESS = 8.0
+"""What F tokens decay by together above which float32 is not tried."""
 
 STALE = 1e3
 """The spread of eigenvalues above which decoding inverts the system at every token."""
@@ -131,22 +135,24 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     recipe, state, p = problem.recipe, problem.state, ridge_problem(problem)
     forgets, every, tokens = recipe.context.forgets, _every(recipe), p.k.shape[1]
     size, features = problem.chunk_size or CHUNK, p.k.shape[-1]
+    looked = forgets and looks(p.k)
     facts, anew = None, None
-    if forgets and tokens > 1:
+    if looked and tokens > 1:
         facts = read_facts(problem, p.log_decay, (*halves(size), features), every=every)
-    if forgets and (facts.anew if facts else not looks(p.k) or bool((p.log_decay < RESET).any())):
-        # One token's in numbers alone, because a GPU that decodes should not wait.
-        anew = p.log_decay < RESET
-        p = p.restarted(anew)
+    if forgets:
+        starts = p.log_decay < RESET
+        if facts.anew if facts else not looked or bool(starts.any()):
+            anew, p = starts, p.restarted(starts)
     wide, narrow = torch.float64, p.k.dtype
     step = tokens == 1 and not p.wants_gradient()
-    compiling = torch.compiler.is_compiling()
-    looked = forgets and (looks(p.k) or (tokens > 1 and lasts(p.k)))
     # What a chunk loses of its own, single tokens do not.
     ways = [(narrow, size), (wide, size), (wide, 1)]
-    bound = DOUBTFUL if compiling else HOPELESS
-    if narrow == wide or (forgets and (facts is None or facts.most[features] > bound)):
+    if narrow == wide or (forgets and (facts is None or facts.most[features] > HOPELESS)):
         ways = ways[1:]
+    if forgets and not looked:
+        # Nobody may look: no chunk loses more than its features' worth of tokens, which is as much
+        # as is lost beside it, and what float64 does not resolve is no number.
+        ways = [(wide, min(size, features))]
     if step:
         ways = ways[:1]
 
@@ -156,9 +162,8 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             at, solved = Cut(chunk=1, slots=1), _step(problem, every, numbers)
         else:
             size = size if facts is None else gentle(facts, size, dtype)
-            in_step = facts is not None and facts.in_step
-            at = cut(problem, size, every=every, in_step=in_step, anew=anew)
-            solved = _chunks(problem, at, numbers)
+            at = cut(problem, size, every=every, in_step=facts is not None and facts.in_step)
+            solved = _chunks(problem, at, numbers, anew)
         return at, solved, unresolved(solved[-1]) if looked else None
 
     at, (y, after, _), lost = attempt(*ways[0])
@@ -179,22 +184,30 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return y, after.M.mT.to(narrow), slots
 
 
-def _chunks(problem: Problem, at: Cut, p: RidgeProblem) -> Solved:
+def _chunks(problem: Problem, at: Cut, p: RidgeProblem, anew: Tensor | None) -> Solved:
     """By the recursion over chunks.
 
     The first loss is that of the state from before: what a call has left may need more digits than
     the next one's tokens.
     """
-    forgets, state = problem.recipe.context.forgets, p.state
-    spans = Spans(
-        chunk=at.chunk, ends=at.ends, anew=at.anew, forgets=forgets, continues=problem.continues
-    )
-    start = replace(state, inverse=state.inverse.detach())
-    y, after, lost = recursion(replace(p.tokens(lambda x: aligned(x, at)), state=start), spans)
+    forgets = problem.recipe.context.forgets
+    start = replace(p.state, inverse=p.state.inverse.detach())
+    before, marks = None, forgets and not looks(p.k)
     if forgets:
-        G = state.D + torch.diag_embed(state.kappa.unsqueeze(-1) * p.ridge)
-        before = loss(G, start.inverse, torch.zeros_like(state.kappa)).detach()
-        lost = torch.cat([before.unsqueeze(0), lost])
+        G = start.D + torch.diag_embed(start.kappa.unsqueeze(-1) * p.ridge)
+        before = loss(G, start.inverse, torch.zeros_like(start.kappa)).detach()
+        if marks:
+            start = replace(start, M=start.M + unresolved_is_nan(before)[..., None, None])
+    spans = Spans(
+        chunk=at.chunk,
+        ends=at.ends,
+        anew=None if anew is None else aligned(anew, at),
+        forgets=forgets,
+        marks=marks,
+        continues=problem.continues,
+    )
+    y, after, lost = recursion(replace(p.tokens(lambda x: aligned(x, at)), state=start), spans)
+    lost = lost if before is None else torch.cat([before.unsqueeze(0), lost])
     return unaligned(y, at, p.k.shape[1]), after, lost
 
 
@@ -241,4 +254,7 @@ def _step(problem: Problem, every: int, p: RidgeProblem) -> Solved:
         kappa = torch.where(fixed, target, kappa)
         if forgets:
             lost = loss(G, P, raised).unsqueeze(0)
+    if forgets and not looks(D):
+        mark = unresolved_is_nan(lost[0])[..., None, None]
+        y, W = y + mark.unsqueeze(1), W + mark
     return y, RidgeState(W.mT, D, kappa, P), lost

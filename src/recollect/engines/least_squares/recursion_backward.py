@@ -14,7 +14,8 @@ from P = (D + ρI)⁻¹ of its Gram matrix. At a *border* ρ is raised from κλ
 
     P ← (D + τλ)⁻¹,   M ← M − (τ − κ) P λ (M − M₀)
 
-Where a memory starts anew, a chunk starts from D = 0, ρ = λ and M = M₀ in place of what was.
+Where a memory starts anew inside a chunk, the tokens from there on are another part of it: their
+blocks of A, X and R start from D = 0, ρ = λ and M = M₀, and what was before goes no further.
 
 Backward works on the statistics G = D + ρI and J = WG, on which everything above is linear. With
 z_t = P_t q_t, m_t = W_tᵀ ȳ_t, U = ∂/∂J, N = −∂/∂G and g_i = a_C/a_i the decay from i to the end::
@@ -43,7 +44,13 @@ from torch import Tensor
 from recollect.choices.gradients import HandWritten, once
 from recollect.engines.common.linalg import bmm, plus
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
-from recollect.engines.least_squares.recursion_forward import Layout, Saved, Spans, forward
+from recollect.engines.least_squares.recursion_forward import (
+    Layout,
+    Saved,
+    Spans,
+    forward,
+    to_end,
+)
 
 __all__ = ["recursion"]
 
@@ -111,32 +118,41 @@ def _backward(
     dlam = -kappa[:, None] * dD.diagonal(dim1=-2, dim2=-1)
     dW0 = torch.zeros_like(W0)
     both = torch.cat([U, N], dim=-2)  # [BH, V + F, F]
+    begun = torch.zeros_like(both)  # what reaches G = λ and J = λW₀ of new starts
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     falls = torch.zeros(log_decay.shape, dtype=torch.float64, device=k.device)
     C = layout.spans.chunk
     shape = (layout.B, layout.H)
     chunks = k.shape[1] // C
-    anew = None if layout.spans.anew is None else layout.spans.anew.flatten(1)
-    # ∂/∂log γ of a chunk's tokens beside the flow: through κ at the next border.
-    own = torch.zeros(chunks, *shape, dtype=torch.float64, device=k.device)
-    drop = torch.zeros_like(own)
+    # ∂/∂log γ of a token beside the flow: through κ at the next border.
+    own = torch.zeros(*k.shape[:3], dtype=torch.float64, device=k.device)
+    drop = torch.zeros(chunks, *shape, dtype=torch.float64, device=k.device)
     borders = {border.chunk: border for border in saved.borders}
     for (start, stop), states, solved, factors in reversed(
         list(zip(layout.groups, saved.states, saved.solved, saved.factors, strict=True))
     ):
         n = states.shape[0]
-        logs = layout.cumulated(log_decay[:, start:stop])
+        parts = layout.parts(start, stop)
+        logs = layout.cumulated(log_decay[:, start:stop], parts)
         ends = logs[..., -1].exp().to(k.dtype)[..., None, None]
         Q, Y = layout.queries(q[:, start:stop]), layout.queries(dy[:, start:stop]).contiguous()
         X, R = solved[..., :F], solved[..., F:]  # X is −X throughout
-        S = layout.causal(bmm(Q, X.mT))  # −tril(Q Xᵀ)
-        T = layout.causal(bmm(Y, R.mT))
-        m = plus(bmm(Y, states[..., F:].mT), T, X, alpha=-1)
-        z = plus(bmm(Q, states[..., :F]), S, X, alpha=-1)
+        S = layout.causal(bmm(Q, X.mT), parts)  # −tril(Q Xᵀ)
+        T = layout.causal(bmm(Y, R.mT), parts)
+        m, z = bmm(Y, states[..., F:].mT), bmm(Q, states[..., :F])
+        fresh = None
+        if parts is not None:
+            fresh = layout.per_query(parts.fresh).unsqueeze(-1)
+            m = torch.where(fresh, Y @ W0, m)
+            z = torch.where(fresh, Q / lam.unsqueeze(-2), z)
+        m, z = plus(m, T, X, alpha=-1), plus(z, S, X, alpha=-1)
         dq[:, start:stop] = layout.unqueries(m)
         pairs = torch.cat([Y, m], dim=-1)
-        add = bmm(pairs.mT, z)  # [n, BH, V + F, F]
+        add = bmm(pairs.mT, z if fresh is None else z.masked_fill(fresh, 0.0))  # [.., V + F, F]
+        if fresh is not None:
+            begun = begun + bmm(pairs.mT, z.masked_fill(~fresh, 0.0)).sum(0)
         later = torch.empty_like(add)
+        held = torch.empty(n, *kappa.shape, dtype=torch.float64, device=k.device)
         for i in reversed(range(n)):
             chunk = start // C + i
             border = borders.get(chunk)
@@ -148,16 +164,17 @@ def _backward(
                 dW0 = dW0 + raised[:, None, None] * both[:, :V] * lam.unsqueeze(-2)
                 drop[chunk] = (raised * total).double().view(shape)
                 opened = torch.where(border.fixed, -(border.before * total).double(), opened)
-            own[chunk] = opened.view(shape)
+            held[i] = opened
             later[i] = both
-            both = both * ends[i] + add[i]
-            if anew is not None:
-                # What was before has no part in G = λ and J = λW₀.
-                fresh = torch.where(anew[chunk, :, None, None], both, 0.0)
-                dlam = dlam + (fresh[:, :V] * W0).sum(-2)
-                dlam = dlam - fresh[:, V:].diagonal(dim1=-2, dim2=-1)
-                dW0 = dW0 + fresh[:, :V] * lam.unsqueeze(-2)
-                both, opened = both - fresh, torch.where(anew[chunk], 0.0, opened)
+            both = both * ends[i]
+            if parts is not None:
+                reset = parts.reset[i]
+                begun = begun + torch.where(reset[:, None, None], both, 0.0)
+                both = both.masked_fill(reset[:, None, None], 0.0)
+                opened = opened.masked_fill(reset, 0.0)
+            both = both + add[i]
+        of_span = held.unsqueeze(-1).expand(*held.shape, C)
+        own[:, start:stop] = layout.join(of_span if parts is None else of_span * parts.last)
         keys = layout.split(k[:, start:stop]).contiguous()
         values = layout.split(v[:, start:stop]).contiguous()
         near = torch.cat([plus(bmm(T.mT, z), S.mT, m), bmm(S.mT, Y).neg_()], dim=-1)
@@ -165,7 +182,7 @@ def _backward(
             near = bmm(factors.mT, near)
         else:
             near = torch.linalg.solve_triangular(factors.mT, near, upper=True)
-        g = (logs[..., -1:] - logs).exp().to(k.dtype).unsqueeze(-1)
+        g = to_end(logs, parts).to(k.dtype).unsqueeze(-1)
         far = bmm(keys, later.mT)  # [.., C, V + F]: U k, N k
         near[..., F:] += g * far[..., :V]
         cross = plus(bmm(values, later[..., :V, :]), keys, later[..., V:, :], alpha=-1)
@@ -174,6 +191,8 @@ def _backward(
         dv[:, start:stop] = layout.join(near[..., F:])
         fall = (near[..., :F] * keys).sum(-1) + (near[..., F:] * values).sum(-1)
         falls[:, start:stop] = layout.join(fall.double() / 2)
+    dlam = dlam + (begun[:, :V] * W0).sum(-2) - begun[:, V:].diagonal(dim1=-2, dim2=-1)
+    dW0 = dW0 + begun[:, :V] * lam.unsqueeze(-2)
     dlog = _decays(flow.view(shape), falls, drop, own, layout.spans)
     M, D, kappa, _ = p.state.map(flat).tensors()
     G = D + torch.diag_embed(kappa[:, None] * lam)
@@ -190,16 +209,15 @@ def _backward(
 
 def _decays(flow: Tensor, falls: Tensor, drop: Tensor, own: Tensor, spans: Spans) -> Tensor:
     """∂/∂log γ ``[B, S, H]``: the flow from the end, less what falls out on the way."""
-    C = spans.chunk
-    if spans.anew is not None:
-        # All that is left at a new start falls out there.
-        left, within = flow, falls.unflatten(1, (-1, C)).sum(2)
-        drop = drop.clone()
-        for i in reversed(range(len(drop))):
-            left = left - drop[i] - within[:, i]
-            if i:
-                drop[i - 1] += torch.where(spans.anew[i], left, 0.0)
-    within = falls.flip(1).cumsum(1).flip(1)
-    later = drop.flip(0).cumsum(0).flip(0).repeat_interleave(C, dim=0)  # [S, B, H]
-    mine = own.repeat_interleave(C, dim=0)
-    return flow[:, None] - within - (later - mine).movedim(0, 1)
+    C, tokens = spans.chunk, falls.shape[1]
+    falls = falls.clone()
+    falls[:, C - 1 :: C] += drop.movedim(0, 1)  # at a border, after its chunk's last token
+    after = falls.flip(1).cumsum(1).flip(1)
+    if spans.anew is None:
+        return flow[:, None] - after + own
+    # All that is left at a new start falls out there: before it nothing flows from behind.
+    places = torch.arange(tokens, device=falls.device)[:, None]
+    starts = torch.where(spans.anew, places, tokens).flip(1).cummin(1).values.flip(1)
+    next_start = torch.cat([starts[:, 1:], torch.full_like(starts[:, :1], tokens)], dim=1)
+    ended = torch.cat([after, flow[:, None]], dim=1).gather(1, next_start)
+    return ended - after + own

@@ -11,10 +11,10 @@ from torch import Tensor
 from recollect.choices.algorithm.closed_form import smallest_ridge
 from recollect.choices.devices import looks
 from recollect.engines.common.linalg import bmm, plus
-from recollect.engines.common.resolution import loss, lost_within
+from recollect.engines.common.resolution import loss, lost_within, unresolved_is_nan
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
 
-__all__ = ["Layout", "Saved", "Spans", "forward"]
+__all__ = ["Layout", "Parts", "Saved", "Spans", "forward", "to_end"]
 
 GROUP = 4096
 """Rows (tokens · heads · batch) of a group on a CPU: what is made of them stays in the cache."""
@@ -28,9 +28,11 @@ class Spans:
         chunk: C, tokens of a chunk; the number of tokens is a multiple of it.
         ends: ``[n, B]``, which rows reach the end of a span with a chunk, at which the ridge is
             refreshed; ``None`` for never.
-        anew: ``[n, B, H]``, which memories start anew with a chunk: D = 0, ρ = λ, W = W₀; ``None``
+        anew: ``[B, S, H]``, which memories start anew with a token: D = 0, ρ = λ, W = W₀; ``None``
             for none.
         forgets: whether there is any decay; without, there is nothing to refresh.
+        marks: whether outputs and memories that the dtype does not resolve are NaN, until a memory
+            starts anew; without, it is for the caller to look at what is lost.
         continues: whether the Gram matrix after all tokens will be looked at.
     """
 
@@ -38,7 +40,42 @@ class Spans:
     ends: Tensor | None
     anew: Tensor | None = None
     forgets: bool
+    marks: bool = False
     continues: bool = True
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where memories start anew inside chunks: each chunk falls into parts that share nothing.
+
+    The first part goes on from the chunk's start, every other from λ and W₀.
+
+    Attributes:
+        fresh: ``[n, BH, C]``, which tokens are of another part than the first.
+        same: ``[n, BH, C, C]``, which are of the same.
+        last: ``[n, BH, C]``, which are of the last.
+        reset: ``[n, BH]``, which chunks have more than one part, or start anew with a token.
+        first: ``[n, BH, C]``, the place of each token's part's first token.
+    """
+
+    fresh: Tensor
+    same: Tensor
+    last: Tensor
+    reset: Tensor
+    first: Tensor
+
+    @classmethod
+    def of(cls, anew: Tensor) -> Parts:
+        """The parts of chunks in which memories start anew at tokens ``[n, BH, C]``."""
+        part = anew.cumsum(-1)
+        places = torch.arange(anew.shape[-1], device=anew.device)
+        return cls(
+            fresh=part > 0,
+            same=part.unsqueeze(-1) == part.unsqueeze(-2),
+            last=part == part[..., -1:],
+            reset=part[..., -1] > 0,
+            first=torch.where(anew, places, 0).cummax(-1).values,
+        )
 
 
 @dataclass(frozen=True)
@@ -105,18 +142,36 @@ class Layout:
     def unqueries(self, x: Tensor) -> Tensor:
         return self.join(x.unflatten(2, (self.spans.chunk, self.G)))
 
-    def causal(self, scores: Tensor) -> Tensor:
-        """Zero where the written token is later than the reading one, ``[..., C·G, C]``."""
+    def parts(self, start: int, stop: int) -> Parts | None:
+        """Where memories start anew among the tokens of a group, if any may."""
+        anew = self.spans.anew
+        return None if anew is None else Parts.of(self.split(anew[:, start:stop]))
+
+    def causal(self, scores: Tensor, parts: Parts | None) -> Tensor:
+        """Zero where the written token is later than the reading one, ``[..., C·G, C]``.
+
+        And where it is of another part.
+        """
+        if parts is not None:
+            scores.masked_fill_(~self.per_query(parts.same), 0.0)
         if self.G == 1:
             return scores.tril_()
         C = self.spans.chunk
         mask = scores.new_ones(C, C).tril().repeat_interleave(self.G, dim=0)
         return scores.mul_(mask)
 
-    def cumulated(self, log_decay: Tensor) -> Tensor:
-        """Sums of log decays inside chunks ``[n, B·H, C]``, of which differences are wanted."""
+    def per_query(self, x: Tensor) -> Tensor:
+        """What is known of tokens ``[n, B·H, C, ...]`` for their queries ``[n, B·H, C·G, ...]``."""
+        return x if self.G == 1 else x.repeat_interleave(self.G, dim=2)
+
+    def cumulated(self, log_decay: Tensor, parts: Parts | None) -> Tensor:
+        """Sums of log decays inside the parts of chunks ``[n, B·H, C]``."""
         # exp(−1000) is 0 already, and −inf − (−inf) would be NaN.
-        return self.split(log_decay).double().clamp_min(-1000.0).cumsum(-1)
+        logs = self.split(log_decay).double().clamp_min(-1000.0).cumsum(-1)
+        if parts is None:
+            return logs
+        # The token that starts anew decays by nothing.
+        return logs - torch.where(parts.fresh, logs.gather(-1, parts.first), 0.0)
 
     def heads(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1)
@@ -167,7 +222,7 @@ class _Group:
         solved: ``[n, BH, C, F + V]``: 0 and the values; then −K P and V − K M; then −X and R.
         states: ``[n + 1, BH, F, F + V]``: P and M before each chunk and after the last.
         factors: L, ``[n, BH, C, C]``, or L⁻¹ where there is decay; where backward needs them.
-        anew: ``[n, BH]``, which memories start anew with a chunk.
+        parts: where memories start anew, if any may.
     """
 
     first: int
@@ -179,7 +234,7 @@ class _Group:
     solved: Tensor
     states: Tensor
     factors: Tensor | None
-    anew: Tensor | None
+    parts: Parts | None
 
     @property
     def least(self) -> float:
@@ -198,12 +253,12 @@ def forward(
     Z = torch.cat([P, M], dim=-1)  # [BH, F, F + V]
     y = v.new_empty(*p.q.shape[:-1], V)
     saved = Saved(states=[], solved=[], factors=[], borders=[], lost=[])
-    anew = None if spans.anew is None else spans.anew.flatten(1)
     nothing = v.new_zeros(())
     for start, stop in layout.groups:
         keys = layout.split(k[:, start:stop])
         n, BH = keys.shape[:2]
-        logs = layout.cumulated(p.log_decay[:, start:stop]) if spans.forgets else nothing
+        parts = layout.parts(start, stop)
+        logs = layout.cumulated(p.log_decay[:, start:stop], parts) if spans.forgets else nothing
         group = _Group(
             first=start // C,
             keys=keys.contiguous() if spans.forgets else keys,
@@ -214,7 +269,7 @@ def forward(
             solved=keys.new_empty(n, BH, C, F + V),
             states=keys.new_empty(n + 1, BH, F, F + V),
             factors=keys.new_empty(n, BH, C, C) if save else None,
-            anew=None if anew is None else anew[start // C : stop // C],
+            parts=parts,
         )
         group.solved[..., :F] = 0
         group.solved[..., F:] = layout.split(v[:, start:stop])
@@ -227,8 +282,11 @@ def forward(
         # Rounding leaves P a little unsymmetric, and the recursion would feed on that.
         Z[..., :F] = (Z[..., :F] + Z[..., :F].mT) / 2
         queries = layout.queries(p.q[:, start:stop]).contiguous()
-        scores = layout.causal(bmm(queries, group.solved[..., :F].mT, alpha=-1))
+        scores = layout.causal(bmm(queries, group.solved[..., :F].mT, alpha=-1), parts)
         out = bmm(queries, group.states[:-1, ..., F:])
+        if parts is not None:
+            fresh = layout.per_query(parts.fresh).unsqueeze(-1)
+            out = torch.where(fresh, queries @ origin, out)
         y[:, start:stop] = layout.unqueries(plus(out, scores, group.solved[..., F:]))
         if group.factors is not None:
             saved.states.append(group.states[:-1])
@@ -293,12 +351,14 @@ def _with_decay(
     """Chunks with decay: every P comes from its Gram matrix, so only M is sequential.
 
     P − XᵀX would lose what strong decay leaves of it. A chunk takes M to T M + U with
-    T = I − XᵀL⁻¹K and U = XᵀL⁻¹V, which all chunks find at once; then R = L⁻¹(V − K M).
+    T = I − XᵀL⁻¹K and U = XᵀL⁻¹V, which all chunks find at once; then R = L⁻¹(V − K M). Where
+    memories start anew inside a chunk, L falls into blocks of its parts, X and M of the first come
+    from P and M, of others from 1/λ and W₀, and only the last is carried on.
     """
-    F, anew, ridge = group.keys.shape[-1], group.anew, group.ridge
+    F, parts, ridge = group.keys.shape[-1], group.parts, group.ridge
     ends = group.reach[..., -1]
-    systems = _grams(group.keys, group.logs)
-    carried = ends if anew is None else torch.where(anew, 0.0, ends)
+    systems = _grams(group.keys, group.logs, parts)
+    carried = ends if parts is None else torch.where(parts.reset, 0.0, ends)
     for gram, end in zip(systems.unbind(0), carried.unbind(0), strict=True):
         D = gram.addcmul_(D, end[:, None, None])
     D = D.clone()
@@ -309,40 +369,63 @@ def _with_decay(
     systems.diagonal(dim1=-2, dim2=-1).add_(after.unsqueeze(-1) * ridge)
     P = _inverse(systems)
     group.states[1:, ..., :F] = P
-    if anew is not None:
-        fresh = torch.diag_embed(1 / ridge)
-        starts = group.states[:-1, ..., :F]
-        starts.copy_(torch.where(anew[..., None, None], fresh, starts))
     KP = bmm(group.keys, group.states[:-1, ..., :F])
+    if parts is not None:
+        KP = torch.where(parts.fresh.unsqueeze(-1), group.keys / ridge.unsqueeze(-2), KP)
     A = bmm(KP, group.keys.mT)
+    if parts is not None:
+        A.masked_fill_(~parts.same, 0.0)
     A.diagonal(dim1=-2, dim2=-1).add_(group.reach)
     _floor(A, group.reach, group.least)
     half = _halves(A)
     floor = torch.stack([border.floor for border in borders]) * ridge.mean(-1)
-    saved.lost.append(torch.maximum(loss(systems, P, floor), lost_within(A, half)))
+    lost = torch.maximum(loss(systems, P, floor), lost_within(A, half))
+    saved.lost.append(lost)
     if group.factors is not None:
         group.factors = half
     X = bmm(half, KP)
     group.solved[..., :F] = group.keys
     whitened = bmm(half, group.solved)  # L⁻¹K and L⁻¹V
-    step = bmm(X.mT, whitened)
+    last = X if parts is None else X * parts.last.unsqueeze(-1)
+    step = bmm(last.mT, whitened)
     step[..., :F].neg_().diagonal(dim1=-2, dim2=-1).add_(1)
     _raise(step, P, borders, group)
+    if layout.spans.marks:
+        mark = unresolved_is_nan(lost)[..., None, None]
+        step[..., F:] += mark
+        whitened[..., F:] += mark
     states = group.states[..., F:]
     for i, (T, U) in enumerate(x.split([F, x.shape[-1] - F], dim=-1) for x in step.unbind(0)):
-        if anew is not None:
-            states[i] = torch.where(anew[i, :, None, None], group.origin, states[i])
-        torch.baddbmm(U, T, states[i], out=states[i + 1])
+        start = states[i]
+        if parts is not None:
+            start = torch.where(parts.reset[i, :, None, None], group.origin, start)
+        torch.baddbmm(U, T, start, out=states[i + 1])
     torch.neg(X, out=group.solved[..., :F])
-    rest = whitened[..., F:].contiguous()
-    group.solved[..., F:] = plus(rest, whitened[..., :F], states[:-1], alpha=-1)
+    rest, across = whitened[..., F:].contiguous(), whitened[..., :F]
+    if parts is None:
+        group.solved[..., F:] = plus(rest, across, states[:-1], alpha=-1)
+    else:
+        fresh = parts.fresh.unsqueeze(-1)
+        group.solved[..., F:] = rest - torch.where(
+            fresh, across @ group.origin, bmm(across, states[:-1])
+        )
     return D, kappa
 
 
-def _grams(keys: Tensor, logs: Tensor) -> Tensor:
+def to_end(logs: Tensor, parts: Parts | None) -> Tensor:
+    """Decays from tokens to the ends of their chunks, 0 where another part ends them.
+
+    Args:
+        logs: of `Layout.cumulated`, ``[n, BH, C]``.
+        parts: of the same chunks.
+    """
+    fall = logs[..., -1:] - logs
+    return (fall if parts is None else fall.masked_fill(~parts.last, -torch.inf)).exp()
+
+
+def _grams(keys: Tensor, logs: Tensor, parts: Parts | None) -> Tensor:
     """What each chunk adds to the Gram matrix, decayed to its end, ``[n, BH, F, F]``."""
-    decayed = keys * (logs[..., -1:] - logs).exp().to(keys.dtype).unsqueeze(-1)
-    return bmm(decayed.mT, keys)
+    return bmm((keys * to_end(logs, parts).to(keys.dtype).unsqueeze(-1)).mT, keys)
 
 
 def _borders(layout: Layout, group: _Group, grams: Tensor, kappa: Tensor) -> list[Border]:
@@ -351,8 +434,8 @@ def _borders(layout: Layout, group: _Group, grams: Tensor, kappa: Tensor) -> lis
     floors = smallest_ridge(grams).squeeze(-1) / group.ridge.mean(-1)  # [n, BH]
     borders: list[Border] = []
     for i, (least, end) in enumerate(zip(floors.unbind(0), ends.unbind(0), strict=True)):
-        if group.anew is not None:
-            kappa = torch.where(group.anew[i], 1.0, kappa)
+        if group.parts is not None:
+            kappa = torch.where(group.parts.reset[i], 1.0, kappa)
         kappa = kappa * end
         fixed, target = least > kappa, torch.maximum(kappa, least)
         floor = torch.where(fixed, least, 0.0)
