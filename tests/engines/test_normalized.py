@@ -460,6 +460,36 @@ def test_least_mean_squares_is_the_keyed_rule(made: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
+@pytest.mark.parametrize("size", [0.1, 1.0, 10.0, 1000.0])
+def test_a_norm_is_turned_no_further_than_it_reaches(size: float, method: str) -> None:
+    """|Δz| = (1 + R/|v|) tan(θ/2) |z| for values beyond R, however long; z = W k, θ from v.
+
+    Derived in docs/design/steps.md. Errors that no memory under the norm can reach made steps as
+    many times longer as values were.
+    """
+    recipe = rc.Recipe(
+        memory=memory.MLP(depth=1, norm="rms", residual=False), algorithm=GD(lr=1.0, normalize=True)
+    )
+    q, k, W = normal(1, 1, 1, D, seed=1), normal(1, 1, 1, D, seed=2), normal(1, D, D, seed=3)
+    R = 1.5 * D**0.5
+    v = normal(1, 1, 1, D, seed=4)
+    v = size * R * v / v.norm()
+    params = {"norm_weight": torch.full((1, D), 1.5, dtype=torch.float64)}
+    _, state = rc.recall(recipe, q, k, v, params=params, init=W, method=method)
+    assert state is not None
+    z, moved = (w @ k[0, 0, 0] for w in (W[0], state.weights[0][0, 0] - W[0]))
+    cosine = functional.cosine_similarity(z, v[0, 0, 0], dim=0)
+    turned = float(moved.norm() / z.norm())
+    if size >= 1:
+        right = (1 + 1 / size) * ((1 - cosine) / (1 + cosine)).sqrt()
+        assert turned == pytest.approx(float(right), rel=1e-4)  # ε of the norm and of ρ
+    else:  # within reach the whole error counts
+        sine = (1 - cosine**2).sqrt()
+        right = (1 + size**2 - 2 * size * cosine) / (size * sine)
+        assert turned == pytest.approx(float(right), rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["reference", "deep"])
 def test_nothing_to_correct(method: str) -> None:
     """Where the prediction is the value ρ is 0, and gradients are finite."""
     recipe = rc.Recipe(memory=memory.MLP(), algorithm=Momentum(batch=2, normalize=True))
@@ -495,6 +525,9 @@ def _structures() -> dict[str, rc.Recipe]:
         "own loss": plain.but(bias=outside.Emphasis()),
         "affine": plain.but(bias=outside.Eager()),
         "norm": plain.but(memory=memory.MLP(norm="layer", biases=True)),
+        "norm alone": plain.but(
+            memory=memory.MLP(expansion=1, norm="rms", residual=False), bias=bias.Huber()
+        ),
         "gated, channels, window": plain.but(
             memory=memory.GatedMLP(expansion=2), retention=retention.Decay(per="key"),
             algorithm=descent, context=window,
@@ -551,6 +584,11 @@ KERNELS = {
         retention=retention.Decay(),
         algorithm=Momentum(batch=3, normalize=True),
     ),
+    "norm": rc.Recipe(
+        memory=memory.MLP(expansion=1, norm="layer"),
+        features=rc.features.Gaussian(),
+        algorithm=GD(batch=3, normalize=True),
+    ),
     "gated": rc.Recipe(
         memory=memory.GatedMLP(expansion=1),
         features=rc.features.Exponential(),
@@ -581,7 +619,7 @@ def test_a_linear_kernel_is_a_matrix(batch: int) -> None:
     assert generate.error(found, expected) < EXACT
 
 
-@pytest.mark.parametrize("name", ["momentum", "huber", "affine", "gated, channels, window"])
+@pytest.mark.parametrize("name", ["momentum", "huber", "affine", "norm", "gated, channels, window"])
 def test_gradients_of_gradients(name: str) -> None:
     """create_graph: second derivatives equal the reference's."""
     recipe = STRUCTURES[name]

@@ -92,6 +92,15 @@ def normed(W: Sequence[Tensor], x: Tensor) -> Tensor:
     return x + layer_norm(times(W[1], gelu(times(W[0], x))))
 
 
+def said(k: Tensor, v: Tensor) -> Tensor:
+    """What of v ``[B, H, D]`` a memory under that norm can say: k + b + x of ‖x‖ ≤ ‖w‖."""
+    center = k + NORM["norm_bias"]
+    away = v - center
+    longest = torch.linalg.vector_norm(NORM["norm_weight"], dim=-1, keepdim=True)
+    length = torch.linalg.vector_norm(away, dim=-1, keepdim=True)
+    return torch.where(length > longest, center + away * longest / length, v)
+
+
 def half_square(p: Tensor, v: Tensor) -> Tensor:
     return 0.5 * (p - v).square().sum(-1)
 
@@ -112,6 +121,8 @@ def normalised(
 ) -> Weights:
     """ρ ∇_W ℓ, ρ = ⟨e, g⟩ / (Σ_l c_l ‖∂ℓ/∂W_l‖² + 1e-6 |g|²), e = M(W; k) − v, g = ∂ℓ/∂M.
 
+    Under a norm e = M(W; k) − `said(k, v)`, and ρ is at least 0.
+
     Args:
         sizes: c_l, by how much a step of A moves W where a link stands between them.
     """
@@ -120,7 +131,9 @@ def normalised(
     slopes = gradient(memory, loss, W, k, v)
     parts = zip(sizes(list(W)), slopes, strict=True)
     size = torch.stack([c * x.square().sum((-2, -1)) for c, x in parts]).sum(0)
-    rho = ((read.detach() - v) * g).sum(-1) / (size + 1e-6 * g.square().sum(-1))
+    under = memory is normed
+    above = ((read.detach() - (said(k, v) if under else v)) * g).sum(-1)
+    rho = (above.clamp(min=0) if under else above) / (size + 1e-6 * g.square().sum(-1))
     return [rho[..., None, None] * x for x in slopes]
 
 

@@ -18,6 +18,7 @@ from tests.zoo.loops import (
     X,
     layer_norm,
     normal,
+    said,
     times,
     uniform,
 )
@@ -83,10 +84,13 @@ def loop(name: str, offset: Tensor, length: int = T) -> tuple[Tensor, Named]:
             e = layer_norm(f(points, LENGTH * KEY[:, t])) - (X[:, t] - LENGTH * KEY[:, t])
             loss = 0.5 * e.square().sum()
             slopes = torch.autograd.grad(loss, list(points.values()))
-            # What the step would correct to first order: ρ = |e|² / (‖∂ℓ/∂W‖² + 1e-6 |e|²).
+            # What the step would correct to first order, of what a norm can say of the target:
+            # ρ = max(0, ⟨M − v̂, e⟩) / (‖∂ℓ/∂W‖² + 1e-6 |e|²).
             size = torch.stack([g.flatten(2).square().sum(-1) for g in slopes]).sum(0)
-            square = e.detach().square().sum(-1)
-            rate = LR[:, t] * square / (size + 1e-6 * square)
+            e = e.detach()
+            k, v = LENGTH * KEY[:, t], X[:, t]
+            above = (e * (e + v - said(k, v))).sum(-1).clamp(min=0)
+            rate = LR[:, t] * above / (size + 1e-6 * e.square().sum(-1))
             for n, g in zip(W, slopes, strict=True):
                 total[n] = total[n] + rate.view(B, H, *(1,) * (g.dim() - 2)) * g
             place = t - first

@@ -7,8 +7,11 @@ quantities that a member declares, and documents them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Protocol
+
+from torch import Tensor
 
 from recollect.choices.fields import Gate
 
@@ -62,6 +65,9 @@ class MemoryLike(MemberLike, Protocol):
     def letter(self) -> str: ...
     @property
     def read(self) -> ReadLike: ...
+    @property
+    def bounded(self) -> bool: ...
+    def reachable(self, value: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor: ...
 
 
 class FeaturesLike(MemberLike, Protocol):

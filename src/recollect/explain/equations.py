@@ -204,15 +204,20 @@ def _share(recipe: Recipe, point: str) -> list[str]:
         return []
     memory, i = recipe.memory, "s" if recipe.algorithm.reduce == "mean" else _index(recipe)
     x, W = recipe.features.lift(f"k_{i}"), memory.letter
-    prediction = memory.at(x, raw=f"k_{i}", W=point)
-    error = render_sum((Term((prediction,)), Term((f"v_{i}",), -(recipe.bias.target or 1.0))))
+    prediction, target = memory.at(x, raw=f"k_{i}", W=point), recipe.bias.target or 1.0
+    error = render_sum((Term((prediction,)), Term((f"v_{i}",), -target)))
+    value = str(Term((f"v_{i}",), target))
     G = f"∂ℓ_{i}/∂{W}"
     size = f"‖{G}‖²"
     if recipe.retention.linked:
         L = recipe.retention.steepest
         size = f"gain({G})" if L is None else str(Term((size,), L))
-    eps = format_number(EPS)
-    return [f"ρ_{i} = ⟨{error}, e_{i}⟩ / ({size} + {eps}‖e_{i}‖²),   e_{i} = ∂ℓ_{i}/∂M at {point}"]
+    above, bounds = f"⟨{error}, e_{i}⟩", []
+    if memory.bounded:
+        above = f"max(0, ⟨{prediction} − v̂_{i}, e_{i}⟩)"
+        bounds = [f"v̂_{i} = {memory.within(value, f'k_{i}')}"]
+    below = f"{size} + {format_number(EPS)}‖e_{i}‖²"
+    return [f"ρ_{i} = {above} / ({below}),   e_{i} = ∂ℓ_{i}/∂M at {point}", *bounds]
 
 
 def _undivided(recipe: Recipe) -> list[str]:

@@ -63,8 +63,8 @@ def top_eigenvalue(
     if by_keys(recipe.algorithm):
         rate = rate * left(points.raw, together(recipe.algorithm))
     if recipe.algorithm.normalizes and recipe.bias.target is not None:
-        normalizer = Normalizer.of(recipe.retention, recipe.bias.target)
-        rate = rate * normalizer.shares(slopes, points, flat, {}).unflatten(0, (B, H))
+        normalizer = Normalizer.of(recipe, recipe.bias.target)
+        rate = rate * normalizer.shares(slopes, points, flat, params, {}).unflatten(0, (B, H))
     # In units of the error: |g| is its length for L2 alone.
     target = 1.0 if recipe.bias.target is None else recipe.bias.target
     length = (slopes.prediction - target * points.v).norm(dim=-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor
 from recollect.choices.gradients import HandWritten
 
 if TYPE_CHECKING:
-    from recollect.choices.questions import AlgorithmLike, MemberLike, RecipeLike
+    from recollect.choices.questions import AlgorithmLike, MemberLike, MemoryLike, RecipeLike
 
 __all__ = [
     "EPS",
     "TOGETHER",
     "by_keys",
+    "correctable",
     "left",
     "limit_rules",
     "search",
@@ -34,24 +35,51 @@ TOGETHER = 8
 common. Chosen by recall over batches of 8, 16 and 32: `docs/design/steps.md`."""
 
 
-def share(along: Tensor, error: Tensor, gain: Tensor) -> Tensor:
+def correctable(
+    memory: MemoryLike,
+    prediction: Tensor,
+    value: Tensor,
+    error: Tensor,
+    raw: Tensor,
+    params: Mapping[str, Tensor],
+) -> Tensor:
+    """⟨e, g⟩, e = the prediction less what the memory can say of the value: ``[..., N]``.
+
+    Polyak's step needs the loss less the least that it can be. A norm bounds what a memory says,
+    and an error that it cannot reach would be counted with every step, so that steps overshoot the
+    more, the longer values are. It is at least 0 then: nothing is left to correct.
+
+    Args:
+        memory: `Memory.reachable` is asked where it is `Memory.bounded`.
+        prediction, value: ``[B, H, N, V]``, the value times `Bias.target`.
+        error: g = ∂ℓ/∂prediction, of the same shape.
+        raw: keys before features ``[B, H, N, K]``. params: the memory's.
+    """
+    if not memory.bounded:
+        return ((prediction - value) * error).sum(-1)
+    value = memory.reachable(value, raw, params)
+    return ((prediction - value) * error).sum(-1).clamp_min(0)
+
+
+def share(above: Tensor, error: Tensor, gain: Tensor) -> Tensor:
     """ρ = ⟨e, g⟩ / (Σ_l ⟨G_l, J_l G_l⟩ + ε|g|²), 0 where that is 0/0; shaped like ``gain``.
 
     The scale of an association's gradient in a normalised step (`Algorithm.normalizes`): normalised
     least mean squares for an error linear in the prediction, Polyak's step for others, so that a
     rate of 1 corrects the association whatever the size of keys, values and weights. e is the
-    prediction less the value (times `Bias.target`), g = ∂ℓ/∂prediction, G_l = ∂ℓ/∂W_l of map l and
+    prediction less the value (times `Bias.target`), or less what of it can be said (`correctable`),
+    g = ∂ℓ/∂prediction, G_l = ∂ℓ/∂W_l of map l and
     ⟨G_l, J_l G_l⟩ its `Retention.gain`, |h_l|²|δ_l|² where there is no link and the map is applied
     once; all at the weights where gradients are taken. ε = 1e-6.
 
     Args:
-        along: e ``[..., V]``.
+        above: ⟨e, g⟩ ``[...]``.
         error: g ``[..., V]``.
         gain: Σ_l ⟨G_l, J_l G_l⟩ ``[...]``.
     """
     below = gain + EPS * error.square().sum(-1)
     zero = below == 0
-    return ((along * error).sum(-1) / below.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
+    return (above / below.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
 
 
 def left(keys: Tensor, n: int) -> Tensor:

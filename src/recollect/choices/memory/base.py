@@ -80,6 +80,8 @@ class Memory(Member):
         channelled: whether decays and rates per channel have a meaning.
         diagonal: whether there is one weight per channel instead of a matrix.
         residual: whether the raw key or query is added to the prediction, which needs K = V.
+        bounded: whether predictions are of bounded length, as under a norm, so that a value may lie
+            beyond all of them: `reachable` then says what of it can be corrected.
 
     Examples:
         >>> @rc.member
@@ -103,6 +105,7 @@ class Memory(Member):
     channelled: bool = False
     diagonal: bool = False
     residual: bool = False
+    bounded: bool = False
     read: Read = Read()
 
     def __post_init__(self) -> None:
@@ -150,6 +153,25 @@ class Memory(Member):
             NotImplementedError: a memory that keeps associations instead of weights.
         """
         raise NotImplementedError(f"{self.title} has no weights")
+
+    def reachable(self, value: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        """What of a value a `bounded` memory can say: what normalised steps correct an error to.
+
+        Args:
+            value: ``[B, H, N, V]``.
+            raw: keys before features, ``[B, H, N, K]``.
+            params: this memory's own learned tensors by name, each ``[H, ...]``.
+        """
+        return value
+
+    def within(self, value: str, raw: str) -> str:
+        """How `reachable` is written in an equation.
+
+        Args:
+            value: how the value is written.
+            raw: how the key is.
+        """
+        return f"what {self.brief} can say of {value}"
 
     def function(self, F: int, V: int) -> Forward:
         """`forward`, bound to its sizes; overridden where the structure depends on them.

@@ -154,13 +154,46 @@ class _Perceptron(Stack):
         h = _normed(h, self.norm, params)
         return raw + h if self.residual else h
 
+    @property
+    def bounded(self) -> bool:  # type: ignore[override]
+        return self.norm is not None
+
+    def reachable(self, value: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        """c + min(1, ‖w‖/‖v − c‖)(v − c), c = k + b: under a norm M(k) − c has the length of w.
+
+        w and b are the norm's weight and bias. That is M(k)'s length to the last digit where all
+        weights are equal, and in the mean over directions where they are not.
+        """
+        if self.norm is None:
+            return value
+        weight = params["norm_weight"].to(value.dtype)[:, None, :]  # [H, 1, V]
+        center = raw if self.residual else torch.zeros_like(value)
+        if self.norm == "layer":
+            center = center + params["norm_bias"].to(value.dtype)[:, None, :]
+        away = value - center
+        # Added to both squares: derivatives are finite where a length is 0.
+        least = torch.finfo(value.dtype).tiny ** (1 / 3)
+        most, length = (x.square().sum(-1, keepdim=True) + least for x in (weight, away))
+        return center + (most / length).sqrt().clamp_max(1.0) * away
+
+    def within(self, value: str, raw: str) -> str:
+        terms = [*([raw] if self.residual else []), *(["b"] if self.norm == "layer" else [])]
+        if not terms:
+            return f"min(1, ‖w‖/‖{value}‖) {value}"
+        center = " + ".join(terms)
+        away = f"{value} − {' − '.join(terms)}"
+        return f"{center} + min(1, ‖w‖/‖{away}‖) ({away})"
+
     def _wrap(self, network: str, raw: str) -> str:
         norm = {None: "{}", "layer": "LN({})", "rms": "RMS({})"}[self.norm].format(network)
         return f"{raw} + {norm}" if self.residual else norm
 
     def notes(self) -> tuple[str, ...]:
-        weights = {None: "", "layer": "LN", "rms": "RMS"}[self.norm]
-        norms = (f"{weights}: its weights are learned, not memory",) if weights else ()
+        norms = {
+            None: (),
+            "layer": ("LN: its weight w and bias b are learned, not memory",),
+            "rms": ("RMS: its weight w is learned, not memory",),
+        }[self.norm]
         biases = ("each map has a bias, which is memory too",) if self.biases else ()
         return (*norms, *biases)
 

@@ -205,7 +205,7 @@ def _factors(
     slopes = factors(method.memory, memory.A, points, params, bias, outer=False)
     if method.normalizer is None:
         return slopes.factors
-    rho = method.normalizer.shares(slopes, points, memory.A, {})
+    rho = method.normalizer.shares(slopes, points, memory.A, params, {})
     return scaled_by(slopes.factors, rho)
 
 

@@ -190,6 +190,8 @@ def chain_of(recipe: Recipe) -> Chain | None:
         return None
     if memory.chain is None or not slope_of(memory.chain):
         return None
+    if memory.bounded and recipe.algorithm.normalizes:
+        return None
     return Chain(
         activation=memory.chain,
         residual=memory.residual,

@@ -129,7 +129,7 @@ class InnerBatchLoop:
         written = slopes(free=True).factors if self.method.rule.splits else []
         if self.method.normalizer is None:
             return whole.factors, written
-        rho = self.method.normalizer.shares(whole, points, A, layout.scalars(n, 0))
+        rho = self.method.normalizer.shares(whole, points, A, layout.params, layout.scalars(n, 0))
         return scaled_by(whole.factors, rho), scaled_by(written, rho)
 
     def _at(self, W: Weights, n: int, segment: Segment) -> Weights:

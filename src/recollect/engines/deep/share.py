@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import EPS, share
+from recollect.choices.algorithm.share import EPS, correctable, share
+from recollect.choices.memory.base import Memory
 from recollect.choices.retention.base import Retention
 from recollect.engines.deep.gradient_factors import Factors, Points, Slopes
 
@@ -30,27 +31,30 @@ class Normalizer:
     """What decides the shares of a recipe.
 
     Attributes:
+        memory: answers what of a value it can say.
         retention: answers what a step of A does to W. target: of the bias, `Bias.target`.
         builds: whether gradients of single associations are built, for want of a short form.
     """
 
+    memory: Memory
     retention: Retention
     target: float
     builds: bool
 
     @classmethod
-    def of(cls, retention: Retention, target: float) -> Normalizer:
-        """What a recipe's retention and its bias's target make of it."""
+    def of(cls, recipe: Recipe, target: float) -> Normalizer:
+        """What a recipe's memory and retention and its bias's target make of it."""
+        retention = recipe.retention
         own = type(retention).rank_one_gain is not Retention.rank_one_gain
-        return cls(
-            retention=retention, target=target, builds=retention.steepest is None and not own
-        )
+        builds = retention.steepest is None and not own
+        return cls(memory=recipe.memory, retention=retention, target=target, builds=builds)
 
     def shares(
         self,
         slopes: Slopes,
         points: Points,
         A: Sequence[Tensor],
+        params: Mapping[str, Tensor],
         numbers: Mapping[str, Tensor],
     ) -> Tensor:
         """ρ ``[P, R]``.
@@ -59,6 +63,7 @@ class Normalizer:
             slopes: factors, predictions and errors of the associations.
             points: the associations.
             A: the dual weights that W° came from, ``[P, out, in]``.
+            params: of the memory.
             numbers: of the link, ``[B, H, 1, 1]`` by name.
         """
         B, H, R = slopes.error.shape[:3]
@@ -67,13 +72,20 @@ class Normalizer:
             own = self._gain(a.unflatten(0, (B, H)), one, R, numbers)
             gain = own if gain is None else gain + own
         assert gain is not None  # a memory has a map
-        along = slopes.prediction - self.target * points.v
+        above = correctable(
+            self.memory,
+            slopes.prediction,
+            self.target * points.v,
+            slopes.error,
+            points.raw,
+            params,
+        )
         if torch.is_grad_enabled():
-            return share(along, slopes.error, gain).flatten(0, 1)
+            return share(above, slopes.error, gain).flatten(0, 1)
         # The same in fewer operations: where nothing is below there is nothing above.
         size = torch.linalg.vector_norm(slopes.error, dim=-1)
         below = torch.addcmul(gain, size, size, value=EPS).clamp_min_(torch.finfo(gain.dtype).tiny)
-        return (along * slopes.error).sum(-1).div_(below).flatten(0, 1)
+        return above.div_(below).flatten(0, 1)
 
     def _gain(self, A: Tensor, one: Factors, R: int, numbers: Mapping[str, Tensor]) -> Tensor:
         """⟨G, J G⟩ of one map, ``[B, H, R]``."""
@@ -100,7 +112,7 @@ def normalizer_of(recipe: Recipe) -> Normalizer | None:
     target = recipe.bias.target
     if not recipe.algorithm.normalizes or target is None:
         return None
-    return Normalizer.of(recipe.retention, target)
+    return Normalizer.of(recipe, target)
 
 
 def scaled_by(factors: Sequence[Factors], rho: Tensor) -> list[Factors]:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import share
+from recollect.choices.algorithm.share import correctable, share
 from recollect.choices.features.base import Kernel
 from recollect.choices.gradients import leaves_of
 from recollect.choices.memory.base import Stack
@@ -205,7 +205,8 @@ class KernelTokenLoop:
         )
         gain = sum((g.square().sum((-2, -1)) for g in others), gain)
         assert bias.target is not None
-        return share((prediction - bias.target * v)[:, :, 0], error[:, :, 0], gain)
+        above = correctable(self.memory, prediction, bias.target * v, error, k, self.problem.params)
+        return share(above[:, :, 0], error[:, :, 0], gain)
 
     def _weighed(
         self, low: int, stop: int, weight: Tensor, U: Rows, D: Rows, mass: Mass

@@ -43,7 +43,7 @@ def share_of(h: Tensors, delta: Tensors, prediction: Tensor, v: Tensor, target: 
         own = x.square().sum(-1) * y.square().sum(-1)
         gain = own if gain is None else gain + own
     assert gain is not None  # a chain has a map
-    return share(prediction - target * v, delta[-1], gain)
+    return share(((prediction - target * v) * delta[-1]).sum(-1), delta[-1], gain)
 
 
 def share_now(h: Tensors, delta: Tensors, away: Tensor) -> Tensor:
