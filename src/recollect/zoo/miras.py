@@ -107,7 +107,7 @@ def yaad() -> tuple[Recipe, LayerOptions]:
     # nothing until something is written (last_map), and steps beyond the limit do not diverge. A
     # share that closed would not open again: it stays above a fifth of the limit.
     gates = {
-        "lr": GateOptions(unit="share", init=1.25, low=0.2, high=2.0),
+        "lr": GateOptions(unit="share", init=1.5, low=0.2, high=2.0),
         "log_decay": SLOW,
         "norm_weight": _AS_VALUES,
         "threshold": GateOptions(unit="rms", init=4.0),

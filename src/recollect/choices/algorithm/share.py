@@ -20,6 +20,7 @@ __all__ = [
     "correctable",
     "left",
     "limit_rules",
+    "said",
     "search",
     "search_rules",
     "share",
@@ -35,30 +36,30 @@ TOGETHER = 8
 common. Chosen by recall over batches of 8, 16 and 32: `docs/design/steps.md`."""
 
 
-def correctable(
-    memory: MemoryLike,
-    prediction: Tensor,
-    value: Tensor,
-    error: Tensor,
-    raw: Tensor,
-    params: Mapping[str, Tensor],
-) -> Tensor:
-    """⟨e, g⟩, e = the prediction less what the memory can say of the value: ``[..., N]``.
+def said(memory: MemoryLike, value: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+    """What of a value a memory can say: all of it where it is not `Memory.bounded`.
+
+    Args:
+        memory: answers `Memory.reachable`.
+        value: times `Bias.target`, ``[B, H, N, V]``.
+        raw: keys before features ``[B, H, N, K]``. params: the memory's.
+    """
+    return memory.reachable(value, raw, params) if memory.bounded else value
+
+
+def correctable(memory: MemoryLike, prediction: Tensor, value: Tensor, error: Tensor) -> Tensor:
+    """⟨e, g⟩ ``[...]``, e = the prediction less what the memory can say of the value.
 
     Polyak's step needs the loss less the least that it can be. A norm bounds what a memory says,
     and an error that it cannot reach would be counted with every step, so that steps overshoot the
     more, the longer values are. It is at least 0 then: nothing is left to correct.
 
     Args:
-        memory: `Memory.reachable` is asked where it is `Memory.bounded`.
-        prediction, value: ``[B, H, N, V]``, the value times `Bias.target`.
-        error: g = ∂ℓ/∂prediction, of the same shape.
-        raw: keys before features ``[B, H, N, K]``. params: the memory's.
+        memory: whether it is `Memory.bounded`.
+        prediction: ``[..., V]``. value: what can be `said` of it. error: g = ∂ℓ/∂prediction.
     """
-    if not memory.bounded:
-        return ((prediction - value) * error).sum(-1)
-    value = memory.reachable(value, raw, params)
-    return ((prediction - value) * error).sum(-1).clamp_min(0)
+    above = ((prediction - value) * error).sum(-1)
+    return above.clamp_min(0) if memory.bounded else above
 
 
 def share(above: Tensor, error: Tensor, gain: Tensor) -> Tensor:

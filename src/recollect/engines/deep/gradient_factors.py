@@ -37,12 +37,16 @@ Values = Mapping[str, Tensor]
 
 @dataclass(kw_only=True)  # not frozen: made for every decoded token
 class Points:
-    """Associations where gradients are taken: ``[B, H, R, ·]``; the bias's numbers by name."""
+    """Associations where gradients are taken: ``[B, H, R, ·]``; the bias's numbers by name.
+
+    ``said`` is what of v a normed memory can say, where a normalised step knows it beforehand.
+    """
 
     phi: Tensor
     raw: Tensor
     v: Tensor
     gates: Values
+    said: Tensor | None = None
 
 
 @dataclass  # not frozen: made for every decoded token

@@ -341,12 +341,14 @@ def segment_of(method: DeepPlan, layout: Layout, start: int, stop: int) -> Segme
     }
     names = [name for name in keys if name not in ("raw", "phi", "v")]
     raw = keys.get("raw", keys["phi"])
+    said = _said(method, layout, start, stop)
     points = [
         Points(
             phi=keys["phi"][n],
             raw=raw[n],
             v=keys["v"][n],
             gates={name: keys[name][n] for name in names},
+            said=said[n],
         )
         for n in range(N)
     ]
@@ -361,6 +363,19 @@ def segment_of(method: DeepPlan, layout: Layout, start: int, stop: int) -> Segme
         queries=list(zip(x, raw_queries, strict=True)),
         columns=[] if method.way == "tokens" else _columns(method, layout, start, stop),
     )
+
+
+def _said(method: DeepPlan, layout: Layout, start: int, stop: int) -> Sequence[Tensor | None]:
+    """What of its values a normed memory can say, of all batches at once: no weight decides it."""
+    N, B = layout.x.shape[:2]
+    if method.normalizer is None or not method.memory.bounded:
+        return (None,) * N
+    here = slice(start, stop + layout.c - 1)
+    v, raw = (
+        x[:, :, :, here].flatten(0, 1)
+        for x in (layout.keys["v"], layout.keys.get("raw", layout.keys["phi"]))
+    )
+    return method.normalizer.said(v, raw, layout.params).unflatten(0, (N, B)).unbind(0)
 
 
 def _columns(method: DeepPlan, layout: Layout, start: int, stop: int) -> list[Columns]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import EPS, correctable, share
+from recollect.choices.algorithm.share import EPS, correctable, said, share
 from recollect.choices.memory.base import Memory
 from recollect.choices.retention.base import Retention
 from recollect.engines.deep.gradient_factors import Factors, Points, Slopes
@@ -49,6 +49,14 @@ class Normalizer:
         builds = retention.steepest is None and not own
         return cls(memory=recipe.memory, retention=retention, target=target, builds=builds)
 
+    def said(self, v: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        """What of values the memory can say, `recollect.choices.algorithm.share.said`.
+
+        Args:
+            v: ``[B, H, R, V]``. raw: keys before features. params: of the memory.
+        """
+        return said(self.memory, self.target * v, raw, params)
+
     def shares(
         self,
         slopes: Slopes,
@@ -72,14 +80,10 @@ class Normalizer:
             own = self._gain(a.unflatten(0, (B, H)), one, R, numbers)
             gain = own if gain is None else gain + own
         assert gain is not None  # a memory has a map
-        above = correctable(
-            self.memory,
-            slopes.prediction,
-            self.target * points.v,
-            slopes.error,
-            points.raw,
-            params,
-        )
+        value = points.said
+        if value is None:
+            value = self.said(points.v, points.raw, params)
+        above = correctable(self.memory, slopes.prediction, value, slopes.error)
         if torch.is_grad_enabled():
             return share(above, slopes.error, gain).flatten(0, 1)
         # The same in fewer operations: where nothing is below there is nothing above.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.algorithm.share import correctable, share
+from recollect.choices.algorithm.share import correctable, said, share
 from recollect.choices.devices import looks
 from recollect.choices.features.base import Kernel
 from recollect.choices.memory.base import Stack
@@ -347,7 +347,8 @@ class _DeepKernelLoop:
         each = k.unsqueeze(-2)
         gain = gains(self.first, self.kernel.kappa(each, each)[..., 0, 0], entered, deltas)
         error = bias.error(prediction, v, gates)
-        above = correctable(self.memory, prediction, bias.target * v, error, k, self.problem.params)
+        value = said(self.memory, bias.target * v, k, self.problem.params)
+        above = correctable(self.memory, prediction, value, error)
         rho = share(above, error, gain).unsqueeze(-1)
         return entered, [rho * d for d in deltas]
 
