@@ -10,6 +10,9 @@ import recollect as rc
 pytest.importorskip("transformers")
 
 
+MAC = rc.blocks.AsContext("gla", "softmax_attention", segment=4, persistent=1)
+
+
 def deep(batch: int = 4) -> rc.Recipe:
     return rc.Recipe(
         memory=rc.memory.MLP(depth=2),
@@ -101,6 +104,30 @@ def test_rows_out_of_step() -> None:
                 torch.testing.assert_close(decoder(x[:, t : t + 1]), y)
 
 
+@pytest.mark.parametrize("name", ["softmax_attention", "fox", "moba", "delta_former"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_state_that_grows_in_slots(name: str, mode: type) -> None:
+    """The layer's own tokens, rows of different lengths among them, until no slot is left."""
+    torch.manual_seed(0)
+    layer = rc.zoo.get(name).build(d_model=8, heads=2).double()
+    x, mask = torch.randn(2, 15, 8, dtype=torch.float64), torch.ones(2, 5, dtype=torch.bool)
+    mask[1, :2] = False
+    with mode():
+        _, state = layer(x[:, :5], attention_mask=mask)
+        decoder = rc.StaticDecoder(layer, state, slots=14)
+        for t in range(5, 14):
+            y, state = layer(x[:, t : t + 1], state)
+            torch.testing.assert_close(decoder(x[:, t : t + 1]), y, rtol=1e-10, atol=1e-12)
+        with pytest.raises(ValueError, match="all 14 slots hold a token"):
+            decoder(x[:, 14:])
+        after = decoder.state  # of its own size, from which the layer or another decoder goes on
+        assert after.position.tolist() == [14, 12]
+        y, _ = layer(x[:, 14:], state)
+        more = rc.StaticDecoder(layer, after, slots=20)
+        for found in (layer(x[:, 14:], after)[0], more(x[:, 14:])):
+            torch.testing.assert_close(found, y, rtol=1e-10, atol=1e-12)
+
+
 def test_what_is_refused() -> None:
     x = torch.randn(1, 3, 8)
 
@@ -113,6 +140,12 @@ def test_what_is_refused() -> None:
     chain = rc.blocks.build(rc.blocks.Chain("gla", "softmax_attention"), 8, 2)
     with pytest.raises(ValueError, match="grows with the text"):
         rc.StaticDecoder(chain, after(chain))
+    mac = rc.blocks.build(rc.blocks.Chain(MAC, "softmax_attention"), 8, 2)
+    with pytest.raises(ValueError, match="segments begin anew"):
+        rc.StaticDecoder(mac, after(mac), slots=9)
+    batches = rc.zoo.get("deep_transformer").build(d_model=8, heads=2)
+    with pytest.raises(ValueError, match="counts open inner batches"):
+        rc.StaticDecoder(batches, after(batches), slots=9)
     long = rc.MemoryLayer(8, 2, deep(batch=512))
     with pytest.raises(ValueError, match="512 tokens"):
         rc.StaticDecoder(long, after(long))
@@ -121,6 +154,11 @@ def test_what_is_refused() -> None:
         rc.StaticDecoder(layer, None)
     with pytest.raises(ValueError, match="takes a layer with its state"):
         rc.StaticDecoder(layer, rc.lm.RecollectCache([layer(x)[1]]))
+    with pytest.raises(ValueError, match="and this one does not: leave it out"):
+        rc.StaticDecoder(layer, after(layer), slots=9)
+    for slots, why in ((0, r"StaticDecoder\(slots=...\)"), (3, "no room for 4 tokens")):
+        with pytest.raises(ValueError, match=why):
+            rc.StaticDecoder(attention, after(attention), slots=slots)(x[:, :1])
     decoder = rc.StaticDecoder(layer, after(layer))
     with pytest.raises(ValueError, match="one token at a time"):
         decoder(x)

@@ -32,7 +32,7 @@ from recollect.engines.deep.fused import walk
 from recollect.engines.deep.fused.fitting import Build
 from recollect.layer.blocks import Block
 
-WIDTH, PROMPT, MORE = 16, 7, 24
+WIDTH, PROMPT, MORE, SLOTS = 16, 7, 24, 40
 
 _titans, NEAR = rc.zoo.get("titans").recipe, rc.zoo.get("sliding_window_attention").recipe
 DEEP = replace(_titans, algorithm=replace(_titans.algorithm, batch=4))
@@ -92,17 +92,24 @@ def decoded(name: str) -> dict[str, object]:
     def drawn(tokens: int) -> Tensor:
         return torch.randint(WIDTH, (2, tokens)) if kind else torch.randn(2, tokens, WIDTH).double()
 
+    slots = None
     try:
         rc.StaticDecoder(cpu, stepped(cpu, drawn(1), None)[1])
     except ValueError as error:
-        return {"name": name, "refused": str(error)}
+        if "slots=" not in str(error):
+            return {"name": name, "refused": str(error)}
+        slots = PROMPT + SLOTS
     x = drawn(PROMPT)
     with pretend.counted():
         _, state = stepped(there, pretend.put(x), None)
-        decoder = rc.StaticDecoder(there, state, record=pretend.record)
+        try:
+            decoder = rc.StaticDecoder(there, state, slots=slots, record=pretend.record)
+        except ValueError as error:
+            return {"name": name, "refused": str(error)}
         _, cpu_state = stepped(cpu, x, None)
         far, launches = 0.0, 0
-        for _ in range(decoder.warm + 3 * decoder.period + MORE):
+        more = decoder.warm + 3 * decoder.period + MORE if slots is None else SLOTS - 3
+        for _ in range(more):
             x = drawn(1)
             y, cpu_state = stepped(cpu, x, cpu_state)
             with pretend.counted() as counts:

@@ -12,6 +12,7 @@ from torch import Tensor
 from recollect.layer.state import LayerState
 from recollect.state.flat import read_text, text_tensor
 from recollect.state.moving import brief, mover
+from recollect.state.state import State
 
 __all__ = ["AnyState", "MixerState", "state_from"]
 
@@ -84,6 +85,14 @@ class MixerState:
     def map(self, f: Callable[[Tensor], Tensor]) -> MixerState:
         """Apply ``f`` to every tensor; the root of most methods below."""
         return self._changed(lambda part: part.map(f), f)
+
+    def memories(self, f: Callable[[State], State]) -> MixerState:
+        """Apply ``f`` to the state of every memory in it.
+
+        Args:
+            f: of the state of one memory.
+        """
+        return self._changed(lambda part: part.memories(f), lambda x: x)
 
     def detach(self) -> MixerState:
         """Cut the graph (truncated backpropagation)."""

@@ -10,6 +10,9 @@ first one's::
 
     state₀ --graph 0--> state₁ --graph 1--> ... --graph p−1--> copied into state₀
 
+A state that grows with the text (attention's cache) is kept in a fixed number of slots: empty ones
+stand in front, each token takes one, and masks say which hold nothing (`states.Slots`).
+
 Where it is asked to, a compiler first makes one program of each place's operations (`programs`):
 fewer and larger ones. Then a CPU decodes several times as fast too, and needs no fixed tensors.
 """
@@ -27,7 +30,8 @@ from torch import Tensor, nn
 from recollect.blocks.as_context import AsContextLayer
 from recollect.choices.devices import autocasts, constants
 from recollect.decoder.programs import Program, Step, program_of
-from recollect.decoder.states import counted, mapped, seen_of, tensors_of, write
+from recollect.decoder.states import Slots, counted, mapped, seen_of, tensors_of, write
+from recollect.fields import held, whole
 from recollect.layer.memory_layer import MemoryLayer
 
 __all__ = ["StaticDecoder"]
@@ -58,6 +62,9 @@ class StaticDecoder:
     Args:
         module: a `MemoryLayer`, a composition or a language model.
         state: after the prompt: a layer's state, or a language model's cache. It stays as it is.
+        slots: for states that grow with the text (attention's cache): how many associations a
+            memory may hold, the prompt's among them. Each token takes the time and memory of so
+            many.
         compiled: whether a compiler brings a token's operations together.
         record: runs a function of no arguments once and returns what it returned, with a function
             that runs it again into the same tensors. CUDA graphs on CUDA devices when omitted.
@@ -67,9 +74,9 @@ class StaticDecoder:
         warm: tokens until every buffer of the state has filled.
 
     Raises:
-        ValueError: no state; one that grows with the text; rows that have come differently far in
-            an inner batch; more places than can be recorded; and, at the call that would record or
-            compile it, a module that asks for a value, or no compiler.
+        ValueError: no state; one that grows with the text and no slots; rows that have come
+            differently far in an inner batch; more places than can be recorded; and, at the call
+            that would record or compile it, a module that asks for a value, or no compiler.
 
     Examples:
         >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, heads=2)
@@ -88,6 +95,7 @@ class StaticDecoder:
         module: nn.Module,
         state: Any,
         *,
+        slots: int | None = None,
         compiled: bool = False,
         record: Record | None = None,
     ) -> None:
@@ -101,14 +109,30 @@ class StaticDecoder:
                 "a static decoder takes a layer with its state, or a language model (with its "
                 f"head) with its cache, not {type(module).__name__} with {type(state).__name__}"
             )
+        growing = False
         for name, part in module.named_modules():
             grows = getattr(getattr(part, "mixer", None), "grows", None)
             if grows is None and isinstance(part, MemoryLayer) and not _inside(module, name):
                 grows = part.recipe.span is None or part.recipe.dual
-            if grows:
+            if grows and slots is None:
                 what = f"the state of {name or 'this layer'} grows with the text"
-                _refuse(f"{what}, and a graph has one size: give it a window, or decode without")
-        self._module = module
+                _refuse(
+                    f"{what}, and a graph has one size: say how many tokens it may hold "
+                    "(slots=...), give it a window, or decode without"
+                )
+            growing |= bool(grows)
+        if slots is not None:
+            held("StaticDecoder(slots=...)", whole(1), slots)
+            if not growing:
+                raise ValueError(
+                    "StaticDecoder(slots=...) is for states that grow with the text, and this one "
+                    "does not: leave it out"
+                )
+            if why := next(filter(None, map(_without_slots, module.modules())), None):
+                _refuse(f"{why}: decode without")
+        self._module, self._size = module, slots
+        self._slots: Slots | None = None  # after the first token, which shows what grows
+        self._used = 0
         self.warm, self.period = _rhythm(module)
         if self.period > MOST:
             _refuse(
@@ -140,7 +164,10 @@ class StaticDecoder:
     def state(self) -> Any:
         """The state after the last token: a copy, from which the module itself goes on."""
         with torch.inference_mode(False), torch.no_grad():
-            return counted(self._now(), self._columns + self._done)
+            now = self._now()
+            if self._slots is not None:
+                now = self._slots.fixed(now, self._used)
+            return counted(now, self._columns + self._done)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The output of one token.
@@ -152,7 +179,8 @@ class StaticDecoder:
             ``[B, 1, d_model]``, or the logits ``[B, 1, vocab]``.
 
         Raises:
-            ValueError: not one token, or another shape or type than that of the first call.
+            ValueError: not one token; another shape or type than that of the first call; or no slot
+                left.
         """
         if x.dim() < 2 or x.shape[1] != 1:
             raise ValueError(f"one token at a time: [B, 1, ...], not {list(x.shape)}")
@@ -162,6 +190,11 @@ class StaticDecoder:
             raise ValueError(
                 f"a decoder keeps its sizes: the first call's input was {first}, this one is "
                 f"{now}; make another decoder"
+            )
+        if self._slots is not None and self._used == self._size:
+            raise ValueError(
+                f"all {self._size} slots hold a token: make another decoder with more, from this "
+                "one's state"
             )
         # What is written to again and again must be no tensor of inference mode.
         with torch.inference_mode(False), torch.no_grad():
@@ -176,6 +209,7 @@ class StaticDecoder:
                 self._input = kept  # what was refused decides no sizes
                 raise
         self._done += 1
+        self._used += self._slots is not None
         if self._seen is not None:
             self._seen += 1
         return y
@@ -184,10 +218,26 @@ class StaticDecoder:
         place, warm = 0, self._done >= self.period
         if self._seen is not None:
             place, warm = self._seen % self.period, warm and self._seen >= self.warm
+        if self._size is not None and self._slots is None:
+            return self._grown()
         if not self._places and not (warm and place == 0):
             y, self._state = self._step(self._given(), self._state)
             return y
         return self._places[place]() if place < len(self._places) else self._met()
+
+    def _grown(self) -> Tensor:
+        """The first token of a state that grows, after which it has its slots."""
+        assert self._size is not None
+        y, after = self._step(self._given(), self._state)
+        slots = Slots.of(self._state, after, self._size)
+        used = slots.used(after)
+        if used > self._size:
+            raise ValueError(
+                f"StaticDecoder(slots={self._size}) has no room for {used} tokens, the prompt's "
+                "among them: give more slots"
+            )
+        self._state, self._slots, self._used = slots.fixed(after), slots, used - 1
+        return y
 
     def _now(self) -> Any:
         """The state after the last token, of which a program leaves the tensors alone."""
@@ -201,11 +251,13 @@ class StaticDecoder:
         return self._input
 
     def _step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """The module's own step."""
+        """The module's own step, its state in as many slots as before."""
         if hasattr(state, "states"):
             out = self._module(x, past_key_values=state, use_cache=True)
-            return out.logits, out.past_key_values
-        return self._module(x, state)
+            y, after = out.logits, out.past_key_values
+        else:
+            y, after = self._module(x, state)
+        return y, after if self._slots is None else self._slots.fixed(after)
 
     def _met(self) -> Tensor:
         """The next place for the first time: compiled, recorded, and run."""
@@ -267,6 +319,18 @@ class StaticDecoder:
         self._places.append(replayed)
         self._held = constants()  # what a graph reads must not be freed
         return y
+
+
+def _without_slots(part: nn.Module) -> str | None:
+    """Why states that grow cannot be kept in slots where a module has this part, if so."""
+    if isinstance(part, AsContextLayer):
+        return "beside a memory whose segments begin anew (AsContext) no slots are kept"
+    if isinstance(part, MemoryLayer) and part.recipe.dual and part.recipe.algorithm.batch > 1:
+        return (
+            "the host counts open inner batches by tokens seen, and with empty slots it does not "
+            f"know them ({part.recipe.algorithm.title} with batches over infinitely many features)"
+        )
+    return None
 
 
 def _rhythm(module: nn.Module) -> tuple[int, int]:

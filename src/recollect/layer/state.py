@@ -101,6 +101,14 @@ class LayerState:
         beside = {name: f(x) for name, x in self._beside.items()}
         return LayerState(memory=self.memory.map(f), **beside)
 
+    def memories(self, f: Callable[[State], State]) -> LayerState:
+        """Apply ``f`` to the memory's state, which it keeps as a whole.
+
+        Args:
+            f: of the state of one memory.
+        """
+        return dataclasses.replace(self, memory=f(self.memory))
+
     def detach(self) -> LayerState:
         """Cut the graph (truncated backpropagation)."""
         return self.map(Tensor.detach)
