@@ -129,8 +129,8 @@ def test_every_preset_has_a_budget() -> None:
     ("name", "most"),
     [
         ("gated_delta_net", 400),
-        # 7 launches forward and 10 backward in each of 256 inner batches, and 340 more.
-        pytest.param("titans", 4700 if interprets() else 8100, marks=pytest.mark.slow),
+        # 7 launches forward and 10 backward in each of 256 inner batches, and 386 more.
+        pytest.param("titans", 4740 if interprets() else 8100, marks=pytest.mark.slow),
     ],
 )
 def test_launches_of_a_long_sequence(name: str, most: int) -> None:

@@ -51,8 +51,9 @@ def _ttt(memory: MLP, step: GateOptions, last_map: float = 1.0) -> tuple[Recipe,
 def ttt_linear() -> tuple[Recipe, LayerOptions]:
     """A linear map with a bias, layer-normed, learns what to add to the key."""
     # Under a norm predictions are bounded, so that nothing diverges beyond the limit; and the norm
-    # makes whatever its one map says as long as the key, so that it says nothing at first.
-    more = GateOptions(unit="share", init=1.5, high=2.0)
+    # makes whatever its one map says as long as the key, so that it says nothing at first. Steps
+    # that correct what the norm can reach are shorter than the limit counts on.
+    more = GateOptions(unit="share", init=3.0, high=4.0)
     return _ttt(MLP(depth=1, norm="layer", biases=True), more, last_map=0.0)
 
 
