@@ -21,6 +21,21 @@ def deep(batch: int = 4) -> rc.Recipe:
     )
 
 
+@pytest.mark.parametrize("name", ["ttt_linear", "omega_net"])
+def test_rows_of_a_deep_memory_on_a_cpu(name: str) -> None:
+    """Its caches hold views that all rows share."""
+    torch.manual_seed(0)
+    layer = rc.zoo.get(name).build(d_model=8, heads=2)
+    x = torch.randn(2, 60, 8)
+    with torch.no_grad():
+        _, state = layer(x[:, :3])
+        decoder = rc.StaticDecoder(layer, state)
+        for t in range(3, 60):
+            y, state = layer(x[:, t : t + 1], state)
+            torch.testing.assert_close(decoder(x[:, t : t + 1]), y, rtol=1e-4, atol=1e-5)
+    assert decoder.graphs == decoder.period
+
+
 @pytest.mark.parametrize("name", ["gated_delta_net", "rls", "mamba2"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_the_layers_own_tokens(name: str, mode: type) -> None:

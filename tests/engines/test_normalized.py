@@ -490,6 +490,96 @@ def test_a_norm_is_turned_no_further_than_it_reaches(size: float, method: str) -
 
 
 @pytest.mark.parametrize("method", ["reference", "deep"])
+def test_muon_under_a_norm_turns_no_further_for_longer_values(method: str) -> None:
+    """Of an error along the norm's sphere a longer value shows no more than its direction."""
+    recipe = rc.Recipe(
+        memory=memory.MLP(depth=1, norm="rms", residual=False),
+        algorithm=algorithm.Muon(lr=1.0, momentum=0.5, normalize=True),
+    )
+    q, k, W = normal(1, 1, 1, D, seed=1), normal(1, 1, 1, D, seed=2), normal(1, D, D, seed=3)
+    v, params = normal(1, 1, 1, D, seed=4), {"norm_weight": torch.ones(1, D, dtype=torch.float64)}
+    moved: list[float] = []
+    for size in (10.0, 1000.0):
+        _, state = rc.recall(recipe, q, k, size * v, params=params, init=W, method=method)
+        assert state is not None
+        moved.append(float((state.weights[0][0, 0] - W[0]).norm()))
+    assert moved[1] == pytest.approx(moved[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["reference", "deep"])
+def test_second_derivatives_where_nothing_is_away_from_the_center(method: str) -> None:
+    """Values of the key, a bias of zero, and places of an open batch that hold nothing."""
+    recipe = rc.Recipe(
+        memory=memory.MLP(expansion=1, norm="layer"), algorithm=GD(batch=3, normalize=True)
+    )
+    x = generate.inputs(recipe, B=1, T=7, H=1, K=3, V=3).leaves()
+    v = torch.cat([x.k[:, :2], x.v[:, 2:4], torch.zeros_like(x.v[:, :1]), x.v[:, 5:]], 1).detach()
+    params = {n: torch.zeros_like(p) if "bias" in n else p for n, p in x.params.items()}
+    params = {n: p.detach().requires_grad_() for n, p in params.items()}
+    leaves = [x.k, v.requires_grad_(), *params.values()]
+    y, _ = rc.recall(recipe, x.q, x.k, v, x.gates, params=params, init=x.init, method=method)
+    first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+    total = sum(g.square().sum() for g in first)
+    assert isinstance(total, Tensor)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(total, leaves))
+
+
+@rc.member
+class Disc(memory.Stack):
+    """A user's: W φ(x) + x with errors that count no further than 1 from the key, and a chain."""
+
+    bounded = True
+    residual = True
+
+    @property
+    def chain(self) -> str:
+        return "identity"
+
+    def maps(self, F: int, V: int) -> tuple[memory.LinearMap, ...]:
+        return (memory.LinearMap(name="W", out=V, inp=F, first=True, last=True),)
+
+    def program(self, apply: Any, x: Tensor, raw: Tensor, params: Any) -> Tensor:
+        return raw + apply(0, x)
+
+    def reachable(self, value: Tensor, raw: Tensor, params: Any) -> Tensor:
+        away = value - raw
+        return raw + away / away.norm(dim=-1, keepdim=True).clamp_min(1.0)
+
+
+def test_a_bound_without_a_reach_is_refused() -> None:
+    @rc.member
+    class Bounded(memory.Memory):
+        """tanh(W x), which says half of what it is."""
+
+        bounded = True
+
+        def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
+            return ((V, F),)
+
+        def forward(self, weights: Any, x: Tensor, raw: Tensor, params: Any) -> Tensor:
+            return torch.tanh(x @ weights[0].mT)
+
+    with pytest.raises(rc.RecipeError, match=r"says bounded.*define reachable"):
+        Bounded()
+
+
+def test_what_a_memory_of_ones_own_can_reach() -> None:
+    """It is asked wherever its other answers would have let a faster path run."""
+    recipe = rc.Recipe(
+        memory=Disc(),
+        features=rc.features.Polynomial(),
+        retention=retention.Decay(),
+        algorithm=Momentum(batch=3, normalize=True),
+    )
+    x = tame(recipe, fitting(recipe, B=1, T=10, H=2))
+    agree(recipe, x, "deep")
+    check_chunks_and_splits(recipe, x, "deep")
+    y, _ = generate.run(recipe, x)
+    other, _ = generate.run(recipe.but(memory=memory.MLP(depth=1)), x)
+    assert generate.error(y, other) > 1e-3
+
+
+@pytest.mark.parametrize("method", ["reference", "deep"])
 def test_nothing_to_correct(method: str) -> None:
     """Where the prediction is the value ρ is 0, and gradients are finite."""
     recipe = rc.Recipe(memory=memory.MLP(), algorithm=Momentum(batch=2, normalize=True))

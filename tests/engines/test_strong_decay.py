@@ -435,6 +435,33 @@ def test_what_a_gpu_does_not_resolve_is_no_number(decay: float) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("anew", [56, 57, 63, 64])
+@pytest.mark.parametrize("cuts", [(), (60,), (52,), (30, 70)])
+def test_what_is_no_number_ends_where_a_memory_starts_anew(
+    cuts: tuple[int, ...], anew: int
+) -> None:
+    """In the middle of a chunk, in a later call, and for one row of two."""
+    x = draw(96, 8, 0.9)
+    x[3][0, 32:50], x[3][0, anew] = math.log(0.01), -math.inf
+    expected, calm = rows(x), draw(96, 8, 0.9)
+    pair = [torch.cat([a, b]) for a, b in zip(x, calm, strict=True)]
+    outputs, state = [], None
+    for start, stop in itertools.pairwise((0, *cuts, 96)):
+        q, k, v, logs = (a[:, start:stop] for a in pair)
+        y, state = recall((q, k, v, logs), torch.float32, state=state)
+        outputs.append(y[:, :, 0])
+    found = torch.cat(outputs, 1)
+    numbers = found[0].isfinite().all(-1)
+    assert numbers[:32].all()
+    assert numbers[anew:].all()
+    assert not numbers[40:anew].any()
+    assert error(found[0][numbers], expected[numbers]) < 1e-4
+    assert error(found[1], rows(calm)) < 1e-4
+    assert state is not None
+    assert state.weights[0].isfinite().all()
+
+
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("often", [0.0, 0.03, 0.4])
 @pytest.mark.parametrize("every", [64, 5])
 def test_a_gpu_decides_by_shapes_alone(often: float, every: int) -> None:
@@ -502,5 +529,8 @@ def test_inside_a_compiled_graph_nobody_looks(monkeypatch: pytest.MonkeyPatch) -
     for size, decay in ((8, 0.3), (32, 0.61), (32, 0.97)):
         x, expected = problem(140, size, decay)
         assert error(recall(x, torch.float32)[0][0, :, 0], expected) < 1e-4
-    x = draw(140, 32, 0.3)
-    assert not right_or_nan(recall(x, torch.float32)[0][0, :, 0], rows(x))
+    x = draw(140, 32, 0.97)
+    x[3][0, 70:] = math.log(0.1)
+    y = recall(x, torch.float32)[0][0, :, 0]
+    assert not right_or_nan(y, rows(x))
+    assert y[:64].isfinite().all()

@@ -48,6 +48,7 @@ COMPOSED = {
     "mac": rc.blocks.AsContext(DEEP, "softmax_attention", segment=6, persistent=2),
     "mag": rc.blocks.Gated(DEEP, SINK, persistent=2),
     "chain": rc.blocks.Chain("gated_delta_net", NEAR),
+    "beside attention": rc.blocks.Chain("softmax_attention", DEEP),
     "together": rc.blocks.Together("gated_delta_net", DEEP),
     "boosted": rc.blocks.Boosted("delta_net", "delta_net"),
 }

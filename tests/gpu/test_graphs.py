@@ -24,7 +24,7 @@ __all__ = ["pytestmark"]
 
 QUICK = ("gated_delta_net", "rwkv7", "titans", "sliding_window_attention", "softmax_attention")
 COMPOSED = ("mac", "chain", "lm:titans", "lm:fox")
-MORE = ("mag", "together", "boosted", "lm:mac", "lm:delta_former")
+MORE = ("mag", "together", "boosted", "lm:mac", "lm:delta_former", "beside attention")
 REFUSED = {
     "mesa_net": "cannot be recorded",
     **dict.fromkeys(("deep_transformer", "swdt", "dot"), "counts open inner batches"),

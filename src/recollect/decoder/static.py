@@ -76,7 +76,8 @@ class StaticDecoder:
     Raises:
         ValueError: no state; one that grows with the text and no slots; rows that have come
             differently far in an inner batch; more places than can be recorded; and, at the call
-            that would record or compile it, a module that asks for a value, or no compiler.
+            that would record or compile it, a module that asks for a value, or no compiler; at the
+            first call, more associations in the state than slots.
 
     Examples:
         >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, heads=2)
@@ -358,6 +359,7 @@ def _inside(module: nn.Module, name: str) -> bool:
 def _again(run: Callable[[], Any]) -> Recorded:
     """No graph: the same operations once more, into the tensors of the first time."""
     y, after = run()
+    after = mapped(after, torch.Tensor.contiguous)  # written to below: no view of one number
     kept = [y, *tensors_of(after)]
 
     def again() -> None:

@@ -193,12 +193,18 @@ def _share(recipe: Recipe, point: str) -> list[str]:
         i = "i" if recipe.algorithm.every == "batch" else _index(recipe)
         x, eps = recipe.features.lift(f"k_{i}"), format_number(EPS)
         prediction = recipe.memory.at(x, raw=f"k_{i}", W=point)
-        error = render_sum((Term((prediction,)), Term((f"v_{i}",), -(recipe.bias.target or 1.0))))
+        target, bounds = recipe.bias.target or 1.0, []
+        error = render_sum((Term((prediction,)), Term((f"v_{i}",), -target)))
+        if recipe.memory.bounded:
+            error = f"{prediction} − v̂_{i}"
+            value = recipe.memory.within(str(Term((f"v_{i}",), target)), f"k_{i}")
+            bounds = [f"v̂_{i} = {value}"]
         moved = f"|∂_D M(k_{i})|²"
         total = "Σ_i γ_i " if i == "i" else ""
         return [
             f"λ_t = max(0, −{total}⟨{error}, ∂_D M(k_{i})⟩) / {total}({moved} + {eps}‖D‖²), "
-            f"D = the step at rate 1, ∂_D M at {point}"
+            f"D = the step at rate 1, ∂_D M at {point}",
+            *bounds,
         ]
     if not recipe.algorithm.normalizes:
         return []

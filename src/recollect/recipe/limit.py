@@ -1,10 +1,11 @@
 """The stability limit of steps that are measured by the errors that they correct.
 
-A normalised step (`Algorithm.normalizes`) of rate 1 corrects one association entirely, to first
-order and whatever the size of keys, values and weights. What is written n times before anything is
-read again moves by n η times its error, and beyond twice its error repetition diverges. With b
-tokens taken at the same weights (1 where steps are averaged over them), a momentum θ_t that adds up
-to 1/(1 − θ_t) of every step, and a window's weights γ, the share s_t of that limit is the rate
+A normalised step (`Algorithm.normalizes`) of rate 1 corrects one association entirely, or as far as
+a norm lets it be said, to first order and whatever the size of keys, values and weights. What is
+written n times before anything is read again moves by n η times its error, and beyond twice its
+error repetition diverges. With b tokens taken at the same weights (1 where steps are averaged over
+them), a momentum θ_t that adds up to 1/(1 − θ_t) of every step, and a window's weights γ, the share
+s_t of that limit is the rate
 
     η_t = s_t · 2 (1 − θ_t) / (b Σ_m γ_t[m]).
 

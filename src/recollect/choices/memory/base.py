@@ -113,6 +113,11 @@ class Memory(Member):
         self._handed_params("forward")
         if type(self).forward is not Memory.forward and (wrong := check_forward(self)):
             raise RecipeError(wrong)
+        if self.bounded and type(self).reachable is Memory.reachable:
+            raise RecipeError(
+                f"{self.title} says bounded, so that a value may lie beyond all that it says, and "
+                "not what of one it can say: define reachable, or leave bounded out"
+            )
 
     def requires(self, recipe: RecipeLike) -> Iterator[str]:
         yield from super().requires(recipe)

@@ -161,8 +161,8 @@ class _Perceptron(Stack):
     def reachable(self, value: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         """c + min(1, ‖w‖/‖v − c‖)(v − c), c = k + b: under a norm M(k) − c has the length of w.
 
-        w and b are the norm's weight and bias. That is M(k)'s length to the last digit where all
-        weights are equal, and in the mean over directions where they are not.
+        w and b are the norm's weight and bias. That is the length of M(k) − c, but for the norm's
+        ε, where all weights are equal, and its mean over directions where they are not.
         """
         if self.norm is None:
             return value
@@ -171,10 +171,11 @@ class _Perceptron(Stack):
         if self.norm == "layer":
             center = center + params["norm_bias"].to(value.dtype)[:, None, :]
         away = value - center
-        # Added to both squares: derivatives are finite where a length is 0.
-        least = torch.finfo(value.dtype).tiny ** (1 / 3)
-        most, length = (x.square().sum(-1, keepdim=True) + least for x in (weight, away))
-        return center + (most / length).sqrt().clamp_max(1.0) * away
+        most, length = (x.square().sum(-1, keepdim=True) for x in (weight, away))
+        beyond = length > most
+        # No quotient within reach, where a length may be 0; and a root of 0 has no derivative.
+        ratio = (most + torch.finfo(value.dtype).tiny ** (1 / 3)) / length.masked_fill(~beyond, 1.0)
+        return center + ratio.masked_fill(~beyond, 1.0).sqrt() * away
 
     def within(self, value: str, raw: str) -> str:
         terms = [*([raw] if self.residual else []), *(["b"] if self.norm == "layer" else [])]

@@ -26,9 +26,9 @@ __all__ = [
     "loss",
     "lost_within",
     "refuse",
+    "resolved",
     "ridged",
     "unresolved",
-    "unresolved_is_nan",
 ]
 
 RESET = math.log(torch.finfo(torch.float32).tiny)
@@ -62,13 +62,13 @@ def loss(G: Tensor, P: Tensor, raised: Tensor) -> Tensor:
 
 
 def lost_within(A: Tensor, half: Tensor) -> Tensor:
-    """The same inside chunks, ``[...]``: what L Lᵀ = A ``[..., C, C]`` takes from A's diagonal.
+    """The same of tokens, ``[..., C]``: what L Lᵀ = A ``[..., C, C]`` takes from A's diagonal.
 
     ``half`` is L⁻¹. The square of L's diagonal is what earlier tokens of the chunk leave of A's,
     and rounding in the latter stays.
     """
     left = half.diagonal(dim1=-2, dim2=-1).square() * A.diagonal(dim1=-2, dim2=-1)
-    return torch.finfo(A.dtype).eps * left.amax(-1)
+    return torch.finfo(A.dtype).eps * left
 
 
 def unresolved(lost: Tensor) -> Unresolved | None:
@@ -81,9 +81,9 @@ def unresolved(lost: Tensor) -> Unresolved | None:
     return Unresolved(index=index, row=row, head=head, worst=float(lost[index, row, head]))
 
 
-def unresolved_is_nan(lost: Tensor) -> Tensor:
-    """What to add to answers where nobody can be told: NaN where a `loss` is too large, else 0."""
-    return torch.where(lost <= MOST, 0.0, torch.nan).to(lost.dtype)
+def resolved(lost: Tensor) -> Tensor:
+    """Where a `loss` is small enough; nowhere else may an answer count as the minimum."""
+    return lost <= MOST
 
 
 def refuse(problem: Problem, lost: Unresolved, *, token: int) -> ValueError:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import search
+from recollect.choices.algorithm.share import said, search
 from recollect.choices.memory.base import Stack
 from recollect.engines.deep.gradient_factors import Points
 from recollect.engines.deep.step_coefficients import window_rows
@@ -67,7 +67,7 @@ class LineSearch:
             (moved,) = torch.autograd.grad(
                 deltas, u, [m for _, m in calls], create_graph=self.outer, materialize_grads=True
             )
-        along = prediction - self.target * points.v
+        along = prediction - said(self.memory, self.target * points.v, points.raw, self.params)
         if not self.outer:
             along, moved = along.detach(), moved.detach()
 

@@ -1,7 +1,7 @@
 """How a call is cut into chunks: by its decays, and by spans of the ridge.
 
 A span begins a chunk. Rows whose chunks that leaves unfilled are filled up by empty tokens (zero
-keys, no decay), which change nothing; how many there may be follows from shapes alone.
+keys, no decay), which change nothing; where nobody may look, shapes say how many there may be.
 """
 
 from __future__ import annotations
@@ -85,11 +85,12 @@ class Cut:
         return max(int((place < chunks * self.chunk).sum()) - 1, 0)
 
 
-def cut(problem: Problem, tokens: int, *, every: int, in_step: bool) -> Cut:
+def cut(problem: Problem, tokens: int, *, every: int, facts: Facts | None) -> Cut:
     """Cut a call into chunks of so many tokens or fewer.
 
     Args:
-        every: tokens of a span, 0 for none. in_step: see `Facts`.
+        every: tokens of a span, 0 for none.
+        facts: ``None`` where nobody may look; then shapes say how many slots there may be.
     """
     T = problem.k.shape[1]
     # Chunks fill a span.
@@ -98,17 +99,18 @@ def cut(problem: Problem, tokens: int, *, every: int, in_step: bool) -> Cut:
     if not every:
         return at
     index = problem.state.position[:, None] + torch.arange(T, device=problem.k.device)
+    in_step = facts is not None and facts.in_step
     if T > 1 and not (in_step and (every >= T or every % chunk == 0)):
         # Each span takes whole chunks, and a row stands in its first one as it does in its span.
         width = -(-every // chunk) * chunk
         first = problem.state.position[:, None] % every // chunk * chunk
         within = index - index[:, :1] // every * every
+        place = within // every * width + within % every - first
         borders = (T + every - 2) // every  # as many as T tokens may cross
-        at = Cut(
-            chunk=chunk,
-            slots=-(-(T + chunk - 1 + borders * (width - every)) // chunk) * chunk,
-            place=within // every * width + within % every - first,
-        )
+        most = T + chunk - 1 + borders * (width - every)
+        if facts is not None:
+            most = min(most, int(place.max()) + 1)
+        at = Cut(chunk=chunk, slots=-(-most // chunk) * chunk, place=place)
     last = ((index + 1) % every == 0) & (index < problem.end[:, None])
     ends = aligned(last, at).unflatten(1, (-1, at.chunk)).transpose(0, 1).any(-1)
     return replace(at, ends=ends)

@@ -24,8 +24,8 @@ from recollect.engines.common.resolution import (
     Unresolved,
     loss,
     refuse,
+    resolved,
     unresolved,
-    unresolved_is_nan,
 )
 from recollect.engines.least_squares.conjugate_gradient import approximate, how
 from recollect.engines.least_squares.cutting import (
@@ -162,7 +162,7 @@ def _recursive(problem: Problem) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             at, solved = Cut(chunk=1, slots=1), _step(problem, every, numbers)
         else:
             size = size if facts is None else gentle(facts, size, dtype)
-            at = cut(problem, size, every=every, in_step=facts is not None and facts.in_step)
+            at = cut(problem, size, every=every, facts=facts)
             solved = _chunks(problem, at, numbers, anew)
         return at, solved, unresolved(solved[-1]) if looked else None
 
@@ -192,18 +192,16 @@ def _chunks(problem: Problem, at: Cut, p: RidgeProblem, anew: Tensor | None) -> 
     """
     forgets = problem.recipe.context.forgets
     start = replace(p.state, inverse=p.state.inverse.detach())
-    before, marks = None, forgets and not looks(p.k)
+    before = None
     if forgets:
         G = start.D + torch.diag_embed(start.kappa.unsqueeze(-1) * p.ridge)
         before = loss(G, start.inverse, torch.zeros_like(start.kappa)).detach()
-        if marks:
-            start = replace(start, M=start.M + unresolved_is_nan(before)[..., None, None])
     spans = Spans(
         chunk=at.chunk,
         ends=at.ends,
         anew=None if anew is None else aligned(anew, at),
         forgets=forgets,
-        marks=marks,
+        unresolved=None if before is None or looks(p.k) else ~resolved(before),
         continues=problem.continues,
     )
     y, after, lost = recursion(replace(p.tokens(lambda x: aligned(x, at)), state=start), spans)
@@ -255,6 +253,6 @@ def _step(problem: Problem, every: int, p: RidgeProblem) -> Solved:
         if forgets:
             lost = loss(G, P, raised).unsqueeze(0)
     if forgets and not looks(D):
-        mark = unresolved_is_nan(lost[0])[..., None, None]
-        y, W = y + mark.unsqueeze(1), W + mark
+        nan = ~resolved(lost[0])[..., None, None]
+        y, W = y.masked_fill(nan.unsqueeze(1), torch.nan), W.masked_fill(nan, torch.nan)
     return y, RidgeState(W.mT, D, kappa, P), lost

@@ -102,6 +102,8 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients in the order of `RidgeProblem.tensors`, but for the inverse."""
     q, k, v, log_decay = p.q, p.k, p.v, p.log_decay
+    if saved.nan is not None:  # the gradient of what is no number is none
+        dy = dy.masked_fill(saved.nan[..., None, None], torch.nan)
     flat = layout.heads
     F, V = k.shape[-1], v.shape[-1]
     lam, W0 = flat(p.ridge), flat(p.origin).mT  # [BH, F], [BH, V, F]

@@ -11,7 +11,7 @@ from torch import Tensor
 from recollect.choices.algorithm.closed_form import smallest_ridge
 from recollect.choices.devices import looks
 from recollect.engines.common.linalg import bmm, plus
-from recollect.engines.common.resolution import loss, lost_within, unresolved_is_nan
+from recollect.engines.common.resolution import loss, lost_within, resolved
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
 
 __all__ = ["Layout", "Parts", "Saved", "Spans", "forward", "to_end"]
@@ -31,8 +31,9 @@ class Spans:
         anew: ``[B, S, H]``, which memories start anew with a token: D = 0, ρ = λ, W = W₀; ``None``
             for none.
         forgets: whether there is any decay; without, there is nothing to refresh.
-        marks: whether outputs and memories that the dtype does not resolve are NaN, until a memory
-            starts anew; without, it is for the caller to look at what is lost.
+        unresolved: ``[B, H]``, which memories the dtype does not resolve before the first token,
+            where nobody will look at what is lost: outputs and memories that are not resolved are
+            NaN then, until a memory starts anew. ``None`` where the caller looks.
         continues: whether the Gram matrix after all tokens will be looked at.
     """
 
@@ -40,7 +41,7 @@ class Spans:
     ends: Tensor | None
     anew: Tensor | None = None
     forgets: bool
-    marks: bool = False
+    unresolved: Tensor | None = None
     continues: bool = True
 
 
@@ -101,6 +102,8 @@ class Saved:
     factors: list[Tensor]  # [n, BH, C, C]
     borders: list[Border]
     lost: list[Tensor]  # [n, BH], `common.resolution`
+    tokens: list[Tensor]  # [n, BH, C], the same of tokens, where nobody looks
+    nan: Tensor | None = None  # [B, S, H], which tokens' outputs are
 
 
 # -- laying out ----------------------------------------------------------------------------------
@@ -250,9 +253,14 @@ def forward(
     k, v, F, V = p.k, p.v, p.k.shape[-1], p.v.shape[-1]
     ridge, origin = layout.heads(p.ridge), layout.heads(p.origin)
     M, D, kappa, P = p.state.map(layout.heads).tensors()
+    before = None if spans.unresolved is None else spans.unresolved.flatten()
+    if before is not None:
+        # NaN would reach through products what starts anew; it is put in at the end.
+        lacking = ~M.isfinite().flatten(1).all(-1)
+        before, M = before | lacking, M.masked_fill(lacking[:, None, None], 0.0)
     Z = torch.cat([P, M], dim=-1)  # [BH, F, F + V]
     y = v.new_empty(*p.q.shape[:-1], V)
-    saved = Saved(states=[], solved=[], factors=[], borders=[], lost=[])
+    saved = Saved(states=[], solved=[], factors=[], borders=[], lost=[], tokens=[])
     nothing = v.new_zeros(())
     for start, stop in layout.groups:
         keys = layout.split(k[:, start:stop])
@@ -297,9 +305,39 @@ def forward(
         D = torch.baddbmm(D, flat.mT, flat)
     P, M = Z.split([F, V], dim=-1)
     shape = (layout.B, layout.H)
+    if before is not None:
+        nan, after = _unresolved(layout, saved, before)
+        y.masked_fill_(nan[..., None, None], torch.nan)
+        saved.nan, M = nan, M.masked_fill(after[:, None, None], torch.nan)
     end = RidgeState(M.clone(), D, kappa, P.clone()).map(lambda x: x.unflatten(0, shape))
     lost = torch.cat([*saved.lost, kappa.new_zeros(0, *shape).flatten(1)]).unflatten(1, shape)
     return (y, end, lost), saved
+
+
+def _unresolved(layout: Layout, saved: Saved, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tokens' outputs are not resolved ``[B, S, H]``, and which memories after them ``[BH]``.
+
+    A token is not where its part of a chunk has lost too much, or, in the first part, where the
+    memory was not resolved before; a memory stays so until it starts anew.
+    """
+    lost, at_token = ~resolved(torch.cat(saved.lost)), ~resolved(torch.cat(saved.tokens))
+    parts = layout.parts(0, lost.shape[0] * layout.spans.chunk)
+    if parts is None:
+        fresh = reset = torch.zeros_like(lost)
+        fresh, bad = fresh.unsqueeze(-1), (at_token.any(-1) | lost).unsqueeze(-1)
+        ended = bad[..., 0]
+    else:
+        fresh, reset = parts.fresh, parts.reset
+        bad = (at_token.unsqueeze(-2) & parts.same).any(-1) | (lost.unsqueeze(-1) & parts.last)
+        ended = bad[..., -1]
+    # A border is not resolved where it was last not so no earlier than it last started anew.
+    ended = torch.cat([before.unsqueeze(0), ended])
+    started = torch.cat([torch.zeros_like(before).unsqueeze(0), reset])
+    places = torch.arange(1, ended.shape[0] + 1, device=ended.device)[:, None]
+    last, start = (torch.where(x, places, 0).cummax(0).values for x in (ended, started))
+    held = (last > 0) & (last >= start)
+    nan = bad | (~fresh & held[:-1].unsqueeze(-1))
+    return layout.join(nan.expand(*lost.shape, layout.spans.chunk)), held[-1]
 
 
 def _without_decay(group: _Group) -> None:
@@ -379,8 +417,12 @@ def _with_decay(
     _floor(A, group.reach, group.least)
     half = _halves(A)
     floor = torch.stack([border.floor for border in borders]) * ridge.mean(-1)
-    lost = torch.maximum(loss(systems, P, floor), lost_within(A, half))
-    saved.lost.append(lost)
+    at_end, at_token = loss(systems, P, floor), lost_within(A, half)
+    if layout.spans.unresolved is None:
+        saved.lost.append(torch.maximum(at_end, at_token.amax(-1)))
+    else:
+        saved.lost.append(at_end)
+        saved.tokens.append(at_token)
     if group.factors is not None:
         group.factors = half
     X = bmm(half, KP)
@@ -390,10 +432,6 @@ def _with_decay(
     step = bmm(last.mT, whitened)
     step[..., :F].neg_().diagonal(dim1=-2, dim2=-1).add_(1)
     _raise(step, P, borders, group)
-    if layout.spans.marks:
-        mark = unresolved_is_nan(lost)[..., None, None]
-        step[..., F:] += mark
-        whitened[..., F:] += mark
     states = group.states[..., F:]
     for i, (T, U) in enumerate(x.split([F, x.shape[-1] - F], dim=-1) for x in step.unbind(0)):
         start = states[i]

@@ -92,7 +92,7 @@ def searched(
         (moved,) = torch.autograd.grad(total, u, create_graph=outer, materialize_grads=True)
     size = sum((d.square().sum((-2, -1)) for d in D), torch.zeros_like(moved[:, :, 0, 0]))
     assert bias.target is not None
-    along = prediction - bias.target * v
+    along = prediction - said(loop.recipe.memory, bias.target * v, raw, loop.problem.params)
     along = along if outer else along.detach()
     return search(along, moved, weight, size)[..., None, None]
 
