@@ -24,7 +24,7 @@ from torch.nn.functional import normalize
 import recollect as rc
 from recollect.engines.least_squares import engine
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
-from recollect.engines.least_squares.recursion_forward import Spans
+from recollect.engines.least_squares.recursion_layout import Spans
 
 DECAYS = (0.3, 0.37, 0.45, 0.5, 0.61, 0.7, 0.78, 0.85, 0.9, 0.97, 1.0)
 SIZES = (4, 8, 32)

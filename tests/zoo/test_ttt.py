@@ -171,7 +171,7 @@ def test_rows_count_their_own_tokens() -> None:
     torch.testing.assert_close(full[:1, 7:], alone, **TOL)
 
 
-@pytest.mark.parametrize(("name", "share"), [("ttt_linear", 1.5), ("ttt_mlp", 0.9)])
+@pytest.mark.parametrize(("name", "share"), [("ttt_linear", 3.0), ("ttt_mlp", 0.9)])
 def test_the_layer_is_ready_to_train(name: str, share: float) -> None:
     """Keys of length √K, steps that begin at a share of the limit, which is 2, no correction."""
     layer = rc.zoo.get(name).build(128, 2)

@@ -19,16 +19,15 @@ fewer and larger ones. Then a CPU decodes several times as fast too, and needs n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recollect.blocks.as_context import AsContextLayer
 from recollect.choices.devices import autocasts, constants
+from recollect.decoder.fitting import inside, refuse, rhythm, without_slots
 from recollect.decoder.programs import Program, Step, program_of
 from recollect.decoder.states import Slots, counted, mapped, seen_of, tensors_of, write
 from recollect.fields import held, whole
@@ -113,11 +112,11 @@ class StaticDecoder:
         growing = False
         for name, part in module.named_modules():
             grows = getattr(getattr(part, "mixer", None), "grows", None)
-            if grows is None and isinstance(part, MemoryLayer) and not _inside(module, name):
+            if grows is None and isinstance(part, MemoryLayer) and not inside(module, name):
                 grows = part.recipe.span is None or part.recipe.dual
             if grows and slots is None:
                 what = f"the state of {name or 'this layer'} grows with the text"
-                _refuse(
+                refuse(
                     f"{what}, and a graph has one size: say how many tokens it may hold "
                     "(slots=...), give it a window, or decode without"
                 )
@@ -129,14 +128,14 @@ class StaticDecoder:
                     "StaticDecoder(slots=...) is for states that grow with the text, and this one "
                     "does not: leave it out"
                 )
-            if why := next(filter(None, map(_without_slots, module.modules())), None):
-                _refuse(f"{why}: decode without")
+            if why := next(filter(None, map(without_slots, module.modules())), None):
+                refuse(f"{why}: decode without")
         self._module, self._size = module, slots
         self._slots: Slots | None = None  # after the first token, which shows what grows
         self._used = 0
-        self.warm, self.period = _rhythm(module)
+        self.warm, self.period = rhythm(module)
         if self.period > MOST:
-            _refuse(
+            refuse(
                 f"its inner batches and segments meet again after {self.period} tokens, each of "
                 f"which would be a graph of its own (at most {MOST}): decode without"
             )
@@ -144,7 +143,7 @@ class StaticDecoder:
             self._state = mapped(state, Tensor.clone)
         self._seen = seen_of(state)
         if self._seen is None and self.period > 1:
-            _refuse(
+            refuse(
                 "its rows have come differently far in their inner batches (padding, packing or a "
                 "reset): decode them apart, or without a static decoder"
             )
@@ -322,40 +321,6 @@ class StaticDecoder:
         return y
 
 
-def _without_slots(part: nn.Module) -> str | None:
-    """Why states that grow cannot be kept in slots where a module has this part, if so."""
-    if isinstance(part, AsContextLayer):
-        return "beside a memory whose segments begin anew (AsContext) no slots are kept"
-    if isinstance(part, MemoryLayer) and part.recipe.dual and part.recipe.algorithm.batch > 1:
-        return (
-            "the host counts open inner batches by tokens seen, and with empty slots it does not "
-            f"know them ({part.recipe.algorithm.title} with batches over infinitely many features)"
-        )
-    return None
-
-
-def _rhythm(module: nn.Module) -> tuple[int, int]:
-    """Tokens until every buffer has filled, and after how many the host decides alike again."""
-    warm, periods = 0, [1]
-    for part in module.modules():
-        if isinstance(part, MemoryLayer):
-            batch = part.recipe.algorithm.batch
-            warm = max(warm, batch + (part.recipe.history or 0))
-            if batch > 1:
-                periods.append(batch)
-        elif isinstance(part, AsContextLayer):
-            warm = max(warm, part.segment)
-            periods.append(part.segment)
-    return warm, math.lcm(*periods)
-
-
-def _inside(module: nn.Module, name: str) -> bool:
-    """Whether a part belongs to a composition, which answers for its parts."""
-    parents = name.split(".")[:-1]
-    paths = [".".join(parents[:n]) for n in range(len(parents) + 1)]
-    return any(hasattr(module.get_submodule(path), "mixer") for path in paths)
-
-
 def _again(run: Callable[[], Any]) -> Recorded:
     """No graph: the same operations once more, into the tensors of the first time."""
     y, after = run()
@@ -398,7 +363,3 @@ def _kind(x: Tensor) -> tuple[object, ...]:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-def _refuse(why: str) -> NoReturn:
-    raise ValueError(f"this cannot be decoded in fixed tensors: {why}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from recollect.choices.algorithm.share import by_keys
 from recollect.choices.products import check_precision_name
 from recollect.engines import select as engines
 from recollect.engines.fla import Offer, offer
@@ -35,6 +36,7 @@ class Bound:
         precision: of products, as asked for, or ``None``.
         products: the precision that they take: ``"float32"`` where the engine needs its digits.
         offer: what flash-linear-attention has for it; ``None`` for nothing that the method takes.
+        by_keys: whether keys of inner batches measure rates (`share.by_keys`).
         name: by which `bound_of` finds it, of those that layers keep (`named`).
     """
 
@@ -45,6 +47,7 @@ class Bound:
     precision: str | None = None
     products: str | None = None
     offer: Offer | None = None
+    by_keys: bool = False
     name: str | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -115,6 +118,7 @@ def _bind(recipe: Recipe, H: int, K: int, V: int, method: str, precision: str | 
         precision=precision,
         products=products,
         offer=found if found.operators else None,
+        by_keys=by_keys(recipe.algorithm),
     )
 
 

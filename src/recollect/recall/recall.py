@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import by_keys
 from recollect.choices.devices import holds
 from recollect.engines import fla
 from recollect.engines.common.overlap import rates_by_keys
@@ -240,7 +239,7 @@ def _problem(call: Call, *, rows: int) -> Problem:
     elif dtype == torch.float64 and state.dtype not in (None, dtype):
         state = state.to(dtype=dtype)  # float64 inputs widen what float32 ones have left
     rates = resolve(at, call.gates, call.params, B=B, T=T, dtype=dtype, device=k.device)
-    if by_keys(at.recipe.algorithm):
+    if call.bound.by_keys:
         with solving(k.device, call.bound.products):
             rates = rates_by_keys(at.recipe.algorithm, k, state, rates)
     return Problem(
@@ -266,7 +265,7 @@ def _token(call: Call, state: State) -> tuple[Tensor, State] | None:
     bound, gates = call.bound, call.gates
     algorithm = bound.sized.recipe.algorithm
     assert bound.engine.token is not None
-    if by_keys(algorithm):
+    if bound.by_keys:
         if "lr" not in gates or state.seen is None:
             return None  # a constant, or a logarithm: it is made a rate first
         gates = rates_by_keys(algorithm, call.k, state, gates)

@@ -24,6 +24,7 @@ __all__ = [
     "search",
     "search_rules",
     "share",
+    "share_at",
     "share_rules",
     "together",
 ]
@@ -81,6 +82,26 @@ def share(above: Tensor, error: Tensor, gain: Tensor) -> Tensor:
     below = gain + EPS * error.square().sum(-1)
     zero = below == 0
     return (above / below.masked_fill(zero, 1.0)).masked_fill(zero, 0.0)
+
+
+def share_at(
+    memory: MemoryLike,
+    prediction: Tensor,
+    value: Tensor,
+    raw: Tensor,
+    params: Mapping[str, Tensor],
+    *,
+    error: Tensor,
+    gain: Tensor,
+) -> Tensor:
+    """`share` of associations at a memory, from what of their values it can say.
+
+    Args:
+        memory, value, raw, params: as in `said`.
+        prediction: ``[B, H, N, V]``. error, gain: as in `share`.
+    """
+    above = correctable(memory, prediction, said(memory, value, raw, params), error)
+    return share(above, error, gain)
 
 
 def left(keys: Tensor, n: int) -> Tensor:

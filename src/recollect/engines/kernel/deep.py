@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.algorithm.share import correctable, said, share
+from recollect.choices.algorithm.share import share_at
 from recollect.choices.devices import looks
 from recollect.choices.features.base import Kernel
 from recollect.choices.memory.base import Stack
@@ -346,10 +346,8 @@ class _DeepKernelLoop:
         assert bias.target is not None
         each = k.unsqueeze(-2)
         gain = gains(self.first, self.kernel.kappa(each, each)[..., 0, 0], entered, deltas)
-        error = bias.error(prediction, v, gates)
-        value = said(self.memory, bias.target * v, k, self.problem.params)
-        above = correctable(self.memory, prediction, value, error)
-        rho = share(above, error, gain).unsqueeze(-1)
+        at = (self.memory, prediction, bias.target * v, k, self.problem.params)
+        rho = share_at(*at, error=bias.error(prediction, v, gates), gain=gain).unsqueeze(-1)
         return entered, [rho * d for d in deltas]
 
     def _read(self, batch: Batch, past_reads: _PastReads, inputs: Maps, deltas: Maps) -> Tensor:

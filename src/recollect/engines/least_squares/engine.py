@@ -40,7 +40,7 @@ from recollect.engines.least_squares.cutting import (
 )
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState, ridge_problem
 from recollect.engines.least_squares.recursion_backward import recursion
-from recollect.engines.least_squares.recursion_forward import Spans
+from recollect.engines.least_squares.recursion_layout import Spans
 from recollect.state.state import State
 
 if TYPE_CHECKING:

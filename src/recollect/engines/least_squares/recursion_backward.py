@@ -44,13 +44,8 @@ from torch import Tensor
 from recollect.choices.gradients import HandWritten, once
 from recollect.engines.common.linalg import bmm, plus
 from recollect.engines.least_squares.inputs import RidgeProblem, RidgeState
-from recollect.engines.least_squares.recursion_forward import (
-    Layout,
-    Saved,
-    Spans,
-    forward,
-    to_end,
-)
+from recollect.engines.least_squares.recursion_forward import forward
+from recollect.engines.least_squares.recursion_layout import Layout, Saved, Spans, to_end
 
 __all__ = ["recursion"]
 
@@ -193,8 +188,9 @@ def _backward(
         dv[:, start:stop] = layout.join(near[..., F:])
         fall = (near[..., :F] * keys).sum(-1) + (near[..., F:] * values).sum(-1)
         falls[:, start:stop] = layout.join(fall.double() / 2)
-    dlam = dlam + (begun[:, :V] * W0).sum(-2) - begun[:, V:].diagonal(dim1=-2, dim2=-1)
-    dW0 = dW0 + begun[:, :V] * lam.unsqueeze(-2)
+    if layout.spans.anew is not None:
+        dlam = dlam + (begun[:, :V] * W0).sum(-2) - begun[:, V:].diagonal(dim1=-2, dim2=-1)
+        dW0 = dW0 + begun[:, :V] * lam.unsqueeze(-2)
     dlog = _decays(flow.view(shape), falls, drop, own, layout.spans)
     M, D, kappa, _ = p.state.map(flat).tensors()
     G = D + torch.diag_embed(kappa[:, None] * lam)

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import correctable, said, share
+from recollect.choices.algorithm.share import share_at
 from recollect.choices.features.base import Kernel
 from recollect.choices.gradients import leaves_of
 from recollect.choices.memory.base import Stack
@@ -205,9 +205,8 @@ class KernelTokenLoop:
         )
         gain = sum((g.square().sum((-2, -1)) for g in others), gain)
         assert bias.target is not None
-        value = said(self.memory, bias.target * v, k, self.problem.params)
-        above = correctable(self.memory, prediction, value, error)
-        return share(above[:, :, 0], error[:, :, 0], gain)
+        at = (self.memory, prediction, bias.target * v, k, self.problem.params)
+        return share_at(*at, error=error, gain=gain.unsqueeze(-1))[:, :, 0]
 
     def _weighed(
         self, low: int, stop: int, weight: Tensor, U: Rows, D: Rows, mass: Mass

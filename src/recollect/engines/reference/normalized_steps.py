@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from recollect.choices.algorithm.share import correctable, said, search, share
+from recollect.choices.algorithm.share import said, search, share_at
 from recollect.choices.gradients import leaves_of
 from recollect.choices.memory.base import Forward
 from recollect.engines.common.problem import Problem, Tokens, Weights, as_matrix
@@ -62,9 +62,8 @@ def normalized_gradients(
                 for a, g in zip(A, whole, strict=True)
             ]
         ).sum(0)
-        value = said(loop.recipe.memory, target * v, raw, loop.problem.params)
-        above = correctable(loop.recipe.memory, prediction, value, error)
-        rho = share(above[:, :, 0], error[:, :, 0], gain)
+        at = (loop.recipe.memory, prediction, target * v, raw, loop.problem.params)
+        rho = share_at(*at, error=error, gain=gain.unsqueeze(-1))[:, :, 0]
         weight = loop.weight(j, low)[..., i - low] * rho  # [B, H]
         parts = (whole, loop.gradients(W, j, prediction_free=True, only=i) if splits else [])
         for total, part in zip(totals, parts, strict=True):
