@@ -158,9 +158,9 @@ class LeastSquares(_Condensed):
     refused, because F tokens of strong decay leave less of the oldest than float64 resolves.
 
     Raises (by `recollect.recall`):
-        ValueError: such decays. Nobody looks on a GPU, which would have to wait, nor under
-            `torch.compile`: there outputs and memories that are not determined are NaN, until the
-            memory starts anew.
+        ValueError: such decays. Nobody looks on a GPU, which would have to wait, nor in what is
+            compiled (`torch.compile`, `recollect.StaticDecoder`): there outputs and memories that
+            are not determined are NaN, until the memory starts anew.
 
     Examples:
         >>> recipe = rc.Recipe(

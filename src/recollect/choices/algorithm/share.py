@@ -70,9 +70,9 @@ def share(above: Tensor, error: Tensor, gain: Tensor) -> Tensor:
     least mean squares for an error linear in the prediction, Polyak's step for others, so that a
     rate of 1 corrects the association whatever the size of keys, values and weights. e is the
     prediction less the value (times `Bias.target`), or less what of it can be said (`correctable`),
-    g = ∂ℓ/∂prediction, G_l = ∂ℓ/∂W_l of map l and
-    ⟨G_l, J_l G_l⟩ its `Retention.gain`, |h_l|²|δ_l|² where there is no link and the map is applied
-    once; all at the weights where gradients are taken. ε = 1e-6.
+    g = ∂ℓ/∂prediction, G_l = ∂ℓ/∂W_l of map l and ⟨G_l, J_l G_l⟩ its `Retention.gain`,
+    |h_l|²|δ_l|² where there is no link and the map is applied once; all at the weights where
+    gradients are taken. ε = 1e-6.
 
     Args:
         above: ⟨e, g⟩ ``[...]``.

@@ -159,22 +159,15 @@ def _unresolved(layout: Layout, saved: Saved, before: Tensor) -> tuple[Tensor, T
     """
     lost, at_token = ~resolved(torch.cat(saved.lost)), ~resolved(torch.cat(saved.tokens))
     parts = layout.parts(0, lost.shape[0] * layout.spans.chunk)
-    if parts is None:
-        fresh = reset = torch.zeros_like(lost)
-        fresh, bad = fresh.unsqueeze(-1), (at_token.any(-1) | lost).unsqueeze(-1)
-        ended = bad[..., 0]
-    else:
-        fresh, reset = parts.fresh, parts.reset
-        bad = (at_token.unsqueeze(-2) & parts.same).any(-1) | (lost.unsqueeze(-1) & parts.last)
-        ended = bad[..., -1]
-    # A border is not resolved where it was last not so no earlier than it last started anew.
-    ended = torch.cat([before.unsqueeze(0), ended])
-    started = torch.cat([torch.zeros_like(before).unsqueeze(0), reset])
+    assert parts is not None  # who does not look does not know that nothing starts anew
+    bad = (at_token.unsqueeze(-2) & parts.same).any(-1) | (lost.unsqueeze(-1) & parts.last)
+    # A border is not resolved if it was last found so no earlier than its memory started anew.
+    ended = torch.cat([before.unsqueeze(0), bad[..., -1]])
+    started = torch.cat([torch.zeros_like(before).unsqueeze(0), parts.reset])
     places = torch.arange(1, ended.shape[0] + 1, device=ended.device)[:, None]
     last, start = (torch.where(x, places, 0).cummax(0).values for x in (ended, started))
     held = (last > 0) & (last >= start)
-    nan = bad | (~fresh & held[:-1].unsqueeze(-1))
-    return layout.join(nan.expand(*lost.shape, layout.spans.chunk)), held[-1]
+    return layout.join(bad | (~parts.fresh & held[:-1].unsqueeze(-1))), held[-1]
 
 
 def _without_decay(group: _Group) -> None:
