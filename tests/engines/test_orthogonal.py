@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from recollect.choices.algorithm import newton_schulz
+from recollect.choices.algorithm.muon import newton_schulz, newton_schulz_flops
 
 
 def _defined(S: Tensor, steps: int) -> Tensor:
@@ -30,13 +30,32 @@ def test_singular_values_move_as_the_polynomial_says(shape: tuple[int, int], ste
         assert (found[tuple(index)] - expected).abs().amax() < 1e-12
 
 
-def test_products_are_of_the_smaller_side() -> None:
-    """Per step 4 s²l + 2 s³ for sides s ≤ l, whichever side that is."""
-    s, wide, steps, many = 4, 16, 3, 5
+@pytest.mark.parametrize("steps", [1, 3, 5, 7])
+def test_products_are_of_the_smaller_side(steps: int) -> None:
+    """Three iterations share one Gram matrix and one product with what is wide."""
+    s, wide, many = 4, 16, 3
+    borders, last = divmod(steps, 3)
+    counts = [3] * borders + [last] * (last > 0)
+    flops = sum(4 * s * s * wide + (4 * n - 3) * 2 * s**3 for n in counts)
     for shape in ((s, wide), (wide, s)):
         with FlopCounterMode(display=False) as counter:
             newton_schulz(torch.randn(many, *shape), steps)
-        assert counter.get_total_flops() == many * steps * (4 * s * s * wide + 2 * s**3)
+        assert (
+            counter.get_total_flops() == many * flops == many * newton_schulz_flops(*shape, steps)
+        )
+
+
+@pytest.mark.parametrize("spectrum", ["normal", "of low rank", "steep"])
+def test_iterations_together_are_as_exact_in_float32_as_one_by_one(spectrum: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    S = torch.randn(4, 32, 128, generator=g)
+    if spectrum == "of low rank":
+        S = torch.randn(4, 32, 8, generator=g) @ torch.randn(4, 8, 128, generator=g)
+    if spectrum == "steep":
+        U, _, Vh = torch.linalg.svd(S, full_matrices=False)
+        S = U * 10 ** torch.linspace(0, -6, 32) @ Vh
+    expected = _defined(S[0].double(), 5)
+    assert (newton_schulz(S, 5)[0] - expected).abs().amax() < 2e-5
 
 
 def test_zero_stays_zero_with_a_finite_slope() -> None:

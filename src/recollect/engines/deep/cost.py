@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from recollect.choices.algorithm.muon import newton_schulz_flops
 from recollect.choices.memory.base import LinearMap, Stack
 from recollect.engines.common.sizes import Counted, Sizes, reading_of_weights
 from recollect.engines.deep.engine import chain_of, rule_of, way
@@ -44,12 +45,9 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
 
 
 def orthogonal(recipe: Recipe, maps: Sequence[LinearMap]) -> int:
-    """Newton–Schulz once on every map: per step 4 s²l + 2 s³ for sides s ≤ l."""
-    steps, total = recipe.algorithm.newton_steps, 0
-    for one in maps:
-        small, large = sorted((one.out, one.inp))
-        total += steps * (4 * small * small * large + 2 * small**3)
-    return total
+    """Newton–Schulz once on every map."""
+    steps = recipe.algorithm.newton_steps
+    return sum(newton_schulz_flops(one.out, one.inp, steps) for one in maps)
 
 
 def batch_flops(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from recollect.choices.algorithm.muon import newton_schulz_flops
 from recollect.choices.memory.base import Stack
 from recollect.engines.common.kernel_rows_cost import kernel_rows_flops, reading_of_rows
 from recollect.engines.common.sizes import Counted, Sizes, numel_of, reading_of_weights
@@ -94,5 +95,4 @@ def _newton_schulz(shape: tuple[int, ...], recipe: Recipe) -> int:
     if steps == 0 or len(shape) < 2:
         return 0
     rows, columns = shape[0], numel_of(shape[1:])
-    small, large = min(rows, columns), max(rows, columns)
-    return steps * (4 * small * small * large + 2 * small**3)
+    return newton_schulz_flops(rows, columns, steps)
