@@ -170,6 +170,7 @@ REFERENCE: dict[str, rc.Recipe] = {
     "perceptron": R(memory=memory.MLP()),
     "gated": R(memory=memory.GatedMLP(residual=False), algorithm=algorithm.Momentum(batch=4)),
     "window": R(memory=memory.MLP(), context=context.Window(size=3)),
+    "base": R(memory=memory.MLP(base=True), algorithm=algorithm.Momentum(batch=4)),
     "muon": R(bias=bias.Lp(p=3), algorithm=algorithm.Muon()),
     "muon at the border": R(algorithm=algorithm.Muon(batch=4, every="batch")),
     "all of the past": R(

@@ -213,6 +213,24 @@ def test_a_memory_that_says_chain_and_is_none() -> None:
     caught(NoChainAtAll, "declares chain='tanh'")
 
 
+def test_a_memory_that_says_zeros_learn_and_they_do_not() -> None:
+    @rc.member
+    class Silent(rc.memory.Memory):
+        """W x, entry by entry times itself."""
+
+        needs_init = False
+
+        def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
+            return ((V, F),)
+
+        def forward(
+            self, weights: Sequence[Tensor], x: Tensor, raw: Tensor, params: Values
+        ) -> Tensor:
+            return (x @ weights[0].mT).square()
+
+    caught(Silent, "declares needs_init=False, and a memory of zeros has no gradient")
+
+
 @pytest.mark.parametrize("kind", ["gate", "param"])
 def test_a_number_that_is_declared_and_never_read(kind: str) -> None:
     given = "token" if kind == "gate" else "static"

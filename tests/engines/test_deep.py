@@ -48,6 +48,8 @@ MEMORIES = (
     memory.MLP(norm="layer"),
     memory.GatedMLP(expansion=2),
     memory.GatedMLP(norm="layer", biases=True, expansion=1),
+    memory.MLP(base=True, expansion=2),
+    memory.GatedMLP(base=True, biases=True, expansion=1),
 )
 BIASES = (
     bias.L2(),
@@ -498,10 +500,10 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
 
 
 def test_the_price_of_orthogonalising_is_said() -> None:
-    """10 (2m + 1) d³ per map at width m·d, beside plain descent's price."""
+    """(8m + 28) d³ per map at width m·d, beside plain descent's price."""
     recipe = rc.Recipe(memory=memory.MLP(), algorithm=algorithm.Muon(batch=16))
     price = cost(recipe, K=64, V=64, T=1024)
-    assert price.forward["Newton–Schulz"] == 1024 * 2 * 10 * (2 * 4 + 1) * 64**3
+    assert price.forward["Newton–Schulz"] == 1024 * 2 * (8 * 4 + 28) * 64**3
     (note,) = (note for note in price.notes if "orthogonalising" in note)
     assert "times plain descent's" in note
     assert "orthogonalising takes" in str(rc.explain(recipe))

@@ -24,6 +24,7 @@ TWINS = {
     "longhorn_diagonal": "longhorn",
     "gated_delta_product": "delta_product",
     "moneta_exact": "moneta",
+    "titans_with_base": "titans",
     "memora_per_token": "memora",
     "elastic_net_proximal": "elastic_net",
     "atlas_per_token": "atlas",

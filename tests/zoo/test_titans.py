@@ -59,6 +59,24 @@ def test_titans(method: str) -> None:
 
 
 @METHODS
+def test_titans_with_base(method: str) -> None:
+    """W̄ + W_t = W̄ + α_t W_(t−1) + S_t: the memory alone decays."""
+    base, A, W, S = rows(MLP), rows(MLP), rows(MLP), [torch.zeros_like(w) for w in rows(MLP)]
+    outputs = []
+    for t in range(Q.shape[1]):
+        if t % 16 == 0:
+            W = A
+        S = [at(THETA, t) * s - at(LEFT, t) * g for s, g in zip(S, surprise(W, t), strict=True)]
+        A = [w + at(ALPHA, t) * (a - w) + s for w, a, s in zip(base, A, S, strict=True)]
+        outputs.append(perceptron(A, Q[:, t]))
+    gates = {"lr": LR, "log_decay": ALPHA.log(), "momentum": THETA}
+    params = dict(zip(("base_W2", "base_W1"), MLP, strict=True))
+    recipe = rc.zoo.get("titans_with_base").recipe
+    got, _ = rc.recall(recipe, Q, KEY, X, gates, params=params, method=method)
+    torch.testing.assert_close(got, torch.stack(outputs, 1), **TOL)
+
+
+@METHODS
 def test_titans_minus(method: str) -> None:
     def step(A: Weights, W: Weights, t: int) -> Weights:
         g = surprise(W, t)
@@ -94,7 +112,9 @@ def test_a_linear_memory_token_by_token_is_the_linear_engines() -> None:
     torch.testing.assert_close(linear, torch.stack(outputs, 1), **TOL)
 
 
-@pytest.mark.parametrize("name", ["titans", "titans_minus", "yaad", "moneta", "memora", "ttt_mlp"])
+@pytest.mark.parametrize(
+    "name", ["titans", "titans_with_base", "titans_minus", "yaad", "moneta", "memora", "ttt_mlp"]
+)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_token_that_is_repeated_does_not_make_an_untrained_memory_diverge(
     name: str, seed: int

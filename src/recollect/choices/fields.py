@@ -93,6 +93,7 @@ class Param:
 
     Attributes:
         draw: the law of entries that are drawn instead: `recollect.recipe.initial_params.start`.
+        fan: the axis whose size is ``in`` of the law ``"fan_in"``; the last one when empty.
         learned: whether a layer trains it unless its options say otherwise.
         beside_key: whether it scales V channels of unit root mean square that are added to the key:
             a layer whose keys have a length begins it at |k|/√V, where both are equally long.
@@ -109,6 +110,7 @@ class Param:
     range: Range = REAL
     init: float | tuple[float, ...] = 0.0
     draw: str | None = None
+    fan: str = ""
     learned: bool = True
     beside_key: bool = False
 

@@ -284,6 +284,7 @@ class GateProjection(nn.Module):
         several = isinstance(declared, Gate) and recipe.per_association(declared)
         inner = [sizes[axis] for axis in declared.axes]
         self.shape = (heads, *([recipe.associations] if several else []), *inner)
+        self._fan = sizes.get(declared.fan) if isinstance(declared, Param) else None
         self._whole = self.shape  # where `shape` may be that of a part of the heads
         self.log = gate and declared.name.startswith("log_") and declared.range.high is not None
         self.decays = self.log or (not gate and declared.name in recipe.logs())
@@ -351,7 +352,7 @@ class GateProjection(nn.Module):
     def _initial(self) -> Tensor:
         options, declared = self.options, self.declared
         if isinstance(declared, Param) and self.drawn:
-            return start(declared, self._whole)
+            return start(declared, self._whole, fan=self._fan)
         if options.schedule is not None:
             value = _schedule(options.schedule, self._whole, self.depth)
             return value.exp() if self.decays and not self.log else value

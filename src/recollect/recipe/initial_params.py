@@ -60,16 +60,22 @@ def initial_params(
     params: dict[str, Tensor] = {}
     for param in recipe.params():
         shape = (H, *(sizes[axis] for axis in param.axes))
-        params[param.name] = start(param, shape, generator=generator).to(dtype=dtype, device=device)
+        drawn = start(param, shape, generator=generator, fan=sizes.get(param.fan))
+        params[param.name] = drawn.to(dtype=dtype, device=device)
     return params
 
 
 def start(
-    param: Param, shape: tuple[int, ...], *, generator: torch.Generator | None = None
+    param: Param,
+    shape: tuple[int, ...],
+    *,
+    generator: torch.Generator | None = None,
+    fan: int | None = None,
 ) -> Tensor:
     """A param of that shape at its start, in float64 on the CPU.
 
-    ``draw`` is ``"normal"``: entries N(0, 1); ``"fan_in"``: N(0, 1/in), in the last axis;
+    ``draw`` is ``"normal"``: entries N(0, 1); ``"fan_in"``: N(0, 1/in), in = ``fan``, the size of
+    the axis that `Param.fan` names, or that of the last axis;
     ``"orthogonal"``: rows N(0, I) that are orthogonal within each block of K rows (Performer,
     section 2.4: a Haar basis, each row given the length of a Gaussian vector of its own);
     ``"eye"``: the identity of the last two axes, repeated downwards when they differ.
@@ -84,7 +90,7 @@ def start(
     if param.draw == "normal":
         return normal(*shape)
     if param.draw == "fan_in":
-        return normal(*shape) * shape[-1] ** -0.5
+        return normal(*shape) * (fan or shape[-1]) ** -0.5
     rows, columns = shape[-2:]
     if param.draw == "eye":
         blocks = math.ceil(rows / columns)

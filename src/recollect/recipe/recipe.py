@@ -283,7 +283,7 @@ class Recipe:
         sizes["in"], sizes["out"] = F, V
         sizes["c"] = self.context.horizon or 1
         sizes["J"] = 1 if self.bias.probe is None else self.bias.probe.heads
-        return sizes | self.features.axes(K)
+        return sizes | self.features.axes(K) | self.memory.axes(K, F, V)
 
     def shapes(self, K: int, V: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of the memory's weights, without batch and head.
@@ -345,7 +345,7 @@ class Recipe:
 
     def needs_init(self) -> bool:
         """Whether a zero memory would never learn, so that ``init`` is required."""
-        return not self.nonparametric and not self.memory.linear
+        return not self.nonparametric and self.memory.needs_init
 
     def but(self, **changes: Any) -> Recipe:
         """This recipe with some choices replaced."""

@@ -214,14 +214,17 @@ def check_advance(retention: Retention) -> None:
 
 
 def check_memory(memory: Memory) -> None:
-    """``linear`` is W x and nothing else; a ``chain`` is its maps, its activation, a residual."""
+    """``linear`` is W x and nothing else; a ``chain`` is its maps, its activation, a residual.
+
+    A memory that needs no initial weights learns from zeros.
+    """
     if memory.degree is not None:
         return
     if memory.has_field("read"):  # how it is read is not what it is
         memory = dataclasses.replace(memory, read=Read())  # type: ignore[call-arg]
     title = memory.title
     weights = [normal(1, 1, *shape, seed=3 + i) for i, shape in enumerate(memory.shapes(4, 4))]
-    sizes = Recipe().axes(4, 4)
+    sizes = Recipe().axes(4, 4) | memory.axes(4, 4, 4)
     g = torch.Generator().manual_seed(3)
     params = {p.name: draw_param(p, (1, *(sizes[a] for a in p.axes)), g) for p in memory.params()}
     x = normal(1, 1, 5, 4, seed=12)
@@ -235,6 +238,14 @@ def check_memory(memory: Memory) -> None:
             not wrong,
             f"{title} declares linear, which is M(W; x) = {product}, and its forward is "
             f"{wrong:.1e} off",
+        )
+    if not memory.needs_init:
+        zeros = [torch.zeros_like(w).requires_grad_() for w in weights]
+        said = memory.function(4, 4)(zeros, x, x, params)
+        moved = torch.autograd.grad(said.sum(), zeros, materialize_grads=True)
+        require(
+            any(bool(g.any()) for g in moved),
+            f"{title} declares needs_init=False, and a memory of zeros has no gradient",
         )
     if not isinstance(memory, Stack):
         return

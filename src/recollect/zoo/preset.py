@@ -418,7 +418,7 @@ def names(family: str | None = None) -> list[str]:
 
     Examples:
         >>> rc.zoo.names("titans")
-        ['titans', 'titans_minus']
+        ['titans', 'titans_with_base', 'titans_minus']
     """
     families = sorted({p.family for p in _PRESETS.values()})
     if family is not None and family not in families:

@@ -2,12 +2,14 @@
 
 Examples:
     >>> rc.zoo.names("titans")
-    ['titans', 'titans_minus']
+    ['titans', 'titans_with_base', 'titans_minus']
     >>> print(rc.zoo.get("titans").rule)
     S_t = θ_t S_(t−1) − η_t r_t ρ_t ∇ℓ(M_(t−1); k_t, v_t),  M_t = α_t M_(t−1) + S_t
 """
 
 from __future__ import annotations
+
+import math
 
 from recollect.choices.algorithm.descent import GradientDescent, Momentum
 from recollect.choices.memory.maps import MLP
@@ -26,7 +28,15 @@ from recollect.zoo.sources import (
     TITANS,
 )
 
-__all__ = ["titans", "titans_minus"]
+__all__ = ["titans", "titans_minus", "titans_with_base"]
+
+# Momentum keeps what is written: half of the limit was chosen where that was 2/b, this for 2/8.
+_SURPRISE = {
+    "lr": GateOptions(unit="share", init=0.35),
+    "momentum": GateOptions(high=0.9, init=0.7),
+}
+_FORGETFUL = GateOptions(init=math.log(0.98), spread=4.0)
+"""Decays of 12 to 200 tokens: nothing fades with them but what was written."""
 
 _OPEN = (
     "left open: the memory is ATLAS's x + W_1 gelu(W_2 x), and gradients are taken at the start of "
@@ -50,13 +60,32 @@ def titans() -> tuple[Recipe, LayerOptions]:
     recipe = Recipe(
         memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16, normalize=True, limit="keys")
     )
-    # Momentum keeps what is written: half of the limit was chosen where that was 2/b, this for 2/8.
-    gates = {
-        "lr": GateOptions(unit="share", init=0.35),
-        "momentum": GateOptions(high=0.9, init=0.7),
-        "log_decay": MODERATE,
-    }
-    return recipe, LayerOptions(gates=gates)
+    return recipe, LayerOptions(gates={**_SURPRISE, "log_decay": MODERATE})
+
+
+@preset(
+    "Titans with a base",
+    row=46,
+    rule="M(x) = x + (W̄_1 + W_1) σ((W̄_2 + W_2) x),  "
+    "S_t = θ_t S_(t−1) − η_t r_t ρ_t ∇ℓ(M_(t−1); k_t, v_t),  W_t = α_t W_(t−1) + S_t",
+    references=(TITANS("eqs. 12–14"), ATLAS("eqs. 12–13 and 34–35")),
+    fidelity=Fidelity(
+        kind="approximation",
+        source="ATLAS eqs. 12–13, on a memory that is ours",
+        note="W̄ is learned and no memory: the memory W starts at zero and forgets towards W̄, where "
+        "in Titans the initial memory fades with what was written, and with it the network that "
+        "writes. So it may forget from the start (α_t from 0.98), which is what text asks for "
+        f"(`docs/design/steps.md`); {_OPEN}",
+    ),
+)
+def titans_with_base() -> tuple[Recipe, LayerOptions]:
+    """Titans beside learned weights that do not fade: it forgets what it was told, and no more."""
+    recipe = Recipe(
+        memory=MLP(base=True),
+        retention=Decay(),
+        algorithm=Momentum(batch=16, normalize=True, limit="keys"),
+    )
+    return recipe, LayerOptions(gates={**_SURPRISE, "log_decay": _FORGETFUL})
 
 
 @preset(

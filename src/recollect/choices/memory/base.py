@@ -108,6 +108,11 @@ class Memory(Member):
     bounded: bool = False
     read: Read = Read()
 
+    @property
+    def needs_init(self) -> bool:
+        """Whether a memory whose weights are all zero would never learn."""
+        return not self.linear
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._handed_params("forward")
@@ -126,6 +131,16 @@ class Memory(Member):
                 f"{self.title} says linear, which is M(W; x) = W x with one matrix [V, F], and its "
                 "weights are of other shapes: leave linear out"
             )
+
+    def axes(self, K: int, F: int, V: int) -> dict[str, int]:
+        """Sizes of symbolic axes of its own params, by name.
+
+        Args:
+            K: key channels.
+            F: input features.
+            V: outputs.
+        """
+        return {}
 
     def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of the weights (without ``[B, H]``) for F input features and V outputs.
@@ -241,6 +256,9 @@ class LinearMap:
 class Stack(Memory):
     """A memory made of linear maps, activations, norms and a residual.
 
+    Attributes:
+        base: whether its program adds learned weights, which are no memory, to every map.
+
     Examples:
         >>> memory = rc.memory.MLP(depth=3, expansion=2)
         >>> isinstance(memory, rc.memory.Stack)
@@ -250,6 +268,7 @@ class Stack(Memory):
     """
 
     channelled = True
+    base: bool = False
 
     @property
     def chain(self) -> str | None:

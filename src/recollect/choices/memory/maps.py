@@ -6,7 +6,8 @@ A finite memory answers its weights' shapes and a `forward`. Memories made of li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from recollect.choices.member import RecipeError, member
 from recollect.choices.memory.base import Apply, LinearMap, Memory, Read, Stack
 from recollect.choices.memory.norms import NORM_EPS, layer_norm
 from recollect.wording import shown
+
+if TYPE_CHECKING:
+    from recollect.choices.questions import RecipeLike
 
 __all__ = ["MLP", "GatedMLP", "Matrix", "Vector"]
 
@@ -129,15 +133,70 @@ def _normed(h: Tensor, norm: str | None, params: Mapping[str, Tensor]) -> Tensor
     return h * (h.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt() * weight
 
 
-class _Perceptron(Stack):
-    """What MLP and GatedMLP share: x + norm(network(x)).
+def _in_all_rows(h: Tensor, weight: Tensor) -> Tensor:
+    """``weight [H, out, in]`` times h ``[B, H, N, in]``: one product a head, of all rows."""
+    rows = h.transpose(0, 1)  # [H, B, N, in]
+    y = torch.bmm(rows.flatten(1, 2), weight.to(h.dtype).mT)
+    return y.unflatten(1, rows.shape[1:3]).transpose(0, 1)
 
-    ``norm_weight`` and ``norm_bias`` are params (learned by the outer loop), not memory.
+
+class _Perceptron(Stack):
+    """What MLP and GatedMLP share: x + norm(network(x)), and weights that are no memory.
+
+    ``norm_weight``, ``norm_bias`` and the base are params (learned by the outer loop), not memory.
     """
 
     norm: str | None
+    base: bool
+
+    @property
+    def needs_init(self) -> bool:
+        return not self.base
+
+    def axes(self, K: int, F: int, V: int) -> dict[str, int]:
+        if not self.base:
+            return {}
+        maps = self.maps(F, V)
+        sizes = {f"{one.name} out": one.out for one in maps} | {
+            f"{one.name} in": one.inp for one in maps
+        }
+        # Features are about as long as the key that they lift, however many they are.
+        return sizes | {f"{one.name} fan": K if one.first else one.inp for one in maps}
 
     def params(self) -> tuple[Param, ...]:
+        base = [
+            Param(
+                name=f"base_{one.name}",
+                owner=self.title,
+                axes=(f"{one.name} out", f"{one.name} in"),
+                draw="fan_in",
+                fan=f"{one.name} fan",
+            )
+            for one in (self.maps(1, 1) if self.base else ())
+        ]
+        return (*self._norm_params(), *base)
+
+    def requires(self, recipe: RecipeLike) -> Iterator[str]:
+        yield from super().requires(recipe)
+        if self.base and not recipe.features.finite:
+            yield (
+                f"{self.title}(base=True) adds learned weights to maps, and there are none for "
+                f"the infinitely many features of {recipe.features.title}: leave base out, or use "
+                "finite features"
+            )
+
+    def _on_base(self, apply: Apply, params: Mapping[str, Tensor]) -> Apply:
+        """``apply`` of W̄_l + W_l, W̄ the base."""
+        if not self.base:
+            return apply
+        base = [params[f"base_{one.name}"] for one in self.maps(1, 1)]
+        return lambda index, h: apply(index, h) + _in_all_rows(h, base[index])
+
+    def _weights(self, name: str) -> str:
+        """Weights as they multiply in an equation."""
+        return f"({name.replace('W', 'W̄')} + {name})" if self.base else name
+
+    def _norm_params(self) -> tuple[Param, ...]:
         names = {None: (), "rms": ("norm_weight",), "layer": ("norm_weight", "norm_bias")}
         return tuple(
             Param(
@@ -196,7 +255,8 @@ class _Perceptron(Stack):
             "rms": ("RMS: its weight w is learned, not memory",),
         }[self.norm]
         biases = ("each map has a bias, which is memory too",) if self.biases else ()
-        return (*norms, *biases)
+        base = ("W̄: the base is learned, not memory; W starts at 0",) if self.base else ()
+        return (*norms, *biases, *base)
 
 
 @member
@@ -210,6 +270,10 @@ class MLP(_Perceptron):
         residual: adds the raw key or query; needs K = V.
         norm: ``None``, ``"layer"`` or ``"rms"`` after the last map, before the residual.
         biases: each map gets a weight on a constant input 1: one more column, last.
+        base: M(x) = x + norm((W̄_1 + W_1) σ((W̄_2 + W_2) … x)): to every map learned weights W̄ are
+            added that are not memory. The memory W starts at zero, and what decays is forgotten
+            towards the base: with A = W̄ + W, A_t = W̄ + α_t (A_(t−1) − W̄) + …. It needs finite
+            features.
         read: ``Read(normalize="sum")`` for a kernel's features.
 
     Examples:
@@ -226,6 +290,7 @@ class MLP(_Perceptron):
     residual: bool = flag(True)  # type: ignore[assignment]
     norm: str | None = option(None, "layer", "rms", optional=True)
     biases: bool = flag(False)  # type: ignore[assignment]
+    base: bool = flag(False)
     read: Read = slot(Read(), "read")
 
     def validate(self) -> None:
@@ -237,7 +302,8 @@ class MLP(_Perceptron):
 
     @property
     def chain(self) -> str | None:
-        return None if self.norm is not None or self.biases else self.activation
+        plain = self.norm is None and not self.biases and not self.base
+        return self.activation if plain else None
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
         widths = (F, *(self.expansion * V,) * (self.depth - 1), V)
@@ -254,15 +320,16 @@ class MLP(_Perceptron):
         )
 
     def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        apply = self._on_base(apply, params)
         h = apply(0, _with_one(x, self.biases))
         for index in range(1, self.depth):
             h = apply(index, _with_one(_ACTIVATIONS[self.activation](h), self.biases))
         return self._finish(h, raw, params)
 
     def at(self, x: str, *, raw: str = "", W: str = "") -> str:
-        network = f"W{self.depth} {x}"
+        network = f"{self._weights(f'W{self.depth}')} {x}"
         for index in range(self.depth - 1, 0, -1):
-            network = f"W{index} {self.activation}({network})"
+            network = f"{self._weights(f'W{index}')} {self.activation}({network})"
         return self._wrap(network, raw or x)
 
 
@@ -285,6 +352,7 @@ class GatedMLP(_Perceptron):
     residual: bool = flag(True)  # type: ignore[assignment]
     norm: str | None = option(None, "layer", "rms", optional=True)
     biases: bool = flag(False)  # type: ignore[assignment]
+    base: bool = flag(False)
     read: Read = slot(Read(), "read")
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
@@ -296,12 +364,14 @@ class GatedMLP(_Perceptron):
         )
 
     def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        apply = self._on_base(apply, params)
         x = _with_one(x, self.biases)
         h = _ACTIVATIONS[self.activation](apply(0, x)) * apply(1, x)
         return self._finish(apply(2, _with_one(h, self.biases)), raw, params)
 
     def at(self, x: str, *, raw: str = "", W: str = "") -> str:
-        return self._wrap(f"W1({self.activation}(W2 {x}) ⊙ W3 {x})", raw or x)
+        W1, W2, W3 = (self._weights(name) for name in ("W1", "W2", "W3"))
+        return self._wrap(f"{W1}({self.activation}({W2} {x}) ⊙ {W3} {x})", raw or x)
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from recollect.choices.memory.base import Stack
+
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
@@ -72,6 +74,8 @@ Counted = tuple[dict[str, int], int, int, tuple[str, ...]]
 def reading_of_weights(recipe: Recipe, s: Sizes, queries: int) -> int:
     """FLOPs of queries that read weights and write nothing: 2 G times the weights, each.
 
+    Learned weights beside the memory's are read too.
+
     An inner batch that is open is replayed once per call, which is not counted.
 
     Args:
@@ -81,5 +85,7 @@ def reading_of_weights(recipe: Recipe, s: Sizes, queries: int) -> int:
     """
     if recipe.memory.diagonal:
         return 0  # elementwise
-    ones = s.F if recipe.memory.read.normalize != "none" else 0
-    return 2 * s.G * (s.weights + ones) * s.H * queries
+    memory = recipe.memory
+    ones = s.F if memory.read.normalize != "none" else 0
+    weights = (1 + (isinstance(memory, Stack) and memory.base)) * s.weights
+    return 2 * s.G * (weights + ones) * s.H * queries

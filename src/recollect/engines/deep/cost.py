@@ -57,7 +57,9 @@ def batch_flops(
     splits = recipe.at_border and recipe.retention.settles_first
     if splits and way(recipe) == "table" and b > 1:
         first = _segment(recipe, maps, 1, G, ends=True)
-        first["read"] = 2 * G * sum(m.out * m.inp for m in maps)
+        memory = recipe.memory
+        assert isinstance(memory, Stack)  # deep.refuses
+        first["read"] = 2 * G * (1 + memory.base) * sum(m.out * m.inp for m in maps)
         rest = _segment(recipe, maps, b - 1, G, ends=ends)
         return {name: first[name] + rest[name] for name in rest}
     return _segment(recipe, maps, b, G, ends=ends)
@@ -66,30 +68,34 @@ def batch_flops(
 def _segment(
     recipe: Recipe, maps: Sequence[LinearMap], b: int, G: int, *, ends: bool
 ) -> dict[str, int]:
+    memory = recipe.memory
+    assert isinstance(memory, Stack)  # deep.refuses
     how, rule, c = way(recipe), rule_of(recipe), recipe.context.horizon or 1
     W = sum(m.out * m.inp for m in maps)
     later = sum(m.out * m.inp for m in maps if not m.first)
     D = sum(m.out + m.inp for m in maps)
     moving = rule.slot != ""
-    keys = 2 * (b + c - 1) * (W + later) * (1 + rule.splits)
+    # What a program multiplies beside the memory: learned weights at every application.
+    fixed = 1 + memory.base
+    keys = 2 * (b + c - 1) * fixed * (W + later) * (1 + rule.splits)
     if recipe.algorithm.normalizes:
         keys += 2 * (b + c - 1) * W * recipe.retention.gain_products
     if recipe.algorithm.searches:
         # The program, its gradient, the directions at its inputs, and what they do to its output.
-        keys += 4 * (b * c if how == "tokens" else b + c - 1) * (W + later)
+        keys += 2 * (b * c if how == "tokens" else b + c - 1) * (1 + fixed) * (W + later)
     R = (b * c if rule.pairs else b + c - 1) * (1 + rule.splits)
     if how == "tokens":
         write = 2 * b * c * W * (1 + rule.splits)
-        parts = {"keys": keys, "write": write, "read": 2 * b * G * W, "coefficients": 0}
+        parts = {"keys": keys, "write": write, "read": 2 * b * G * fixed * W, "coefficients": 0}
         return {**parts, "Newton–Schulz": b * orthogonal(recipe, maps)}
     small = 2 * b**3 * (moving and recipe.retention.decay is not None)
     if c > 1 and not rule.pairs:
         small += 2 * b * b * R * (moving or recipe.retention.decay is not None)
     settled = recipe.retention.linked and not recipe.at_border
     if how == "border" or settled:
-        read = 2 * b * G * W
+        read = 2 * b * G * fixed * W
     else:
-        read = 2 * b * G * (W * (1 + moving) + R * D)
+        read = 2 * b * G * (W * (fixed + moving) + R * D)
     write = 2 * R * W * (1 if how == "border" else 1 + moving) * (ends or settled)
     if ends and moving and chain_of(recipe) is not None:
         write += 8 * W

@@ -24,8 +24,9 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         pairs = sum(min(t, horizon or t) for t in range(1, s.T + 1))
         return {"attention": each * pairs}, each * min(s.T + 1, horizon or s.T + 1), 0, ()
     first = sum(numel_of(shape) for shape in _firsts(recipe, s))
-    forward, backward = 2 * s.weights, 2 * (2 * s.weights - first)
-    read = s.G * 2 * s.weights
+    fixed = 1 + (isinstance(recipe.memory, Stack) and recipe.memory.base)
+    forward, pulled = fixed * 2 * s.weights, fixed * 2 * (s.weights - first)
+    backward, read = pulled + 2 * s.weights, s.G * forward
     if recipe.algorithm.condenses:
         F, V = s.F, s.V
         each = {"statistics": 2 * F * (F + V), "solve": 2 * F**3 // 3 + 2 * F * F * V}

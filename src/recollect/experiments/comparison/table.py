@@ -135,6 +135,7 @@ def _added(
         else:
             todo.append(model)
     if not todo:
+        write_rows_table(place)  # rows may have come from elsewhere
         return None
     common = {
         "schema": SCHEMA,

@@ -1,0 +1,151 @@
+"""Memories beside learned weights: against autograd, and as forgetting towards the base."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import recollect as rc
+
+B, T, H, D, M = 2, 11, 2, 4, 8
+algorithm, memory, retention = rc.algorithm, rc.memory, rc.retention
+
+
+def _normal(*shape: int, seed: int, size: float = 1.0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return (size * torch.randn(*shape, dtype=torch.float64, generator=g)).requires_grad_()
+
+
+def _perceptron(A: list[Tensor], x: Tensor) -> Tensor:
+    h = torch.einsum("bhoi,bhi->bho", A[0], x)
+    return x + torch.einsum("bhoi,bhi->bho", A[1], functional.gelu(h))
+
+
+def _gated(A: list[Tensor], x: Tensor) -> Tensor:
+    gate, h = (torch.einsum("bhoi,bhi->bho", a, x) for a in A[:2])
+    return x + torch.einsum("bhoi,bhi->bho", A[2], functional.silu(gate) * h)
+
+
+CASES = {
+    "perceptron": (memory.MLP(expansion=2, base=True), _perceptron, ("W2", "W1")),
+    "gated": (memory.GatedMLP(expansion=2, base=True), _gated, ("W2", "W3", "W1")),
+}
+
+
+@pytest.mark.parametrize("method", ["auto", "reference"])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_what_decays_is_forgotten_towards_the_base(name: str, batch: int, method: str) -> None:
+    """A_t = W̄ + α_t (A_(t−1) − W̄) + S_t, S_t = θ_t S_(t−1) − η_t ∇ℓ(A°), A_0 = W̄, by autograd."""
+    member, says, maps = CASES[name]
+    recipe = rc.Recipe(
+        memory=member, retention=retention.Decay(), algorithm=algorithm.Momentum(batch=batch)
+    )
+    q, k, v = (_normal(B, T, H, D, seed=seed) for seed in range(3))
+    shapes = member.shapes(D, D)
+    base = [_normal(H, *shape, seed=3 + i, size=0.5) for i, shape in enumerate(shapes)]
+    gates = {
+        "log_decay": _normal(B, T, H, seed=9),
+        "lr": _normal(B, T, H, seed=10),
+        "momentum": _normal(B, T, H, seed=11),
+    }
+    alpha, eta, theta = (
+        torch.sigmoid(gates["log_decay"]),
+        0.05 * torch.sigmoid(gates["lr"]),
+        0.8 * torch.sigmoid(gates["momentum"]),
+    )
+    params = {f"base_{one}": w for one, w in zip(maps, base, strict=True)}
+    found, state = rc.recall(
+        recipe,
+        *(q, k, v),
+        {"log_decay": alpha.log(), "lr": eta, "momentum": theta},
+        params=params,
+        method=method,
+    )
+    assert state is not None
+
+    start = [w.expand(B, *w.shape) for w in base]
+    A, S, outputs = start, [torch.zeros_like(w) for w in start], []
+    fixed = A
+    for t in range(T):
+        if t % batch == 0:
+            fixed = A
+        loss = (says(fixed, k[:, t]) - v[:, t]).square().sum() / 2
+        g = torch.autograd.grad(loss, fixed, create_graph=True)
+        a, e, m = (x[:, t, :, None, None] for x in (alpha, eta, theta))
+        S = [m * s - e * one for s, one in zip(S, g, strict=True)]
+        A = [w + a * (old - w) + s for w, old, s in zip(start, A, S, strict=True)]
+        outputs.append(says(A, q[:, t]))
+    expected = torch.stack(outputs, 1)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+    inputs = [q, k, v, *gates.values(), *base]
+    weight = torch.randn_like(expected)
+    of_ours, of_theirs = (
+        torch.autograd.grad((y * weight).sum(), inputs, retain_graph=True)
+        for y in (found, expected)
+    )
+    for one, other in zip(of_ours, of_theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+    # A state's weights are those at the start of the open batch.
+    for last, one, w in zip(A if batch == 1 else fixed, state.weights, start, strict=True):
+        torch.testing.assert_close(one, last - w, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["auto", "reference"])
+def test_without_forgetting_it_is_an_initial_memory(method: str) -> None:
+    """W̄ + W with W_0 = 0 moves as A does from A_0 = W̄, and W is how far it went."""
+    step = algorithm.GradientDescent(batch=4, lr=0.1, normalize=True)
+    q, k, v = (_normal(B, T, H, D, seed=seed).detach() for seed in range(3))
+    start = tuple(_normal(H, *s, seed=3).detach() for s in memory.MLP().shapes(D, D))
+    plain = rc.Recipe(memory=memory.MLP(), algorithm=step)
+    ours = rc.Recipe(memory=memory.MLP(base=True), algorithm=step)
+    expected, after = rc.recall(plain, q, k, v, init=start, method=method)
+    params = dict(zip(("base_W2", "base_W1"), start, strict=True))
+    found, state = rc.recall(ours, q, k, v, params=params, method=method)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+    assert after is not None
+    assert state is not None
+    for w, A, moved in zip(start, after.weights, state.weights, strict=True):
+        torch.testing.assert_close(moved, A - w, rtol=1e-9, atol=1e-11)
+
+
+def test_it_needs_no_initial_memory_and_a_layer_draws_its_base() -> None:
+    recipe = rc.Recipe(memory=memory.MLP(base=True), features=rc.features.Polynomial())
+    assert not recipe.needs_init()
+    assert rc.Recipe(memory=memory.MLP()).needs_init()
+    torch.manual_seed(0)
+    layer = rc.MemoryLayer(64, 2, recipe)
+    assert layer.initial_memory is None
+    sizes = {name: x.std().item() for name, x in layer.named_parameters() if "base" in name}
+    # Features are as long together as the 32 channels that they lift; hidden units are 128.
+    assert sizes["params.base_W2.bias"] == pytest.approx(32**-0.5, rel=0.05)
+    assert sizes["params.base_W1.bias"] == pytest.approx(128**-0.5, rel=0.05)
+    drawn = rc.initial_params(recipe, H=2, K=32, V=32)
+    assert drawn["base_W2"].std().item() == pytest.approx(32**-0.5, rel=0.05)
+    y, state = layer(torch.randn(2, 5, 64))
+    y.square().sum().backward()
+    for name, x in layer.named_parameters():
+        assert x.grad is not None, name
+        assert x.grad.abs().sum() > 0, name
+    assert any(w.abs().sum() > 0 for w in state.memory.weights)
+
+
+def test_a_kernel_has_no_base() -> None:
+    for member in (memory.MLP(base=True), memory.GatedMLP(base=True)):
+        with pytest.raises(
+            rc.RecipeError, match=r"infinitely many features of features\.Exponential"
+        ):
+            rc.Recipe(memory=member, features=rc.features.Exponential())
+
+
+def test_equations_say_it() -> None:
+    said = rc.explain(rc.Recipe(memory=memory.GatedMLP(base=True)))
+    assert "(W̄1 + W1)(silu((W̄2 + W2) q_t) ⊙ (W̄3 + W3) q_t)" in str(said)
+    assert "the base is learned, not memory" in str(said)
+    for depth, kind in itertools.product((1, 3), ("layer", None)):
+        made = memory.MLP(depth=depth, norm=kind, base=True)
+        assert made.at("k").count("W̄") == depth
