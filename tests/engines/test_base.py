@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -113,13 +115,15 @@ def test_without_forgetting_it_is_an_initial_memory(method: str) -> None:
         torch.testing.assert_close(moved, A - w, rtol=1e-9, atol=1e-11)
 
 
-def test_it_needs_no_initial_memory_and_a_layer_draws_its_base() -> None:
+def test_a_layer_draws_its_base_and_learns_an_initial_memory_from_zero() -> None:
     recipe = rc.Recipe(memory=memory.MLP(base=True), features=rc.features.Polynomial())
     assert not recipe.needs_init()
+    assert recipe.learns_init
     assert rc.Recipe(memory=memory.MLP()).needs_init()
     torch.manual_seed(0)
     layer = rc.MemoryLayer(64, 2, recipe)
-    assert layer.initial_memory is None
+    assert layer.initial_memory is not None
+    assert not any(w.any() for w in layer.initial_memory)
     sizes = {name: x.std().item() for name, x in layer.named_parameters() if "base" in name}
     # Features are as long together as the 32 channels that they lift; hidden units are 128.
     assert sizes["params.base_W2.bias"] == pytest.approx(32**-0.5, rel=0.05)
@@ -132,6 +136,81 @@ def test_it_needs_no_initial_memory_and_a_layer_draws_its_base() -> None:
         assert x.grad is not None, name
         assert x.grad.abs().sum() > 0, name
     assert any(w.abs().sum() > 0 for w in state.memory.weights)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_base_begins_as_an_initial_memory_does(biases: bool) -> None:
+    torch.manual_seed(0)
+    made = rc.Recipe(memory=memory.MLP(base=True, biases=biases))
+    drawn = rc.initial_params(made, H=64, K=4, V=4)
+    plain = rc.MemoryLayer(256, 64, rc.Recipe(memory=memory.MLP(biases=biases)))
+    assert plain.initial_memory is not None
+    for base, start in zip((drawn["base_W2"], drawn["base_W1"]), plain.initial_memory, strict=True):
+        assert base.shape == start.shape
+        assert base.std().item() == pytest.approx(start.std().item(), rel=0.05)
+
+
+def test_options_of_initial_weights_that_are_drawn_are_refused_beside_a_base() -> None:
+    recipe = rc.Recipe(memory=memory.MLP(base=True))
+    for options, words in (
+        (rc.LayerOptions(memory_scale=2.0), "memory_scale=2.* begins with zeros here"),
+        (rc.LayerOptions(last_map=0.5), "last_map=0.5.* without a base"),
+    ):
+        with pytest.raises(rc.RecipeError, match=words):
+            rc.MemoryLayer(8, 2, recipe, options)
+
+
+def test_a_state_is_of_its_memory() -> None:
+    """A plain memory's weights are not those of a memory beside a base."""
+    plain = rc.MemoryLayer(8, 2, rc.Recipe(memory=memory.MLP()))
+    ours = rc.MemoryLayer(8, 2, rc.Recipe(memory=memory.MLP(base=True)))
+    x = torch.randn(1, 3, 8)
+    for one, other in ((plain, ours), (ours, plain)):
+        with pytest.raises(ValueError, match="state"):
+            one(x, other(x)[1])
+
+
+class _Sized(rc.memory.Memory):
+    """W x + U x, U a param whose axes it names."""
+
+    def shapes(self, F: int, V: int) -> tuple[tuple[int, ...], ...]:
+        return ((V, F),)
+
+    def forward(
+        self, weights: Sequence[Tensor], x: Tensor, raw: Tensor, params: Mapping[str, Tensor]
+    ) -> Tensor:
+        return x @ (weights[0] + params["fixed"]).mT
+
+
+@pytest.mark.parametrize(
+    ("axes", "param", "words"),
+    [
+        ({"mine": 0}, {"axes": ("V", "F")}, "axes: mine must be a whole number >= 1, not 0"),
+        ({"K": 9}, {"axes": ("V", "F")}, "gives the axis 'K' a size, which the recipe has"),
+        ({}, {"axes": ("V", "mien")}, "has the axis 'mien', whose size nobody says"),
+        ({}, {"axes": ("V", "F"), "draw": "fan_in", "fan": "mien"}, "has the axis 'mien'"),
+    ],
+)
+def test_sizes_of_a_members_own_axes_are_checked(
+    axes: dict[str, int], param: dict[str, Any], words: str
+) -> None:
+    @rc.member
+    class OddlySized(_Sized):
+        """As `_Sized`."""
+
+        def axes(self, K: int, F: int, V: int) -> dict[str, int]:
+            return axes
+
+        def params(self) -> tuple[rc.Param, ...]:
+            return (rc.Param(name="fixed", owner=self.title, **param),)
+
+    with pytest.raises(rc.RecipeError, match=words):
+        rc.initial_params(rc.Recipe(memory=OddlySized()), H=1, K=4, V=4)
+
+
+def test_a_fan_is_of_a_draw() -> None:
+    with pytest.raises(ValueError, match="fan='K' is of draw='fan_in' alone"):
+        rc.Param(name="fixed", owner="me", axes=("V",), fan="K")
 
 
 def test_a_kernel_has_no_base() -> None:

@@ -58,6 +58,32 @@ def test_iterations_together_are_as_exact_in_float32_as_one_by_one(spectrum: str
     assert (newton_schulz(S, 5)[0] - expected).abs().amax() < 2e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-20, 1.0, 1e4, 1e30])
+def test_any_size_has_its_direction(dtype: torch.dtype, size: float) -> None:
+    """From where 1e-7 beside ‖S‖ is nothing: the size of S does not matter, however large."""
+    g = torch.Generator().manual_seed(0)
+    S = (size * torch.randn(2, 4, 12, generator=g, dtype=torch.float64)).to(dtype)
+    if not S.isfinite().all():
+        return
+    S.requires_grad_()
+    X = newton_schulz(S, 5)
+    (slope,) = torch.autograd.grad(X.double().square().sum(), S)
+    assert X.dtype == dtype
+    assert X.isfinite().all()
+    assert slope.isfinite().all()
+    expected = torch.stack([_defined(s.double(), 5) for s in S.detach()])
+    near = {torch.float16: 0.05, torch.bfloat16: 0.3, torch.float32: 1e-5}[dtype]
+    assert (X - expected).abs().amax() < near
+
+
+def test_autocast_does_not_reach_it() -> None:
+    S = torch.randn(2, 4, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = newton_schulz(S, 5)
+    assert torch.equal(found, newton_schulz(S, 5))
+
+
 def test_zero_stays_zero_with_a_finite_slope() -> None:
     S = torch.zeros(2, 3, 4, dtype=torch.float64, requires_grad=True)
     X = newton_schulz(S, 5)

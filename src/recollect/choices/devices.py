@@ -27,6 +27,7 @@ __all__ = [
     "room",
     "shapes_alone",
     "stamp",
+    "without_autocast",
     "written_down",
 ]
 
@@ -65,6 +66,15 @@ def autocasts(kind: str) -> bool:
     """
     known = kind in _WITH_AUTOCAST or torch.amp.is_autocast_available(kind)
     return known and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(kind: str) -> AbstractContextManager[object]:
+    """Without autocast, where it is on.
+
+    Args:
+        kind: as ``torch.device.type`` has it.
+    """
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else contextlib.nullcontext()
 
 
 def holds(x: Tensor) -> bool:

@@ -115,6 +115,11 @@ class Param:
     beside_key: bool = False
 
     def __post_init__(self) -> None:
+        if self.fan and self.draw != "fan_in":
+            raise ValueError(
+                f"param {self.name!r} of {self.owner}: fan={self.fan!r} is of draw='fan_in' alone: "
+                "leave it out, or say that draw"
+            )
         if self.draw is not None and self.draw not in DRAWS:
             raise ValueError(
                 f"param {self.name!r} of {self.owner}: draw must be one of {', '.join(DRAWS)}, not "

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from recollect.choices.devices import without_autocast
 from recollect.wording import shown
 
 __all__ = ["PRECISIONS", "add_product", "check_precision_name", "product", "recorded"]
@@ -127,16 +127,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x, y), (g,), needs = ctx.saved_tensors, above, ctx.needs_input_grad
-        with _without_autocast(g):
+        with without_autocast(g.device.type):
             dx = product(g, y.mT, ctx.precision) if needs[0] else None
             dy = product(x.mT, g, ctx.precision) if needs[1] else None
         return dx, dy, None
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    kind = x.device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if on else nullcontext()
 
 
 # -- the process's switch -------------------------------------------------------------------------

@@ -156,9 +156,14 @@ def check_options(recipe: Recipe, options: LayerOptions) -> None:
     made_of_maps = isinstance(recipe.memory, Stack) and recipe.features.finite
     if options.last_map != 1 and not (made_of_maps and recipe.needs_init()):
         raise RecipeError(
-            f"LayerOptions(last_map={options.last_map:g}) is about the initial weights of a memory "
-            "made of linear maps (memory.MLP, memory.GatedMLP), which this recipe does not learn: "
-            "leave it out"
+            f"LayerOptions(last_map={options.last_map:g}) is about initial weights that are drawn, "
+            "of a memory made of linear maps (memory.MLP, memory.GatedMLP) without a base, and "
+            "this recipe has none: leave it out"
+        )
+    if options.memory_scale != 1 and recipe.learns_init and not recipe.needs_init():
+        raise RecipeError(
+            f"LayerOptions(memory_scale={options.memory_scale:g}) is about initial weights that "
+            f"are drawn, and {recipe.memory.title} begins with zeros here: leave it out"
         )
 
 

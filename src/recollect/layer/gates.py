@@ -284,7 +284,8 @@ class GateProjection(nn.Module):
         several = isinstance(declared, Gate) and recipe.per_association(declared)
         inner = [sizes[axis] for axis in declared.axes]
         self.shape = (heads, *([recipe.associations] if several else []), *inner)
-        self._fan = sizes.get(declared.fan) if isinstance(declared, Param) else None
+        fan = declared.fan if isinstance(declared, Param) else ""
+        self._fan = sizes[fan] if fan else None
         self._whole = self.shape  # where `shape` may be that of a part of the heads
         self.log = gate and declared.name.startswith("log_") and declared.range.high is not None
         self.decays = self.log or (not gate and declared.name in recipe.logs())

@@ -38,7 +38,7 @@ class InitialMemory(nn.Module):
     Args:
         heads: H, memories.
         shapes: of the maps, without the head, in order of application.
-        scale: of the entries, > 0.
+        scale: of the entries, ≥ 0; 0 where a memory of zeros learns.
         inputs: of each map, ``in``; what its shape says when omitted.
         last_map: a factor more of the last map's entries, ≥ 0. At 0 the memory says nothing before
             something is written, and one write is not lost among what was drawn.
@@ -175,13 +175,12 @@ class RecipeNumbers(nn.Module):
     def _initial_memory(self) -> InitialMemory | InitialPairs | None:
         """A₀ where memories do not start at zero."""
         recipe, options = self._recipe, self.options
-        shapes = recipe.shapes(self.head_dim, self.value_dim) if recipe.needs_init() else ()
+        shapes = recipe.shapes(self.head_dim, self.value_dim) if recipe.learns_init else ()
         memory: InitialMemory | InitialPairs | None = None
         if shapes:
             inputs = read_widths(recipe, self.head_dim, self.value_dim)
-            memory = InitialMemory(
-                self.kv_heads, shapes, options.memory_scale, inputs, options.last_map
-            )
+            scale = options.memory_scale if recipe.needs_init() else 0.0
+            memory = InitialMemory(self.kv_heads, shapes, scale, inputs, options.last_map)
         if recipe.dual and recipe.needs_init():
             memory = InitialPairs(
                 self.kv_heads,

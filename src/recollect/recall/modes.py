@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from recollect.choices.devices import autocasts
+from recollect.choices.devices import without_autocast
 from recollect.choices.multiplying import multiplying
 from recollect.engines.common.problem import Problem, tensors
 
@@ -78,7 +78,7 @@ def ordinary_problem(problem: Problem) -> Problem:
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Without autocast, where it is on."""
-    return torch.autocast(device.type, enabled=False) if autocasts(device.type) else nullcontext()
+    return without_autocast(device.type)
 
 
 def solving(device: torch.device, precision: str | None) -> AbstractContextManager[object]:

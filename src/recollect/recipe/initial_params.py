@@ -60,7 +60,8 @@ def initial_params(
     params: dict[str, Tensor] = {}
     for param in recipe.params():
         shape = (H, *(sizes[axis] for axis in param.axes))
-        drawn = start(param, shape, generator=generator, fan=sizes.get(param.fan))
+        fan = sizes[param.fan] if param.fan else None
+        drawn = start(param, shape, generator=generator, fan=fan)
         params[param.name] = drawn.to(dtype=dtype, device=device)
     return params
 
@@ -90,7 +91,7 @@ def start(
     if param.draw == "normal":
         return normal(*shape)
     if param.draw == "fan_in":
-        return normal(*shape) * (fan or shape[-1]) ** -0.5
+        return normal(*shape) * (shape[-1] if fan is None else fan) ** -0.5
     rows, columns = shape[-2:]
     if param.draw == "eye":
         blocks = math.ceil(rows / columns)

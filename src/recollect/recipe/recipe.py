@@ -283,7 +283,25 @@ class Recipe:
         sizes["in"], sizes["out"] = F, V
         sizes["c"] = self.context.horizon or 1
         sizes["J"] = 1 if self.bias.probe is None else self.bias.probe.heads
-        return sizes | self.features.axes(K) | self.memory.axes(K, F, V)
+        sizes |= self.features.axes(K)
+        own = self.memory.axes(K, F, V)
+        for axis, size in own.items():
+            check_size(f"{self.memory.title}.axes: {axis}", size)
+            if axis in sizes:
+                raise RecipeError(
+                    f"{self.memory.title} gives the axis {axis!r} a size, which the recipe has: "
+                    "call it otherwise"
+                )
+        sizes |= own
+        for param in self.memory.params():
+            for axis in (*param.axes, *filter(None, (param.fan,))):
+                if axis not in sizes:
+                    raise RecipeError(
+                        f"the param {param.name!r} of {param.owner} has the axis {axis!r}, whose "
+                        f"size nobody says: return it from {self.memory.title}.axes(K, F, V), "
+                        f"or name one of {', '.join(sizes)}"
+                    )
+        return sizes
 
     def shapes(self, K: int, V: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of the memory's weights, without batch and head.
@@ -345,7 +363,12 @@ class Recipe:
 
     def needs_init(self) -> bool:
         """Whether a zero memory would never learn, so that ``init`` is required."""
-        return not self.nonparametric and self.memory.needs_init
+        return self.learns_init and self.memory.needs_init
+
+    @property
+    def learns_init(self) -> bool:
+        """Whether a layer learns an initial memory: a deep one, from zeros where they learn."""
+        return not self.nonparametric and not self.memory.linear
 
     def but(self, **changes: Any) -> Recipe:
         """This recipe with some choices replaced."""

@@ -10,6 +10,7 @@ Examples:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from recollect.choices.algorithm.descent import GradientDescent, Momentum
 from recollect.choices.memory.maps import MLP
@@ -85,7 +86,9 @@ def titans_with_base() -> tuple[Recipe, LayerOptions]:
         retention=Decay(),
         algorithm=Momentum(batch=16, normalize=True, limit="keys"),
     )
-    return recipe, LayerOptions(gates={**_SURPRISE, "log_decay": _FORGETFUL})
+    # A share that closed for some tokens before training knew what they are for stays closed.
+    lr = replace(_SURPRISE["lr"], low=0.1, high=1.0)
+    return recipe, LayerOptions(gates={**_SURPRISE, "lr": lr, "log_decay": _FORGETFUL})
 
 
 @preset(

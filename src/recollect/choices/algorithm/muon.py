@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recollect.choices.algorithm.base import Slots, Step
 from recollect.choices.algorithm.descent import Descent, step_size
+from recollect.choices.devices import without_autocast
 from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
 from recollect.choices.fields import flag, integer, option, quantity
 from recollect.choices.member import RecipeError, member
@@ -52,30 +53,40 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
     tall = S.shape[-2] > S.shape[-1]
     wide = S.mT if tall else S
     X = wide.flatten(0, -3) if wide.dim() > 2 else wide.unsqueeze(0)
-    # ‖X‖² is the trace of the Gram matrix, so that nothing as large as X is made to scale it.
-    G = torch.bmm(X, X.mT)
-    squared = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
-    size = torch.where(squared == 0, 0.0, torch.where(squared == 0, 1.0, squared).sqrt())
-    scale = 1 / (size + 1e-7)
-    X = torch.bmm(_several(G * scale * scale, min(steps, _TOGETHER)) * scale, X)
-    for done in range(_TOGETHER, steps, _TOGETHER):
-        X = torch.bmm(_several(torch.bmm(X, X.mT), min(steps - done, _TOGETHER)), X)
+    with without_autocast(S.device.type):
+        # Of entries of at most 1 no square overflows, and none that counts is lost.
+        unit = torch.linalg.vector_norm(X.detach(), float("inf"), dim=(-2, -1), keepdim=True)
+        unit = torch.where(unit == 0, 1.0, unit)
+        X = X / unit
+        # ‖X‖² is the trace of the Gram matrix, so that nothing as large as X is made to scale it.
+        G = torch.bmm(X, X.mT)
+        squared = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+        size = torch.where(squared == 0, 0.0, torch.where(squared == 0, 1.0, squared).sqrt())
+        # Below 1 for zeros alone, whose slope stays within half precision too.
+        least = torch.finfo(S.dtype).max ** (-1 / 3)
+        scale = 1 / (size + 1e-7 / unit).clamp_min(least)
+        X = torch.bmm(_together(G * scale * scale, min(steps, _TOGETHER)) * scale, X)
+        for done in range(_TOGETHER, steps, _TOGETHER):
+            X = torch.bmm(_together(torch.bmm(X, X.mT), min(steps - done, _TOGETHER)), X)
     X = X.view_as(wide)
     return X.mT if tall else X
 
 
-def _several(G: Tensor, steps: int) -> Tensor:
+def _together(G: Tensor, steps: int) -> Tensor:
     """Q ``[n, s, s]``: that many iterations from X with XXᵀ = G are Q X."""
-    a, b, c = _NS
-    Q: Tensor | None = None
-    for left in reversed(range(steps)):
-        P = torch.baddbmm(G, G, G, beta=b, alpha=c)
-        P.diagonal(dim1=-2, dim2=-1).add_(a)
-        Q = P if Q is None else torch.bmm(P, Q)
-        if left:
-            G = torch.bmm(P, torch.bmm(P, G))
-    assert Q is not None
+    Q = P = _polynomial(G)
+    for _ in range(steps - 1):
+        G = torch.bmm(P, torch.bmm(P, G))
+        P = _polynomial(G)
+        Q = torch.bmm(P, Q)
     return Q
+
+
+def _polynomial(G: Tensor) -> Tensor:
+    a, b, c = _NS
+    P = torch.baddbmm(G, G, G, beta=b, alpha=c)
+    P.diagonal(dim1=-2, dim2=-1).add_(a)
+    return P
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:

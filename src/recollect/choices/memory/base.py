@@ -257,7 +257,8 @@ class Stack(Memory):
     """A memory made of linear maps, activations, norms and a residual.
 
     Attributes:
-        base: whether its program adds learned weights, which are no memory, to every map.
+        fixed_products: whether every map stands beside learned weights of its size that are no
+            memory, whose products a cost counts too.
 
     Examples:
         >>> memory = rc.memory.MLP(depth=3, expansion=2)
@@ -268,7 +269,7 @@ class Stack(Memory):
     """
 
     channelled = True
-    base: bool = False
+    fixed_products: bool = False
 
     @property
     def chain(self) -> str | None:

@@ -153,6 +153,10 @@ class _Perceptron(Stack):
     def needs_init(self) -> bool:
         return not self.base
 
+    @property
+    def fixed_products(self) -> bool:  # type: ignore[override]
+        return self.base
+
     def axes(self, K: int, F: int, V: int) -> dict[str, int]:
         if not self.base:
             return {}
@@ -161,7 +165,7 @@ class _Perceptron(Stack):
             f"{one.name} in": one.inp for one in maps
         }
         # Features are about as long as the key that they lift, however many they are.
-        return sizes | {f"{one.name} fan": K if one.first else one.inp for one in maps}
+        return sizes | {f"{one.name} fan": K + one.bias if one.first else one.inp for one in maps}
 
     def params(self) -> tuple[Param, ...]:
         base = [
@@ -255,7 +259,7 @@ class _Perceptron(Stack):
             "rms": ("RMS: its weight w is learned, not memory",),
         }[self.norm]
         biases = ("each map has a bias, which is memory too",) if self.biases else ()
-        base = ("W̄: the base is learned, not memory; W starts at 0",) if self.base else ()
+        base = ("W̄: the base is learned, not memory",) if self.base else ()
         return (*norms, *biases, *base)
 
 
@@ -270,10 +274,11 @@ class MLP(_Perceptron):
         residual: adds the raw key or query; needs K = V.
         norm: ``None``, ``"layer"`` or ``"rms"`` after the last map, before the residual.
         biases: each map gets a weight on a constant input 1: one more column, last.
-        base: M(x) = x + norm((W̄_1 + W_1) σ((W̄_2 + W_2) … x)): to every map learned weights W̄ are
-            added that are not memory. The memory W starts at zero, and what decays is forgotten
-            towards the base: with A = W̄ + W, A_t = W̄ + α_t (A_(t−1) − W̄) + …. It needs finite
-            features.
+        base: M(x) = x + norm((W̄_1 + W_1) σ((W̄_2 + W_2) … x)): to every map W̄_l learned weights are
+            added that are no memory, the params ``base_W1``, ``base_W2``, …, each ``[H, out, in]``.
+            A memory W of zeros then learns, and what decays is forgotten towards the base: with
+            A = W̄ + W, A_t = W̄ + α_t (A_(t−1) − W̄) + …. It needs finite features, and runs in the
+            deep engine's general path, which takes about twice as long as its chains.
         read: ``Read(normalize="sum")`` for a kernel's features.
 
     Examples:
@@ -282,6 +287,13 @@ class MLP(_Perceptron):
         ((32, 8), (8, 32))
         >>> memory.at("k_t")
         'k_t + W1 gelu(W2 k_t)'
+        >>> recipe = rc.Recipe(memory=rc.memory.MLP(base=True))
+        >>> params = rc.initial_params(recipe, H=2, K=8, V=8)
+        >>> {name: tuple(x.shape) for name, x in params.items()}
+        {'base_W2': (2, 32, 8), 'base_W1': (2, 8, 32)}
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
+        >>> gates = {"lr": torch.full((1, 4, 2), 0.1)}
+        >>> y, state = rc.recall(recipe, q, k, v, gates, params=params)  # from a memory of zeros
     """
 
     depth: int = integer(2, at_least=1)

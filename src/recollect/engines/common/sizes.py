@@ -87,5 +87,5 @@ def reading_of_weights(recipe: Recipe, s: Sizes, queries: int) -> int:
         return 0  # elementwise
     memory = recipe.memory
     ones = s.F if memory.read.normalize != "none" else 0
-    weights = (1 + (isinstance(memory, Stack) and memory.base)) * s.weights
+    weights = (1 + (isinstance(memory, Stack) and memory.fixed_products)) * s.weights
     return 2 * s.G * (weights + ones) * s.H * queries

@@ -59,7 +59,7 @@ def batch_flops(
         first = _segment(recipe, maps, 1, G, ends=True)
         memory = recipe.memory
         assert isinstance(memory, Stack)  # deep.refuses
-        first["read"] = 2 * G * (1 + memory.base) * sum(m.out * m.inp for m in maps)
+        first["read"] = 2 * G * (1 + memory.fixed_products) * sum(m.out * m.inp for m in maps)
         rest = _segment(recipe, maps, b - 1, G, ends=ends)
         return {name: first[name] + rest[name] for name in rest}
     return _segment(recipe, maps, b, G, ends=ends)
@@ -76,13 +76,15 @@ def _segment(
     D = sum(m.out + m.inp for m in maps)
     moving = rule.slot != ""
     # What a program multiplies beside the memory: learned weights at every application.
-    fixed = 1 + memory.base
+    fixed = 1 + memory.fixed_products
     keys = 2 * (b + c - 1) * fixed * (W + later) * (1 + rule.splits)
     if recipe.algorithm.normalizes:
         keys += 2 * (b + c - 1) * W * recipe.retention.gain_products
     if recipe.algorithm.searches:
-        # The program, its gradient, the directions at its inputs, and what they do to its output.
-        keys += 2 * (b * c if how == "tokens" else b + c - 1) * (1 + fixed) * (W + later)
+        # The program, its gradient, the directions at its inputs, and what they do to its output,
+        # which goes through fixed weights once more.
+        rows = b * c if how == "tokens" else b + c - 1
+        keys += 2 * rows * ((1 + fixed) * W + 2 * fixed * later)
     R = (b * c if rule.pairs else b + c - 1) * (1 + rule.splits)
     if how == "tokens":
         write = 2 * b * c * W * (1 + rule.splits)

@@ -24,7 +24,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         pairs = sum(min(t, horizon or t) for t in range(1, s.T + 1))
         return {"attention": each * pairs}, each * min(s.T + 1, horizon or s.T + 1), 0, ()
     first = sum(numel_of(shape) for shape in _firsts(recipe, s))
-    fixed = 1 + (isinstance(recipe.memory, Stack) and recipe.memory.base)
+    fixed = 1 + (isinstance(recipe.memory, Stack) and recipe.memory.fixed_products)
     forward, pulled = fixed * 2 * s.weights, fixed * 2 * (s.weights - first)
     backward, read = pulled + 2 * s.weights, s.G * forward
     if recipe.algorithm.condenses:

@@ -130,7 +130,7 @@ def _learned(
     numbers = _numbers(recipe, options, D=D, N=N, K=K, V=V, without=without)
     counts = {"gates": sum(count for count, _ in numbers)}
     counts["other"] = sum(N * K for tie in options.ties if tie.rule in ("blend", "direction"))
-    if recipe.needs_init():
+    if recipe.learns_init:
         shapes = recipe.shapes(K, V)
         if recipe.dual:
             shapes = recipe.init_shapes(K, V, pairs=options.anchors)

@@ -39,8 +39,8 @@ def parameter_groups(
     """Parameters as ``torch.optim`` takes them, with weight decay only where it belongs.
 
     Matrices of linear maps, embeddings and the learned pairs of feed-forward memories decay. Gates
-    and their projections, norms, biases, initial memories, decays, phases, token shifts, skips,
-    short convolutions, persistent tokens and routers do not. Frozen parameters are left out, tied
+    and their projections, norms, biases, initial memories and bases, decays, phases, token shifts,
+    skips, short convolutions, persistent tokens and routers do not. Frozen parameters are left out, tied
     ones stand once. Works for any module: what is not recollect's own decays when it has two axes
     or more.
 
