@@ -295,5 +295,17 @@ def test_a_memory_whose_last_map_begins_at_zero_says_nothing(memory: rc.memory.M
 
 @pytest.mark.parametrize("recipe", [rc.Recipe(), rc.zoo.get("deep_transformer").recipe])
 def test_a_last_map_of_what_is_not_made_of_maps_is_refused(recipe: rc.Recipe) -> None:
-    with pytest.raises(rc.RecipeError, match=r"last_map=0\) is about the initial weights"):
+    with pytest.raises(rc.RecipeError, match=r"last_map=0\) is about initial weights"):
         rc.MemoryLayer(16, 2, recipe, LayerOptions(last_map=0.0))
+
+
+def test_a_share_ends_at_the_limit_unless_it_says_where() -> None:
+    """A lower end moves no upper end: beyond 1 a repeated association diverges."""
+    recipe = rc.Recipe(memory=DEEP, algorithm=NORMALISED)
+    for options, ends in (
+        (GateOptions(unit="share"), (0.0, 1.0)),
+        (GateOptions(low=0.1), (0.1, 1.0)),  # an unstated unit is a share here
+        (GateOptions(unit="share", low=0.2, high=2.0), (0.2, 2.0)),
+    ):
+        made = layer(recipe, lr=options)
+        assert made.gates["lr"].squash.ends == ends

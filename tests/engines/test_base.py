@@ -204,7 +204,7 @@ def test_sizes_of_a_members_own_axes_are_checked(
         def params(self) -> tuple[rc.Param, ...]:
             return (rc.Param(name="fixed", owner=self.title, **param),)
 
-    with pytest.raises(rc.RecipeError, match=words):
+    with pytest.raises(rc.RecipeError, match=words):  # of a recipe, or of its sizes
         rc.initial_params(rc.Recipe(memory=OddlySized()), H=1, K=4, V=4)
 
 

@@ -159,6 +159,8 @@ def squash_of(declared: Gate | Param, options: GateOptions, *, unit: float = 1.0
         low = 0.0 if span.low is None else span.low + MARGIN * span.low_open
     if high is None and span.high is not None:
         high = span.high - MARGIN * span.high_open
+    if high is None and options.unit == "share" and low < 1:
+        high = 1.0  # the limit, from whatever share on
     if high is None:
         # A rate that starts at 1 or above sits in the middle of its range.
         high = (

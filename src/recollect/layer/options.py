@@ -119,7 +119,8 @@ class GateOptions(Options):
         squash: ``"sigmoid"``: low + (high − low)·sigmoid(z). ``"softplus"``: low + softplus(z).
             ``"logsigmoid"``: high + logsigmoid(z)/temperature, for log decays (GLA divides by 16).
             ``"exp"``: low + exp(z), or high − exp(z) for what has no lower end. ``"identity"``: z.
-        low, high: ends of the squashing, e.g. 0 and 2 for a delta rule with negative eigenvalues.
+        low, high: ends of the squashing, e.g. 0 and 2 for a delta rule with negative eigenvalues; a
+            share ends at 1 unless ``high`` says otherwise.
         temperature: > 0; larger values hold a log decay nearer to its upper end.
         init: value at a zero input, in the number's own unit (a logarithm for log decays) or in
             ``unit``, one for all heads or one per head.
@@ -307,7 +308,8 @@ class LayerOptions(Options):
             declarations. Any mapping is accepted, pairs are kept.
         ties: numbers that follow others.
         memory_scale: deviation of a deep memory's initial weights, in units of in^(−1/2). Weights
-            behind a link (a softmax, a power) may need other units than those that are read.
+            behind a link (a softmax, a power) may need other units than those that are read. Beside
+            a base (`memory.MLP`) they begin at zero, and neither this nor ``last_map`` applies.
         last_map: of the last map's initial weights, a factor more; 0 is a memory that says nothing
             until something is written (but for its residual). For memories made of linear maps.
         persistent: the layer reads this many learned pairs per head and channel of d_model, in

@@ -292,16 +292,7 @@ class Recipe:
                     f"{self.memory.title} gives the axis {axis!r} a size, which the recipe has: "
                     "call it otherwise"
                 )
-        sizes |= own
-        for param in self.memory.params():
-            for axis in (*param.axes, *filter(None, (param.fan,))):
-                if axis not in sizes:
-                    raise RecipeError(
-                        f"the param {param.name!r} of {param.owner} has the axis {axis!r}, whose "
-                        f"size nobody says: return it from {self.memory.title}.axes(K, F, V), "
-                        f"or name one of {', '.join(sizes)}"
-                    )
-        return sizes
+        return sizes | own
 
     def shapes(self, K: int, V: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of the memory's weights, without batch and head.

@@ -39,10 +39,11 @@ _SURPRISE = {
 _FORGETFUL = GateOptions(init=math.log(0.98), spread=4.0)
 """Decays of 12 to 200 tokens: nothing fades with them but what was written."""
 
-_OPEN = (
-    "left open: the memory is ATLAS's x + W_1 gelu(W_2 x), and gradients are taken at the start of "
-    f"inner batches of 16 tokens; {HALF}; {NORMALISED}; {COMMON}"
+_BATCHES = (
+    "gradients are taken at the start of inner batches of 16 tokens; "
+    f"{HALF}; {NORMALISED}; {COMMON}"
 )
+_OPEN = f"left open: the memory is ATLAS's x + W_1 gelu(W_2 x), and {_BATCHES}"
 
 
 @preset(
@@ -73,10 +74,10 @@ def titans() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="approximation",
         source="ATLAS eqs. 12–13, on a memory that is ours",
-        note="W̄ is learned and no memory: the memory W starts at zero and forgets towards W̄, where "
-        "in Titans the initial memory fades with what was written, and with it the network that "
-        "writes. So it may forget from the start (α_t from 0.98), which is what text asks for "
-        f"(`docs/design/steps.md`); {_OPEN}",
+        note="W̄ is learned and no memory: the memory W forgets towards W̄, where in Titans all of "
+        "the initial memory fades with what was written, and with it the network that writes. So "
+        "it may forget from the start (α_t from 0.98), which is what text asks for. The share of "
+        f"the limit is at least a tenth (`docs/design/steps.md`); {_BATCHES}",
     ),
 )
 def titans_with_base() -> tuple[Recipe, LayerOptions]:
@@ -86,8 +87,8 @@ def titans_with_base() -> tuple[Recipe, LayerOptions]:
         retention=Decay(),
         algorithm=Momentum(batch=16, normalize=True, limit="keys"),
     )
-    # A share that closed for some tokens before training knew what they are for stays closed.
-    lr = replace(_SURPRISE["lr"], low=0.1, high=1.0)
+    # A share that closes for some tokens before training knows what they are for stays closed.
+    lr = replace(_SURPRISE["lr"], low=0.1)
     return recipe, LayerOptions(gates={**_SURPRISE, "lr": lr, "log_decay": _FORGETFUL})
 
 

@@ -68,6 +68,10 @@ class Read(Member):
         return self == Read()
 
 
+_AXES = ("K", "V", "F", "in", "out", "b", "n", "c", "J")
+"""Symbolic axes whose sizes a recipe says."""
+
+
 class Memory(Member):
     """The function M(W; x) that stores associations in its weights W.
 
@@ -131,6 +135,15 @@ class Memory(Member):
                 f"{self.title} says linear, which is M(W; x) = W x with one matrix [V, F], and its "
                 "weights are of other shapes: leave linear out"
             )
+        known = (*_AXES, *recipe.features.axes(4), *self.axes(4, 4, 4))
+        for param in self.params():
+            for axis in (*param.axes, *filter(None, (param.fan,))):
+                if axis not in known:
+                    yield (
+                        f"the param {param.name!r} of {param.owner} has the axis {axis!r}, whose "
+                        f"size nobody says: return it from {self.title}.axes(K, F, V), or name one "
+                        f"of {', '.join(known)}"
+                    )
 
     def axes(self, K: int, F: int, V: int) -> dict[str, int]:
         """Sizes of symbolic axes of its own params, by name.

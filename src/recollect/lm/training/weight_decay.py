@@ -40,9 +40,9 @@ def parameter_groups(
 
     Matrices of linear maps, embeddings and the learned pairs of feed-forward memories decay. Gates
     and their projections, norms, biases, initial memories and bases, decays, phases, token shifts,
-    skips, short convolutions, persistent tokens and routers do not. Frozen parameters are left out, tied
-    ones stand once. Works for any module: what is not recollect's own decays when it has two axes
-    or more.
+    skips, short convolutions, persistent tokens and routers do not. Frozen parameters are left out,
+    tied ones stand once. Works for any module: what is not recollect's own decays when it has two
+    axes or more.
 
     Args:
         model: the model.
