@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from recollect.choices.algorithm.muon import newton_schulz, newton_schulz_flops
+from recollect.choices.multiplying import multiplying
 
 
 def _defined(S: Tensor, steps: int) -> Tensor:
@@ -75,6 +76,17 @@ def test_any_size_has_its_direction(dtype: torch.dtype, size: float) -> None:
     expected = torch.stack([_defined(s.double(), 5) for s in S.detach()])
     near = {torch.float16: 0.05, torch.bfloat16: 0.3, torch.float32: 1e-5}[dtype]
     assert (X - expected).abs().amax() < near
+
+
+def test_products_of_fewer_bits_make_every_gram_matrix_anew() -> None:
+    """What is lost of small singular values grows with the iterations that share one."""
+    g = torch.Generator().manual_seed(0)
+    S = torch.randn(2, 16, 64, generator=g)
+    expected = torch.stack([_defined(s.double(), 5) for s in S])
+    with multiplying("bf16"), FlopCounterMode(display=False) as counter:
+        found = newton_schulz(S, 5)
+    assert counter.get_total_flops() == 2 * 5 * (4 * 16 * 16 * 64 + 2 * 16**3)
+    assert 1e-4 < (found - expected).abs().amax() < 0.1
 
 
 def test_autocast_does_not_reach_it() -> None:

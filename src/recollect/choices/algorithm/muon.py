@@ -14,6 +14,7 @@ from recollect.choices.devices import without_autocast
 from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
 from recollect.choices.fields import flag, integer, option, quantity
 from recollect.choices.member import RecipeError, member
+from recollect.choices.multiplying import spacing
 
 if TYPE_CHECKING:
     from recollect.choices.questions import RecipeLike
@@ -36,7 +37,8 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
 
     Every iteration is X ← P X with a polynomial P of G = XXᵀ, so that up to three of them are one
     product Q X, Q = P_3 P_2 P_1, of matrices of the smaller side: P ← aI + bG + cG², Q ← P Q and
-    G ← P (P G), because P and G commute.
+    G ← P (P G), because P and G commute. On a GPU, and where products take fewer bits than float32
+    has, G is made anew for every iteration, whose errors would otherwise grow fourfold.
 
     Args:
         S: matrices ``[..., out, in]``.
@@ -53,6 +55,7 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
     tall = S.shape[-2] > S.shape[-1]
     wide = S.mT if tall else S
     X = wide.flatten(0, -3) if wide.dim() > 2 else wide.unsqueeze(0)
+    most = _most(S)
     with without_autocast(S.device.type):
         # Of entries of at most 1 no square overflows, and none that counts is lost.
         unit = torch.linalg.vector_norm(X.detach(), float("inf"), dim=(-2, -1), keepdim=True)
@@ -65,11 +68,20 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
         # Below 1 for zeros alone, whose slope stays within half precision too.
         least = torch.finfo(S.dtype).max ** (-1 / 3)
         scale = 1 / (size + 1e-7 / unit).clamp_min(least)
-        X = torch.bmm(_together(G * scale * scale, min(steps, _TOGETHER)) * scale, X)
-        for done in range(_TOGETHER, steps, _TOGETHER):
-            X = torch.bmm(_together(torch.bmm(X, X.mT), min(steps - done, _TOGETHER)), X)
+        X = torch.bmm(_together(G * scale * scale, min(steps, most)) * scale, X)
+        for done in range(most, steps, most):
+            X = torch.bmm(_together(torch.bmm(X, X.mT), min(steps - done, most)), X)
     X = X.view_as(wide)
     return X.mT if tall else X
+
+
+def _most(S: Tensor) -> int:
+    """How many iterations one Gram matrix is good for, by the bits of S's products."""
+    if S.device.type != "cpu" or spacing(S.dtype) > 1e-6:
+        return 1
+    # No compiler follows the question.
+    full = torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest"
+    return _TOGETHER if full else 1
 
 
 def _together(G: Tensor, steps: int) -> Tensor:
@@ -91,6 +103,8 @@ def _polynomial(G: Tensor) -> Tensor:
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
     """Of `newton_schulz` on one matrix: n iterations together take 4 s²l + (4n − 3) 2 s³, s ≤ l.
+
+    As a CPU makes them, up to three together.
 
     Args:
         rows: of the matrix.
