@@ -208,6 +208,24 @@ def test_sizes_of_a_members_own_axes_are_checked(
         rc.initial_params(rc.Recipe(memory=OddlySized()), H=1, K=4, V=4)
 
 
+def test_every_axis_of_a_recipe_may_be_one_of_a_memorys_params() -> None:
+    """What a memory knows of the recipe's axes is all of them: the names stand in two places."""
+    names = tuple(rc.Recipe().axes(4, 4))
+    assert len(names) > 5
+
+    @rc.member
+    class Wide(_Sized):
+        """As `_Sized`, with a param of every axis."""
+
+        def params(self) -> tuple[rc.Param, ...]:
+            fixed = rc.Param(name="fixed", owner=self.title, axes=("V", "F"))
+            wide = [rc.Param(name=f"of_{x}", owner=self.title, axes=(x,)) for x in names]
+            return (fixed, *wide)
+
+    drawn = rc.initial_params(rc.Recipe(memory=Wide()), H=1, K=4, V=4)
+    assert len(drawn) == 1 + len(names)
+
+
 def test_a_fan_is_of_a_draw() -> None:
     with pytest.raises(ValueError, match="fan='K' is of draw='fan_in' alone"):
         rc.Param(name="fixed", owner="me", axes=("V",), fan="K")
