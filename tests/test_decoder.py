@@ -87,7 +87,7 @@ def decodes_a_language_model(**options: bool) -> None:
     ids = torch.randint(16, (2, 30))
     with torch.no_grad():
         wanted = model(ids).logits
-        cache = model(ids[:, :3], use_cache=True).past_key_values
+        cache = model(ids[:, :3], use_cache=True).cache
         decoder = rc.StaticDecoder(model, cache, **options)
         for t in range(3, 29):
             torch.testing.assert_close(
@@ -96,7 +96,7 @@ def decodes_a_language_model(**options: bool) -> None:
         assert decoder.graphs == decoder.period == 4
         after = decoder.state
         assert after.get_seq_length() == 29
-        last = model(ids[:, 29:], past_key_values=after, use_cache=True).logits
+        last = model(ids[:, 29:], cache=after, use_cache=True).logits
     torch.testing.assert_close(last[:, 0], wanted[:, 29], rtol=1e-4, atol=1e-5)
 
 

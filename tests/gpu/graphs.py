@@ -77,8 +77,8 @@ def model_of(name: str) -> nn.Module:
 def stepped(module: nn.Module, x: Tensor, state: Any) -> tuple[Tensor, Any]:
     """What calling the module gives."""
     if isinstance(module, rc.lm.RecollectForCausalLM):
-        out = module(x, past_key_values=state, use_cache=True)
-        return out.logits, out.past_key_values
+        out = module(x, cache=state, use_cache=True)
+        return out.logits, out.cache
     return module(x, state)
 
 

@@ -71,7 +71,7 @@ def test_decoding_is_reading_on_and_padding_is_nothing(name: str) -> None:
             torch.testing.assert_close(out.logits[i, -1], row.logits[0, -1], **TOL)
         more = text(2, 3, seed=5)
         mask = torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype)], 1)
-        out = net(more, attention_mask=mask, past_key_values=out.past_key_values)
+        out = net(more, attention_mask=mask, cache=out.cache)
         for i in range(2):
             whole = torch.cat([ids[i : i + 1, 3 * (i == 0) :], more[i : i + 1]], 1)
             torch.testing.assert_close(out.logits[i], net(whole).logits[0, -3:], **TOL)

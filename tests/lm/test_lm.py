@@ -70,12 +70,12 @@ def test_prefill_and_decode_are_one_forward(name: str) -> None:
         out = net(ids[:, :6])
         logits = [out.logits]
         for t in range(6, T):
-            out = net(ids[:, t : t + 1], past_key_values=out.past_key_values)
+            out = net(ids[:, t : t + 1], cache=out.cache)
             logits.append(out.logits)
     # Its systems of K(K + 3)/2 monomials are so badly conditioned that rounding grows tenfold.
     far = {"atol": 1e-3, "rtol": 1e-3} if name == "local_quadratic_attention" else TOL
     torch.testing.assert_close(torch.cat(logits, 1), whole, **far)
-    assert out.past_key_values.get_seq_length() == T
+    assert out.cache.get_seq_length() == T
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "softmax_attention", "hybrid"])
@@ -91,8 +91,8 @@ def test_padded_rows_and_packed_documents_are_texts_alone(name: str) -> None:
         torch.testing.assert_close(out.logits[1:], alone[1].logits, **TOL)
         # The next column, as generation feeds it: the mask grows with the text.
         longer = torch.cat([mask, mask[:, -1:]], 1)
-        more = net(ids[:, :1], attention_mask=longer, past_key_values=out.past_key_values).logits
-        one = net(ids[:1, :1], past_key_values=alone[0].past_key_values).logits
+        more = net(ids[:, :1], attention_mask=longer, cache=out.cache).logits
+        one = net(ids[:1, :1], cache=alone[0].cache).logits
         torch.testing.assert_close(more[:1], one, **TOL)
 
         packed = torch.cat([ids[0, 4:], ids[1]])[None]
@@ -203,11 +203,11 @@ def test_greedy_generation_is_argmax_with_padding_too(name: str) -> None:
 def test_a_cache_can_be_continued_twice() -> None:
     net, ids = model("delta_net"), text()
     with torch.no_grad():
-        cache = net(ids).past_key_values
-        first = net(ids[:, :2], past_key_values=cache).logits
-        assert torch.equal(net(ids[:, :2], past_key_values=cache).logits, first)
+        cache = net(ids).cache
+        first = net(ids[:, :2], cache=cache).logits
+        assert torch.equal(net(ids[:, :2], cache=cache).logits, first)
     assert cache.get_seq_length() == T
-    longer = net(text(length=2 * T)).past_key_values
+    longer = net(text(length=2 * T)).cache
     assert longer.nbytes == cache.nbytes  # constant memory per sequence
 
 

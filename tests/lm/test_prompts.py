@@ -50,13 +50,13 @@ def test_one_prompt_serves_several_questions() -> None:
 def test_what_generate_returned_is_a_prompt(tmp_path: Path) -> None:
     net, ids = model("hybrid"), text()
     out = net.generate(ids, return_dict_in_generate=True, **HOW)
-    prompt = Prompt(input_ids=out.sequences, cache=out.past_key_values)
+    prompt = Prompt(input_ids=out.sequences, cache=out.cache)
     back = Prompt.load(prompt.save(tmp_path / "p", net), net)
     want = net.generate(ids, **{**HOW, "max_new_tokens": 8})
     assert torch.equal(net.generate(**back.inputs(), **HOW), want)
     beams = net.generate(ids, num_beams=2, return_dict_in_generate=True, **HOW)
     with pytest.raises(ValueError, match="that of a beam search"):
-        Prompt(input_ids=beams.sequences, cache=beams.past_key_values)
+        Prompt(input_ids=beams.sequences, cache=beams.cache)
 
 
 def test_bfloat16_is_kept_bit_by_bit(tmp_path: Path) -> None:

@@ -126,18 +126,18 @@ def test_the_gradient_that_is_cut_is_a_written_out_loop() -> None:
     items, cache = B * (T - 1), None
     ids = given["input_ids"]
     for begin, end in ((0, 4), (4, 8), (8, T)):
-        out = net(ids[:, begin:end], past_key_values=cache, use_cache=True)
+        out = net(ids[:, begin:end], cache=cache, use_cache=True)
         asked = ids[:, begin + 1 : end + 1]  # the next piece's first token, too
         logits = out.logits[:, : asked.shape[1]]
         total = functional.cross_entropy(logits.flatten(0, 1), asked.flatten(), reduction="sum")
         (total / items).backward()
-        cache = out.past_key_values.detach()
+        cache = out.cache.detach()
     wanted = gradients(net)
     states = None
     for piece in pieces(given, 3):
         out = net(**piece.after(net, states), num_items_in_batch=predicted(given))
         out.loss.backward()
-        states = out.past_key_values.detach()
+        states = out.cache.detach()
     found = gradients(net)
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-9)
     alone(net, given).backward()

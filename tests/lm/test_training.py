@@ -221,7 +221,7 @@ def test_prompts_of_a_batch_were_padded_on_the_right(whole: Path) -> None:
         alone = tokenizer(prompt, return_tensors="pt")
         assert torch.equal(model.generate(**alone, **how)[0, -8:], row)
     ids = batch["input_ids"]
-    assert model(ids, attention_mask=batch["attention_mask"]).past_key_values is not None
+    assert model(ids, attention_mask=batch["attention_mask"]).cache is not None
 
 
 def test_a_folder_with_a_run_is_not_trained_over(text: Path, whole: Path) -> None:

@@ -291,11 +291,11 @@ def _check_use(rank: int) -> None:
     with rc.parallel.context(model) as along, torch.no_grad():
         part = model(along.split(ids), use_cache=True)
     assert (part.logits - along.split(whole.logits)).abs().max() < 1e-5
-    cache = part.past_key_values
+    cache = part.cache
     assert [state.position.tolist() for state in cache.states] == [[11, 11]] * 2
-    told = model(ids[:, :1], past_key_values=whole.past_key_values).logits
+    told = model(ids[:, :1], cache=whole.cache).logits
     cache.seen = 11
-    assert (model(ids[:, :1], past_key_values=cache).logits - told).abs().max() < 1e-5
+    assert (model(ids[:, :1], cache=cache).logits - told).abs().max() < 1e-5
     for gradients, factor in (("sum", 1.0), ("mean", 2.0)):
         model.zero_grad()
         with rc.parallel.context(model, gradients=gradients) as along:

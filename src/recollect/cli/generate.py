@@ -61,6 +61,7 @@ def generate(
     from transformers.utils import logging
 
     from recollect.lm.loading import load_saved
+    from recollect.lm.model.cache import cache_of
     from recollect.lm.model.model import RecollectForCausalLM
 
     _check(tokens, temperature, top_p, top_k, beams)
@@ -97,7 +98,7 @@ def generate(
     seconds = time.perf_counter() - start
     new = made.sequences[0, inputs["input_ids"].shape[1] :]
     text = tokenizer.decode(new, skip_special_tokens=True)
-    size = _cache_size(model, made.past_key_values)
+    size = _cache_size(model, cache_of(made))
     facts = {
         "prompt": prompt,
         "text": text,

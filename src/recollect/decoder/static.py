@@ -253,8 +253,10 @@ class StaticDecoder:
     def _step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """The module's own step, its state in as many slots as before."""
         if hasattr(state, "states"):
-            out = self._module(x, past_key_values=state, use_cache=True)
-            y, after = out.logits, out.past_key_values
+            out = self._module(x, cache=state, use_cache=True)
+            y = out.logits
+            # Its name in transformers since 5.24, and the one before.
+            after = out.cache if hasattr(out, "cache") else out.past_key_values
         else:
             y, after = self._module(x, state)
         return y, after if self._slots is None else self._slots.fixed(after)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recollect.blocks.state import state_from
 from recollect.lm.model.arguments import check_token_ids
-from recollect.lm.model.cache import RecollectCache
+from recollect.lm.model.cache import RecollectCache, cache_of
 from recollect.lm.model.checkpoint import CheckpointError, read_tensors
 from recollect.recipe.json_text import read_json
 from recollect.report.files import write_atomic
@@ -113,7 +113,7 @@ class Prompt:
         if input_ids.shape[1] > 1:
             mask = None if attention_mask is None else attention_mask[:, :-1]
             out = model(input_ids[:, :-1], attention_mask=mask, use_cache=True, logits_to_keep=1)
-            cache = out.past_key_values
+            cache = cache_of(out)
         return cls(input_ids=input_ids, cache=cache, attention_mask=attention_mask)
 
     @torch.no_grad()
@@ -129,11 +129,11 @@ class Prompt:
         """
         inputs = self.inputs(more)
         ids, mask, seen = inputs["input_ids"], inputs["attention_mask"], self.cache.seen
-        cache = inputs["past_key_values"]
+        cache = inputs["cache"]
         if ids.shape[1] - 1 > seen:
             fresh = {"attention_mask": mask[:, :-1], "use_cache": True, "logits_to_keep": 1}
-            out = model(ids[:, seen:-1], past_key_values=cache, **fresh)
-            cache = out.past_key_values
+            out = model(ids[:, seen:-1], cache=cache, **fresh)
+            cache = cache_of(out)
         return Prompt(input_ids=ids, cache=cache, attention_mask=mask)
 
     def inputs(self, more: Tensor | None = None) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Prompt:
             raise ValueError(
                 f"the model has read all {ids.shape[1]} columns: give at least one token more"
             )
-        return {"input_ids": ids, "attention_mask": mask, "past_key_values": prompt.cache}
+        return {"input_ids": ids, "attention_mask": mask, "cache": prompt.cache}
 
     def repeat(self, n: int) -> Prompt:
         """Each row n times in a row."""
@@ -306,7 +306,7 @@ def _check_states(cache: RecollectCache, model: RecollectForCausalLM) -> None:
         raise ValueError(f"{len(cache)} layers, and the model has {wanted}")
     ids = torch.zeros(1, 3, dtype=torch.long, device=model.device)
     with torch.no_grad():  # a segment may begin anew between two lengths, not between all three
-        made = [model.model(ids[:, :n], use_cache=True).past_key_values for n in (1, 2, 3)]
+        made = [cache_of(model.model(ids[:, :n], use_cache=True)) for n in (1, 2, 3)]
     for index, (state, *layer) in enumerate(zip(cache, *made, strict=True)):
         parts, (one, two, three) = state.to_dict(), (after.to_dict() for after in layer)
         for name in [name for name in three if name.endswith(WRITER)]:

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from recollect.choices.member import RecipeError
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
-from recollect.lm.model.cache import StateLayer
+from recollect.lm.model.cache import StateLayer, one_cache
 from recollect.lm.model.config import Named, resolved
 from recollect.lm.model.masks import Columns, columns
 from recollect.lm.swap_config import record
@@ -86,6 +86,7 @@ class SwappedAttention(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
         past_key_values: Cache | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
@@ -95,17 +96,19 @@ class SwappedAttention(nn.Module):
             hidden_states: ``[B, T, hidden_size]``.
             attention_mask: as the decoder makes it: ``None``, ``[B, S]`` or ``[B, 1, T, S]``,
                 causal but for padding and for borders of packed documents.
-            past_key_values: the decoder's cache, whose layer of this index is changed in place.
+            cache: the decoder's cache, whose layer of this index is changed in place.
+            past_key_values: ``cache``, by its name before transformers 5.24.
             others: what attention is told and a memory does not need (positions, say).
 
         Raises:
             ValueError: a mask that is not causal, or a cache that cannot hold a state.
         """
         where = columns(attention_mask, hidden_states, others.get("cu_seq_lens_q"))
-        if past_key_values is None:
+        cache = one_cache(cache, past_key_values)
+        if cache is None:
             y, _ = _run(self.layer, hidden_states, None, where, output_state=False)
             return self.dropout(y), None
-        slot = _slot(past_key_values, self.layer_idx)
+        slot = _slot(cache, self.layer_idx)
         y, after = _run(self.layer, hidden_states, slot, where, output_state=True)
         slot.advance(after, hidden_states.shape[1])
         return self.dropout(y), None
@@ -133,7 +136,7 @@ def _slot(cache: Cache, index: int) -> StateLayer:
     layers = getattr(cache, "layers", None)
     if layers is None:
         raise ValueError(
-            f"past_key_values must be a transformers.Cache, which a {type(cache).__name__} is not"
+            f"cache must be a transformers.Cache, which a {type(cache).__name__} is not"
         )
     while len(layers) <= index:
         kind = cache.layer_class_to_replicate

@@ -295,9 +295,8 @@ def context(
     sequence on one process; the loss is its mean over all tokens and the same on all ranks.
     Positions continue. Arguments of a language model mean: ``input_ids``, ``inputs_embeds``,
     ``attention_mask``, ``labels`` and ``shift_labels``: this rank's columns, or whole rows with
-    ``splits``; ``cu_seqlens``: borders in the *whole* sequence (one row); ``past_key_values``:
-    before the first token of all, and after the last one on the way back; both the same on all
-    ranks.
+    ``splits``; ``cu_seqlens``: borders in the *whole* sequence (one row); ``cache``: before the
+    first token of all, and after the last one on the way back; both the same on all ranks.
 
     A rank's gradients are its share: sum them over the ranks (`ContextParallel.reduce_gradients`).
     Backward passes have to run on every rank.

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from recollect.bench.results import Case
 from recollect.decoder import StaticDecoder
 from recollect.layer.blocks import mlp_width
+from recollect.lm.model.cache import CACHE, cache_of
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
 
@@ -59,14 +60,14 @@ def _made(build: Callable[[], PreTrainedModel], device: str) -> tuple[PreTrained
 def _decode(build: Callable[[], PreTrainedModel], device: str) -> Callable[[], object]:
     model, ids = _made(build, device)
     with torch.no_grad():
-        begin = model(ids[:, :PROMPT], use_cache=True).past_key_values
+        begin = cache_of(model(ids[:, :PROMPT], use_cache=True))
 
     @torch.no_grad()
     def call() -> object:
         # Llama's cache is one object that grows; copying it takes a hundredth of a token's time.
         cache = copy.deepcopy(begin) if isinstance(model, LlamaForCausalLM) else begin
         for token in ids[:, PROMPT:].split(1, dim=1):
-            cache = model(token, past_key_values=cache, use_cache=True).past_key_values
+            cache = cache_of(model(token, use_cache=True, **{CACHE: cache}))
         return cache
 
     return call
@@ -75,7 +76,7 @@ def _decode(build: Callable[[], PreTrainedModel], device: str) -> Callable[[], o
 def _compiled(build: Callable[[], PreTrainedModel], device: str) -> Callable[[], object]:
     model, ids = _made(build, device)
     with torch.no_grad():
-        begin = model(ids[:, :PROMPT], use_cache=True).past_key_values
+        begin = cache_of(model(ids[:, :PROMPT], use_cache=True))
     decoder = StaticDecoder(cast("torch.nn.Module", model), begin, compiled=True)
     tokens = ids[:, PROMPT:].split(1, dim=1)
     for n in range(decoder.warm + 2 * decoder.period + TOKENS):

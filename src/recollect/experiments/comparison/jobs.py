@@ -13,6 +13,7 @@ from recollect.experiments.comparison.results import ModelRun, Sizes, Watcher
 from recollect.experiments.comparison.tasks import CompareTask, compare_task
 from recollect.experiments.comparison.training import History, measured, train
 from recollect.experiments.framework.processes import GLANCE, Lost, in_processes, stopped, tell
+from recollect.lm.model.cache import cache_of
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.report.devices import find_device
@@ -174,9 +175,9 @@ def state_bytes(model: RecollectForCausalLM, length: int) -> tuple[int, bool]:
     model.eval()
     with torch.no_grad():
         sizes = [
-            model(
-                input_ids=torch.zeros(1, count, dtype=torch.long, device=device), use_cache=True
-            ).past_key_values.nbytes
+            cache_of(
+                model(torch.zeros(1, count, dtype=torch.long, device=device), use_cache=True)
+            ).nbytes
             for count in (length // 2, length)
         ]
     model.train()

@@ -13,11 +13,34 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from recollect.blocks.state import AnyState
 from recollect.layer.memory_layer import MemoryLayer
 
-__all__ = ["RecollectCache", "StateLayer", "grows"]
+__all__ = ["CACHE", "RecollectCache", "StateLayer", "cache_of", "grows", "one_cache"]
+
+_FIELDS = BaseModelOutputWithPast.__dataclass_fields__
+CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
+"""What outputs and arguments of transformers call a cache: ``cache`` since 5.24."""
+
+
+def cache_of(outputs: Any) -> Any:
+    """The cache in what a model or ``generate`` of transformers gave back, of whichever version."""
+    return getattr(outputs, CACHE)
+
+
+def one_cache(cache: Any, past_key_values: Any) -> Any:
+    """The cache that was given, by its name or by the one it had before transformers 5.24.
+
+    Raises:
+        ValueError: two of them.
+    """
+    if cache is None:
+        return past_key_values
+    if past_key_values is not None and past_key_values is not cache:
+        raise ValueError("cache and past_key_values are two names of one argument: give cache")
+    return cache
 
 
 def grows(layer: MemoryLayer) -> bool:
@@ -140,11 +163,11 @@ class RecollectCache(Cache):
         ...     num_attention_heads=2,
         ... )
         >>> model = rc.lm.RecollectForCausalLM(config).eval()
-        >>> cache = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+        >>> cache = model(torch.tensor([[1, 2, 3]]), use_cache=True).cache
         >>> cache.get_seq_length()
         3
-        >>> out = model(torch.tensor([[4]]), past_key_values=cache, use_cache=True)
-        >>> out.past_key_values.get_seq_length(), cache.get_seq_length()
+        >>> out = model(torch.tensor([[4]]), cache=cache, use_cache=True)
+        >>> out.cache.get_seq_length(), cache.get_seq_length()
         (4, 3)
     """
 

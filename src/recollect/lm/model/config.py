@@ -115,7 +115,7 @@ class RecollectConfig(PretrainedConfig):
         "blocks.*.mlp.gate_up": "packed_colwise",
         "blocks.*.mlp.down": "rowwise",
     }
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from recollect.lm.model.arguments import (
     document_borders,
     embedded,
 )
-from recollect.lm.model.cache import RecollectCache
+from recollect.lm.model.cache import CACHE, RecollectCache, cache_of, one_cache
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.loss import IGNORE, next_token_loss, shifted
 from recollect.lm.model.pretrained import RecollectPreTrainedModel
@@ -78,11 +78,12 @@ class RecollectModel(RecollectPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: RecollectCache | None = None,
+        cache: RecollectCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
+        past_key_values: RecollectCache | None = None,
         **others: Unpack[HeadlessArguments],
     ) -> BaseModelOutputWithPast:
         """Hidden states after the last norm.
@@ -91,13 +92,14 @@ class RecollectModel(RecollectPreTrainedModel):
             input_ids: ``[B, T]``, int64; this or ``inputs_embeds``.
             attention_mask: ``[B, T]`` (or with the columns before, as generation gives it), nonzero
                 at real tokens, padded on either side. Padding changes nothing.
-            past_key_values: of an earlier call, to continue from.
+            cache: of an earlier call, to continue from.
             inputs_embeds: ``[B, T, hidden_size]``, in place of ``input_ids``.
             use_cache: whether states come back; by default the configuration's word, and not while
                 training.
             cu_seqlens: ``[N + 1]`` borders of N documents packed in one row, or in all rows one
                 after the other; then there are no states.
             output_hidden_states: whether the inputs of all blocks come back too.
+            past_key_values: ``cache``, by its name before transformers 5.24.
             others: what transformers hands on, by its names: `HeadlessArguments`.
 
         Raises:
@@ -111,9 +113,10 @@ class RecollectModel(RecollectPreTrainedModel):
             x = embedded(self.embed_tokens, input_ids, self.config.vocab_size)
         else:
             x = inputs_embeds
-        _check_cache(past_key_values, len(self.blocks))
-        before = past_key_values.states if past_key_values else (None,) * len(self.blocks)
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache = one_cache(cache, past_key_values)
+        _check_cache(cache, len(self.blocks))
+        before = cache.states if cache else (None,) * len(self.blocks)
+        seen = 0 if cache is None else cache.get_seq_length()
         rows, columns = x.shape[:2]
         cu_seqlens = document_borders(
             others, (rows, columns), seen=seen, mask=attention_mask, cu_seqlens=cu_seqlens
@@ -123,7 +126,7 @@ class RecollectModel(RecollectPreTrainedModel):
         if many and (use_cache or seen):
             raise ValueError(
                 "documents packed in several rows leave no state to go on from: pass "
-                "use_cache=False and no past_key_values, or one row"
+                "use_cache=False and no cache, or one row"
             )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not many
@@ -144,11 +147,11 @@ class RecollectModel(RecollectPreTrainedModel):
         x = self.norm(x)
         if many:
             x, hidden = x.view(rows, columns, -1), [y.view(rows, columns, -1) for y in hidden]
-        cache = RecollectCache(states, seen + columns) if use_cache else None
+        after = RecollectCache(states, seen + columns) if use_cache else None
         return BaseModelOutputWithPast(
             last_hidden_state=x,
-            past_key_values=cache,
             hidden_states=(*hidden, x) if output_hidden_states else None,
+            **_kept(after),
         )
 
 
@@ -186,7 +189,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: RecollectCache | None = None,
+        cache: RecollectCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -196,6 +199,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         num_items_in_batch: int | Tensor | None = None,
         shift_labels: Tensor | None = None,
         output_logits: bool | None = None,
+        past_key_values: RecollectCache | None = None,
         **others: Unpack[ForwardArguments],
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Logits, and the loss when there are labels.
@@ -210,7 +214,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             input_ids: ``[B, T]``, int64; this or ``inputs_embeds``.
             attention_mask: ``[B, T]`` (or with the columns before, as generation gives it), nonzero
                 at real tokens, padded on either side. Padding changes nothing.
-            past_key_values: of an earlier call, to continue from.
+            cache: of an earlier call, to continue from.
             inputs_embeds: ``[B, T, hidden_size]``, in place of ``input_ids``.
             labels: ``[B, T]``, the input's own tokens: they are shifted here; −100 asks nothing,
                 and neither does a token that nothing precedes (after padding, or the first of a
@@ -227,18 +231,20 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                 text goes on after the last column, it knows the next token.
             output_logits: whether logits come back beside a loss; by default not while training,
                 where the configuration has a ``loss_chunk_size``.
+            past_key_values: ``cache``, by its name before transformers 5.24.
             others: what transformers hands on, by its names: `ForwardArguments`.
 
         Raises:
             ValueError: inputs that contradict each other, or ask for what a memory cannot do.
             TypeError: an argument that nobody knows.
         """
+        cache = one_cache(cache, past_key_values)
         if input_ids is not None:
             check_token_ids(input_ids)
         if others:
             text = inputs_embeds if input_ids is None else input_ids
             if text is not None:
-                seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+                seen = 0 if cache is None else cache.get_seq_length()
                 shape = text.shape[0], text.shape[1]
                 cu_seqlens = document_borders(
                     others, shape, seen=seen, mask=attention_mask, cu_seqlens=cu_seqlens
@@ -249,7 +255,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             outputs = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                cache=cache,
                 inputs_embeds=inputs_embeds,
                 use_cache=use_cache,
                 cu_seqlens=cu_seqlens,
@@ -284,8 +290,8 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            **_kept(cache_of(outputs)),
         )
 
     @property
@@ -314,8 +320,8 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             loss=loss,
             aux_loss=aux,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            **_kept(cache_of(outputs)),
         )
 
     @property
@@ -327,10 +333,11 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         is_first_iteration: bool | None = False,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """What one step of `generate` feeds: the columns that no state has seen.
@@ -341,17 +348,19 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         Args:
             input_ids: ``[B, T]``, the whole text so far or the new columns.
             next_sequence_length: new columns; counted from the mask when omitted.
-            past_key_values: of the columns that were read.
+            cache: of the columns that were read.
             attention_mask: over all columns, read and new.
             inputs_embeds: ``[B, T, hidden_size]``, in place of the first columns' tokens.
             is_first_iteration: whether this is the prompt, though a cache is given.
+            past_key_values: ``cache``, by its name before transformers 5.24.
             **kwargs: ``use_cache`` and ``logits_to_keep``, as `forward` takes them; others are
                 ignored.
 
         Raises:
             ValueError: no column that the cache has not seen.
         """
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache = one_cache(cache, past_key_values)
+        seen = 0 if cache is None else cache.get_seq_length()
         new = next_sequence_length
         if new is None:
             new = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1] - seen
@@ -366,14 +375,14 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
                 )
             fresh = {"input_ids": input_ids[:, -new:]}
         rows = next(iter(fresh.values())).shape[0]
-        if past_key_values and past_key_values.rows < rows and not rows % past_key_values.rows:
-            repeats = rows // past_key_values.rows
-            past_key_values = past_key_values.map(lambda state: state.repeat(repeats))
+        if cache and cache.rows < rows and not rows % cache.rows:
+            repeats = rows // cache.rows
+            cache = cache.map(lambda state: state.repeat(repeats))
         to_keep = kwargs.get("logits_to_keep")
         return {
             **fresh,
             "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
+            "cache": cache,
             "use_cache": kwargs.get("use_cache", True),
             **({} if to_keep is None else {"logits_to_keep": to_keep}),
         }
@@ -393,6 +402,9 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
             ValueError: a generator that is none of torch's; a prompt that is no table of token
                 ids, or is empty.
         """
+        cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
+        if cache is not None:
+            kwargs[CACHE] = cache
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if prompt is not None:
             check_token_ids(prompt)
@@ -456,12 +468,17 @@ def _targets(
     return shifted(given, mask, borders) if shift_labels is None else given
 
 
+def _kept(cache: RecollectCache | None) -> dict[str, Any]:
+    """The cache, as outputs of this version of transformers name it."""
+    return {CACHE: cache}
+
+
 def _check_cache(cache: object, layers: int) -> None:
     if cache is None or (isinstance(cache, RecollectCache) and len(cache) in (0, layers)):
         return
     what = f"one of {len(cache)} layers" if isinstance(cache, RecollectCache) else repr(type(cache))
     raise ValueError(
-        f"past_key_values must be the RecollectCache that this model of {layers} layers returned "
+        f"cache must be the RecollectCache that this model of {layers} layers returned "
         f"earlier, not {what}"
     )
 

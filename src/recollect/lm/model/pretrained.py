@@ -153,7 +153,7 @@ class RecollectPreTrainedModel(StrictLoading, PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
     _is_stateful = True  # a state cannot be cropped, so no assisted decoding
 
     @classmethod

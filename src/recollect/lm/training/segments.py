@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect.blocks.composed import initial_memory_of
-from recollect.lm.model.cache import RecollectCache
+from recollect.lm.model.cache import RecollectCache, cache_of
 from recollect.lm.model.loss import IGNORE, shifted
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.training.atomic_checkpoints import AtomicTrainer
@@ -59,7 +59,7 @@ class Piece:
                 states = states.map(lambda state: state.select(chosen))
             if any(self.anew):
                 states = _anew(model, states, torch.tensor(self.anew))
-        return {**self.inputs, "past_key_values": states, "use_cache": True}
+        return {**self.inputs, "cache": states, "use_cache": True}
 
 
 def _anew(model: RecollectForCausalLM, states: RecollectCache, begins: Tensor) -> RecollectCache:
@@ -200,7 +200,7 @@ class SegmentedTrainer(AtomicTrainer):
             with torch.no_grad(), self.compute_loss_context_manager():
                 given = part.after(own, before[-1])
                 del given["shift_labels"]
-                before.append(model(**given, logits_to_keep=1).past_key_values)
+                before.append(cache_of(model(**given, logits_to_keep=1)))
         losses: list[Tensor] = []
         asked: list[Tensor] = []
         try:
@@ -237,10 +237,10 @@ class SegmentedTrainer(AtomicTrainer):
             num_items_in_batch: tokens that the step predicts.
         """
         whole = super().compute_loss
-        if "past_key_values" not in inputs:
+        if "cache" not in inputs:
             return whole(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = cast(Any, whole(model, inputs, True, num_items_in_batch))
-        self._loss, self._after = loss.detach().clone(), outputs.past_key_values
+        self._loss, self._after = loss.detach().clone(), cache_of(outputs)
         if self._scale is not None:
             loss = loss + self._scale
             after = _floating(cast(RecollectCache, self._after))
@@ -282,7 +282,7 @@ class SegmentedTrainer(AtomicTrainer):
         for part in pieces(batch, self.segments):
             given = part.after(model, states)
             out = model(**given, num_items_in_batch=items, output_logits=False)
-            states, total = out.past_key_values, total + out.loss
+            states, total = cache_of(out), total + out.loss
         return total
 
     def _own(self, model: nn.Module) -> RecollectForCausalLM:
