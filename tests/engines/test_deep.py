@@ -289,11 +289,12 @@ def test_a_program_may_apply_a_map_twice_or_never(way: str) -> None:
 # -- graphs and memory ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("base", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 64])
-def test_gradcheck(chunk_size: int) -> None:
+def test_gradcheck(chunk_size: int, base: bool) -> None:
     """First and second derivatives against finite differences, in one group and in several."""
     recipe = rc.Recipe(
-        memory=memory.MLP(expansion=1, activation="tanh"),
+        memory=memory.MLP(expansion=1, activation="tanh", base=base),
         retention=retention.Decay(),
         algorithm=algorithm.Momentum(batch=2),
     )

@@ -56,7 +56,7 @@ def test_slopes_and_bends_are_derivatives(name: str) -> None:
 
 
 def _chains() -> dict[str, rc.Recipe]:
-    """Every structure of a chain: depth, shape, residual, error, window, decay, momentum."""
+    """Every structure of a chain: depth, shape, residual, base, error, window, decay, momentum."""
     plain = rc.Recipe(
         memory=memory.MLP(expansion=2),
         retention=retention.Decay(),
@@ -87,6 +87,18 @@ def _chains() -> dict[str, rc.Recipe]:
         "shares, as wide as high": shares.but(memory=memory.MLP(depth=3, expansion=1)),
         "shares, robust": shares.but(bias=bias.Huber(form="norm", threshold="static")),
         "shares, window": shares.but(context=context.Window(size=3)),
+    }
+    based = plain.but(memory=memory.MLP(expansion=2, base=True))
+    for name in ("momentum", "no decay", "no momentum", "neither"):
+        found[f"a base, {name}"] = found[name].but(memory=based.memory)
+    found |= {
+        "a base, as wide as high": based.but(memory=memory.MLP(depth=3, expansion=1, base=True)),
+        "a base, window": based.but(context=context.Window(size=3)),
+        "a base, robust": based.but(bias=bias.Huber(form="norm", threshold="static")),
+        "a base, shares": based.but(algorithm=algorithm.Momentum(batch=3, normalize=True)),
+        "a base, shares by keys": based.but(
+            algorithm=algorithm.GradientDescent(batch=3, normalize=True, limit="keys")
+        ),
     }
     for name in sorted(CURVES.keys() - {"gelu", "identity"}):
         found[name] = plain.but(memory=memory.MLP(depth=3, expansion=2, activation=name))

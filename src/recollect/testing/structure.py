@@ -214,7 +214,7 @@ def check_advance(retention: Retention) -> None:
 
 
 def check_memory(memory: Memory) -> None:
-    """``linear`` is W x and nothing else; a ``chain`` is its maps, its activation, a residual.
+    """``linear`` is W x and nothing else; a ``chain`` its maps and bases, activation, residual.
 
     A memory that needs no initial weights learns from zeros.
     """
@@ -254,8 +254,11 @@ def check_memory(memory: Memory) -> None:
         memory.biases == biases, f"{title} declares biases={memory.biases}, and its maps do not"
     )
     if memory.chain is not None:
-        h = x @ weights[0].mT
-        for W in weights[1:]:
+        maps = weights
+        if memory.bases:
+            maps = [W + params[name] for W, name in zip(weights, memory.bases, strict=True)]
+        h = x @ maps[0].mT
+        for W in maps[1:]:
             h = activation(memory.chain)(h) @ W.mT
         wrong = off(found, x + h if memory.residual else h)
         require(

@@ -270,8 +270,10 @@ class Stack(Memory):
     """A memory made of linear maps, activations, norms and a residual.
 
     Attributes:
-        fixed_products: whether every map stands beside learned weights of its size that are no
-            memory, whose products a cost counts too.
+        bases: names of the params ``[H, out, in]`` that are added to the maps, in the order of
+            `maps`: learned weights that are no memory. None by default.
+        fixed_products: whether the program multiplies such weights by themselves, whose products a
+            cost counts too.
 
     Examples:
         >>> memory = rc.memory.MLP(depth=3, expansion=2)
@@ -282,13 +284,21 @@ class Stack(Memory):
     """
 
     channelled = True
-    fixed_products: bool = False
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def fixed_products(self) -> bool:
+        return bool(self.bases)
 
     @property
     def chain(self) -> str | None:
         """The activation between maps that follow one another, with nothing else around them.
 
-        Only a residual, which ``residual`` states, may be added. ``None`` for any other program.
+        Only a residual, which ``residual`` states, may be added, and `bases` to the maps. ``None``
+        for any other program.
         """
         return None
 

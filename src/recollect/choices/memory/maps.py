@@ -154,8 +154,8 @@ class _Perceptron(Stack):
         return not self.base
 
     @property
-    def fixed_products(self) -> bool:  # type: ignore[override]
-        return self.base
+    def bases(self) -> tuple[str, ...]:
+        return tuple(f"base_{one.name}" for one in self.maps(1, 1)) if self.base else ()
 
     def axes(self, K: int, F: int, V: int) -> dict[str, int]:
         if not self.base:
@@ -170,13 +170,13 @@ class _Perceptron(Stack):
     def params(self) -> tuple[Param, ...]:
         base = [
             Param(
-                name=f"base_{one.name}",
+                name=name,
                 owner=self.title,
                 axes=(f"{one.name} out", f"{one.name} in"),
                 draw="fan_in",
                 fan=f"{one.name} fan",
             )
-            for one in (self.maps(1, 1) if self.base else ())
+            for name, one in zip(self.bases, self.maps(1, 1), strict=False)
         ]
         return (*self._norm_params(), *base)
 
@@ -193,7 +193,7 @@ class _Perceptron(Stack):
         """``apply`` of W̄_l + W_l, W̄ the base."""
         if not self.base:
             return apply
-        base = [params[f"base_{one.name}"] for one in self.maps(1, 1)]
+        base = [params[name] for name in self.bases]
         return lambda index, h: apply(index, h) + _in_all_rows(h, base[index])
 
     def _weights(self, name: str) -> str:
@@ -277,8 +277,7 @@ class MLP(_Perceptron):
         base: M(x) = x + norm((W̄_1 + W_1) σ((W̄_2 + W_2) … x)): to every map W̄_l learned weights are
             added that are no memory, the params ``base_W1``, ``base_W2``, …, each ``[H, out, in]``.
             A memory W of zeros then learns, and what decays is forgotten towards the base: with
-            A = W̄ + W, A_t = W̄ + α_t (A_(t−1) − W̄) + …. It needs finite features, and runs in the
-            deep engine's general path, which takes about twice as long as its chains.
+            A = W̄ + W, A_t = W̄ + α_t (A_(t−1) − W̄) + …. It needs finite features.
         read: ``Read(normalize="sum")`` for a kernel's features.
 
     Examples:
@@ -314,7 +313,7 @@ class MLP(_Perceptron):
 
     @property
     def chain(self) -> str | None:
-        plain = self.norm is None and not self.biases and not self.base
+        plain = self.norm is None and not self.biases
         return self.activation if plain else None
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:

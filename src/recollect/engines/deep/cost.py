@@ -75,9 +75,13 @@ def _segment(
     later = sum(m.out * m.inp for m in maps if not m.first)
     D = sum(m.out + m.inp for m in maps)
     moving = rule.slot != ""
-    # What a program multiplies beside the memory: learned weights at every application.
+    chain, based = chain_of(recipe) is not None, bool(memory.bases)
+    # What a program multiplies beside the memory: learned weights at every application. A chain
+    # adds them to its maps, and moves a third stack where these fade towards them.
     fixed = 1 + memory.fixed_products
-    keys = 2 * (b + c - 1) * fixed * (W + later) * (1 + rule.splits)
+    pulled = chain and based and recipe.retention.decay is not None
+    at_keys = 1 if chain else fixed
+    keys = 2 * (b + c - 1) * at_keys * (W + later) * (1 + rule.splits)
     if recipe.algorithm.normalizes:
         keys += 2 * (b + c - 1) * W * recipe.retention.gain_products
     if recipe.algorithm.searches:
@@ -97,10 +101,11 @@ def _segment(
     if how == "border" or settled:
         read = 2 * b * G * fixed * W
     else:
-        read = 2 * b * G * (W * (fixed + moving) + R * D)
-    write = 2 * R * W * (1 if how == "border" else 1 + moving) * (ends or settled)
-    if ends and moving and chain_of(recipe) is not None:
-        write += 8 * W
+        started = 1 + pulled if chain else fixed
+        read = 2 * b * G * (W * (started + moving) + R * D)
+    write = 2 * R * W * (1 if how == "border" else 1 + moving + pulled) * (ends or settled)
+    if ends and chain and moving + pulled:
+        write += 2 * (1 + moving + pulled) ** 2 * W
     step = orthogonal(recipe, maps) if how == "border" and ends else 0
     return {
         "keys": keys,

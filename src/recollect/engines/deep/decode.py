@@ -200,7 +200,7 @@ def _factors(
 ) -> list[Factors]:
     """h and δ of every map; by formula where the memory is a chain, else by autograd."""
     if method.chain is not None:
-        return chain_slopes(method.chain, memory.A, points)
+        return chain_slopes(method.chain, memory.A, points, params)
     bias = method.recipe.bias
     slopes = factors(method.memory, memory.A, points, params, bias, outer=False)
     if method.normalizer is None:

@@ -197,6 +197,7 @@ def chain_of(recipe: Recipe) -> Chain | None:
         residual=memory.residual,
         bias=recipe.bias,
         target=recipe.bias.target if recipe.algorithm.normalizes else None,
+        bases=memory.bases,
     )
 
 
@@ -284,6 +285,7 @@ def _run_chain(
         layout.commits,
         (memory.A, memory.slots.get("momentum")),
         outer=layout.outer,
+        bases=method.chain.bases_of(memory.A, layout.params),
         walker=None if launch is None else walker_of(method, launch),
         kernels=method.kernels,
     )
@@ -335,7 +337,7 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
     rows = grid.b * (1 + G) + grid.c
     if method.chain is not None:
         # M at the border; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.
-        borders = weights * (1 + len(problem.state.slots))
+        borders = weights * (1 + len(problem.state.slots) + bool(method.chain.bases))
         numbers = borders + rows * (3 * widths + 2 * (grid.b + grid.c))
         each = B * H * numbers * problem.state.weights[0].element_size()
         whole = grid.N * each <= _room(problem.q, WHOLE_BYTES)

@@ -6,7 +6,8 @@ sequential (`forward`); after it the queries of all inner batches are read toget
 
     z_t = a_t A° x_t + m_t S° x_t + Σ_i (C ⊙ (x hᵀ))[t, i] δ_i
 
-`tests/engines/test_deep.py` holds this path to the general one.
+Beside a base W̄ that is A = W̄ + W, which forgets towards W̄: a third stack, which nothing moves, of
+which A takes (1 − a_t). `tests/engines/test_deep.py` holds this path to the general one.
 """
 
 from __future__ import annotations
@@ -67,13 +68,20 @@ def slope_of(activation: str) -> bool:
 class Chain:
     """A chain of maps: the activation between them, a residual around them, a bias at the end.
 
-    ``target`` is the bias's, where every association is scaled by its share.
+    ``target`` is the bias's, where every association is scaled by its share. ``bases`` are the
+    names of the params that are added to the maps, if any are.
     """
 
     activation: str
     residual: bool
     bias: Bias
     target: float | None = None
+    bases: tuple[str, ...] = ()
+
+    def bases_of(self, W: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensors:
+        """W̄ of every map ``[P, out, in]``; none where the memory has no base."""
+        heads = [params[name].to(W[0].dtype) for name in self.bases]  # [H, out, in]
+        return [w.expand(W[0].shape[0] // w.shape[0], *w.shape).flatten(0, 1) for w in heads]
 
 
 def run_chain(
@@ -85,14 +93,15 @@ def run_chain(
     memory: tuple[Weights, Weights | None],
     *,
     outer: bool,
+    bases: Sequence[Tensor] = (),
     walker: Any = None,
     kernels: bool = True,
 ) -> tuple[Tensor, Weights, Weights | None]:
-    """Outputs ``[N, P, b G, V]``, and A and S after the last batch.
+    """Outputs ``[N, P, b G, V]``, and W and S after the last batch.
 
     Args:
         keys: ``[N, B, H, R, ·]`` by name. queries: features and, where they differ, raw queries,
-            ``[N, B, H, b G, ·]``. memory: A and S, ``[P, out, in]``.
+            ``[N, B, H, b G, ·]``. memory: W and S, ``[P, out, in]``. bases: W̄ (`Chain.bases_of`).
         outer: whether gradients will be asked for.
         walker: who goes from border to border where they will be (`ChainSpec.walker`).
         kernels: whether stretches between products may be one operation each (`rows`).
@@ -100,27 +109,26 @@ def run_chain(
     flat = {name: x.flatten(1, 2) for name, x in keys.items()}
     k, v = flat.pop("phi"), flat.pop("v")
     raw = flat.pop("raw", k)
-    A, S = memory
+    (W, S), pulled = memory, bool(bases) and table.a is not None
+    A = [w + base for w, base in zip(W, bases, strict=True)] if bases else W
     tall = tuple(w.shape[-1] <= w.shape[-2] for w in A)
     sizes = [(min(w.shape[-2:]), max(w.shape[-2:])) for w in A]
     families = families_of(sizes)
-    if hosted(k) and sum(w.numel() * w.element_size() for w in (*A, *(S or ()))) > BESIDE:
+    stacks = [A, *([] if S is None else [S]), *([bases] if pulled else [])]
+    if hosted(k) and sum(w.numel() * w.element_size() for one in stacks for w in one) > BESIDE:
         families = tuple((i,) for i in range(len(A)))
     rows = None
-    if walker is None and kernels and not hosted(k):
+    if walker is None and kernels and not hosted(k) and not bases:
         rows = launcher(A, chain.bias, k, normalised=chain.target is not None)
         if rows is launch and not agree(_tried, rows, k.device):
             rows = None  # only Triton's own is asked: who puts another there answers for it
     if walker is not None or rows is not None:
         tall = (True, False)  # of two maps as wide as high too
         families = ((0, 1),) if walker is None else ((0,), (1,))
-    pairs: list[tuple[Tensor, ...]] = (
-        [(a,) for a in A] if S is None else list(zip(A, S, strict=True))
-    )
     start = [
-        torch.stack([w.mT if tall[i] else w for i in some for w in pairs[i]], dim=1).unflatten(
-            1, (len(some), -1)
-        )
+        torch.stack(
+            [one[i].mT if tall[i] else one[i] for i in some for one in stacks], dim=1
+        ).unflatten(1, (len(some), -1))
         for some in families
     ]
     spec = ChainSpec(
@@ -135,18 +143,22 @@ def run_chain(
         walker=walker,
         rows=rows,
     )
-    T, c = _transitions(table)
+    T, c = _transitions(table, pulled=pulled)
     features, raw_queries = (None if q is None else q.flatten(1, 2) for q in queries)
     assert features is not None
     associations = Keys(k=k, v=v, raw=raw, T=T, c=c, gates=flat)
-    y, memories = _run_batches(spec, associations, _query_batch(table, features), commits, start)
+    asked = _query_batch(table, features, pulled=pulled)
+    y, memories = _run_batches(spec, associations, asked, commits, start)
     if chain.residual:
         y = y + (features if raw_queries is None else raw_queries)
     ends = [
         [w.mT.contiguous() if up else w.contiguous() for w in end.unbind(1)]
         for end, up in zip(apart(spec, memories), tall, strict=True)
     ]
-    return y, [end[0] for end in ends], None if S is None else [end[1] for end in ends]
+    after = [end[0] for end in ends]
+    if bases:
+        after = [w - base for w, base in zip(after, bases, strict=True)]
+    return y, after, None if S is None else [end[1] for end in ends]
 
 
 def _tried(spec: ChainSpec, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -156,14 +168,20 @@ def _tried(spec: ChainSpec, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return _ChainFunction.apply(spec, commits, T, scale, k, v, raw, c, *rest)
 
 
-def chain_slopes(chain: Chain, A: Sequence[Tensor], points: Points) -> list[Factors]:
-    """h and δ of every map at weights ``A [P, out, in]``, without a graph; shares are in δ.
+def chain_slopes(
+    chain: Chain, W: Sequence[Tensor], points: Points, params: Mapping[str, Tensor]
+) -> list[Factors]:
+    """h and δ of every map at weights ``W [P, out, in]``, without a graph; shares are in δ.
 
     Args:
         chain: the memory.
-        A: its maps.
+        W: its maps.
         points: where gradients are taken.
+        params: the memory's own.
     """
+    A, bases = W, chain.bases_of(W, params)
+    if bases:
+        A = [w + base for w, base in zip(W, bases, strict=True)]
     flat: dict[str, Tensor] = {}
     for name, x in points.gates.items():
         flat[name] = x.flatten(0, 1)
@@ -183,31 +201,48 @@ def chain_slopes(chain: Chain, A: Sequence[Tensor], points: Points) -> list[Fact
     return list(map(Factors, h, delta))
 
 
-def _transitions(table: Table) -> tuple[Tensor | None, Tensor]:
-    """T ``[N, P, J, J]`` and c ``[N, P, R, J]`` of the borders."""
+def _transitions(table: Table, *, pulled: bool) -> tuple[Tensor | None, Tensor]:
+    """T ``[N, P, J, J]`` and c ``[N, P, R, J]`` of the borders; ``pulled`` towards a base."""
     C = table.C[:, :, -1]
     if table.m is None or table.s is None or table.D is None:
-        T = None if table.a is None else table.a[:, :, -1, None, None]
-        return T, C.unsqueeze(-1)
+        if table.a is None:
+            return None, C.unsqueeze(-1)
+        a = table.a[:, :, -1]
+        if not pulled:
+            return a[..., None, None], C.unsqueeze(-1)
+        no, one = torch.zeros_like(a), torch.ones_like(a)
+        T = torch.stack([a, 1 - a, no, one], dim=-1).unflatten(-1, (2, 2))
+        return T, torch.stack([C, torch.zeros_like(C)], dim=-1)
     m, s = table.m[:, :, -1], table.s
     a = torch.ones_like(m) if table.a is None else table.a[:, :, -1]
-    T = torch.stack([a, m, torch.zeros_like(m), s], dim=-1).unflatten(-1, (2, 2))
-    return T, torch.stack([C, table.D], dim=-1)
+    no = torch.zeros_like(m)
+    if not pulled:
+        T = torch.stack([a, m, no, s], dim=-1).unflatten(-1, (2, 2))
+        return T, torch.stack([C, table.D], dim=-1)
+    one = torch.ones_like(m)
+    T = torch.stack([a, m, 1 - a, no, s, no, no, no, one], dim=-1).unflatten(-1, (3, 3))
+    return T, torch.stack([C, table.D, torch.zeros_like(C)], dim=-1)
 
 
-def _query_batch(table: Table, q: Tensor) -> QueryBatch:
-    """Queries ``[N, P, b G, F]`` and their rows of the coefficients."""
+def _query_batch(table: Table, q: Tensor, *, pulled: bool) -> QueryBatch:
+    """Queries ``[N, P, b G, F]`` and their rows of the coefficients; ``pulled`` towards a base."""
     G = q.shape[2] // table.C.shape[2]
 
     def rows(x: Tensor) -> Tensor:
         return x if G == 1 else x.repeat_interleave(G, dim=2)
 
-    scale = None
+    parts: Tensors = []
+    if table.a is not None:
+        parts = [table.a]
+    elif table.m is not None:
+        parts = [torch.ones_like(table.m)]
     if table.m is not None:
-        a = torch.ones_like(table.m) if table.a is None else table.a
-        scale = rows(torch.stack([a, table.m], dim=-1))
-    elif table.a is not None:
-        scale = rows(table.a.unsqueeze(-1))
+        parts.append(table.m)
+    if pulled:
+        parts.append(1 - parts[0])
+    scale = None
+    if parts:  # of one, the same memory
+        scale = rows(torch.stack(parts, dim=-1) if parts[1:] else parts[0].unsqueeze(-1))
     return QueryBatch(q=q, C=rows(table.C), scale=scale)
 
 

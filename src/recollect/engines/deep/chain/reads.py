@@ -75,8 +75,7 @@ def read(
             z = torch.bmm(scaled, stack)
         else:
             scaled = torch.bmm(x, stack.mT).unflatten(2, (J, -1))
-            first, *rest = (scaled * scale if spec.keep else scaled.mul_(scale)).unbind(2)
-            z = first + rest[0] if rest else first
+            z = _total(scaled * scale if spec.keep else scaled.mul_(scale))
         scores = torch.bmm(x, h.mT)
         z.baddbmm_(scores * C if spec.keep else scores.mul_(C), delta)
         if spec.keep:
@@ -182,6 +181,11 @@ def backward_read(
 
 
 def _total(parts: Tensor) -> Tensor:
-    """Σ over axis 2, of one or two."""
+    """Σ over axis 2, of a few; what comes may be written to."""
     first, *rest = parts.unbind(2)
-    return first + rest[0] if rest else first.contiguous()
+    if not rest:
+        return first.contiguous()
+    total = first + rest[0]
+    for one in rest[1:]:
+        total += one
+    return total

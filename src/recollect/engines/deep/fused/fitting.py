@@ -148,6 +148,8 @@ def misfit(recipe: Recipe, chain: Chain | None) -> str | None:
     depth = len(recipe.memory.shapes(SIZES[0], SIZES[0]))
     if depth != 2:
         return f"the memory is a chain of {depth} maps, and the kernel has two"
+    if chain.bases:
+        return f"{recipe.memory.title} stands beside a base, which the kernel does not read"
     if chain.activation not in CURVES:
         return f"the kernel has no {chain.activation}, but {', '.join(CURVES)}"
     if chain.bias.affine is None or chain.bias.numbers:
