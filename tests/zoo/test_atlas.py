@@ -178,20 +178,40 @@ def test_swla_of_one_association_is_linear_attention(method: str) -> None:
 # -- OmegaNet --------------------------------------------------------------------------------------
 
 
+def written(W: Weights, t: int) -> Weights:
+    """Every association of the window with its own ρ, and the γ of the current token."""
+    total = [torch.zeros_like(w) for w in W]
+    for back in range(min(C, t + 1)):
+        i = t - back
+        g = normalised(perceptron, half_square, W, KEY[:, i], X[:, i])
+        total = [s + at(GAMMA[..., back], t) * x for s, x in zip(total, g, strict=True)]
+    return [at(LEFT, t) * x for x in total]
+
+
 @METHODS
 def test_omega_net(method: str) -> None:
-    """Every association of the window with its own ρ, and the γ of the current token."""
-
     def step(A: Weights, W: Weights, t: int) -> Weights:
-        total = [torch.zeros_like(w) for w in W]
-        for back in range(min(C, t + 1)):
-            i = t - back
-            g = normalised(perceptron, half_square, W, KEY[:, i], X[:, i])
-            total = [s + at(GAMMA[..., back], t) * x for s, x in zip(total, g, strict=True)]
-        return [at(ALPHA, t) * a - at(LEFT, t) * x for a, x in zip(A, total, strict=True)]
+        return [at(ALPHA, t) * a - x for a, x in zip(A, written(W, t), strict=True)]
 
     want = walk(step, perceptron, rows(POLY))
     torch.testing.assert_close(zoo("omega_net", method, lr=LR, window=GAMMA, **DECAY), want, **TOL)
+
+
+@METHODS
+def test_omega_net_with_base(method: str) -> None:
+    """W̄ + W_t = W̄ + α_t W_(t−1) − …: the memory alone decays."""
+    base = rows(POLY)
+
+    def step(A: Weights, W: Weights, t: int) -> Weights:
+        moved = zip(base, A, written(W, t), strict=True)
+        return [w + at(ALPHA, t) * (a - w) - x for w, a, x in moved]
+
+    want = walk(step, perceptron, base)
+    recipe = rc.zoo.get("omega_net_with_base").recipe
+    params = {"base_W2": POLY[0], "base_W1": POLY[1], "log_coefficients": LOG_A}
+    gates = {"lr": LR, "window": GAMMA, **DECAY}
+    got, _ = rc.recall(recipe, Q, KEY, X, gates, params=params, method=method)
+    torch.testing.assert_close(got, want, **TOL)
 
 
 @METHODS

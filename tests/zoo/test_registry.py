@@ -25,6 +25,7 @@ TWINS = {
     "gated_delta_product": "delta_product",
     "moneta_exact": "moneta",
     "titans_with_base": "titans",
+    "omega_net_with_base": "omega_net",
     "memora_per_token": "memora",
     "elastic_net_proximal": "elastic_net",
     "atlas_per_token": "atlas",

@@ -1,8 +1,8 @@
 """ATLAS's models: polynomial features, windows of associations, and Muon as the inner optimizer.
 
 Examples:
-    >>> rc.zoo.names("atlas")
-    ['dla', 'swla', 'omega_net', 'atlas', 'atlas_per_token', 'atlas_plus_plus']
+    >>> print(*rc.zoo.names("atlas"))
+    dla swla omega_net omega_net_with_base atlas atlas_per_token atlas_plus_plus
     >>> print(rc.zoo.get("dla").rule)
     M_t = α_t M_(t−1) + η_t ∇⟨M_(t−1)(φ(k_t)), v_t⟩
 """
@@ -20,9 +20,17 @@ from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import ATLAS, COMMON, HALF, NORMALISED, SLOW
+from recollect.zoo.sources import ATLAS, COMMON, FORGETFUL, HALF, NORMALISED, SLOW
 
-__all__ = ["atlas", "atlas_per_token", "atlas_plus_plus", "dla", "omega_net", "swla"]
+__all__ = [
+    "atlas",
+    "atlas_per_token",
+    "atlas_plus_plus",
+    "dla",
+    "omega_net",
+    "omega_net_with_base",
+    "swla",
+]
 
 _FEATURES = "the degree of the polynomial, 2, is ours, with the coefficients of eq. 5"
 _WINDOW = "the window, 8 associations, is ours; η_t and γ_i^(t) are gates of the token both"
@@ -112,6 +120,27 @@ def _omega(memory: Memory, algorithm: GradientDescent | Muon) -> Recipe:
 def omega_net() -> tuple[Recipe, LayerOptions]:
     """The Omega rule: a window of associations is fitted at every step."""
     return _omega(MLP(), GradientDescent(batch=16, normalize=True, limit="keys")), _SLOW
+
+
+@preset(
+    "OmegaNet with a base",
+    row=58,
+    rule="M(x) = x + (W̄_1 + W_1) σ((W̄_2 + W_2) φ(x)),  "
+    "W_t = α_t W_(t−1) − η_t r_t Σ_(i>t−c) γ_i^(t) ρ_i ∇‖M_(t−1)(k_i) − v_i‖²",
+    references=(ATLAS("eqs. 8–10, 15–16 and 56"),),
+    fidelity=Fidelity(
+        kind="approximation",
+        source="ATLAS eq. 10, in inner batches as eq. 16, on a memory that is ours",
+        note="W̄ is learned and no memory: the memory W forgets towards W̄, where in OmegaNet all of "
+        "the initial memory fades with what was written. So it may forget from the start (α_t from "
+        f"0.98), which is what text asks for (`docs/design/steps.md`). {NORMALISED}. {HALF}. "
+        f"{_FEATURES}; {_WINDOW}; {_CHUNKS}; {COMMON}",
+    ),
+)
+def omega_net_with_base() -> tuple[Recipe, LayerOptions]:
+    """OmegaNet beside learned weights that do not fade."""
+    recipe = _omega(MLP(base=True), GradientDescent(batch=16, normalize=True, limit="keys"))
+    return recipe, LayerOptions(gates={"log_decay": FORGETFUL})
 
 
 @preset(

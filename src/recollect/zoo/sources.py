@@ -12,6 +12,7 @@ __all__ = [
     "AM",
     "ATLAS",
     "COMMON",
+    "FORGETFUL",
     "HALF",
     "MIRAS",
     "MODERATE",
@@ -97,6 +98,10 @@ of a log sigmoid, so that an inner batch of 16 tokens keeps the geometric mean o
 A step that is to correct an error in maps that have faded between two gradients overshoots: to
 first order they move nothing, and what they are given at once multiplies (`docs/design/steps.md`).
 A norm would bound what they say.
+"""
+
+FORGETFUL = replace(SLOW, init=math.log(0.98))
+"""Decays of memories beside a base, 12 to 200 tokens: nothing fades with them but what was written.
 """
 
 NEARLY_ALL = GateOptions(unit="share", init=0.9)

@@ -9,7 +9,6 @@ Examples:
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from recollect.choices.algorithm.descent import GradientDescent, Momentum
@@ -21,6 +20,7 @@ from recollect.zoo.preset import Fidelity, preset
 from recollect.zoo.sources import (
     ATLAS,
     COMMON,
+    FORGETFUL,
     HALF,
     MIRAS,
     MODERATE,
@@ -36,9 +36,6 @@ _SURPRISE = {
     "lr": GateOptions(unit="share", init=0.35),
     "momentum": GateOptions(high=0.9, init=0.7),
 }
-_FORGETFUL = GateOptions(init=math.log(0.98), spread=4.0)
-"""Decays of 12 to 200 tokens: nothing fades with them but what was written."""
-
 _BATCHES = (
     "gradients are taken at the start of inner batches of 16 tokens; "
     f"{HALF}; {NORMALISED}; {COMMON}"
@@ -89,7 +86,7 @@ def titans_with_base() -> tuple[Recipe, LayerOptions]:
     )
     # A share that closes for some tokens before training knows what they are for stays closed.
     lr = replace(_SURPRISE["lr"], low=0.1)
-    return recipe, LayerOptions(gates={**_SURPRISE, "lr": lr, "log_decay": _FORGETFUL})
+    return recipe, LayerOptions(gates={**_SURPRISE, "lr": lr, "log_decay": FORGETFUL})
 
 
 @preset(
