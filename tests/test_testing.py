@@ -213,6 +213,33 @@ def test_a_memory_that_says_chain_and_is_none() -> None:
     caught(NoChainAtAll, "declares chain='tanh'")
 
 
+@pytest.mark.parametrize("named", [("fixed", "fixed"), ("fxed",), ("turned",)])
+def test_a_memory_that_says_bases_and_has_none(named: tuple[str, ...]) -> None:
+    @rc.member
+    class Based(rc.memory.Stack):
+        """(W + U) x beside a name that is not U's."""
+
+        bases = named
+
+        def params(self) -> tuple[rc.Param, ...]:
+            axes = {"fixed": ("V", "F"), "turned": ("heads",)}
+            return tuple(
+                rc.Param(name=name, owner=self.title, axes=axes[name], draw="fan_in", fan="F")
+                for name in axes
+            )
+
+        def axes(self, K: int, F: int, V: int) -> dict[str, int]:
+            return {"heads": V * F}
+
+        def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
+            return (LinearMap(name="W", out=V, inp=F, first=True, last=True),)
+
+        def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+            return apply(0, x) + x @ params["fixed"][:, None].mT + 0 * params["turned"].sum()
+
+    caught(Based, "there has to be a param of its shape for every map")
+
+
 def test_a_memory_that_says_zeros_learn_and_they_do_not() -> None:
     @rc.member
     class Silent(rc.memory.Memory):

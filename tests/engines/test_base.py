@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from tests.contracts import generate
 from torch import Tensor
 from torch.nn import functional
 
@@ -95,6 +97,58 @@ def test_what_decays_is_forgotten_towards_the_base(name: str, batch: int, method
     # A state's weights are those at the start of the open batch.
     for last, one, w in zip(A if batch == 1 else fixed, state.weights, start, strict=True):
         torch.testing.assert_close(one, last - w, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["titans_with_base", "omega_net_with_base"])
+def test_products_of_few_bits_leave_what_was_written(name: str) -> None:
+    """W is what stands in A above the base, so at borders neither is rounded (decays of 200)."""
+    recipe = rc.zoo.get(name).recipe
+    sizes = {"T": 512, "H": 1, "K": 16, "V": 16}
+    x = generate.inputs(recipe, B=1, **sizes, dtype=torch.float64)
+    g = torch.Generator().manual_seed(0)
+    base = {
+        one: torch.randn(w.shape, generator=g).double() / w.shape[-1] ** 0.5
+        for one, w in x.params.items()
+        if one.startswith("base")
+    }
+    slow = torch.full_like(x.gates["log_decay"], -0.005)
+    x = dataclasses.replace(
+        x,
+        params={**x.params, **base},
+        gates={**x.gates, "log_decay": slow, "lr": 0.02 + 0 * slow},
+        init=None,
+    )
+    expected, after, slopes = generate.gradients(recipe, x, method="deep")
+    low = x.put({name: t.float() for name, t in x.tensors().items()})
+    y, state, found = generate.gradients(recipe, low, method="deep", precision="bf16")
+
+    def off(a: Tensor, b: Tensor) -> float:
+        return float((a.detach().double() - b.detach()).norm() / b.detach().norm())
+
+    assert off(y, expected) < 0.01
+    for w, one in zip(state.weights, after.weights, strict=True):
+        assert off(w, one) < 0.01
+    for one in ("gate log_decay", *(f"param {name}" for name in base)):
+        assert off(found[one], slopes[one]) < 0.05, one
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_what_commits_nothing_leaves_the_memory_as_it_is(T: int) -> None:
+    """Of tokens that end no inner batch, or are padding, W stays what it is to the last bit."""
+    recipe = rc.zoo.get("titans_with_base").recipe
+    x = generate.inputs(recipe, B=2, T=48, H=2, K=8, V=8, dtype=torch.float32)
+    with torch.no_grad():
+        _, before = generate.run(recipe, x, method="deep")
+        mask = torch.ones(2, T, dtype=torch.bool)
+        mask[1, T // 2 :] = False
+        some = {one: t[:, :T] for one, t in x.gates.items()}
+        _, after = rc.recall(
+            recipe, x.q[:, :T], x.k[:, :T], x.v[:, :T], some,
+            params=x.params, state=before, attention_mask=mask, method="deep",
+        )  # fmt: skip
+    assert any(w.any() for w in before.weights)
+    for w, old in zip(after.weights, before.weights, strict=True):
+        assert torch.equal(w, old)
 
 
 @pytest.mark.parametrize("method", ["auto", "reference"])

@@ -486,6 +486,14 @@ COSTS = {
         retention=retention.Decay(),
         algorithm=algorithm.Momentum(batch=8, normalize=True),
     ),
+    "base, no decay": rc.Recipe(
+        memory=memory.MLP(base=True), algorithm=algorithm.Momentum(batch=8)
+    ),
+    "base, no momentum": rc.Recipe(
+        memory=memory.MLP(base=True, depth=3),
+        retention=retention.Decay(),
+        algorithm=algorithm.GradientDescent(batch=8),
+    ),
     "base, searched": rc.Recipe(
         memory=memory.GatedMLP(base=True), algorithm=algorithm.Muon(batch=8, normalize=True)
     ),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recollect.blocks.state import state_from
 from recollect.lm.model.arguments import check_token_ids
-from recollect.lm.model.cache import RecollectCache, cache_of
+from recollect.lm.model.cache import CACHE, RecollectCache, cache_of
 from recollect.lm.model.checkpoint import CheckpointError, read_tensors
 from recollect.recipe.json_text import read_json
 from recollect.report.files import write_atomic
@@ -129,7 +129,7 @@ class Prompt:
         """
         inputs = self.inputs(more)
         ids, mask, seen = inputs["input_ids"], inputs["attention_mask"], self.cache.seen
-        cache = inputs["cache"]
+        cache = inputs[CACHE]
         if ids.shape[1] - 1 > seen:
             fresh = {"attention_mask": mask[:, :-1], "use_cache": True, "logits_to_keep": 1}
             out = model(ids[:, seen:-1], cache=cache, **fresh)
@@ -161,7 +161,7 @@ class Prompt:
             raise ValueError(
                 f"the model has read all {ids.shape[1]} columns: give at least one token more"
             )
-        return {"input_ids": ids, "attention_mask": mask, "cache": prompt.cache}
+        return {"input_ids": ids, "attention_mask": mask, CACHE: prompt.cache}
 
     def repeat(self, n: int) -> Prompt:
         """Each row n times in a row."""

@@ -253,10 +253,17 @@ def check_memory(memory: Memory) -> None:
     require(
         memory.biases == biases, f"{title} declares biases={memory.biases}, and its maps do not"
     )
+    if memory.bases:
+        shapes = {name: tuple(x.shape[1:]) for name, x in params.items()}
+        said = [shapes.get(name) for name in memory.bases]
+        require(
+            said == [tuple(W.shape[2:]) for W in weights],
+            f"{title} declares bases={memory.bases!r}, and there has to be a param of its shape "
+            "for every map, in the maps' order",
+        )
     if memory.chain is not None:
-        maps = weights
-        if memory.bases:
-            maps = [W + params[name] for W, name in zip(weights, memory.bases, strict=True)]
+        bases = [params[name] for name in memory.bases] or [torch.zeros(())] * len(weights)
+        maps = [W + base for W, base in zip(weights, bases, strict=True)]
         h = x @ maps[0].mT
         for W in maps[1:]:
             h = activation(memory.chain)(h) @ W.mT

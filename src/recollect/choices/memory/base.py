@@ -272,8 +272,8 @@ class Stack(Memory):
     Attributes:
         bases: names of the params ``[H, out, in]`` that are added to the maps, in the order of
             `maps`: learned weights that are no memory. None by default.
-        fixed_products: whether the program multiplies such weights by themselves, whose products a
-            cost counts too.
+        fixed_products: whether the program has products of such weights beside those of the maps,
+            which a cost counts too.
 
     Examples:
         >>> memory = rc.memory.MLP(depth=3, expansion=2)

@@ -176,7 +176,7 @@ class _Perceptron(Stack):
                 draw="fan_in",
                 fan=f"{one.name} fan",
             )
-            for name, one in zip(self.bases, self.maps(1, 1), strict=False)
+            for name, one in zip(self.bases, self.maps(1, 1) if self.base else (), strict=True)
         ]
         return (*self._norm_params(), *base)
 

@@ -27,9 +27,12 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
     one = batch_flops(recipe, maps, b, s.G)
     last = batch_flops(recipe, maps, rest, s.G, ends=False) if rest else dict.fromkeys(one, 0)
     parts = {name: s.H * (whole * one[name] + last[name]) for name in one}
-    # A decoded token replays its open inner batch, half of it on average.
+    # A decoded token replays its open inner batch, half of it on average, and reads by the program.
     open_batch = batch_flops(recipe, maps, (b + 1) // 2, s.G, ends=b == 1)
     decode = s.H * s.n * sum(open_batch.values())
+    if memory.bases and chain_of(recipe) is not None and recipe.retention.decay is None:
+        weights = sum(m.out * m.inp for m in maps)
+        decode += s.H * s.n * 2 * ((b + 1) // 2) * s.G * weights  # where a chain reads their sum
     notes: list[str] = []
     price = orthogonal(recipe, maps)
     if price:

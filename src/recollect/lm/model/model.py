@@ -382,7 +382,7 @@ class RecollectForCausalLM(RecollectPreTrainedModel, GenerationMixin):
         return {
             **fresh,
             "attention_mask": attention_mask,
-            "cache": cache,
+            CACHE: cache,
             "use_cache": kwargs.get("use_cache", True),
             **({} if to_keep is None else {"logits_to_keep": to_keep}),
         }

@@ -6,8 +6,8 @@ sequential (`forward`); after it the queries of all inner batches are read toget
 
     z_t = a_t A° x_t + m_t S° x_t + Σ_i (C ⊙ (x hᵀ))[t, i] δ_i
 
-Beside a base W̄ that is A = W̄ + W, which forgets towards W̄: a third stack, which nothing moves, of
-which A takes (1 − a_t). `tests/engines/test_deep.py` holds this path to the general one.
+Beside a base W̄ that is A = W̄ + W, which forgets towards W̄, with (1 − a_t) W̄ x_t more: W̄ is one
+more stack, which nothing moves. `tests/engines/test_deep.py` holds this path to the general one.
 """
 
 from __future__ import annotations
@@ -158,7 +158,19 @@ def run_chain(
     after = [end[0] for end in ends]
     if bases:
         after = [w - base for w, base in zip(after, bases, strict=True)]
+        after = _where_moved(commits, after, W)
     return y, after, None if S is None else [end[1] for end in ends]
+
+
+def _where_moved(commits: Commits, after: Weights, before: Weights) -> Weights:
+    """What stands after the batches, and to the last bit what stood before where none was kept."""
+    if any(commit is True for commit in commits):
+        return after
+    rows = [commit for commit in commits if isinstance(commit, Tensor)]
+    if not rows:
+        return [*before]
+    moved = torch.stack(rows).any(0)
+    return [torch.where(moved, w, old) for w, old in zip(after, before, strict=True)]
 
 
 def _tried(spec: ChainSpec, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -241,7 +253,7 @@ def _query_batch(table: Table, q: Tensor, *, pulled: bool) -> QueryBatch:
     if pulled:
         parts.append(1 - parts[0])
     scale = None
-    if parts:  # of one, the same memory
+    if parts:  # of one, a view
         scale = rows(torch.stack(parts, dim=-1) if parts[1:] else parts[0].unsqueeze(-1))
     return QueryBatch(q=q, C=rows(table.C), scale=scale)
 

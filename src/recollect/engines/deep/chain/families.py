@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from recollect.choices.multiplying import innermost, multiplying
 from recollect.engines.deep.chain.trace import ChainSpec, Family, ForwardTrace, Keys, ReadGradients
 
 __all__ = [
     "GradientStacks",
     "Stacks",
     "add_product",
+    "add_stacks",
     "apart",
     "beside",
     "by_batch",
@@ -61,6 +63,32 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
         out.baddbmm_(a, b, alpha=alpha)
     else:
         out.add_(torch.bmm(a, b), alpha=alpha)
+
+
+def add_stacks(out: Tensor, T: Tensor, M: Tensor, *, back: bool = False) -> None:
+    """out_j = Σ_i T[j, i] M_i; on the way back Σ_i T[i, j] M_i. Never with fewer bits.
+
+    Decays and momentum are no factors of products that may be rounded. Where A stands beside a
+    base, what was written is the difference of two stacks, of which rounding them at every border
+    would leave little.
+
+    Args:
+        out: ``[P, J, entries]``. T: ``[P, J, J]``, zero below its diagonal. M: as ``out``.
+        back: whether T is turned over.
+    """
+    T = T.mT if back else T
+    if not hosted(M):  # where products may be TensorFloat-32's without anybody's asking here
+        with multiplying("float32"):
+            torch.bmm(T, M, out=out)
+    elif innermost.mode is None:
+        torch.bmm(T, M, out=out)
+    else:
+        factors = T.unsqueeze(-1)
+        for j, to in enumerate(out.unbind(1)):
+            first, *others = range(j + 1) if back else range(j, M.shape[1])
+            torch.mul(M[:, first], factors[:, j, first], out=to)
+            for i in others:
+                to.addcmul_(M[:, i], factors[:, j, i])
 
 
 def by_batch(x: Tensor, N: int) -> Sequence[Tensor]:
@@ -189,7 +217,7 @@ class Stacks:
             if self.J == 1:
                 torch.mul(self.flat[n], self.T[n], out=self.flat[n + 1])
             else:
-                torch.bmm(self.T[n], self.flat[n], out=self.flat[n + 1])
+                add_stacks(self.flat[n + 1], self.T[n], self.flat[n])
             after.baddbmm_(left, right)
         if commit is not True:
             after.copy_(torch.where(commit.repeat_interleave(self.L, 0), after, before))
@@ -292,7 +320,7 @@ class GradientStacks:
         elif self.J == 1:
             torch.mul(moved, T, out=after)
         else:
-            torch.bmm(T.mT, moved, out=after)
+            add_stacks(after, T, moved, back=True)
         if mask is not None:
             after.add_(torch.where(mask, 0.0, self.up))
         self.up, self.spare = after, self.up

@@ -242,7 +242,9 @@ def forward_by_autograd(
         for i, w in enumerate(M):
             narrow, wide = (h[i], delta[i]) if spec.tall[i] else (delta[i], h[i])
             Q = (narrow.unsqueeze(2) * keys.c[n].unsqueeze(-1)).flatten(2)
-            old = w if keys.T is None else torch.bmm(keys.T[n], w.flatten(2)).view_as(w)
+            old = w
+            if keys.T is not None:
+                old = (keys.T[n][..., None, None] * w.unsqueeze(1)).sum(2)
             new = old + torch.bmm(Q.mT, wide).view_as(w)
             moved.append(new if commit is True else torch.where(commit.unsqueeze(-1), new, w))
         M = moved

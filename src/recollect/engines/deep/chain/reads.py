@@ -181,7 +181,7 @@ def backward_read(
 
 
 def _total(parts: Tensor) -> Tensor:
-    """Σ over axis 2, of a few; what comes may be written to."""
+    """Σ over axis 2, of a few; the result may be written to."""
     first, *rest = parts.unbind(2)
     if not rest:
         return first.contiguous()
