@@ -136,6 +136,8 @@ def test_what_a_memory_cannot_do_is_refused(given: dict[str, Any], says: str) ->
 def test_an_argument_that_nobody_knows_is_no_silence() -> None:
     with pytest.raises(TypeError, match=r"no argument 'position_id'; did you mean 'position_ids'"):
         ours()(text(3)[0][None], position_id=None)
+    with pytest.raises(TypeError, match="did you mean 'cache'"):
+        ours()(text(3)[0][None], cahce=None)
 
 
 def test_tuples_hidden_states_and_logits_to_keep() -> None:

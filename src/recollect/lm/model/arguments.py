@@ -153,7 +153,8 @@ def document_borders(
     """
     for name, value in arguments.items():
         if name not in HeadlessArguments.__annotations__:
-            known = [*HeadlessArguments.__annotations__, "attention_mask", "labels", "cu_seqlens"]
+            own = ("attention_mask", "cache", "labels", "cu_seqlens")
+            known = [*HeadlessArguments.__annotations__, *own]
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"the forward pass has no argument {name!r}{hint}")
