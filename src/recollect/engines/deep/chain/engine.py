@@ -34,6 +34,7 @@ from recollect.engines.deep.chain.reads import (
     QueryBatch,
     ReadCache,
     backward_read,
+    query_batch,
     read,
     read_by_autograd,
 )
@@ -41,7 +42,6 @@ from recollect.engines.deep.chain.rows import agree, launcher
 from recollect.engines.deep.chain.rows.launch import launch
 from recollect.engines.deep.chain.shares import share_of
 from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys
-from recollect.engines.deep.chain.transitions import query_batch, transitions
 from recollect.engines.deep.gradient_factors import Factors, Points
 from recollect.engines.deep.step_coefficients import Table
 
@@ -144,7 +144,7 @@ def run_chain(
         walker=walker,
         rows=rows,
     )
-    T, c = transitions(table, pulled=pulled)
+    T, c = _transitions(table, pulled=pulled)
     features, raw_queries = (None if q is None else q.flatten(1, 2) for q in queries)
     assert features is not None
     associations = Keys(k=k, v=v, raw=raw, T=T, c=c, gates=flat)
@@ -212,6 +212,32 @@ def chain_slopes(
         rho = share_of(h, delta, prediction, v, chain.target).unsqueeze(-1)
         delta = [rho * x for x in delta]
     return list(map(Factors, h, delta))
+
+
+def _transitions(table: Table, *, pulled: bool) -> tuple[Tensor | None, Tensor]:
+    """T ``[N, P, J, J]`` of the borders, or ``None`` where A stays, and c ``[N, P, R, J]``.
+
+    The stacks are A, then S with momentum, then W̄ where A is ``pulled`` towards a base.
+    """
+    C = table.C[:, :, -1]
+    if table.m is None or table.s is None or table.D is None:
+        if table.a is None:
+            return None, C.unsqueeze(-1)
+        a = table.a[:, :, -1]
+        if not pulled:
+            return a[..., None, None], C.unsqueeze(-1)
+        no, one = torch.zeros_like(a), torch.ones_like(a)
+        T = torch.stack([a, 1 - a, no, one], dim=-1).unflatten(-1, (2, 2))
+        return T, torch.stack([C, torch.zeros_like(C)], dim=-1)
+    m, s = table.m[:, :, -1], table.s
+    a = torch.ones_like(m) if table.a is None else table.a[:, :, -1]
+    no = torch.zeros_like(m)
+    if not pulled:
+        T = torch.stack([a, m, no, s], dim=-1).unflatten(-1, (2, 2))
+        return T, torch.stack([C, table.D], dim=-1)
+    one = torch.ones_like(m)
+    T = torch.stack([a, m, 1 - a, no, s, no, no, no, one], dim=-1).unflatten(-1, (3, 3))
+    return T, torch.stack([C, table.D, torch.zeros_like(C)], dim=-1)
 
 
 # -- all inner batches -----------------------------------------------------------------------------

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from recollect.engines.deep.chain.trace import ChainSpec, ForwardTrace, ReadGradients
+from recollect.engines.deep.step_coefficients import Table
 
-__all__ = ["QueryBatch", "ReadCache", "backward_read", "read", "read_by_autograd"]
+__all__ = ["QueryBatch", "ReadCache", "backward_read", "query_batch", "read", "read_by_autograd"]
 
 Tensors = list[Tensor]
 
@@ -38,6 +39,34 @@ class QueryBatch:
         here = slice(start, stop)
         scale = None if self.scale is None else self.scale[here]
         return QueryBatch(q=self.q[here], C=self.C[here], scale=scale)
+
+
+def query_batch(table: Table, q: Tensor, *, pulled: bool) -> QueryBatch:
+    """Queries and their rows of the coefficients.
+
+    Args:
+        table: of the coefficients of every token.
+        q: features ``[N, P, b G, F]``.
+        pulled: whether A forgets towards a base.
+    """
+    G = q.shape[2] // table.C.shape[2]
+
+    def rows(x: Tensor) -> Tensor:
+        return x if G == 1 else x.repeat_interleave(G, dim=2)
+
+    parts: list[Tensor] = []
+    if table.a is not None:
+        parts = [table.a]
+    elif table.m is not None:
+        parts = [torch.ones_like(table.m)]
+    if table.m is not None:
+        parts.append(table.m)
+    if pulled:
+        parts.append(1 - parts[0])
+    scale = None
+    if parts:  # of one, a view
+        scale = rows(torch.stack(parts, dim=-1) if parts[1:] else parts[0].unsqueeze(-1))
+    return QueryBatch(q=q, C=rows(table.C), scale=scale)
 
 
 @dataclass(frozen=True, kw_only=True)
