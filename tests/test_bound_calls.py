@@ -43,11 +43,15 @@ def _calls(run: Callable[[], object]) -> tuple[int, set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("gated_delta_net", 120), ("softmax_attention", 120), ("titans", 120)]
+    ("name", "most"), [("gated_delta_net", 120), ("softmax_attention", 120), ("no norm", 120)]
 )
 @torch.no_grad()
 def test_one_decoded_token_asks_nothing_twice(name: str, most: int) -> None:
-    layer = rc.zoo.get(name).build(d_model=32, heads=2)
+    if name == "no norm":
+        recipe = rc.zoo.get("titans").recipe.but(memory=rc.memory.MLP())
+        layer: torch.nn.Module = rc.MemoryLayer(32, 2, recipe)
+    else:
+        layer = rc.zoo.get(name).build(d_model=32, heads=2)
     _, state = layer(torch.randn(1, 5, 32))
     token = torch.randn(1, 1, 32)
     _, state = layer(token, state)

@@ -35,12 +35,10 @@ def boosted_by_recall(layer: Any, x: Tensor) -> Tensor:
         r = v - rc.read(first.recipe, k, state=begun, params=params)
         y, begun = rc.recall(first.recipe, q, k, v, gates, params=params, state=begun)
         values = second.values(x[:, at], {})
-        if second.limit is not None:
-            values, _ = second._limited(values)
-        of_params = {p.name: values.pop(p.name) for p in second.recipe.params()} or None
+        values, of_params = second._limited(values)
         init = second.initial_memory if learned is None else None
         more, learned = rc.recall(
-            second.recipe, q, k, r, values, params=of_params, init=init, state=learned
+            second.recipe, q, k, r, values, params=of_params or None, init=init, state=learned
         )
         said.append(y + more)
     return first.outputs(torch.cat(said, 1), inputs)

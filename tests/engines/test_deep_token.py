@@ -239,7 +239,7 @@ def test_a_loss_of_ones_own() -> None:
 def test_a_layer_decodes_what_it_reads_at_once(inference: bool, taken: list[bool]) -> None:
     """In inference mode too, and a gradient can be asked of what comes after."""
     torch.manual_seed(0)
-    layer = rc.zoo.get("titans").build(16, 2, kv_heads=1)
+    layer = rc.MemoryLayer(16, 2, BARE["titans"], kv_heads=1)
     x = torch.randn(2, 40, 16)
     with torch.inference_mode(inference), torch.no_grad():
         expected, _ = layer(x)

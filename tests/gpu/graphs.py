@@ -180,13 +180,15 @@ def trained(name: str) -> dict[str, object]:
 
 @torch.no_grad()
 def fused() -> dict[str, object]:
-    """Titans' tokens by the fused kernel, one by one and as graphs, beside the batched path's."""
+    """Tokens by the fused kernel, one by one and as graphs, beside the batched path's."""
     torch.manual_seed(0)
-    preset, launched = rc.zoo.get("titans"), 0
-    layers = [
-        rc.MemoryLayer(128, 2, preset.recipe, preset.options, method=method).eval()
-        for method in ("auto", "fused")
-    ]
+    launched = 0
+    recipe = rc.Recipe(
+        memory=rc.memory.MLP(),
+        retention=rc.retention.Decay(),
+        algorithm=rc.algorithm.Momentum(batch=16, normalize=True, limit="keys"),
+    )
+    layers = [rc.MemoryLayer(128, 2, recipe, method=method).eval() for method in ("auto", "fused")]
     layers[1].load_state_dict(layers[0].state_dict())
     batched, there = map(pretend.put_module, layers)
     folder = Path(tempfile.mkdtemp())

@@ -30,7 +30,7 @@ FAULTS = 86
 
 def once() -> None:
     """All kernels, of two memories: products of warps, and in batches of 64 of warpgroups."""
-    recipe = rc.zoo.get("titans").recipe
+    recipe = rc.zoo.get("titans").recipe.but(memory=rc.memory.MLP())
     walked(recipe, 40)
     walked(replace(recipe, algorithm=replace(recipe.algorithm, batch=64)), 150)
 
@@ -53,8 +53,7 @@ def walked(recipe: rc.Recipe, T: int) -> None:
     k = torch.nn.functional.normalize(k, dim=-1)
     with torch.no_grad():
         y, _ = rc.recall(recipe, q, k, v, gates, init=init, method="fused")
-        options = rc.zoo.get("titans").options
-        layer, state = rc.MemoryLayer(128, 2, recipe, options, method="fused").cuda().eval(), None
+        layer, state = rc.MemoryLayer(128, 2, recipe, method="fused").cuda().eval(), None
         over = recipe.algorithm.batch + 1  # a border
         for token in torch.randn(over, 1, 1, 128, generator=g).cuda():
             told, state = layer(token, state)

@@ -16,7 +16,7 @@ from tests.gpu import test_fused_walk as forth
 from tests.gpu.printed import printed
 from tests.gpu.simulator.run import simulated, unnoticed
 from tests.gpu.test_budgets import pytestmark as needs_torch
-from tests.gpu.test_fused_walk import drawn, far, plain, titans, told, worst
+from tests.gpu.test_fused_walk import by_keys, drawn, far, plain, titans, told, worst
 from torch import Tensor
 
 import recollect as rc
@@ -115,16 +115,15 @@ def test_a_token_is_the_definition(
     assert worst(recipe, x, found, told(recipe, x)) < NEAR
 
 
-@pytest.mark.parametrize("name", ["titans", "titans_minus"])
+@pytest.mark.parametrize("momentum", [True, False])
 def test_what_a_state_keeps_beside_the_memory(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    momentum: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Raw associations, which slots hold one, and the count of tokens, digit by digit."""
-    preset, x = rc.zoo.get(name), torch.randn(3, 40, 128)
+    recipe, x = by_keys(momentum=momentum), torch.randn(3, 40, 128)
     torch.manual_seed(0)
     batched, fused = (
-        rc.MemoryLayer(128, 2, preset.recipe, preset.options, method=method).eval()
-        for method in ("deep", "fused")
+        rc.MemoryLayer(128, 2, recipe, method=method).eval() for method in ("deep", "fused")
     )
     fused.load_state_dict(batched.state_dict())
     with torch.no_grad(), simulated(monkeypatch, folder) as ran:
@@ -300,8 +299,7 @@ def test_the_order_of_warps_changes_no_digit(folder: Path, monkeypatch: pytest.M
 def test_a_static_decoder_takes_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers, from a prompt on: replayed in fixed tensors, as on a device without graphs."""
     torch.manual_seed(0)
-    preset = rc.zoo.get("titans")
-    given: Any = (128, 2, preset.recipe, preset.options)
+    given: Any = (128, 2, by_keys())
     layer = rc.MemoryLayer(*given, method="fused").eval()
     batched = rc.MemoryLayer(*given).eval()
     batched.load_state_dict(layer.state_dict())
@@ -323,11 +321,11 @@ def test_a_static_decoder_takes_it(folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_layer_in_bfloat16(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its projections are; the memory and the kernel stay float32."""
     torch.manual_seed(0)
-    preset = rc.zoo.get("titans")
+    recipe = by_keys()
     x, outcomes = torch.randn(1, 20, 128).bfloat16(), []
     for method in ("deep", "fused"):
         torch.manual_seed(0)
-        layer = rc.MemoryLayer(128, 2, preset.recipe, preset.options, method=method)
+        layer = rc.MemoryLayer(128, 2, recipe, method=method)
         layer, state = layer.eval().bfloat16(), None
         with torch.no_grad(), simulated(monkeypatch, folder) as ran:
             for t in range(20):

@@ -101,8 +101,7 @@ def test_tokens_are_the_definitions(
 def test_tokens_of_replayed_graphs(launched: list[str]) -> None:
     """A layer's tokens after a prompt by the walk, recorded as CUDA graphs."""
     torch.manual_seed(0)
-    preset = rc.zoo.get("titans")
-    layer = rc.MemoryLayer(256, 4, preset.recipe, preset.options, method="fused").cuda().eval()
+    layer = rc.MemoryLayer(256, 4, forth.by_keys(), method="fused").cuda().eval()
     x = torch.randn(3, 120, 256, device="cuda")
     with torch.no_grad():
         _, state = layer(x[:, :37])
@@ -116,7 +115,7 @@ def test_tokens_of_replayed_graphs(launched: list[str]) -> None:
 
 def test_many_memories_at_once(launched: list[str]) -> None:
     """More clusters than a device holds at a time, each its own memory; rows do not mix."""
-    recipe = rc.zoo.get("titans").recipe
+    recipe = forth.by_keys()
     x = there(forth.drawn(recipe, 64, B=16, H=16))
     y, _ = forth.walked(recipe, x)
     one = {name: part[5:6] for name, part in x.items() if isinstance(part, torch.Tensor)}

@@ -56,6 +56,12 @@ def titans(b: int = 16, **choices: Any) -> rc.Recipe:
     )
 
 
+def by_keys(*, momentum: bool = True) -> rc.Recipe:
+    """What `titans` and `titans_minus` are without a norm."""
+    kind = rc.algorithm.Momentum if momentum else rc.algorithm.GradientDescent
+    return titans().but(algorithm=kind(batch=16, normalize=True, limit="keys"))
+
+
 def drawn(recipe: rc.Recipe, T: int, *, B: int = 1, H: int = 1, D: int = 64) -> Inputs:
     """Arguments of `rc.recall`; keys, queries and values are numbers of bfloat16."""
     g = torch.Generator().manual_seed(T)

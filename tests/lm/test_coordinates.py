@@ -67,7 +67,9 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES, ids=str)
 def test_coordinates_are_flat_under_the_rules_alone(name: Any) -> None:
-    mup, standard = check(name, WIDTHS[0]), check(name, None)
+    # A memory that begins silent says little to its gates at first: more seeds, less noise.
+    seeds = 3 if name == "titans" else 1
+    mup, standard = check(name, WIDTHS[0], seeds=seeds), check(name, None, seeds=seeds)
     found = {one.name: one for one in mup.coordinates}
     assert mup.flat, [one for one in mup.coordinates if not one.flat]
     steep = {one.name: one for one in standard.coordinates if not one.flat}

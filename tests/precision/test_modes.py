@@ -24,8 +24,11 @@ NAMES = ("gated_delta_net", "gla", "mamba", "rls", "titans", "fox", "delta_forme
 T = 20
 
 
-def memory(name: str) -> tuple[rc.Recipe, list[Tensor], Callable[..., tuple[Tensor, Any]]]:
-    """A recipe, tensors that gradients are asked for, and its recall with products of bfloat16."""
+Read = Callable[..., Tensor]
+
+
+def memory(name: str) -> tuple[rc.Recipe, list[Tensor], Callable[..., tuple[Tensor, Any]], Read]:
+    """A recipe, tensors that gradients are asked for, its recall by bfloat16, and its read."""
     torch.manual_seed(0)
     layer = rc.zoo.get(name).build(d_model=16, heads=2)
     with torch.no_grad():
@@ -41,7 +44,10 @@ def memory(name: str) -> tuple[rc.Recipe, list[Tensor], Callable[..., tuple[Tens
         more = {"init": None if "state" in more else init, "precision": "bf16", **more}
         return rc.recall(layer.recipe, q, k, v, named, params=params, **more)
 
-    return layer.recipe, [*given.values()], recall
+    def read(q: Tensor, state: Any, **more: Any) -> Tensor:
+        return rc.read(layer.recipe, q, state=state, params=params, **more)
+
+    return layer.recipe, [*given.values()], recall, read
 
 
 def slopes(y: Tensor, given: list[Tensor]) -> list[Tensor]:
@@ -61,7 +67,7 @@ def first(tokens: int) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_padding_and_packing(name: str) -> None:
     """Each is close to the whole, and multiplies nothing of more bits on its way."""
-    _, given, recall = memory(name)
+    _, given, recall, _ = memory(name)
     y, _ = recall()
     rows = (slice(0, 1), slice(None))
     with Unrounded() as watch:
@@ -84,11 +90,11 @@ def test_pieces_padding_and_packing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "titans", "delta_former", "fox"])
 def test_everything_first_then_reading(name: str) -> None:
-    recipe, given, recall = memory(name)
+    _, given, recall, read = memory(name)
     exact, state = recall(causal=False, precision=None)
     with Unrounded() as watch:
         y, state = recall(causal=False)
-        again = rc.read(recipe, given[0], state=state, precision="bf16") if name != "fox" else y
+        again = read(given[0], state, precision="bf16") if name != "fox" else y
         slopes(y + again, given)
     assert watch.products
     assert not watch.found, watch.found
@@ -99,7 +105,7 @@ def test_everything_first_then_reading(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_backward_elsewhere(name: str) -> None:
     """In another thread, as autograd has one per device, and once more in a checkpoint."""
-    _, given, recall = memory(name)
+    _, given, recall, _ = memory(name)
     plain = slopes(recall()[0], given)
     found: list[Any] = []
     y, _ = recall()
@@ -124,7 +130,7 @@ def test_backward_elsewhere(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast_inference_and_no_grad(name: str) -> None:
     """They change no bit of the outputs; autocast none of the gradients either."""
-    _, given, recall = memory(name)
+    _, given, recall, _ = memory(name)
     y, _ = recall()
     plain = slopes(y, given)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -143,7 +149,7 @@ def test_autocast_inference_and_no_grad(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "mamba", "gla"])
 def test_gradients_of_gradients(name: str) -> None:
-    _, given, recall = memory(name)
+    _, given, recall, _ = memory(name)
 
     def bends(precision: str | None, watch: Any) -> list[Tensor]:
         with watch:
@@ -205,7 +211,7 @@ def test_a_compiled_call_is_of_one_precision() -> None:
 def test_a_compiled_function_around_recall() -> None:
     """The graph breaks there, and the products are the same."""
     torch._dynamo.reset()
-    _, _, recall = memory("gated_delta_net")
+    _, _, recall, _ = memory("gated_delta_net")
     y = torch.compile(lambda: recall()[0] * 2, backend="eager")()
     assert torch.equal(y, recall()[0] * 2)
 

@@ -118,6 +118,8 @@ def normalised(
     k: Tensor,
     v: Tensor,
     sizes: Callable[[Weights], list[Tensor]] = lambda W: [torch.ones(()) for _ in W],
+    *,
+    under: bool | None = None,
 ) -> Weights:
     """ρ ∇_W ℓ, ρ = ⟨e, g⟩ / (Σ_l c_l ‖∂ℓ/∂W_l‖² + 1e-6 |g|²), e = M(W; k) − v, g = ∂ℓ/∂M.
 
@@ -125,13 +127,14 @@ def normalised(
 
     Args:
         sizes: c_l, by how much a step of A moves W where a link stands between them.
+        under: whether the memory ends in `layer_norm`; `normed` does.
     """
+    under = memory is normed if under is None else under
     read = memory(W, k).detach().requires_grad_()
     (g,) = torch.autograd.grad(loss(read, v).sum(), [read])
     slopes = gradient(memory, loss, W, k, v)
     parts = zip(sizes(list(W)), slopes, strict=True)
     size = torch.stack([c * x.square().sum((-2, -1)) for c, x in parts]).sum(0)
-    under = memory is normed
     above = ((read.detach() - (said(k, v) if under else v)) * g).sum(-1)
     rho = (above.clamp(min=0) if under else above) / (size + 1e-6 * g.square().sum(-1))
     return [rho[..., None, None] * x for x in slopes]

@@ -178,12 +178,12 @@ def test_swla_of_one_association_is_linear_attention(method: str) -> None:
 # -- OmegaNet --------------------------------------------------------------------------------------
 
 
-def written(W: Weights, t: int) -> Weights:
+def written(memory, W: Weights, t: int) -> Weights:  # type: ignore[no-untyped-def]
     """Every association of the window with its own ρ, and the γ of the current token."""
     total = [torch.zeros_like(w) for w in W]
     for back in range(min(C, t + 1)):
         i = t - back
-        g = normalised(perceptron, half_square, W, KEY[:, i], X[:, i])
+        g = normalised(memory, half_square, W, KEY[:, i], X[:, i], under=memory is normed)
         total = [s + at(GAMMA[..., back], t) * x for s, x in zip(total, g, strict=True)]
     return [at(LEFT, t) * x for x in total]
 
@@ -191,9 +191,9 @@ def written(W: Weights, t: int) -> Weights:
 @METHODS
 def test_omega_net(method: str) -> None:
     def step(A: Weights, W: Weights, t: int) -> Weights:
-        return [at(ALPHA, t) * a - x for a, x in zip(A, written(W, t), strict=True)]
+        return [at(ALPHA, t) * a - x for a, x in zip(A, written(normed, W, t), strict=True)]
 
-    want = walk(step, perceptron, rows(POLY))
+    want = walk(step, normed, rows(POLY))
     torch.testing.assert_close(zoo("omega_net", method, lr=LR, window=GAMMA, **DECAY), want, **TOL)
 
 
@@ -203,7 +203,7 @@ def test_omega_net_with_base(method: str) -> None:
     base = rows(POLY)
 
     def step(A: Weights, W: Weights, t: int) -> Weights:
-        moved = zip(base, A, written(W, t), strict=True)
+        moved = zip(base, A, written(perceptron, W, t), strict=True)
         return [w + at(ALPHA, t) * (a - w) - x for w, a, x in moved]
 
     want = walk(step, perceptron, base)
@@ -308,7 +308,9 @@ def test_without_newton_schulz_atlas_is_omega_net_with_momentum(method: str) -> 
     """η outside of the momentum or inside is the same where it does not change with t."""
     twin = rc.zoo.get("atlas_per_token").recipe
     plain = twin.but(algorithm=replace(twin.algorithm, newton_steps=0, normalize=False))
-    omega_net = rc.zoo.get("omega_net").recipe.but(algorithm=rc.algorithm.Momentum(batch=16))
+    omega_net = rc.zoo.get("omega_net").recipe.but(
+        memory=twin.memory, algorithm=rc.algorithm.Momentum(batch=16)
+    )
     gates = {**GATES, "lr": torch.full_like(LR, 0.05)}
     got, want = (recall(recipe, method, POLY, **gates) for recipe in (plain, omega_net))
     torch.testing.assert_close(got, want, **TOL)

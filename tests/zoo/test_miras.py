@@ -156,9 +156,7 @@ def test_moneta_at_p_2_and_q_2_is_titans_minus() -> None:
     flat = recipe.but(
         bias=rc.bias.Lp(p=2, eps=0), retention=replace(recipe.retention, q=2, form="printed")
     )
-    titans = rc.zoo.get("titans_minus").recipe.but(
-        memory=rc.memory.MLP(norm="layer"), retention=rc.retention.Decay(per="value")
-    )
+    titans = rc.zoo.get("titans_minus").recipe.but(retention=rc.retention.Decay(per="value"))
     for method in ("auto", "reference"):
         got, want = recall(flat, method, **CHANNELS)[0], recall(titans, method, **CHANNELS)[0]
         torch.testing.assert_close(got, want, **TOL)
@@ -191,9 +189,7 @@ def test_yaad(method: str) -> None:
 
 @METHODS
 def test_yaad_without_a_threshold_is_titans_minus(method: str) -> None:
-    titans = rc.zoo.get("titans_minus").recipe.but(
-        memory=rc.memory.MLP(norm="layer"), retention=rc.retention.Decay(per="value")
-    )
+    titans = rc.zoo.get("titans_minus").recipe.but(retention=rc.retention.Decay(per="value"))
     far = zoo("yaad", method, threshold=torch.full_like(DELTA, 1e9), **CHANNELS)
     torch.testing.assert_close(far, recall(titans, method, **CHANNELS)[0], **TOL)
 

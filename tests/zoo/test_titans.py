@@ -10,14 +10,17 @@ from tests.zoo.loops import (
     LEFT,
     LR,
     MLP,
+    NORM,
     THETA,
     TOL,
+    Memory,
     Q,
     Weights,
     X,
     at,
     half_square,
     normalised,
+    normed,
     perceptron,
     rows,
     walk,
@@ -31,16 +34,17 @@ METHODS = pytest.mark.parametrize("method", ["auto", "reference"])
 
 
 def recall(recipe: rc.Recipe, method: str = "auto", **gates: Tensor) -> Tensor:
-    init = None if recipe.memory.linear else MLP
-    return rc.recall(recipe, Q, KEY, X, gates, init=init, method=method)[0]
+    linear = recipe.memory.linear
+    init, params = (None, None) if linear else (MLP, NORM)
+    return rc.recall(recipe, Q, KEY, X, gates, params=params, init=init, method=method)[0]
 
 
 def zoo(name: str, method: str = "auto", **gates: Tensor) -> Tensor:
     return recall(rc.zoo.get(name).recipe, method, **gates)
 
 
-def surprise(W: Weights, t: int) -> Weights:
-    return normalised(perceptron, half_square, W, KEY[:, t], X[:, t])
+def surprise(memory: Memory, W: Weights, t: int) -> Weights:
+    return normalised(memory, half_square, W, KEY[:, t], X[:, t])
 
 
 @METHODS
@@ -51,9 +55,12 @@ def test_titans(method: str) -> None:
     for t in range(Q.shape[1]):
         if t % 16 == 0:
             W = A
-        S = [at(THETA, t) * s - at(LEFT, t) * g for s, g in zip(S, surprise(W, t), strict=True)]
+        S = [
+            at(THETA, t) * s - at(LEFT, t) * g
+            for s, g in zip(S, surprise(normed, W, t), strict=True)
+        ]
         A = [at(ALPHA, t) * a + s for a, s in zip(A, S, strict=True)]
-        outputs.append(perceptron(A, Q[:, t]))
+        outputs.append(normed(A, Q[:, t]))
     got = zoo("titans", method, lr=LR, log_decay=ALPHA.log(), momentum=THETA)
     torch.testing.assert_close(got, torch.stack(outputs, 1), **TOL)
 
@@ -66,7 +73,10 @@ def test_titans_with_base(method: str) -> None:
     for t in range(Q.shape[1]):
         if t % 16 == 0:
             W = A
-        S = [at(THETA, t) * s - at(LEFT, t) * g for s, g in zip(S, surprise(W, t), strict=True)]
+        S = [
+            at(THETA, t) * s - at(LEFT, t) * g
+            for s, g in zip(S, surprise(perceptron, W, t), strict=True)
+        ]
         A = [w + at(ALPHA, t) * (a - w) + s for w, a, s in zip(base, A, S, strict=True)]
         outputs.append(perceptron(A, Q[:, t]))
     gates = {"lr": LR, "log_decay": ALPHA.log(), "momentum": THETA}
@@ -79,11 +89,11 @@ def test_titans_with_base(method: str) -> None:
 @METHODS
 def test_titans_minus(method: str) -> None:
     def step(A: Weights, W: Weights, t: int) -> Weights:
-        g = surprise(W, t)
+        g = surprise(normed, W, t)
         return [at(ALPHA, t) * a - at(LEFT, t) * x for a, x in zip(A, g, strict=True)]
 
     got = zoo("titans_minus", method, lr=LR, log_decay=ALPHA.log())
-    torch.testing.assert_close(got, walk(step, perceptron, rows(MLP)), **TOL)
+    torch.testing.assert_close(got, walk(step, normed, rows(MLP)), **TOL)
 
 
 @METHODS

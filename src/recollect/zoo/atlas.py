@@ -20,7 +20,17 @@ from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import ATLAS, COMMON, FORGETFUL, HALF, NORMALISED, SLOW
+from recollect.zoo.sources import (
+    ATLAS,
+    COMMON,
+    FORGETFUL,
+    HALF,
+    NORMALISED,
+    REPEATED,
+    SILENT,
+    SLOW,
+    UNDER_A_NORM,
+)
 
 __all__ = [
     "atlas",
@@ -114,12 +124,17 @@ def _omega(memory: Memory, algorithm: GradientDescent | Muon) -> Recipe:
     fidelity=Fidelity(
         kind="reconstruction",
         source="ATLAS eq. 10, in inner batches as eq. 16",
-        note=f"{NORMALISED}. {HALF}. {_FEATURES}; {_WINDOW}; {_CHUNKS}; {COMMON}",
+        note="the memory is x + LN(W_1 gelu(W_2 φ(x))), with the layer norm of ATLAS's appendix E, "
+        "which eq. 42 leaves out; "
+        f"{NORMALISED}. {HALF}. {_FEATURES}; {_WINDOW}; {_CHUNKS}; {COMMON}",
     ),
 )
 def omega_net() -> tuple[Recipe, LayerOptions]:
     """The Omega rule: a window of associations is fitted at every step."""
-    return _omega(MLP(), GradientDescent(batch=16, normalize=True, limit="keys")), _SLOW
+    memory = MLP(norm="layer")
+    recipe = _omega(memory, GradientDescent(batch=16, normalize=True, limit="keys"))
+    gates = {**UNDER_A_NORM, "lr": REPEATED}
+    return recipe, LayerOptions(gates=gates, last_map=SILENT)
 
 
 @preset(

@@ -17,7 +17,16 @@ from recollect.choices.retention.links import Lq, Simplex
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import COMMON, MIRAS, NEARLY_ALL, NORMALISED, SLOW
+from recollect.zoo.sources import (
+    BEYOND,
+    COMMON,
+    MIRAS,
+    NEARLY_ALL,
+    NORMALISED,
+    SILENT,
+    SLOW,
+    UNDER_A_NORM,
+)
 
 __all__ = ["memora", "memora_per_token", "moneta", "moneta_exact", "yaad"]
 
@@ -34,9 +43,6 @@ _CHUNKS = (
 
 _NORMALISED = GradientDescent(batch=16, normalize=True, limit="keys")
 _GATES = {"lr": NEARLY_ALL, "log_decay": SLOW}
-# An inner norm bounds what the memory says. It begins as long as a layer's values are, so that
-# their errors can be corrected at all.
-_AS_VALUES = GateOptions(init=0.7)
 
 
 @preset(
@@ -58,7 +64,7 @@ def moneta() -> tuple[Recipe, LayerOptions]:
     recipe = Recipe(memory=_MEMORY, bias=Lp(p=3), retention=retention, algorithm=_NORMALISED)
     # Cubes of errors make little of small ones: under a norm steps beyond the limit do not diverge.
     more = GateOptions(unit="share", init=1.5, high=2.0)
-    return recipe, LayerOptions(gates={"lr": more, "log_decay": SLOW, "norm_weight": _AS_VALUES})
+    return recipe, LayerOptions(gates={**UNDER_A_NORM, "lr": more})
 
 
 @preset(
@@ -103,16 +109,8 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
 def yaad() -> tuple[Recipe, LayerOptions]:
     """Least squares for ordinary tokens, only the sign of the error for extreme ones."""
     recipe = Recipe(memory=_MEMORY, bias=Huber(), retention=_CHANNELS, algorithm=_NORMALISED)
-    # The norm makes whatever the last map says as long as a value, so the memory says next to
-    # nothing until something is written (last_map), and steps beyond the limit do not diverge. A
-    # share that closed would not open again: it stays above a fifth of the limit.
-    gates = {
-        "lr": GateOptions(unit="share", init=1.5, low=0.2, high=2.0),
-        "log_decay": SLOW,
-        "norm_weight": _AS_VALUES,
-        "threshold": GateOptions(unit="rms", init=4.0),
-    }
-    return recipe, LayerOptions(gates=gates, last_map=0.01)
+    gates = {**UNDER_A_NORM, "lr": BEYOND, "threshold": GateOptions(unit="rms", init=4.0)}
+    return recipe, LayerOptions(gates=gates, last_map=SILENT)
 
 
 @preset(

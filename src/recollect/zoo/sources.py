@@ -11,17 +11,20 @@ from recollect.zoo.preset import Reference
 __all__ = [
     "AM",
     "ATLAS",
+    "BEYOND",
     "COMMON",
     "FORGETFUL",
     "HALF",
     "MIRAS",
-    "MODERATE",
     "NEARLY_ALL",
     "NORMALISED",
+    "REPEATED",
+    "SILENT",
     "SLOW",
     "TITANS",
     "TTR",
     "TTT",
+    "UNDER_A_NORM",
 ]
 
 
@@ -91,15 +94,6 @@ Every map of a perceptron decays, so what it says fades as a power of α; and un
 which undoes any scale, maps that have faded have steep gradients: an inner step then overshoots.
 """
 
-MODERATE = replace(SLOW, temperature=16.0)
-"""Decays of perceptrons without an inner norm start as slow and stay moderate: log α is a sixteenth
-of a log sigmoid, so that an inner batch of 16 tokens keeps the geometric mean of 16 sigmoids.
-
-A step that is to correct an error in maps that have faded between two gradients overshoots: to
-first order they move nothing, and what they are given at once multiplies (`docs/design/steps.md`).
-A norm would bound what they say.
-"""
-
 FORGETFUL = replace(SLOW, init=math.log(0.98))
 """Decays of memories beside a base, 12 to 200 tokens: nothing fades with them but what was written.
 """
@@ -108,6 +102,22 @@ NEARLY_ALL = GateOptions(unit="share", init=0.9)
 """Rates of deep memories without momentum or a window: at the start each token is written once and
 alone, and a smaller share of its error stays under the noise of the initial memory. The others
 begin at one half, where every share of the stability limit begins (`docs/design/steps.md`)."""
+
+BEYOND = GateOptions(unit="share", init=1.5, low=0.2, high=2.0)
+"""Rates of memories under a norm, which lets nothing diverge beyond the limit: what is written then
+stands out of the noise of the initial memory and of what was written before. A share that closed
+would not open again, so it stays above a fifth of the limit."""
+
+REPEATED = GateOptions(unit="share", init=0.5, low=0.2)
+"""Rates under a norm where momentum or a window writes a token again; the rest is as `BEYOND`."""
+
+UNDER_A_NORM = {"log_decay": SLOW, "norm_weight": GateOptions(init=0.7)}
+"""An inner norm bounds what a memory says. It begins as long as a layer's values are, so that their
+errors can be corrected at all."""
+
+SILENT = 0.01
+"""`LayerOptions.last_map` under a norm, which makes whatever the last map says as long as a value:
+so the memory says next to nothing until something is written."""
 
 NORMALISED = (
     "the gradient of every association is scaled by ρ, so that a rate of 1 corrects it (normalised "

@@ -9,8 +9,6 @@ Examples:
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from recollect.choices.algorithm.descent import GradientDescent, Momentum
 from recollect.choices.memory.maps import MLP
 from recollect.choices.retention.base import Decay
@@ -19,28 +17,29 @@ from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
 from recollect.zoo.sources import (
     ATLAS,
+    BEYOND,
     COMMON,
     FORGETFUL,
     HALF,
     MIRAS,
-    MODERATE,
-    NEARLY_ALL,
     NORMALISED,
+    REPEATED,
+    SILENT,
     TITANS,
+    UNDER_A_NORM,
 )
 
 __all__ = ["titans", "titans_minus", "titans_with_base"]
 
-# Momentum keeps what is written: half of the limit was chosen where that was 2/b, this for 2/8.
-_SURPRISE = {
-    "lr": GateOptions(unit="share", init=0.35),
-    "momentum": GateOptions(high=0.9, init=0.7),
-}
 _BATCHES = (
     "gradients are taken at the start of inner batches of 16 tokens; "
     f"{HALF}; {NORMALISED}; {COMMON}"
 )
-_OPEN = f"left open: the memory is ATLAS's x + W_1 gelu(W_2 x), and {_BATCHES}"
+_OPEN = (
+    "left open: the memory is x + LN(W_1 gelu(W_2 x)), the equation of MIRAS 5.3; ATLAS's "
+    "appendix E says the layer norm in words and leaves it out of its equation, as eq. 42 does. "
+    f"{_BATCHES}"
+)
 
 
 @preset(
@@ -55,11 +54,15 @@ _OPEN = f"left open: the memory is ATLAS's x + W_1 gelu(W_2 x), and {_BATCHES}"
     ),
 )
 def titans() -> tuple[Recipe, LayerOptions]:
-    """Surprise with momentum, written into a perceptron that forgets."""
+    """Surprise with momentum, written into a perceptron that forgets, under a layer norm."""
     recipe = Recipe(
-        memory=MLP(), retention=Decay(), algorithm=Momentum(batch=16, normalize=True, limit="keys")
+        memory=MLP(norm="layer"),
+        retention=Decay(),
+        algorithm=Momentum(batch=16, normalize=True, limit="keys"),
     )
-    return recipe, LayerOptions(gates={**_SURPRISE, "log_decay": MODERATE})
+    momentum = GateOptions(high=0.9, init=0.3)
+    gates = {**UNDER_A_NORM, "lr": REPEATED, "momentum": momentum}
+    return recipe, LayerOptions(gates=gates, last_map=SILENT)
 
 
 @preset(
@@ -84,9 +87,14 @@ def titans_with_base() -> tuple[Recipe, LayerOptions]:
         retention=Decay(),
         algorithm=Momentum(batch=16, normalize=True, limit="keys"),
     )
+    # Momentum keeps what is written: half of the limit was chosen where that was 2/b, this for 2/8.
     # A share that closes for some tokens before training knows what they are for stays closed.
-    lr = replace(_SURPRISE["lr"], low=0.1)
-    return recipe, LayerOptions(gates={**_SURPRISE, "lr": lr, "log_decay": FORGETFUL})
+    gates = {
+        "lr": GateOptions(unit="share", init=0.35, low=0.1),
+        "momentum": GateOptions(high=0.9, init=0.7),
+        "log_decay": FORGETFUL,
+    }
+    return recipe, LayerOptions(gates=gates)
 
 
 @preset(
@@ -103,8 +111,8 @@ def titans_with_base() -> tuple[Recipe, LayerOptions]:
 def titans_minus() -> tuple[Recipe, LayerOptions]:
     """Titans with momentary surprise only."""
     recipe = Recipe(
-        memory=MLP(),
+        memory=MLP(norm="layer"),
         retention=Decay(),
         algorithm=GradientDescent(batch=16, normalize=True, limit="keys"),
     )
-    return recipe, LayerOptions(gates={"lr": NEARLY_ALL, "log_decay": MODERATE})
+    return recipe, LayerOptions(gates={**UNDER_A_NORM, "lr": BEYOND}, last_map=SILENT)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from recollect.bench.gpu.ceilings import seconds_of
+from recollect.bench.suites.calls import NO_NORM, recipe_of
 from recollect.decoder import StaticDecoder
 from recollect.engines.deep import fused_plan, fused_refuses
 from recollect.engines.deep.fused.walk import launcher
@@ -19,7 +20,15 @@ from recollect.zoo.preset import get
 
 __all__ = ["NAMES", "Decoded", "measure_decoding"]
 
-NAMES = ("linear_attention", "mamba2", "gated_delta_net", "rwkv7", "titans", "softmax_attention")
+NAMES = (
+    "linear_attention",
+    "mamba2",
+    "gated_delta_net",
+    "rwkv7",
+    "titans",
+    NO_NORM,
+    "softmax_attention",
+)
 _TOKENS = 16
 """Decoded in one timed call: an inner batch of Titans."""
 
@@ -83,7 +92,7 @@ def measure_decoding(
 
 def _methods(name: str, size: int, device: torch.device) -> tuple[str, ...]:
     """Those that differ there: by itself, and the fused kernel where the device is one for it."""
-    recipe = get(name).recipe
+    recipe = recipe_of(name)
     if not fused_refuses(recipe):
         build = fused_plan(sized(recipe, H=1, K=size, V=size)).fused
         if build is not None and launcher(build, device) is not None:
@@ -97,7 +106,11 @@ def _decoding(
     """A call that decodes some tokens, and the bytes that one of them must move."""
     torch.manual_seed(0)
     B, width, heads, prompt = sizes
-    layer = get(name).build(d_model=width, heads=heads, method=method)
+    layer: nn.Module
+    if name == NO_NORM:
+        layer = MemoryLayer(width, heads, recipe_of(name), method=method)
+    else:
+        layer = get(name).build(d_model=width, heads=heads, method=method)
     layer = layer.eval().to(device, torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(B, prompt + 1, width, generator=generator, device=device).bfloat16()

@@ -27,13 +27,12 @@ from recollect.bench.gpu.peers import OPERATORS, operator_case, packages
 from recollect.bench.gpu.stages import Asked
 from recollect.bench.harness import run
 from recollect.bench.results import BenchResult, Case
-from recollect.bench.suites.calls import Shape, recall_case, sdpa_case
+from recollect.bench.suites.calls import NO_NORM, Shape, recall_case, recipe_of, sdpa_case
 from recollect.bench.suites.deep import own_case, titans_case
 from recollect.engines.deep import fused_plan
 from recollect.engines.deep.fused.walk import launcher
 from recollect.recipe.sized import sized
 from recollect.report.environment import describe_environment
-from recollect.zoo.preset import get
 
 __all__ = ["FULL", "SYSTEMS", "TINY", "Sizes", "lines", "measure"]
 
@@ -219,16 +218,16 @@ def _linear(names: Sequence[str], shape: Shape, backward: bool) -> list[Case]:
 
 
 def _deep(shape: Shape, backward: bool) -> list[Case]:
-    """Titans on the batched path, and by the fused walk where the device is one for it.
+    """Titans, its memory without the norm, and that by the fused walk where a device is one for it.
 
     Elsewhere ``method="fused"`` takes the batched path too, which nobody should time twice.
     """
-    cases = [recall_case("titans", "titans", shape, backward=backward)]
-    at = sized(get("titans").recipe, H=shape.H, K=shape.K, V=shape.V)
+    cases = [recall_case(name, name, shape, backward=backward) for name in ("titans", NO_NORM)]
+    at = sized(recipe_of(NO_NORM), H=shape.H, K=shape.K, V=shape.V)
     build = fused_plan(at).fused
     if build is not None and launcher(build, torch.device(shape.device)) is not None:
-        fused = "titans, fused walk"
-        cases.append(recall_case("titans", fused, shape, backward=backward, method="fused"))
+        fused = f"{NO_NORM}, fused walk"
+        cases.append(recall_case(NO_NORM, fused, shape, backward=backward, method="fused"))
     return cases
 
 

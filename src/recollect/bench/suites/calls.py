@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from recollect.bench.results import Case
 from recollect.choices.algorithm.closed_form import Preconditioned
+from recollect.choices.memory.maps import MLP
 from recollect.cost import cost
 from recollect.engines.common.problem import Problem
 from recollect.engines.kernel import local_regression
@@ -23,11 +24,13 @@ from recollect.state.state import initial_state
 from recollect.zoo.preset import get
 
 __all__ = [
+    "NO_NORM",
     "Shape",
     "gates_of",
     "local_case",
     "params_of",
     "recall_case",
+    "recipe_of",
     "sdpa_case",
     "stepper",
     "tensors",
@@ -107,17 +110,34 @@ def _init_of(recipe: Recipe, shape: Shape, *, grad: bool) -> list[Tensor] | None
     ]
 
 
+NO_NORM = "titans without its norm"
+"""The plain perceptron under Titans' rule: what the fused walk serves, and no preset is."""
+
+
+def recipe_of(name: str) -> Recipe:
+    """A preset's recipe, or that of `NO_NORM`.
+
+    Args:
+        name: of it.
+    """
+    if name != NO_NORM:
+        return get(name).recipe
+    titans = get("titans").recipe
+    assert isinstance(titans.memory, MLP)
+    return titans.but(memory=replace(titans.memory, norm=None))
+
+
 def recall_case(
     name: str, label: str, shape: Shape, *, backward: bool = False, method: str = "auto"
 ) -> Case:
     """A zoo recipe through `recollect.recall`, forward or forward and backward.
 
     Args:
-        name: of the preset. label: of the case. shape: of the call.
+        name: of the preset, or `NO_NORM`. label: of the case. shape: of the call.
         backward: whether gradients of all inputs are taken.
         method: as in `recollect.recall`.
     """
-    recipe = get(name).recipe
+    recipe = recipe_of(name)
 
     def make() -> Callable[[], object]:
         q, k, v = tensors(shape, grad=backward, n=recipe.associations)
