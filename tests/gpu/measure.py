@@ -20,6 +20,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,27 @@ import recollect as rc
 
 BUDGETS = Path(__file__).with_name("budgets.json")
 KINDS = ("launches", "syncs", "copies")
+
+
+NO_NORM = "titans without its norm"
+"""A chain of maps, which has kernels for rows; no preset is one without a base."""
+
+
+def system(name: str) -> rc.zoo.Preset:
+    """A preset, or `titans` on a perceptron without a norm.
+
+    Args:
+        name: of it.
+    """
+    if name != NO_NORM:
+        return rc.zoo.get(name)
+    titans = rc.zoo.get("titans")
+    gates = {name: x for name, x in dict(titans.options.gates).items() if name != "norm_weight"}
+    return replace(
+        titans,
+        recipe=titans.recipe.but(memory=rc.memory.MLP()),
+        options=replace(titans.options, gates=gates, last_map=1.0),
+    )
 
 
 class Stretches:
@@ -56,11 +78,11 @@ def measure(
     """Counts of a preset by stretch, and the distance of its numbers from the CPU's.
 
     Args:
-        name: of the preset.
+        name: of the preset, or `NO_NORM`.
         tokens: of forward and backward.
         precision: of the layer's products on the device; the CPU's have all bits.
     """
-    preset = rc.zoo.get(name)
+    preset = system(name)
     torch.manual_seed(0)
     cpu = preset.build(d_model=WIDTH, heads=HEADS)
     there = pretend.put_module(cpu)
