@@ -146,8 +146,9 @@ def omega_net() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="approximation",
         source="ATLAS eq. 10, in inner batches as eq. 16, on a memory that is ours",
-        note="W̄ is learned and no memory: the memory W forgets towards W̄, where in OmegaNet all of "
-        "the initial memory fades with what was written. So it may forget from the start (α_t from "
+        note="there is no inner norm. W̄ is learned and no memory: the memory W forgets towards "
+        "W̄, where in OmegaNet all of the initial memory fades with what was written. So it may "
+        "forget from the start (α_t from "
         f"0.98), which is what text asks for (`docs/design/steps.md`). {NORMALISED}. {HALF}. "
         f"{_FEATURES}; {_WINDOW}; {_CHUNKS}; {COMMON}",
     ),

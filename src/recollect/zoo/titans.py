@@ -74,8 +74,9 @@ def titans() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="approximation",
         source="ATLAS eqs. 12–13, on a memory that is ours",
-        note="W̄ is learned and no memory: the memory W forgets towards W̄, where in Titans all of "
-        "the initial memory fades with what was written, and with it the network that writes. So "
+        note="there is no inner norm. W̄ is learned and no memory: the memory W forgets towards "
+        "W̄, where in Titans all of the initial memory fades with what was written, and with it the "
+        "network that writes. So "
         "it may forget from the start (α_t from 0.98), which is what text asks for. The share of "
         f"the limit is at least a tenth (`docs/design/steps.md`); {_BATCHES}",
     ),
