@@ -228,13 +228,15 @@ def test_parts_of_atlas() -> None:
     whole = get("atlas")
     for name, choice in (
         ("linear memory", "memory"),
+        ("without Muon", "algorithm"),
         ("c = 1", "context"),
         ("without polynomials", "features"),
     ):
         _, recipe, options = atlas.atlas_variant(name)  # type: ignore[misc]
         assert changed(recipe, whole.recipe) == {choice}  # type: ignore[arg-type]
         assert options == whole.options
-    assert changed(get("omega_net").recipe, whole.recipe) == {"algorithm"}
+    omega_net = get("omega_net").recipe
+    assert changed(omega_net, whole.recipe) == {"algorithm", "memory"}
     assert changed(get("atlas_plus_plus").recipe, whole.recipe) == {"memory"}
 
 
