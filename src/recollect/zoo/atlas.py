@@ -48,8 +48,9 @@ _CHUNKS = "gradients are taken at the start of inner batches of 16 tokens"
 _SURPRISE = "S_t = θ_t S_(t−1) − Σ_(i>t−c) γ_i^(t) ∇‖M_(t−1)(φ(k_i)) − v_i‖²"
 _MUON_RULE = f"{_SURPRISE},  M_t = α_t M_(t−1) + η_t λ_t NS5(S_t)"
 _MUON = (
-    "the signs are those of eqs. 57–58, the step is outside of Newton–Schulz as in eq. 32 (inside, "
-    "as eq. 58 has it, Newton–Schulz would cancel it); an orthogonalised step has an absolute "
+    "memories are those of eqs. 42 and 43, without the layer norm of which appendix E speaks; the "
+    "signs are those of eqs. 57–58, the step is outside of Newton–Schulz as in eq. 32 (inside, as "
+    "eq. 58 has it, Newton–Schulz would cancel it); an orthogonalised step has an absolute "
     "size, of which the papers say nothing: λ_t is the length that leaves least of the errors to "
     "first order, and η_t a share of twice that, one half at the start"
 )

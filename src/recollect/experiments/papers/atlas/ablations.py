@@ -152,8 +152,8 @@ VARIANTS: Mapping[str, Callable[[], Named]] = {
     "c = 1": _with(context=Window(size=1)),
     "without polynomials": _with(features=Identity()),
 }
-"""The rows of table 6. The row without Muon is OmegaNet, whose perplexity and accuracy in table 2 it
-has; here with the memory of `atlas`, which has no norm, so that one part is taken away."""
+"""The rows of table 6. The row without Muon is OmegaNet, whose perplexity and accuracy in table 2
+it has; here with the memory of `atlas`, which has no norm, so that one part is taken away."""
 
 REMOVED = ("linear memory", "without Muon", "c = 1", "without polynomials")
 
