@@ -32,9 +32,10 @@ def same(found: list[dict[str, Any]]) -> None:
     """Losses and weights of one process: to 1e-5, and to rounding in float64."""
     for case, numbers in found[0].items():
         limit = 1e-5 if case.endswith("float32") else 1e-9
-        # Logits are summed in float32, and a norm over a memory that says next to nothing magnifies
-        # what sums differ by.
-        assert numbers["loss"] < 3e-5, (case, numbers)
+        # Logits are summed in float32. Under an attention over what a memory says, the norm of a
+        # memory that says next to nothing magnifies what sums differ by.
+        most = 3e-5 if case == "as_context tensor float32" else 1e-5
+        assert numbers["loss"] < most, (case, numbers)
         # Of gradients, whose size AdamW divides out; in float32 delta rules lose two digits.
         assert numbers["norm"] < (1e-4 if case.endswith("float32") else 1e-9), (case, numbers)
         assert numbers["weights"] < limit, (case, numbers)
