@@ -29,17 +29,14 @@ from tests.gpu import pretend, rows
 from tests.gpu.passes import HEADS, WIDTH, decode, distance, length, passes, pieces
 
 import recollect as rc
+from recollect.bench.suites.calls import NO_NORM, recipe_of
 
 BUDGETS = Path(__file__).with_name("budgets.json")
 KINDS = ("launches", "syncs", "copies")
 
 
-NO_NORM = "titans without its norm"
-"""A chain of maps, which has kernels for rows; no preset is one without a base."""
-
-
 def system(name: str) -> rc.zoo.Preset:
-    """A preset, or `titans` on a perceptron without a norm.
+    """A preset, or `NO_NORM`: a chain of maps, which has kernels for rows as no preset has.
 
     Args:
         name: of it.
@@ -50,7 +47,7 @@ def system(name: str) -> rc.zoo.Preset:
     gates = {name: x for name, x in dict(titans.options.gates).items() if name != "norm_weight"}
     return replace(
         titans,
-        recipe=titans.recipe.but(memory=rc.memory.MLP()),
+        recipe=recipe_of(NO_NORM),
         options=replace(titans.options, gates=gates, last_map=1.0),
     )
 

@@ -18,12 +18,11 @@ import torch
 from tests.gpu.printed import interprets, printed
 
 import recollect as rc
+from recollect.bench.suites.calls import NO_NORM
 
 HERE = Path(__file__).parent
 BUDGETS: dict[str, Any] = json.loads((HERE / "budgets.json").read_text())
 KINDS = ("launches", "syncs", "copies")
-NO_NORM = "titans without its norm"
-"""As `tests.gpu.measure` calls it, a program of its own."""
 
 # Numbers of the same algorithm in another order of operations.
 NEAR = {"y": 1e-5, "decoded": 1e-5, "gradient": 1e-3}
