@@ -16,6 +16,7 @@ from tests.contracts import outside
 from torch import Tensor
 
 import recollect as rc
+from recollect.choices.fields import Param
 from recollect.choices.member import Member
 from recollect.choices.memory import LinearMap
 from recollect.choices.memory.base import Apply
@@ -211,6 +212,38 @@ def test_a_memory_that_says_chain_and_is_none() -> None:
             return apply(1, torch.relu(apply(0, x)))
 
     caught(NoChainAtAll, "declares chain='tanh'")
+
+
+def test_a_memory_that_says_layer_norm_and_has_another() -> None:
+    @rc.member
+    class Centred(rc.memory.Stack):
+        """w ⊙ (W x − its mean) + b, which says that it is divided by its deviation too."""
+
+        @property
+        def chain(self) -> str:
+            return "identity"
+
+        @property
+        def last_norm(self) -> str:
+            return "layer"
+
+        def params(self) -> tuple[Param, ...]:
+            return tuple(
+                Param(name=name, owner=self.title, axes=("V",), init=1.0)
+                for name in ("norm_weight", "norm_bias")
+            )
+
+        def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
+            return (LinearMap(name="W", out=V, inp=F, first=True, last=True),)
+
+        def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+            return self.finish(apply(0, x), raw, params)
+
+        def finish(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
+            weight, shift = (params[f"norm_{name}"].unsqueeze(1) for name in ("weight", "bias"))
+            return weight * (z - z.mean(-1, keepdim=True)) + shift
+
+    caught(Centred, "declares last_norm='layer', and its program is")
 
 
 @pytest.mark.parametrize("named", [("fixed", "fixed"), ("fxed",), ("turned",)])

@@ -175,6 +175,19 @@ REFUSED = {
         ),
         "context.SinkWindow lets associations go between the first and the last",
     ),
+    "blocks in a window": (
+        lambda: rc.Recipe(
+            memory=rc.memory.LocalConstant(),
+            context=rc.context.Similar(
+                within=(
+                    rc.context.Blocks(size=2, top=3, share="softmax"),
+                    rc.context.Window(size=1, gated=False),
+                )
+            ),
+            algorithm=rc.algorithm.Analytic(),
+        ),
+        "context.Blocks scores blocks by all of their keys, and",
+    ),
     "a size of build": (
         lambda: build("gla", 8, 2, window=3),
         "build has no argument 'window'",

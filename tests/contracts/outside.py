@@ -14,7 +14,7 @@ from torch import Tensor
 
 import recollect as rc
 from recollect.choices.context.weights import ContextWeights, VisibleAssociations
-from recollect.choices.fields import flag, integer, number, slot
+from recollect.choices.fields import Param, flag, integer, number, slot
 from recollect.choices.memory import LinearMap
 from recollect.choices.memory.base import Apply, Forward
 
@@ -188,6 +188,36 @@ class Skipping(rc.memory.Stack):
     def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
         h = apply(1, torch.tanh(apply(0, x)))
         return raw + h if self.skip else h
+
+
+@rc.member
+class Folded(rc.memory.Stack):
+    """M(x) = s ⊙ tanh(W1 silu(W2 x)), s learned: a chain with an end that bounds what it says."""
+
+    bounded = True
+
+    @property
+    def chain(self) -> str:
+        return "silu"
+
+    def params(self) -> tuple[Param, ...]:
+        return (Param(name="most", owner=self.title, axes=("V",), init=1.0),)
+
+    def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
+        return (
+            LinearMap(name="W2", out=5, inp=F, first=True, last=False),
+            LinearMap(name="W1", out=V, inp=5, first=False, last=True),
+        )
+
+    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+        return self.finish(apply(1, torch.nn.functional.silu(apply(0, x))), raw, params)
+
+    def finish(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
+        return params["most"].to(z.dtype)[:, None, :] * torch.tanh(z)
+
+    def reachable(self, value: Tensor, raw: Tensor, params: Values) -> Tensor:
+        most = params["most"].to(value.dtype)[:, None, :].abs()
+        return torch.maximum(torch.minimum(value, most), -most)
 
 
 @rc.member

@@ -244,9 +244,11 @@ def test_lq_survives_float32_powers(size: float) -> None:
 # -- memories and algorithms say what they are ---------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", of("memory"))
+@pytest.mark.parametrize(
+    "memory", [*of("memory"), *(rc.memory.MLP(norm=norm) for norm in ("layer", "rms"))]
+)
 def test_declared_shapes_of_memories_are_true(memory: rc.memory.Memory) -> None:
-    """``linear`` is W x and nothing else; a ``chain`` is its maps, its activation, a residual."""
+    """``linear`` is W x and nothing else; a ``chain`` is its maps, its activation, its end."""
     structure.check_memory(memory)
 
 

@@ -14,8 +14,10 @@ from tests.contracts import generate
 from tests.contracts.outside import (
     ChannelRates,
     Damped,
+    Emphasis,
     Everything,
     Fading,
+    Folded,
     FullPass,
     Latest,
     LookAhead,
@@ -27,6 +29,7 @@ from tests.contracts.outside import (
 from torch import Tensor
 
 import recollect as rc
+from recollect.engines.deep.engine import chain_of
 from recollect.engines.select import select
 
 EXACT = 1e-10  # float64, another grouping of the same sums
@@ -132,6 +135,24 @@ def test_a_residual_is_one_whatever_its_field_is_called() -> None:
     same(recipe, "deep")
     with pytest.raises(rc.RecipeError, match="needs K = V"):
         recipe.axes(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "normalize"),
+    [
+        (rc.bias.L2(), False),
+        (rc.bias.L2(), True),
+        (rc.bias.DotProduct(), False),
+        (rc.bias.Huber(), True),
+        (Emphasis(), True),
+    ],
+)
+def test_an_end_of_ones_own(loss: rc.bias.Bias, normalize: bool) -> None:
+    """What follows the maps of a chain may be anything, and bound what the memory says."""
+    rule = rc.algorithm.Momentum(batch=3, normalize=normalize)
+    recipe = rc.Recipe(memory=Folded(), bias=loss, retention=rc.retention.Decay(), algorithm=rule)
+    assert chain_of(recipe) is not None
+    same(recipe, "deep")
 
 
 def test_a_number_that_is_a_logarithm_reaches_its_loss_as_one() -> None:

@@ -100,6 +100,17 @@ def _chains() -> dict[str, rc.Recipe]:
             algorithm=algorithm.GradientDescent(batch=3, normalize=True, limit="keys")
         ),
     }
+    normed = {norm: memory.MLP(expansion=2, norm=norm) for norm in ("layer", "rms")}
+    normed["depth"] = memory.MLP(depth=3, expansion=1, norm="layer", residual=False)
+    normed["matrix"] = memory.MLP(depth=1, norm="layer")
+    normed["base"] = memory.MLP(expansion=2, norm="layer", base=True)
+    for name, one in normed.items():
+        found[f"a norm, {name}"] = plain.but(memory=one)
+        found[f"a norm, {name}, shares"] = shares.but(memory=one)
+    for name in ("robust", "dot product", "window", "neither"):
+        found[f"a norm, {name}"] = found[name].but(memory=normed["layer"])
+    for name in ("robust", "window"):
+        found[f"a norm, shares, {name}"] = found[f"shares, {name}"].but(memory=normed["layer"])
     for name in sorted(CURVES.keys() - {"gelu", "identity"}):
         found[name] = plain.but(memory=memory.MLP(depth=3, expansion=2, activation=name))
     return found
@@ -180,11 +191,11 @@ def test_single_precision_agrees() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"memory": memory.MLP(norm="layer")},
+        {"memory": memory.MLP(biases=True)},
         {"retention": retention.Decay(per="key"), "algorithm": algorithm.GradientDescent(batch=3)},
         {"memory": memory.Matrix(), "algorithm": algorithm.Momentum(batch=3, of="value")},
     ],
-    ids=["norm", "channels", "write only"],
+    ids=["biases", "channels", "write only"],
 )
 def test_what_is_not_a_chain_takes_the_general_path(change: dict[str, Any]) -> None:
     recipe = CHAINS["momentum"].but(**change)

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import recollect as rc
 from recollect.engines.deep.chain import rows
+from recollect.engines.deep.chain.ending import Ending
 from recollect.engines.deep.chain.rows import launch as launching
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -105,7 +106,8 @@ def anybody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked(A: list[Tensor], bias: rc.bias.Bias = L2, k: Any = None, *, share: bool = True) -> bool:
     k = torch.zeros(1, dtype=A[0].dtype) if k is None else k
-    return rows.launcher(A, bias, k, normalised=share) is not None
+    ending = Ending(memory=rc.memory.MLP(), bias=bias, heads=1, target=1.0 if share else None)
+    return rows.launcher(A, ending, k) is not None
 
 
 def test_a_cpu_has_its_own_way() -> None:

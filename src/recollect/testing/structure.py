@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from recollect.choices.algorithm.base import Algorithm, Step
 from recollect.choices.bias.base import Bias
@@ -22,6 +23,7 @@ from recollect.choices.features.base import Features, Kernel
 from recollect.choices.member import Member
 from recollect.choices.memory.base import Memory, Read, Stack
 from recollect.choices.memory.maps import activation
+from recollect.choices.memory.norms import NORM_EPS
 from recollect.choices.retention.base import Retention
 from recollect.recipe.recipe import Recipe
 from recollect.testing.compare import require
@@ -214,7 +216,7 @@ def check_advance(retention: Retention) -> None:
 
 
 def check_memory(memory: Memory) -> None:
-    """``linear`` is W x and nothing else; a ``chain`` its maps and bases, activation, residual.
+    """``linear`` is W x and nothing else; a ``chain`` its maps and bases, activation, ``finish``.
 
     A memory that needs no initial weights learns from zeros.
     """
@@ -267,12 +269,20 @@ def check_memory(memory: Memory) -> None:
         h = x @ maps[0].mT
         for W in maps[1:]:
             h = activation(memory.chain)(h) @ W.mT
-        wrong = off(found, x + h if memory.residual else h)
+        wrong = off(found, memory.finish(h, x, params))
         require(
             not wrong,
             f"{title} declares chain={memory.chain!r}, which is its maps with that activation "
-            f"between them, and its program is {wrong:.1e} off",
+            f"between them and finish after the last, and its program is {wrong:.1e} off",
         )
+        if memory.last_norm == "layer":
+            weight, shift = (params[f"norm_{name}"].unsqueeze(1) for name in ("weight", "bias"))
+            normed = weight * functional.layer_norm(h, h.shape[-1:], eps=NORM_EPS) + shift
+            wrong = off(found, x + normed if memory.residual else normed)
+            require(
+                not wrong,
+                f"{title} declares last_norm='layer', and its program is {wrong:.1e} off",
+            )
     moved = memory.function(4, 4)(weights, x, x + 1.0, params) - found
     wrong = off(moved, torch.full_like(found, float(memory.residual)))
     require(

@@ -48,7 +48,7 @@ def said(memory: MemoryLike, value: Tensor, raw: Tensor, params: Mapping[str, Te
     return memory.reachable(value, raw, params) if memory.bounded else value
 
 
-def correctable(memory: MemoryLike, prediction: Tensor, value: Tensor, error: Tensor) -> Tensor:
+def correctable(memory: MemoryLike, away: Tensor, error: Tensor) -> Tensor:
     """⟨e, g⟩ ``[...]``, e = the prediction less what the memory can say of the value.
 
     Polyak's step needs the loss less the least that it can be. A norm bounds what a memory says,
@@ -57,9 +57,10 @@ def correctable(memory: MemoryLike, prediction: Tensor, value: Tensor, error: Te
 
     Args:
         memory: whether it is `Memory.bounded`.
-        prediction: ``[..., V]``. value: what can be `said` of it. error: g = ∂ℓ/∂prediction.
+        away: e ``[..., V]``, the prediction less what can be `said` of the value.
+        error: g = ∂ℓ/∂prediction.
     """
-    above = ((prediction - value) * error).sum(-1)
+    above = (away * error).sum(-1)
     return above.clamp_min(0) if memory.bounded else above
 
 
@@ -100,7 +101,7 @@ def share_at(
         memory, value, raw, params: as in `said`.
         prediction: ``[B, H, N, V]``. error, gain: as in `share`.
     """
-    above = correctable(memory, prediction, said(memory, value, raw, params), error)
+    above = correctable(memory, prediction - said(memory, value, raw, params), error)
     return share(above, error, gain)
 
 

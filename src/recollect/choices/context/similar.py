@@ -93,6 +93,13 @@ class Similar(Context):
                     f"{gapped[0].title} lets associations go between the first and the last, and "
                     f"{others[0].brief} needs those that it sees in a row: use one of the two"
                 )
+        blocks = [part for part in self.within if part.block > 1]
+        spans = [part for part in self.within if part.horizon is not None]
+        if blocks and spans:
+            yield (
+                f"{blocks[0].title} scores blocks by all of their keys, and {spans[0].brief} lets "
+                "some of those go: use one of the two"
+            )
         affine = recipe.bias.affine
         if affine is not None and affine[0] != 0:
             if isinstance(self.kernel, Kernel) and not self.kernel.nonnegative:

@@ -295,12 +295,34 @@ class Stack(Memory):
 
     @property
     def chain(self) -> str | None:
-        """The activation between maps that follow one another, with nothing else around them.
+        """The activation between maps that follow one another, and `finish` after the last.
 
-        Only a residual, which ``residual`` states, may be added, and `bases` to the maps. ``None``
-        for any other program.
+        Only `bases` may be added to the maps. ``None`` for any other program.
         """
         return None
+
+    def finish(self, z: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        """M(x) from what the last map of a `chain` says: z, or z + k with a residual.
+
+        Args:
+            z: what it says, ``[B, H, N, V]``.
+            raw: keys or queries before features, ``[B, H, N, K]``.
+            params: this memory's own learned tensors by name, each ``[H, ...]``.
+        """
+        return raw + z if self.residual else z
+
+    @property
+    def last_norm(self) -> str | None:
+        """``"layer"`` where `finish` is w ⊙ LN(z) + b, and + k with a residual.
+
+        w and b are then the params ``norm_weight`` and ``norm_bias``. ``None`` for anything else.
+        """
+        return None
+
+    @property
+    def finishes(self) -> bool:
+        """Whether `finish` is more than a residual."""
+        return type(self).finish is not Stack.finish
 
     @property
     def biases(self) -> bool:

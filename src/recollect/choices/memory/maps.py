@@ -213,9 +213,16 @@ class _Perceptron(Stack):
             for name in names[self.norm]
         )
 
-    def _finish(self, h: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        h = _normed(h, self.norm, params)
-        return raw + h if self.residual else h
+    def finish(self, z: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        return super().finish(_normed(z, self.norm, params), raw, params)
+
+    @property
+    def finishes(self) -> bool:
+        return self.norm is not None
+
+    @property
+    def last_norm(self) -> str | None:
+        return "layer" if self.norm == "layer" else None
 
     @property
     def bounded(self) -> bool:  # type: ignore[override]
@@ -313,8 +320,7 @@ class MLP(_Perceptron):
 
     @property
     def chain(self) -> str | None:
-        plain = self.norm is None and not self.biases
-        return self.activation if plain else None
+        return None if self.biases else self.activation
 
     def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
         widths = (F, *(self.expansion * V,) * (self.depth - 1), V)
@@ -335,7 +341,7 @@ class MLP(_Perceptron):
         h = apply(0, _with_one(x, self.biases))
         for index in range(1, self.depth):
             h = apply(index, _with_one(_ACTIVATIONS[self.activation](h), self.biases))
-        return self._finish(h, raw, params)
+        return self.finish(h, raw, params)
 
     def at(self, x: str, *, raw: str = "", W: str = "") -> str:
         network = f"{self._weights(f'W{self.depth}')} {x}"
@@ -378,7 +384,7 @@ class GatedMLP(_Perceptron):
         apply = self._on_base(apply, params)
         x = _with_one(x, self.biases)
         h = _ACTIVATIONS[self.activation](apply(0, x)) * apply(1, x)
-        return self._finish(apply(2, _with_one(h, self.biases)), raw, params)
+        return self.finish(apply(2, _with_one(h, self.biases)), raw, params)
 
     def at(self, x: str, *, raw: str = "", W: str = "") -> str:
         W1, W2, W3 = (self._weights(name) for name in ("W1", "W2", "W3"))

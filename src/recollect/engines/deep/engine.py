@@ -190,13 +190,12 @@ def chain_of(recipe: Recipe) -> Chain | None:
         return None
     if memory.chain is None or not slope_of(memory.chain):
         return None
-    if memory.bounded and recipe.algorithm.normalizes:
-        return None
     return Chain(
         activation=memory.chain,
-        residual=memory.residual,
+        memory=memory,
         bias=recipe.bias,
         target=recipe.bias.target if recipe.algorithm.normalizes else None,
+        params=tuple(one.name for one in memory.params() if one.name not in memory.bases),
         bases=memory.bases,
     )
 
@@ -284,8 +283,8 @@ def _run_chain(
         (layout.x, layout.raw),
         layout.commits,
         (memory.A, memory.slots.get("momentum")),
+        layout.params,
         outer=layout.outer,
-        bases=method.chain.bases_of(memory.A, layout.params),
         walker=None if launch is None else walker_of(method, launch),
         kernels=method.kernels,
     )

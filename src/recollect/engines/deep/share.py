@@ -83,7 +83,7 @@ class Normalizer:
         value = points.said
         if value is None:
             value = self.said(points.v, points.raw, params)
-        above = correctable(self.memory, slopes.prediction, value, slopes.error)
+        above = correctable(self.memory, slopes.prediction - value, slopes.error)
         if torch.is_grad_enabled():
             return share(above, slopes.error, gain).flatten(0, 1)
         # The same in fewer operations: where nothing is below there is nothing above.

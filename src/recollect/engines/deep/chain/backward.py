@@ -4,12 +4,12 @@ Given the gradients M̄′ of what stands at the border after, and h̄, δ̄ of 
 `forward`:
 
     M̄_i = Σ_j T[j, i] M̄_j′,    δ̄ += Σ_j c_j M̄_j′ h,    h̄ += Σ_j c_j M̄_j′ᵀ δ
-    ū_l = σ′(z_(l−1)) ⊙ δ̄_(l−1),    δ̄_l += A_l ū_l,    z̄_L = (∂ error / ∂ z_L)ᵀ δ̄_L
+    ū_l = σ′(z_(l−1)) ⊙ δ̄_(l−1),    δ̄_l += A_l ū_l,    z̄_L = (∂δ_L/∂z_L)ᵀ δ̄_L
     h̄_(l−1) += A_lᵀ z̄_l,    z̄_(l−1) = σ′ ⊙ h̄_(l−1) + σ″ ⊙ u_l ⊙ δ̄_(l−1)
     Ā_l += δ_l ū_lᵀ + z̄_l h_(l−1)ᵀ
 
 Where associations are scaled by their shares, c′ stands for c, and after the first line h̄ and δ̄ get
-what `shares` adds.
+what `shares` adds. z̄_L then has N̄ ∂N/∂z_L and (∂g/∂z_L)ᵀ ḡ too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recollect.engines.deep.chain.ending_gradients import end_gradients
 from recollect.engines.deep.chain.families import (
     GradientStacks,
     add_product,
@@ -34,73 +35,20 @@ from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace,
 __all__ = ["InputGradients", "backward"]
 
 
-class _Errors:
-    """z̄ = (∂ error / ∂ prediction)ᵀ δ̄, and what values and the bias's numbers get of it."""
-
-    def __init__(
-        self, spec: ChainSpec, keys: Keys, trace: ForwardTrace, needs: Mapping[str, bool]
-    ) -> None:
-        assert trace.saved is not None
-        self.spec, self.keys, self.points = spec, keys, trace.saved.prediction
-        self.leaves = {"v": keys.v, **{f"gate {name}": x for name, x in keys.gates.items()}}
-        self.gradients = {
-            name: torch.zeros_like(x) for name, x in self.leaves.items() if needs[name]
-        }
-
-    def pull(self, n: int, up: Tensor, out: Tensor) -> None:
-        affine = self.spec.bias.affine
-        if affine is not None:
-            torch.mul(up, affine[0], out=out)
-            return
-        assert self.points is not None
-        with torch.enable_grad():
-            point = self.points[n].detach().requires_grad_()
-            leaves = {
-                name: x[n].detach().requires_grad_(name in self.gradients)
-                for name, x in self.leaves.items()
-            }
-            gates = {name: leaves[f"gate {name}"] for name in self.keys.gates}
-            error = self.spec.bias.error(point, leaves["v"], gates)
-            wanted = [point, *(leaves[name] for name in self.gradients)]
-            grads = torch.autograd.grad(
-                error, wanted, up, allow_unused=True, materialize_grads=True
-            )
-        out.copy_(grads[0])
-        for total, grad in zip(self.gradients.values(), grads[1:], strict=True):
-            total[n] = grad
-
-    def pull_share(self, n: int, more: Tensor, out: Tensor) -> None:
-        """Adds ē = N̄ g to z̄, and takes it from the values."""
-        assert self.spec.target is not None
-        out.add_(more)
-        if "v" in self.gradients:
-            self.gradients["v"][n].sub_(more, alpha=self.spec.target)
-
-    def away(self) -> Tensor | None:
-        """e of all batches, where the error is not affine."""
-        if self.points is None:
-            return None
-        assert self.spec.target is not None
-        return self.points - self.spec.target * self.keys.v
-
-    def values(self, up: Tensor) -> dict[str, Tensor]:
-        """Gradients of v and the numbers, given δ̄ of all batches."""
-        affine = self.spec.bias.affine
-        if affine is not None and "v" in self.gradients:
-            torch.mul(up, -affine[1], out=self.gradients["v"])
-        return self.gradients
-
-
 @dataclass(frozen=True, kw_only=True)
 class InputGradients:
-    """Gradients of the inputs of a forward pass; ``None`` where none was asked for."""
+    """Gradients of the inputs of a forward pass; ``None`` where none was asked for.
+
+    ``named``: of ``"said"``, and of the bias's numbers and the memory's params, ``"gate …"`` and
+    ``"param …"``.
+    """
 
     T: Tensor | None
     k: Tensor | None
     v: Tensor | None
     raw: Tensor | None
     c: Tensor | None
-    gates: dict[str, Tensor]
+    named: dict[str, Tensor]
     start: list[Tensor]
 
 
@@ -116,8 +64,7 @@ def backward(
     """Backward through a forward pass, from its last batch to its first.
 
     Args:
-        needs: whether a gradient is asked for of T, k, v, raw, c, and of the bias's numbers, which
-            are called ``"gate …"``.
+        needs: whether a gradient is asked for of T, k, v, raw, c, and of what is `named`.
         back: what reads say. ends: gradients of A and S after the last batch, ``[P, J, entries]``,
             which this pass may overwrite.
     """
@@ -127,9 +74,8 @@ def backward(
         GradientStacks(spec, i, stacks, trace, back, end)
         for i, (stacks, end) in enumerate(zip(saved.families, ends, strict=True))
     ]
-    errors = _Errors(spec, keys, trace, needs)
     weights = keys.c if trace.weights is None else trace.weights
-    walk = _Walk(spec, families, trace, errors, weights)
+    walk = _Walk(spec, families, keys, trace, needs, weights)
     N, P, _, J = keys.c.shape
     grams = [keys.c.new_zeros(N, P * one.L, J, J) if needs["T"] else None for one in families]
     Ts = [None if keys.T is None else each_map(keys.T, one.L).unbind(0) for one in families]
@@ -148,8 +94,8 @@ def backward(
         walk.batch(n)
         for one in families:
             one.write(n)
-    to_values = errors.values(walk.to_error)
-    first, raw = families[0], walk.to_prediction
+    named = walk.end.gradients(needs, walk.pi)
+    first = families[0]
     to_T = None
     for one, gram in zip(families, grams, strict=True):
         if gram is not None:
@@ -158,10 +104,10 @@ def backward(
     return InputGradients(
         T=to_T,
         k=_of_keys(spec, walk, first, weights) if needs["k"] else None,
-        v=to_values.pop("v", None),
-        raw=raw.clone() if needs["raw"] and spec.residual else None,
+        v=named.pop("v", None),
+        raw=named.pop("raw", None),
         c=_of_coefficients(families, trace.rho) if needs["c"] else None,
-        gates=to_values,
+        named=named,
         start=[
             one.up.view(P, one.L, *stacks.M.shape[3:])
             for one, stacks in zip(families, saved.families, strict=True)
@@ -173,21 +119,22 @@ class _Walk:
     """Within a batch: from h̄ and δ̄ to ū and z̄.
 
     Attributes:
-        to_error: δ̄ of the last map, of all batches. to_prediction: z̄ of it.
-        to_first: z̄ of the first map.
+        to_first: z̄ of the first map, of all batches.
+        end: what follows the last. pi: π of all batches, where steps are normalised.
     """
 
     def __init__(
         self,
         spec: ChainSpec,
         families: Sequence[GradientStacks],
+        keys: Keys,
         trace: ForwardTrace,
-        errors: _Errors,
+        needs: Mapping[str, bool],
         weights: Tensor,
     ) -> None:
         saved = trace.saved
         assert saved is not None
-        self.spec, self.errors, self.families = spec, errors, families
+        self.spec, self.families = spec, families
         L, R = len(spec.tall), trace.h[0].shape[2]
         place = {i: (one, m) for one in families for m, i in enumerate(one.members)}
         turn: list[Tensor] = []
@@ -203,7 +150,7 @@ class _Walk:
             back.append(over_out[:, :, R if i else 0 :][:, :, :R])
             to_h.append(narrow if up else wide)
             to_delta.append(wide if up else narrow)
-        affine = spec.bias.affine
+        affine = spec.ending.affine
         # A device writes δ̄ of an error that only is the prediction's to where z̄ belongs.
         self.same = affine is not None and affine[0] == 1 and not hosted(back[-1])
         if self.same:
@@ -213,7 +160,7 @@ class _Walk:
                 one.to_narrow_all[m] = to_delta[-1] = back[-1]
             else:
                 self.same = False
-        self.to_error, self.to_prediction, self.to_first = to_delta[-1], back[-1], back[0]
+        to_error, self.to_first = to_delta[-1], back[0]
         self.to_key = to_h[0]
         slope = saved.slope or [_slope(spec, z) for z in saved.z]
         bend = [spec.curve.bend(z).mul_(u) for z, u in zip(saved.z, saved.u, strict=True)]
@@ -240,12 +187,13 @@ class _Walk:
         self.shares: ShareSlopes | None = None
         self.pi: Tensor | None = None
         if trace.rho is not None and self.rows is None:
-            away = errors.away()
-            self.shares = shares = ShareSlopes.of(trace.h, trace.delta, away)
+            self.shares = shares = ShareSlopes.of(trace.h, trace.delta, saved.above, saved.size)
             self.pi = torch.empty_like(trace.rho)
             self.keyed = shares.h[0]
             self.pulls = self._pulls(trace, shares)
-            self.error, self.away = trace.delta[-1], away
+        of_end = None if self.shares is None else self.shares.end
+        ends = (to_error, back[-1])
+        self.end = end_gradients(spec, keys, saved.last, needs, ends=ends, shares=of_end)
 
     def _pulls(
         self, trace: ForwardTrace, shares: ShareSlopes
@@ -283,11 +231,8 @@ class _Walk:
                 torch.mul(to_delta[i][n], self.slope[i][n], out=self.turn[i + 1][n])
             add_product(to_delta[i + 1][n], self.turn[i + 1][n], self.A[i + 1][n])
         if not self.same:
-            self.errors.pull(n, to_delta[-1][n], self.back[-1][n])
-        if self.shares is not None and self.shares.along is not None:
-            assert self.pi is not None
-            per = self.pi[n].unsqueeze(-1) * self.shares.along[n]
-            self.errors.pull_share(n, per * self.error[n], self.back[-1][n])
+            pi = None if self.pi is None else self.pi[n]
+            self.end.pull(n, to_delta[-1][n], pi, self.back[-1][n])
         for i in range(L - 1, 0, -1):
             add_product(to_h[i][n], self.back[i][n], self.A_back[i][n])
             if i - 1 in self.both:
@@ -307,10 +252,6 @@ class _Walk:
         for out, each in self.pulls:
             per = pi.unsqueeze(-1)
             out[n].addcmul_(each[n], per if out[n].dim() == 3 else per.unsqueeze(1))
-        if self.away is not None:
-            assert self.shares.along is not None
-            per = pi.unsqueeze(-1) * self.shares.along[n]
-            self.to_delta[-1][n].addcmul_(self.away[n], per)
 
 
 def _slope(spec: ChainSpec, z: Tensor) -> Tensor:

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from recollect.choices.bias.base import Bias
 from recollect.choices.gradients import HandWritten, again
+from recollect.choices.memory.base import Stack
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.backward import backward
+from recollect.engines.deep.chain.ending import Ending
 from recollect.engines.deep.chain.families import apart, families_of, hosted
 from recollect.engines.deep.chain.forward import (
     ScratchBuffers,
@@ -40,7 +42,7 @@ from recollect.engines.deep.chain.reads import (
 )
 from recollect.engines.deep.chain.rows import agree, launcher
 from recollect.engines.deep.chain.rows.launch import launch
-from recollect.engines.deep.chain.shares import share_of
+from recollect.engines.deep.chain.shares import share_now
 from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys
 from recollect.engines.deep.gradient_factors import Factors, Points
 from recollect.engines.deep.step_coefficients import Table
@@ -67,17 +69,28 @@ def slope_of(activation: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """A chain of maps: the activation between them, a residual around them, a bias at the end.
+    """A chain of maps: the activation between them, and what follows them.
 
-    ``target`` is the bias's, where every association is scaled by its share. ``bases`` are the
-    names of the params that are added to the maps, if any are.
+    Attributes:
+        activation: between maps. memory: of whose maps. bias: the loss.
+        target: the loss's, where every association is scaled by its share, else ``None``.
+        params: names of what the memory has learned, but for `bases`: of what is added to the maps.
     """
 
     activation: str
-    residual: bool
+    memory: Stack
     bias: Bias
     target: float | None = None
+    params: tuple[str, ...] = ()
     bases: tuple[str, ...] = ()
+
+    def ending(self, heads: int) -> Ending:
+        """What follows the last map.
+
+        Args:
+            heads: of the memory.
+        """
+        return Ending(memory=self.memory, bias=self.bias, heads=heads, target=self.target)
 
     def bases_of(self, W: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensors:
         """W̄ of every map ``[P, out, in]``; none where the memory has no base."""
@@ -92,9 +105,9 @@ def run_chain(
     queries: tuple[Tensor, Tensor | None],
     commits: Sequence[bool | Tensor],
     memory: tuple[Weights, Weights | None],
+    params: Mapping[str, Tensor],
     *,
     outer: bool,
-    bases: Sequence[Tensor] = (),
     walker: Any = None,
     kernels: bool = True,
 ) -> tuple[Tensor, Weights, Weights | None]:
@@ -102,7 +115,7 @@ def run_chain(
 
     Args:
         keys: ``[N, B, H, R, ·]`` by name. queries: features and, where they differ, raw queries,
-            ``[N, B, H, b G, ·]``. memory: W and S, ``[P, out, in]``. bases: W̄ (`Chain.bases_of`).
+            ``[N, B, H, b G, ·]``. memory: W and S, ``[P, out, in]``. params: what it has learned.
         outer: whether gradients will be asked for.
         walker: who goes from border to border where they will be (`ChainSpec.walker`).
         kernels: whether stretches between products may be one operation each (`rows`).
@@ -110,7 +123,9 @@ def run_chain(
     flat = {name: x.flatten(1, 2) for name, x in keys.items()}
     k, v = flat.pop("phi"), flat.pop("v")
     raw = flat.pop("raw", k)
+    ending, bases = chain.ending(keys["v"].shape[2]), chain.bases_of(memory[0], params)
     (W, S), pulled = memory, bool(bases) and table.a is not None
+    params = {name: params[name] for name in chain.params}
     A = [w + base for w, base in zip(W, bases, strict=True)] if bases else W
     tall = tuple(w.shape[-1] <= w.shape[-2] for w in A)
     sizes = [(min(w.shape[-2:]), max(w.shape[-2:])) for w in A]
@@ -120,7 +135,7 @@ def run_chain(
         families = tuple((i,) for i in range(len(A)))
     rows = None
     if walker is None and kernels and not hosted(k) and not bases:
-        rows = launcher(A, chain.bias, k, normalised=chain.target is not None)
+        rows = launcher(A, ending, k)
         if rows is launch and not agree(_tried, rows, k.device):
             rows = None  # only Triton's own is asked: who puts another there answers for it
     if walker is not None or rows is not None:
@@ -134,24 +149,23 @@ def run_chain(
     ]
     spec = ChainSpec(
         curve=CURVES[chain.activation],
-        residual=chain.residual,
-        bias=chain.bias,
+        ending=ending,
         gates=tuple(flat),
+        params=tuple(params),
         tall=tall,
         families=families,
         keep=outer,
-        target=chain.target,
         walker=walker,
         rows=rows,
     )
     T, c = _transitions(table, pulled=pulled)
     features, raw_queries = (None if q is None else q.flatten(1, 2) for q in queries)
     assert features is not None
-    associations = Keys(k=k, v=v, raw=raw, T=T, c=c, gates=flat)
+    said = ending.said(v, raw, params)
+    associations = Keys(k=k, v=v, raw=raw, T=T, c=c, gates=flat, said=said, params=params)
     asked = query_batch(table, features, pulled=pulled)
     y, memories = _run_batches(spec, associations, asked, commits, start)
-    if chain.residual:
-        y = y + (features if raw_queries is None else raw_queries)
+    y = ending.finish(y, features if raw_queries is None else raw_queries, params)
     ends = [
         [w.mT.contiguous() if up else w.contiguous() for w in end.unbind(1)]
         for end, up in zip(apart(spec, memories), tall, strict=True)
@@ -178,7 +192,7 @@ def _tried(spec: ChainSpec, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """All batches of a trial, to their ends."""
     T, c, k, v, raw, scale, *rest = given
     commits = [True] * k.shape[0]
-    return _ChainFunction.apply(spec, commits, T, scale, k, v, raw, c, *rest)
+    return _ChainFunction.apply(spec, commits, T, scale, None, k, v, raw, c, *rest)
 
 
 def chain_slopes(
@@ -195,21 +209,26 @@ def chain_slopes(
     A, bases = W, chain.bases_of(W, params)
     if bases:
         A = [w + base for w, base in zip(W, bases, strict=True)]
+    given = {"raw": points.raw.flatten(0, 1), "v": points.v.flatten(0, 1)}
+    ending, own = chain.ending(points.v.shape[1]), {name: params[name] for name in chain.params}
+    said = ending.said(given["v"], given["raw"], own)
+    if said is not None:
+        given["said"] = said
     flat: dict[str, Tensor] = {}
     for name, x in points.gates.items():
         flat[name] = x.flatten(0, 1)
-    h, delta, prediction = slopes(
+    h, delta, end = slopes(
         CURVES[chain.activation],
-        chain.bias,
+        ending,
         [w.mT for w in A],
         points.phi.flatten(0, 1),
-        points.raw.flatten(0, 1) if chain.residual else None,
-        points.v.flatten(0, 1),
+        given,
         flat,
+        own,
+        outer=False,
     )
-    if chain.target is not None:
-        v = points.v.flatten(0, 1)
-        rho = share_of(h, delta, prediction, v, chain.target).unsqueeze(-1)
+    if end.away is not None:
+        rho = share_now(h, delta, end).unsqueeze(-1)
         delta = [rho * x for x in delta]
     return list(map(Factors, h, delta))
 
@@ -260,8 +279,9 @@ def _run_batches(
             parts.append(read(spec, trace, queries.cut(*here))[0])
             memory = trace.ends
         return torch.cat(parts), memory
-    flat = [keys.k, keys.v, keys.raw, keys.c, queries.q, queries.C, *keys.gates.values(), *start]
-    y, *ends = _ChainFunction.apply(spec, commits, keys.T, queries.scale, *flat)
+    tokens = [keys.k, keys.v, keys.raw, keys.c, queries.q, queries.C, *keys.gates.values()]
+    flat = [keys.T, queries.scale, keys.said, *tokens, *keys.params.values(), *start]
+    y, *ends = _ChainFunction.apply(spec, commits, *flat)
     return y, ends
 
 
@@ -276,13 +296,13 @@ def _spans(keys: Keys, start: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(s, min(s + some, N)) for s in range(0, N, some)]
 
 
-_FIXED = ("T", "scale", "k", "v", "raw", "c", "q", "C")
+_FIXED = ("T", "scale", "said", "k", "v", "raw", "c", "q", "C")
 
 
 class _ChainFunction(HandWritten):
     """All inner batches with their backward; from a flat list to y and the memory after.
 
-    Flat: `_FIXED`, the bias's numbers, then the memory per family.
+    Flat: `_FIXED`, the bias's numbers, the memory's params, then its maps per family.
     """
 
     @staticmethod
@@ -325,10 +345,12 @@ def _walked(
 def _named(spec: ChainSpec, flat: Sequence[Any]) -> tuple[Keys, QueryBatch, Tensors]:
     fixed = dict(zip(_FIXED, flat, strict=False))
     rest = flat[len(_FIXED) :]
-    count = len(spec.gates)
-    gates = dict(zip(spec.gates, rest[:count], strict=True))
-    keys = Keys(**{name: fixed[name] for name in ("k", "v", "raw", "T", "c")}, gates=gates)
-    return keys, QueryBatch(q=fixed["q"], C=fixed["C"], scale=fixed["scale"]), list(rest[count:])
+    first, last = len(spec.gates), len(spec.gates) + len(spec.params)
+    gates = dict(zip(spec.gates, rest[:first], strict=True))
+    params = dict(zip(spec.params, rest[first:last], strict=True))
+    own = {name: fixed[name] for name in ("k", "v", "raw", "T", "c", "said")}
+    keys = Keys(**own, gates=gates, params=params)
+    return keys, QueryBatch(q=fixed["q"], C=fixed["C"], scale=fixed["scale"]), list(rest[last:])
 
 
 def _gradient(
@@ -341,6 +363,8 @@ def _gradient(
     """The gradient, span by span from the last."""
     keys, queries, _ = _named(spec, flat)
     names = [*_FIXED, *(f"gate {name}" for name in spec.gates)]
+    learned = [f"param {name}" for name in spec.params]
+    names += learned
     asks = dict(zip(names, needs, strict=False))
     given = dict(zip(names, flat, strict=False))
     total = {
@@ -348,6 +372,9 @@ def _gradient(
         for name, need in asks.items()
         if need
     }
+    for name in learned:  # of all batches together
+        if name in total:
+            total[name].zero_()
     ends = [g.clone(memory_format=torch.contiguous_format) for g in grads[1:]]
     traces: list[tuple[ForwardTrace, list[ReadCache]]] = ctx.traces
     for here, (trace, caches) in zip(reversed(ctx.spans), reversed(traces), strict=True):
@@ -363,9 +390,12 @@ def _gradient(
             of_keys = replace(of_keys, start=[w.unsqueeze(1) for w in of_keys.start])
         gradient_of = {"T": of_keys.T, "k": of_keys.k, "v": of_keys.v, "raw": of_keys.raw}
         gradient_of |= {"c": of_keys.c, "q": of_reads.q, "C": of_reads.C, "scale": of_reads.scale}
-        gradient_of |= of_keys.gates
+        gradient_of |= of_keys.named
         for name, x in total.items():
-            x[span] = 0.0 if (one := gradient_of[name]) is None else one
+            if name in learned:
+                x += of_keys.named[name]
+            else:
+                x[span] = 0.0 if (one := gradient_of[name]) is None else one
         ends = of_keys.start
     needs_first = needs[len(names) :]
     return [

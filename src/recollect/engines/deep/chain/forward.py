@@ -5,7 +5,7 @@ waits for another: all inner batches are read at once (`engine`). What is left t
 another is small, and written out here and in `backward`, because batches of 16 tokens are bound by
 the number of operations. With M the stack of A and S of one map, per inner batch
 
-    z_l = A_l h_(l−1),  h_l = σ(z_l);   δ_L = error,  u_l = A_lᵀ δ_l,  δ_(l−1) = σ′(z_(l−1)) ⊙ u_l
+    z_l = A_l h_(l−1),  h_l = σ(z_l);   u_l = A_lᵀ δ_l,  δ_(l−1) = σ′(z_(l−1)) ⊙ u_l,  δ_L: `ending`
     M_j′ = Σ_i T[j, i] M_i + Σ_r c_j[r] δ_r h_rᵀ                       (T = [[a, m], [0, s]])
 
 A map is kept with its narrower side in rows, so that c_j scales the narrower of h and δ and one
@@ -14,13 +14,13 @@ product moves A and S together, for all maps of the same sizes at once (`familie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from recollect.choices.bias.base import Bias
 from recollect.engines.deep.chain.activations import Curve
+from recollect.engines.deep.chain.ending import End, Ending
 from recollect.engines.deep.chain.families import (
     Stacks,
     add_product,
@@ -28,6 +28,7 @@ from recollect.engines.deep.chain.families import (
     by_batch,
     hosted,
 )
+from recollect.engines.deep.chain.norm import LayerNormEnd
 from recollect.engines.deep.chain.rows import ForwardRows
 from recollect.engines.deep.chain.shares import Shares, share_of
 from recollect.engines.deep.chain.trace import (
@@ -91,7 +92,7 @@ def forward(
         return buffers.take(k, name, index, shape=shape)
 
     stacks = [
-        Stacks(spec, keys, i, w, (buffers.turn, spec.target is None), new)
+        Stacks(spec, keys, i, w, (buffers.turn, not spec.normalised), new)
         for i, w in enumerate(start)
     ]
     place = {i: (f, m) for f, group in enumerate(spec.families) for m, i in enumerate(group)}
@@ -109,22 +110,21 @@ def forward(
     slopes: Tensors = []
     if rises:
         slopes = [new("slope", i, *z.shape) for i, z in enumerate(zs)]
-    affine = spec.bias.affine
+    affine, ends = spec.ending.affine, _ends(spec, keys)
     families = [Family(M=x.M, wide=x.wide, narrow=x.narrow, Q=x.Q) for x in stacks]
     rows = shares = None
     if spec.rows is not None:
         rows = ForwardRows(spec.rows, spec, families[0], c, (zs[0], us[0]))
-    elif spec.target is not None:
+    elif spec.normalised:
         slope = None if affine is None else affine[0]
         factors = [pair for one in stacks for pair in one.factors(L)]
         shares = Shares(k, c, L, factors, slope=slope)
-    prediction = None
-    last = deltas[-1]
+    said, last = None, deltas[-1]
     if affine is None:
-        prediction = new("prediction", 0, count, P, R, last.shape[-1])
+        said = new("last", 0, count, P, R, last.shape[-1])
     else:
         torch.mul(keys.v, -affine[1], out=last)
-        if spec.residual:
+        if spec.ending.residual:
             last.add_(keys.raw, alpha=affine[0])
     h_, delta_ = ([x.unbind(0) for x in xs] for xs in (hs, deltas))
     z_, slope_, u_ = ([by_batch(x, N) for x in xs] for xs in (zs, slopes, us))
@@ -139,16 +139,12 @@ def forward(
                 curve.rise(z_[i][n], h, slope_[i][n])
             else:
                 curve.store(z_[i][n], h)
-        delta, away = delta_[-1][n], None
+        delta, end = delta_[-1][n], None
         if affine is None:
-            assert prediction is not None
-            point = prediction[n if spec.keep else 0]
-            torch.bmm(h, A_[-1][n], out=point)
-            if spec.residual:
-                point += keys.raw[n]
-            gates = {name: x[n] for name, x in keys.gates.items()}
-            delta.copy_(spec.bias.error(point, keys.v[n], gates))
-            away = None if spec.target is None else point - spec.target * keys.v[n]
+            assert said is not None
+            z = torch.bmm(h, A_[-1][n], out=said[n if spec.keep else 0])
+            end = ends(z, n)
+            delta.copy_(end.delta)
         elif affine[0] != 0:
             add_product(delta, h, A_[-1][n], affine[0])
         for i in range(L - 1, 0, -1):
@@ -164,13 +160,19 @@ def forward(
         if rows is not None:
             rows.step(n)
         else:
-            weight = weights[n] if shares is None else shares.step(n, delta_[-1][n], away)
+            weight = weights[n] if shares is None else shares.step(n, end)
         for one in stacks:
             one.move(n, weight, commit)
     saved = None
     if spec.keep:
         saved = SavedStacks(
-            families=families, z=zs, u=us, slope=slopes if rises else None, prediction=prediction
+            families=families,
+            z=zs,
+            u=us,
+            slope=slopes if rises else None,
+            last=said,
+            above=None if shares is None else shares.above,
+            size=None if shares is None else shares.size,
         )
     own = shares if rows is None else rows
     return ForwardTrace(
@@ -184,35 +186,51 @@ def forward(
     )
 
 
+def _ends(spec: ChainSpec, keys: Keys) -> Callable[[Tensor, int], End]:
+    """What follows the last map, by what it says and the batch; without a graph."""
+    if spec.ending.layer_norm:
+        return LayerNormEnd(spec.ending, keys.given, keys.params).of
+
+    def of(z: Tensor, n: int) -> End:
+        given, gates = ({name: x[n] for name, x in xs.items()} for xs in (keys.given, keys.gates))
+        return spec.ending.of(z, given, gates, keys.params, outer=False)
+
+    return of
+
+
 def slopes(
     curve: Curve,
-    bias: Bias,
+    ending: Ending,
     A: Sequence[Tensor],
     k: Tensor,
-    raw: Tensor | None,
-    v: Tensor,
+    given: Mapping[str, Tensor],
     gates: Mapping[str, Tensor],
-) -> tuple[Tensors, Tensors, Tensor]:
-    """Inputs h and output gradients δ of every map, and the predictions; autograd follows them.
+    params: Mapping[str, Tensor],
+    *,
+    outer: bool,
+) -> tuple[Tensors, Tensors, End]:
+    """Inputs h and output gradients δ of every map, and what their end says.
 
     Args:
         curve: the activation.
-        bias: the loss.
+        ending: what follows the last map; ``given``, ``gates``, ``params``: of `Ending.of`.
         A: the maps, ``[P, in, out]``.
         k: keys' features ``[P, R, F]``.
-        raw: keys, where a residual adds them to the prediction.
-        v: values ``[P, R, V]``.
-        gates: the bias's numbers by name, ``[P, R, 1 or V]``.
+        outer: whether autograd is to follow them.
     """
     h, z = [k], [torch.bmm(k, A[0])]
     for a in A[1:]:
         h.append(curve.value(z[-1]))
         z.append(torch.bmm(h[-1], a))
-    prediction = z[-1] if raw is None else z[-1] + raw
-    delta = [bias.error(prediction, v, gates)]
+    if ending.layer_norm and not outer:
+        only = {name: x.unsqueeze(0) for name, x in given.items()}
+        end = LayerNormEnd(ending, only, params).of(z[-1], 0)
+    else:
+        end = ending.of(z[-1], given, gates, params, outer=outer)
+    delta = [end.delta]
     for i in range(len(A) - 1, 0, -1):
         delta.append(curve.pull(torch.bmm(delta[-1], A[i].mT), z[i - 1]))
-    return h, delta[::-1], prediction
+    return h, delta[::-1], end
 
 
 def forward_by_autograd(
@@ -227,11 +245,12 @@ def forward_by_autograd(
     for n, commit in enumerate(commits):
         A = [w[:, 0] if up else w[:, 0].mT for w, up in zip(M, spec.tall, strict=True)]
         gates = {name: x[n] for name, x in keys.gates.items()}
-        raw = keys.raw[n] if spec.residual else None
-        v = keys.v[n]
-        h, delta, prediction = slopes(spec.curve, spec.bias, A, keys.k[n], raw, v, gates)
-        if spec.target is not None:
-            rho = share_of(h, delta, prediction, v, spec.target).unsqueeze(-1)
+        given = {name: x[n] for name, x in keys.given.items()}
+        h, delta, end = slopes(
+            spec.curve, spec.ending, A, keys.k[n], given, gates, keys.params, outer=True
+        )
+        if end.away is not None:
+            rho = share_of(h, delta, end).unsqueeze(-1)
             delta = [rho * x for x in delta]
         for stacks, xs in ((Ms, M), (all_h, h), (all_delta, delta)):
             for stack, x in zip(stacks, xs, strict=True):

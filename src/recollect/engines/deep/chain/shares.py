@@ -10,9 +10,9 @@ Backwards, what is written and read depends on ρ δ_l h_(l−1)ᵀ alone, so wi
 of that
 
     π = ρ ρ̄ = Σ_l ⟨h̄_(l−1), h_(l−1)⟩ = Σ_l ⟨δ̄_l, δ_l⟩,    N̄ = π/N,    Q̄ = −π/Q
-    h̄_(l−1) += 2Q̄|δ_l|² h_(l−1),    δ̄_l += 2Q̄|h_(l−1)|² δ_l,    ḡ += N̄ e + 2εQ̄ g,    ē += N̄ g
+    h̄_(l−1) += 2Q̄|δ_l|² h_(l−1),    δ̄_l += 2Q̄|h_(l−1)|² δ_l,    ḡ += 2εQ̄ g
 
-Where the error is affine, a·prediction − b·value, e = g/a.
+N̄ is for `ending`. Where the error is affine, a·prediction − b·value, δ_L = g and e = g/a.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from torch import Tensor
 
 from recollect.choices.algorithm.share import EPS, share
 from recollect.choices.devices import constant
+from recollect.engines.deep.chain.ending import End
 
 __all__ = ["ShareSlopes", "Shares", "share_now", "share_of", "share_of_row"]
 
 Tensors = Sequence[Tensor]
 
 
-def share_of(h: Tensors, delta: Tensors, prediction: Tensor, v: Tensor, target: float) -> Tensor:
+def share_of(h: Tensors, delta: Tensors, end: End) -> Tensor:
     """ρ ``[P, R]`` by operations that autograd follows.
 
     Args:
         h: inputs of every map ``[P, R, ·]``. delta: gradients of their outputs.
-        prediction: ``[P, R, V]``. v: values. target: `Bias.target`.
+        end: what follows the last.
     """
     gain: Tensor | None = None
     for x, y in zip(h, delta, strict=True):
         own = x.square().sum(-1) * y.square().sum(-1)
         gain = own if gain is None else gain + own
     assert gain is not None  # a chain has a map
-    return share(((prediction - target * v) * delta[-1]).sum(-1), delta[-1], gain)
+    return share(end.above(), end.error, gain)
 
 
-def share_now(h: Tensors, delta: Tensors, away: Tensor) -> Tensor:
-    """ρ ``[P, R, 1]`` without a graph, in few operations.
+def share_now(h: Tensors, delta: Tensors, end: End) -> Tensor:
+    """ρ ``[P, R]`` without a graph, in few operations.
 
     Args:
         h: inputs of every map ``[P, R, ·]``. delta: gradients of their outputs.
-        away: e ``[P, R, V]``.
+        end: what follows the last.
     """
-    sizes = [torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (*h, *delta)]
+    sizes = [torch.linalg.vector_norm(x, dim=-1) for x in (*h, *delta, end.error)]
     below = (sizes[-1] * sizes[-1]).mul_(EPS)
-    for x, y in zip(sizes, sizes[len(h) :], strict=False):
+    for x, y in zip(sizes, sizes[len(h) : -1], strict=False):
         each = x * y
         below.addcmul_(each, each)
-    below.clamp_min_(torch.finfo(below.dtype).tiny)
-    return (away * delta[-1]).sum(-1, keepdim=True) / below
+    return end.above() / below.clamp_min_(torch.finfo(below.dtype).tiny)
 
 
 def share_of_row(row: Tensor, widths: Sequence[int], lr: Tensor, slope: float) -> Tensor:
@@ -118,6 +118,7 @@ class Shares:
 
     Attributes:
         weights: c′ = ρ c ``[N, P, R, J]``, of the batches up to the last `step`.
+        above, size: N and |g|² of these ``[N, P, R]``, where the error is not affine.
     """
 
     def __init__(
@@ -143,7 +144,8 @@ class Shares:
         keys = torch.linalg.vector_norm(k, dim=-1).square_()
         names = [name for _, some in factors for name in some]
         self.row = {name: row for row, name in enumerate(names)}
-        ahead, last = self.row.get(L - 1, -1), self.row[2 * L - 1]
+        last = self.row[2 * L - 1]
+        ahead = -1 if slope is None else self.row.get(L - 1, -1)
         least = (len(names), ahead, last, self.tiny)
         self.least = constant(_least, *least, device=k.device, dtype=k.dtype)
         self.sizes = k.new_empty(len(names), *k.shape[1:3])
@@ -152,9 +154,11 @@ class Shares:
             (x.unbind(0), self.sizes[self.row[some[0]] :][: len(some)]) for x, some in factors
         ]
         self.below = torch.empty_like(keys)
-        if L == 1:
+        if L == 1 and slope is not None:
             torch.add(keys, EPS, out=self.below)
-        self.along = torch.empty_like(keys) if slope is None else None
+        self.along, self.above, self.size = (
+            torch.empty_like(keys) if slope is None else None for _ in range(3)
+        )
         parts = (keys, self.below, given, self.below.unsqueeze(-1), self.weights)
         views = (self.weights[:, :, None, :, :, None], *parts)
         self.places = [*zip(*(x.unbind(0) for x in views), strict=True)]
@@ -162,33 +166,32 @@ class Shares:
     def _square(self, i: int, keys: Tensor) -> Tensor:
         return self.each[self.row[i]] if i else keys
 
-    def step(self, n: int, error: Tensor, away: Tensor | None) -> Tensor:
+    def step(self, n: int, end: End | None) -> Tensor:
         """c′ of batch n, ``[P, 1, R, J, 1]``, when its factors are written.
 
         Args:
-            n: the batch. error: g. away: e, ``None`` where the error is affine.
+            n: the batch. end: what follows the last map, ``None`` where the error is affine.
         """
         made, keys, below, given, per, weights = self.places[n]
         L = self.L
-        if L > 1 or away is not None:
+        if L > 1 or end is not None:
             for x, out in self.factors:
                 torch.linalg.vector_norm(x[n], dim=-1, out=out)
             torch.addcmul(self.least, self.sizes, self.sizes, out=self.sizes)
-        if away is None:
+        if end is None:
             so_far = self._square(L - 1, keys)
             for i in range(L - 1):
                 gain = self._square(i, keys) * self.each[self.row[L + i]]
                 so_far = torch.addcdiv(so_far, gain, self.each[self.row[2 * L - 1]], out=below)
             torch.div(given, per, out=weights)
             return made
-        assert self.along is not None
-        last = self.each[self.row[2 * L - 1]]
-        ahead = self._square(L - 1, keys)
-        torch.mul(ahead if L > 1 else ahead + EPS, last, out=below)
-        for i in range(L - 1):
+        assert self.along is not None and self.above is not None and self.size is not None
+        size = torch.sum(end.error.square(), dim=-1, out=self.size[n])
+        torch.mul(size, EPS, out=below)
+        for i in range(L):
             below.addcmul_(self._square(i, keys), self.each[self.row[L + i]])
-        along = torch.sum(away * error, dim=-1, out=self.along[n])
-        along.div_(below.clamp_min_(self.tiny))
+        self.above[n] = end.above()
+        along = torch.div(self.above[n], below.clamp_min_(self.tiny), out=self.along[n])
         torch.mul(given, along.unsqueeze(-1), out=weights)
         return made
 
@@ -207,20 +210,23 @@ class ShareSlopes:
 
     Attributes:
         h, delta: per map, ``[N, P, R, 1]``, in units of h_(l−1) and δ_l.
-        along: 1/N where the error is not affine, ``[N, P, R, 1]``, and 0 where N is.
+        end: N̄, and ḡ in units of g, ``[N, P, R, 1]``; ``None`` where the error is affine, and
+            δ_L is g.
     """
 
     h: list[Tensor]
     delta: list[Tensor]
-    along: Tensor | None
+    end: tuple[Tensor, Tensor] | None
 
     @classmethod
-    def of(cls, h: Tensors, delta: Tensors, away: Tensor | None) -> ShareSlopes:
+    def of(
+        cls, h: Tensors, delta: Tensors, above: Tensor | None, size: Tensor | None
+    ) -> ShareSlopes:
         """For the factors of all batches.
 
         Args:
             h: inputs of the maps ``[N, P, R, ·]``. delta: gradients of their outputs.
-            away: e ``[N, P, R, V]``, ``None`` where the error is affine.
+            above, size: N and |g|² ``[N, P, R]``, ``None`` where the error is affine.
         """
         inputs, outputs = (
             [torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() for x in part]
@@ -230,19 +236,18 @@ class ShareSlopes:
         before = torch.zeros_like(last)
         for x, y in zip(inputs[:-1], outputs[:-1], strict=True):
             before.addcmul_(x, y)
-        ahead = inputs[-1] + EPS
-        below = torch.addcmul(before, ahead, last).clamp_min_(tiny)
-        twice = -2 / below
+        if size is None:
+            below = torch.addcmul(before, inputs[-1] + EPS, last)
+        else:
+            below = torch.addcmul(before, inputs[-1], last).add_(size.unsqueeze(-1), alpha=EPS)
+        twice = -2 / below.clamp_min_(tiny)
         to_h = [y * twice for y in outputs]
         to_delta = [x * twice for x in inputs[:-1]]
-        if away is None:
+        if size is None:
             # 2/|g|² − 2 (|h_(L−1)|² + ε)/Q, without a difference of large numbers.
             to_delta.append(before.mul_(twice).div_(-last.clamp_min(tiny)))
-            return cls(h=to_h, delta=to_delta, along=None)
-        to_delta.append(ahead.mul_(twice))
-        along = (away * delta[-1]).sum(-1, keepdim=True)
-        return cls(
-            h=to_h,
-            delta=to_delta,
-            along=along.masked_fill(along == 0, torch.inf).reciprocal_(),
-        )
+            return cls(h=to_h, delta=to_delta, end=None)
+        assert above is not None
+        to_delta.append(inputs[-1] * twice)
+        to_N = above.masked_fill(above == 0, torch.inf).reciprocal_().unsqueeze(-1)
+        return cls(h=to_h, delta=to_delta, end=(to_N, EPS * twice))

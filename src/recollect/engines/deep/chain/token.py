@@ -50,7 +50,8 @@ def is_bare(sized: SizedRecipe, rule: Rule, chain: Chain | None) -> bool:
         gates.add("log_decay")
     return (
         chain is not None
-        and chain.residual
+        and chain.memory.residual
+        and not chain.memory.finishes
         and sized.plain
         and sized.tag is not None
         and not (sized.params or sized.lifts or recipe.algorithm.keyed or rule.mean)
@@ -182,10 +183,15 @@ def _written(
     chain = plan.chain
     assert chain is not None  # plan.bare
     curve, A = CURVES[chain.activation], [w.mT for w in memory.A]
-    affine, value = chain.bias.affine, v
+    ending = chain.ending(v.shape[2])
+    affine, end = ending.affine, None
     if affine is None:
         value = v.reshape(key.shape[0], 1, -1)
-        h, delta, prediction = slopes(curve, chain.bias, A, key, key, value, {})
+        given = {"raw": key, "v": value}
+        said = ending.said(value, key, {})
+        if said is not None:
+            given["said"] = said
+        h, delta, end = slopes(curve, ending, A, key, given, {}, {}, outer=False)
     else:
         a, b = affine
         h, z = [key], list[Tensor]()
@@ -194,18 +200,17 @@ def _written(
             h.append(curve.value(z[-1]))
         # The residual is the key.
         base = torch.sub(k if a == 1 else a * k, v, alpha=b).reshape(key.shape)
-        prediction, delta = None, [torch.baddbmm(base, h[-1], A[-1], alpha=a)]
+        delta = [torch.baddbmm(base, h[-1], A[-1], alpha=a)]
         for w, at in zip(reversed(A[1:]), reversed(z), strict=True):
             delta.append(curve.pull(torch.bmm(delta[-1], w.mT), at))
         delta.reverse()
     factors = torch.cat([x for pair in zip(h, delta, strict=True) for x in pair], dim=-1)
     if chain.target is None:
         return factors, -lr
-    if prediction is None:
+    if end is None:
         assert affine is not None
         return factors, share_of_row(factors, plan.widths, lr, affine[0])
-    away = prediction - chain.target * value
-    return factors, -lr * share_now(h, delta, away).squeeze(-1)
+    return factors, -lr * share_now(h, delta, end)
 
 
 def _asked(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from recollect.choices.bias.base import Bias
 from recollect.engines.deep.chain.activations import Curve
+from recollect.engines.deep.chain.ending import Ending
 
 __all__ = [
     "ChainSpec",
@@ -31,26 +31,29 @@ class ChainSpec:
     """What of a chain stays the same from batch to batch.
 
     Attributes:
-        curve: the activation. residual: whether the raw key is added to the prediction.
-        bias: the loss. gates: names of its numbers.
+        curve: the activation. ending: what follows the last map.
+        gates: names of the loss's numbers. params: of what the memory has learned.
         tall: per map, whether it is kept as ``[in, out]``.
         families: maps of the same sizes, in order.
         keep: whether the backward pass will come.
-        target: `Bias.target` where every association is scaled by its share, else ``None``.
         walker: who goes from border to border in place of `forward` and `backward`, if anybody.
         rows: who launches what stands between the products of a batch (`rows`), if anybody.
     """
 
     curve: Curve
-    residual: bool
-    bias: Bias
+    ending: Ending
     gates: tuple[str, ...]
+    params: tuple[str, ...]
     tall: tuple[bool, ...]
     families: tuple[tuple[int, ...], ...]
     keep: bool
-    target: float | None = None
     walker: Any = None
     rows: Any = None
+
+    @property
+    def normalised(self) -> bool:
+        """Whether every association is scaled by its share."""
+        return self.ending.target is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +61,10 @@ class Keys:
     """Associations of all inner batches, ``[N, P, R, ·]``, and their coefficients.
 
     Attributes:
-        k, v, gates: keys' features, values, the bias's numbers. raw: keys, for the residual.
+        k, v, gates: keys' features, values, the bias's numbers. raw: keys, for the ending.
+        said: what of values can be said (`Ending.said`).
         T: ``[N, P, J, J]``, or ``None`` where A stays as it is. c: ``[N, P, R, J]``.
+        params: the memory's own, ``[H, ...]``.
     """
 
     k: Tensor
@@ -68,6 +73,14 @@ class Keys:
     T: Tensor | None
     c: Tensor
     gates: Mapping[str, Tensor]
+    said: Tensor | None = None
+    params: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """What `Ending.of` is given of every association."""
+        found = {"raw": self.raw, "v": self.v}
+        return found if self.said is None else {**found, "said": self.said}
 
     def cut(self, start: int, stop: int) -> Keys:
         """Some of the batches."""
@@ -79,6 +92,8 @@ class Keys:
             T=None if self.T is None else self.T[here],
             c=self.c[here],
             gates={name: x[here] for name, x in self.gates.items()},
+            said=None if self.said is None else self.said[here],
+            params=self.params,
         )
 
 
@@ -101,16 +116,20 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedStacks:
-    """Stacks for the backward pass: z and u of every batch, predictions where asked.
+    """Stacks for the backward pass: z and u of every batch, of all maps but the last.
 
-    ``slope`` holds σ′(z) where the forward pass had it in hand.
+    ``slope`` holds σ′(z) where the forward pass had it in hand. ``last`` is z of the last map, and
+    ``above`` and ``size`` are N and |g|² ``[N, P, R]`` under shares, where δ_L is no affine
+    function of z.
     """
 
     families: list[Family]
     z: Tensors
     u: Tensors
     slope: Tensors | None
-    prediction: Tensor | None
+    last: Tensor | None
+    above: Tensor | None
+    size: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)

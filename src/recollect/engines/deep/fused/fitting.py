@@ -150,6 +150,8 @@ def misfit(recipe: Recipe, chain: Chain | None) -> str | None:
         return f"the memory is a chain of {depth} maps, and the kernel has two"
     if chain.bases:
         return f"{recipe.memory.title} stands beside a base, which the kernel does not read"
+    if recipe.memory.bounded or chain.memory.finishes:
+        return f"{recipe.memory.title} has a norm, which the kernel does not know"
     if chain.activation not in CURVES:
         return f"the kernel has no {chain.activation}, but {', '.join(CURVES)}"
     if chain.bias.affine is None or chain.bias.numbers:
@@ -198,7 +200,7 @@ def build_of(
         CS=CS,
         momentum=momentum,
         normalised=chain.target is not None,
-        residual=chain.residual,
+        residual=chain.memory.residual,
         curve=CURVES.index(chain.activation),
         slope=float(chain.bias.affine[0]),
         offset=float(chain.bias.affine[1]),

@@ -237,7 +237,7 @@ class FusedWalker:
             A = trace.M[0][:, :, 0]  # [N, P, D, hidden]
             k = back.h[0] + k_own[:, :, :n] + z_own[:, :, :n] @ A.mT
             k = k + k_scale[:, :, :n, None] * keys.k
-        affine = spec.bias.affine
+        affine = spec.ending.affine
         assert affine is not None  # misfit
         e = e_own[:, :, :n]
         total = gram.sum(2)
@@ -254,8 +254,8 @@ class FusedWalker:
             T=to_T,
             k=k,
             v=-affine[1] * e if needs["v"] else None,
-            raw=affine[0] * e if needs["raw"] and spec.residual else None,
+            raw=affine[0] * e if needs["raw"] and spec.ending.residual else None,
             c=to_c,
-            gates={},
+            named={},
             start=first,
         )

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from recollect.choices.bias.base import Bias
 from recollect.choices.devices import lasts
+from recollect.engines.deep.chain.ending import Ending
 
 __all__ = ["LAUNCHERS", "OPTIONS", "SMALLEST", "Launch", "compiles", "launch", "launcher"]
 
@@ -34,19 +34,20 @@ OLDEST = (8, 0)
 """Compute capability from which on the kernels were compiled."""
 
 
-def launcher(A: Sequence[Tensor], bias: Bias, k: Tensor, *, normalised: bool) -> Launch | None:
+def launcher(A: Sequence[Tensor], ending: Ending, k: Tensor) -> Launch | None:
     """Who launches the stretches of a chain; ``None`` where they are operations of torch.
 
     Args:
         A: the maps, ``[P, out, in]``.
-        bias: the loss.
+        ending: what follows them.
         k: keys, on the device.
-        normalised: whether steps are.
     """
     kind = k.device.type
     if kind != "cuda" and kind not in LAUNCHERS:
         return None
-    if len(A) != 2 or bias.affine is None or (normalised and bias.affine[0] == 0):
+    if len(A) != 2 or ending.affine is None:
+        return None
+    if ending.target is not None and ending.affine[0] == 0:
         return None
     wide, narrow = A[0].shape[-2:]
     if tuple(A[1].shape[-2:]) != (narrow, wide) or not narrow <= wide <= WIDEST:

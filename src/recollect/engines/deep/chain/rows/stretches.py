@@ -37,7 +37,7 @@ class _Rows:
         self.programs = -(-P * R // each)
         self.counts = N, P * R, R
         self.sizes: dict[str, object] = {"W": W, "D": D, "J": J, "ROWS": each}
-        self.sizes |= {"BW": block, "BD": _above(D), "SHARE": spec.target is not None}
+        self.sizes |= {"BW": block, "BD": _above(D), "SHARE": spec.normalised}
         self.sizes |= {"EPS": EPS, "TINY": torch.finfo(stacks.M.dtype).tiny}
 
 
@@ -63,12 +63,12 @@ class ForwardRows(_Rows):
             c: ``[N, P, R, J]``. inside: z and u of the hidden units ``[N or 1, P, R, W]``.
         """
         super().__init__(launch, spec, stacks)
-        assert spec.bias.affine is not None
+        assert spec.ending.affine is not None
         c = c.contiguous()
         self._rho, self.weights = None, c
-        if spec.target is not None:
+        if spec.normalised:
             self._rho, self.weights = c.new_empty(c.shape[:3]), torch.empty_like(c)
-        self.sizes |= {"CURVE": spec.curve.name, "SLOPE": float(spec.bias.affine[0])}
+        self.sizes |= {"CURVE": spec.curve.name, "SLOPE": float(spec.ending.affine[0])}
         rho = c if self._rho is None else self._rho
         self.kept = len(inside[0]) > 1
         self.tensors = (*inside, stacks.wide, stacks.narrow, c, rho, self.weights, stacks.Q)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from recollect.choices.bias.losses import L2
+from recollect.choices.memory.maps import MLP
 from recollect.engines.deep.chain.activations import CURVES
+from recollect.engines.deep.chain.ending import Ending
 from recollect.engines.deep.chain.rows.launch import Launch
 from recollect.engines.deep.chain.trace import ChainSpec
 
@@ -39,13 +41,12 @@ def agree(run: Run, launch: Launch, device: torch.device) -> bool:
     bias = L2()
     spec = ChainSpec(
         curve=CURVES["gelu"],
-        residual=True,
-        bias=bias,
+        ending=Ending(memory=MLP(), bias=bias, heads=1, target=bias.target),
         gates=(),
+        params=(),
         tall=(True, False),
         families=((0, 1),),
         keep=True,
-        target=bias.target,
         rows=launch,
     )
 

@@ -1,0 +1,132 @@
+"""What follows the last map of a chain: a residual or a norm, the loss, what shares ask of them.
+
+With z what the last map says,
+
+    M = finish(z, k),    g = ∂ℓ/∂M,    δ_L = (∂M/∂z)ᵀ g,    N = ⟨e, g⟩
+
+(`Stack.finish`; N is what a normalised step asks, `recollect.choices.algorithm.share`). Maps are
+written out in `forward` and `backward`. What follows them is a member's own, and has one number per
+value channel: autograd takes its gradients, and theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.choices.algorithm.share import correctable, said
+from recollect.choices.bias.base import Bias
+from recollect.choices.memory.base import Stack
+
+__all__ = ["End", "Ending"]
+
+Values = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """Of associations: δ_L, g and, where steps are normalised, e, ``[P, R, V]``."""
+
+    memory: Stack
+    delta: Tensor
+    error: Tensor
+    away: Tensor | None
+
+    def above(self) -> Tensor:
+        """N ``[P, R]``, where steps are normalised."""
+        assert self.away is not None
+        return correctable(self.memory, self.away, self.error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """The end of a memory of H heads, under a loss.
+
+    Attributes:
+        memory: answers `Stack.finish`, and what of a value can be said where it is bounded.
+        bias: the loss. heads: H.
+        target: `Bias.target` where every association is scaled by its share, else ``None``.
+    """
+
+    memory: Stack
+    bias: Bias
+    heads: int
+    target: float | None
+
+    @property
+    def residual(self) -> bool:
+        """Whether the key itself is part of the prediction."""
+        return self.memory.residual
+
+    @property
+    def affine(self) -> tuple[float, float] | None:
+        """a and b where δ_L is a (z + k) − b v, with k where there is a residual, and e is g/a."""
+        bounded = self.target is not None and self.memory.bounded
+        return None if self.memory.finishes or bounded else self.bias.affine
+
+    @property
+    def layer_norm(self) -> bool:
+        """Whether it is a layer norm under an affine error, which `norm` writes out."""
+        affine = self.bias.affine
+        if self.memory.last_norm != "layer" or affine is None:
+            return False
+        return self.target is None or affine[0] != 0
+
+    def finish(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
+        """M ``[..., P, R, V]``.
+
+        Args:
+            z: what the last map says, ``[..., P, R, V]``.
+            raw: keys or queries before features. params: the memory's.
+        """
+        if not self.memory.finishes:  # heads are all alike
+            return self.memory.finish(z, raw, params)
+        parts = [x.reshape(-1, self.heads, *x.shape[-2:]) for x in (z, raw)]
+        return self.memory.finish(parts[0], parts[1], params).view(z.shape)
+
+    def said(self, v: Tensor, raw: Tensor, params: Values) -> Tensor | None:
+        """What of values can be said ``[..., P, R, V]``; ``None`` where nobody asks, or all can.
+
+        Args:
+            v: the values. raw: keys before features. params: the memory's.
+        """
+        if self.target is None or not self.memory.bounded:
+            return None
+        parts = [x.reshape(-1, self.heads, *x.shape[-2:]) for x in (self.target * v, raw)]
+        return said(self.memory, parts[0], parts[1], params).view(v.shape)
+
+    def of(self, z: Tensor, given: Values, gates: Values, params: Values, *, outer: bool) -> End:
+        """δ_L, g and N.
+
+        Args:
+            z: what the last map says, ``[P, R, V]``.
+            given: ``"v"``, ``"raw"`` (keys before features) and, where `said` is not ``None``, that
+                as ``"said"``.
+            gates: the bias's numbers ``[P, R, 1 or V]``. params: the memory's.
+            outer: whether they will be differentiated again.
+        """
+        raw, v = given["raw"], given["v"]
+        if not self.memory.finishes:
+            prediction = self.memory.finish(z, raw, params)
+            delta = error = self.bias.error(prediction, v, gates)
+        else:
+            if not outer:
+                z, raw = z.detach(), raw.detach()
+                params = {name: x.detach() for name, x in params.items()}
+            with torch.enable_grad():
+                z = z if z.requires_grad else z.detach().requires_grad_()
+                prediction = self.finish(z, raw, params)
+                error = self.bias.error(prediction if outer else prediction.detach(), v, gates)
+                (delta,) = torch.autograd.grad(prediction, z, error, create_graph=outer)
+            if not outer:
+                prediction, error, delta = prediction.detach(), error.detach(), delta.detach()
+        away = None
+        if self.target is not None:
+            value = given.get("said")
+            if value is None:
+                value = v if self.target == 1 else self.target * v
+            away = prediction - value
+        return End(memory=self.memory, delta=delta, error=error, away=away)
