@@ -18,6 +18,7 @@ __all__ = [
     "MIRAS",
     "NEARLY_ALL",
     "NORMALISED",
+    "QUIET",
     "REPEATED",
     "SILENT",
     "SLOW",
@@ -118,6 +119,11 @@ errors can be corrected at all."""
 SILENT = 0.01
 """`LayerOptions.last_map` under a norm, which makes whatever the last map says as long as a value:
 so the memory says next to nothing until something is written."""
+
+QUIET = 0.1
+"""The same of Titans. Under a norm a step is as long as what the last map already says: from next
+to nothing a batch makes that grow, and the next batch's longer steps write over it
+(`docs/design/steps.md`)."""
 
 NORMALISED = (
     "the gradient of every association is scaled by ρ, so that a rate of 1 corrects it (normalised "

@@ -23,8 +23,8 @@ from recollect.zoo.sources import (
     HALF,
     MIRAS,
     NORMALISED,
+    QUIET,
     REPEATED,
-    SILENT,
     TITANS,
     UNDER_A_NORM,
 )
@@ -62,7 +62,7 @@ def titans() -> tuple[Recipe, LayerOptions]:
     )
     momentum = GateOptions(high=0.9, init=0.3)
     gates = {**UNDER_A_NORM, "lr": REPEATED, "momentum": momentum}
-    return recipe, LayerOptions(gates=gates, last_map=SILENT)
+    return recipe, LayerOptions(gates=gates, last_map=QUIET)
 
 
 @preset(
@@ -116,4 +116,4 @@ def titans_minus() -> tuple[Recipe, LayerOptions]:
         retention=Decay(),
         algorithm=GradientDescent(batch=16, normalize=True, limit="keys"),
     )
-    return recipe, LayerOptions(gates={**UNDER_A_NORM, "lr": BEYOND}, last_map=SILENT)
+    return recipe, LayerOptions(gates={**UNDER_A_NORM, "lr": BEYOND}, last_map=QUIET)
