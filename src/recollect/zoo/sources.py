@@ -121,7 +121,7 @@ SILENT = 0.01
 so the memory says next to nothing until something is written."""
 
 QUIET = 0.1
-"""The same of Titans. Under a norm a step is as long as what the last map already says: from next
+"""The same of `titans`. Under a norm a step is as long as what the last map already says: from next
 to nothing a batch makes that grow, and the next batch's longer steps write over it
 (`docs/design/steps.md`)."""
 

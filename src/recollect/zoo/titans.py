@@ -25,6 +25,7 @@ from recollect.zoo.sources import (
     NORMALISED,
     QUIET,
     REPEATED,
+    SILENT,
     TITANS,
     UNDER_A_NORM,
 )
@@ -116,4 +117,4 @@ def titans_minus() -> tuple[Recipe, LayerOptions]:
         retention=Decay(),
         algorithm=GradientDescent(batch=16, normalize=True, limit="keys"),
     )
-    return recipe, LayerOptions(gates={**UNDER_A_NORM, "lr": BEYOND}, last_map=QUIET)
+    return recipe, LayerOptions(gates={**UNDER_A_NORM, "lr": BEYOND}, last_map=SILENT)
