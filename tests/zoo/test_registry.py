@@ -78,20 +78,46 @@ def test_a_repeated_token_does_not_make_a_deep_memory_diverge(name: str) -> None
         assert weight.abs().max() < 1e5
 
 
+DEEP = [name for name in rc.zoo.names() if 44 <= rc.zoo.get(name).row <= 60]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [1.0, 10.0, 100.0])
-@pytest.mark.parametrize("name", [n for n in rc.zoo.names() if 44 <= rc.zoo.get(n).row <= 60])
-def test_a_long_run_of_one_token_and_long_values_stay_finite(name: str, length: float) -> None:
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", DEEP)
+def test_a_long_run_of_one_token_and_long_values_stay_finite(name: str, trained: bool) -> None:
+    """Values as a layer makes them, and 10 and 100 times as long."""
     torch.manual_seed(0)
     layer = rc.zoo.get(name).build(32, 2)
+    if trained:
+        _learn(layer, steps=40)
     x = torch.randn(1, 1, 32).expand(1, 4096, 32)
     with torch.no_grad():
-        layer.qkv.weight[-layer.sizes[2] :] *= length
-        y, state = layer(x)
-    assert state is not None
-    assert y.isfinite().all()
-    for weight in state.memory.weights:
-        assert weight.isfinite().all()
+        for times in (1.0, 10.0, 10.0):
+            layer.qkv.weight[-layer.sizes[2] :] *= times
+            y, state = layer(x)
+            assert state is not None
+            assert y.isfinite().all()
+            for weight in state.memory.weights:
+                assert weight.isfinite().all()
+
+
+def _learn(layer: rc.MemoryLayer, steps: int) -> None:
+    """Recall of four pairs, between embeddings and a reading head of the layer's width."""
+    config = rc.tasks.MqarConfig(vocab=32, pairs=4, length=24)
+    embedding, head = torch.nn.Embedding(32, 32), torch.nn.Linear(32, 32)
+    parts = torch.nn.ModuleList([embedding, layer, head])
+    optimizer = torch.optim.AdamW(parts.parameters(), lr=3e-3)
+    generator, losses = torch.Generator().manual_seed(0), []
+    for _ in range(steps):
+        inputs, labels = rc.tasks.mqar(config, 8, generator)
+        y, _ = layer(embedding(inputs))
+        loss = torch.nn.functional.cross_entropy(head(y).flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parts.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]  # it has learned
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:
