@@ -17,6 +17,7 @@ from recollect.choices.context.weights import ContextWeights, VisibleAssociation
 from recollect.choices.fields import Param, flag, integer, number, slot
 from recollect.choices.memory import LinearMap
 from recollect.choices.memory.base import Apply, Forward
+from recollect.choices.memory.norms import layer_norm
 
 Values = Mapping[str, Tensor]
 
@@ -218,6 +219,42 @@ class Folded(rc.memory.Stack):
     def reachable(self, value: Tensor, raw: Tensor, params: Values) -> Tensor:
         most = params["most"].to(value.dtype)[:, None, :].abs()
         return torch.maximum(torch.minimum(value, most), -most)
+
+
+@rc.member
+class Spread(rc.memory.Stack):
+    """M(x) = C(w ⊙ LN(W x) + b), C learned: a norm, and a product of value channels after it."""
+
+    mixes: bool = flag(True)
+
+    @property
+    def chain(self) -> str:
+        return "identity"
+
+    @property
+    def last_norm(self) -> str | None:
+        return None if self.mixes else "layer"
+
+    def params(self) -> tuple[Param, ...]:
+        norm = [
+            Param(name=name, owner=self.title, axes=("V",), init=1.0)
+            for name in ("norm_weight", "norm_bias")
+        ]
+        mix = Param(name="mix", owner=self.title, axes=("V", "V"), init=0.5)
+        return (*norm, mix) if self.mixes else (*norm,)
+
+    def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
+        return (LinearMap(name="W", out=V, inp=F, first=True, last=True),)
+
+    def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+        return self.finish(apply(0, x), raw, params)
+
+    def finish(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
+        weight, shift = (params[name].to(z.dtype)[:, None] for name in ("norm_weight", "norm_bias"))
+        normed = weight * layer_norm(z) + shift
+        if not self.mixes:
+            return normed
+        return torch.einsum("hvw,bhnw->bhnv", params["mix"].to(z.dtype), normed)
 
 
 @rc.member

@@ -23,6 +23,7 @@ from tests.contracts.outside import (
     LookAhead,
     Plane,
     Skipping,
+    Spread,
     Tempered,
     Values,
 )
@@ -150,9 +151,11 @@ def test_a_residual_is_one_whatever_its_field_is_called() -> None:
 def test_an_end_of_ones_own(loss: rc.bias.Bias, normalize: bool) -> None:
     """What follows the maps of a chain may be anything, and bound what the memory says."""
     rule = rc.algorithm.Momentum(batch=3, normalize=normalize)
-    recipe = rc.Recipe(memory=Folded(), bias=loss, retention=rc.retention.Decay(), algorithm=rule)
-    assert chain_of(recipe) is not None
-    same(recipe, "deep")
+    plain = rc.Recipe(bias=loss, retention=rc.retention.Decay(), algorithm=rule)
+    for memory in (Folded(), Spread(), Spread(mixes=False)):
+        recipe = plain.but(memory=memory)
+        assert chain_of(recipe) is not None
+        same(recipe, "deep")
 
 
 def test_a_number_that_is_a_logarithm_reaches_its_loss_as_one() -> None:

@@ -730,6 +730,28 @@ def test_gradients_of_gradients(name: str) -> None:
     assert wrong < 1e-9, what
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("norm", [None, "layer"])
+def test_nothing_to_correct_at_long_keys(norm: str | None, dtype: torch.dtype) -> None:
+    """Where an error is exactly 0 no share is of anything, whatever the length of the key."""
+    recipe = rc.Recipe(
+        memory=memory.MLP(expansion=1, norm=norm),
+        retention=retention.Decay(),
+        algorithm=Momentum(batch=3, normalize=True),
+    )
+    x = fitting(recipe, B=1, T=6, H=1).map(lambda t: t.to(dtype))
+    empty = [name for name in x.tensors() if name.startswith("init") or name.endswith("norm_bias")]
+    named = x.tensors()
+    keys = 40 * named["k"]
+    given = x.put({"k": keys, "v": keys, **{name: torch.zeros_like(named[name]) for name in empty}})
+    expected, found = (
+        generate.gradients(recipe, given, method=method)[2] for method in ("reference", "deep")
+    )
+    assert all(bool(one.isfinite().all()) for one in found.values())
+    wrong, what = generate.worst(found, expected)
+    assert wrong < (1e-4 if dtype == torch.float32 else 1e-9), what
+
+
 def test_the_cache_of_decoding_holds_what_is_written() -> None:
     """Token by token with the cache, as in one call; half precision and float32 stay finite."""
     recipe = STRUCTURES["window"]

@@ -37,7 +37,7 @@ def test_nobody_gets_it_unasked() -> None:
     ("name", "reason"),
     [
         ("ttt_mlp", "no chain of maps"),  # norm and biases inside
-        ("titans", "has a norm"),
+        ("titans", "ends in more than a residual"),
         ("yaad", "no chain of maps"),  # decay per channel
         ("moneta", "no chain of maps"),
         ("ttt_linear", "no chain of maps"),

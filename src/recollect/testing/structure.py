@@ -275,7 +275,20 @@ def check_memory(memory: Memory) -> None:
             f"{title} declares chain={memory.chain!r}, which is its maps with that activation "
             f"between them and finish after the last, and its program is {wrong:.1e} off",
         )
+        if not memory.finishes:
+            wrong = off(memory.finish(h, x, params), x + h if memory.residual else h)
+            require(
+                not wrong,
+                f"{title} declares finishes=False, and its finish does more than add the raw key: "
+                f"it is {wrong:.1e} off",
+            )
         if memory.last_norm == "layer":
+            axes = {param.name: param.axes for param in memory.params()}
+            require(
+                all(axes.get(f"norm_{name}") == ("V",) for name in ("weight", "bias")),
+                f"{title} declares last_norm='layer', and has no params norm_weight and norm_bias "
+                "of axes ('V',)",
+            )
             weight, shift = (params[f"norm_{name}"].unsqueeze(1) for name in ("weight", "bias"))
             normed = weight * functional.layer_norm(h, h.shape[-1:], eps=NORM_EPS) + shift
             wrong = off(found, x + normed if memory.residual else normed)

@@ -120,7 +120,7 @@ SILENT = 0.01
 """`LayerOptions.last_map` under a norm, which makes whatever the last map says as long as a value:
 so the memory says next to nothing until something is written."""
 
-QUIET = 0.1
+QUIET = 0.03
 """The same of `titans`. Under a norm a step is as long as what the last map already says: from next
 to nothing a batch makes that grow, and the next batch's longer steps write over it
 (`docs/design/steps.md`)."""

@@ -304,8 +304,10 @@ class Stack(Memory):
     def finish(self, z: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         """M(x) from what the last map of a `chain` says: z, or z + k with a residual.
 
+        Every token is treated alike and alone, and the key enters as a residual or not at all.
+
         Args:
-            z: what it says, ``[B, H, N, V]``.
+            z: what it says, ``[B, H, N, V]``, where B may count inner batches too.
             raw: keys or queries before features, ``[B, H, N, K]``.
             params: this memory's own learned tensors by name, each ``[H, ...]``.
         """
@@ -315,7 +317,8 @@ class Stack(Memory):
     def last_norm(self) -> str | None:
         """``"layer"`` where `finish` is w ⊙ LN(z) + b, and + k with a residual.
 
-        w and b are then the params ``norm_weight`` and ``norm_bias``. ``None`` for anything else.
+        w and b are then the params ``norm_weight`` and ``norm_bias``, each ``[H, V]``. ``None`` for
+        anything else.
         """
         return None
 

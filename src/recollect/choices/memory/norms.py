@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from recollect.choices.gradients import HandWritten
 
-__all__ = ["NORM_EPS", "layer_norm"]
+__all__ = ["NORM_EPS", "layer_norm", "layer_norm_pull"]
 
 NORM_EPS = 1e-6
 
@@ -36,8 +36,13 @@ def _mean(x: Tensor) -> Tensor:
     return x.mean(-1, keepdim=True)
 
 
-def _slope(g: Tensor, h: Tensor, mean: Tensor, r: Tensor) -> Tensor:
-    """J g by torch's kernel."""
+def layer_norm_pull(g: Tensor, h: Tensor, mean: Tensor, r: Tensor) -> Tensor:
+    """J g by torch's kernel, without a graph.
+
+    Args:
+        g: shaped like ``h``. h: where J is taken.
+        mean, r: of it, as ``native_layer_norm`` has them.
+    """
     return torch.ops.aten.native_layer_norm_backward(  # type: ignore[no-any-return]
         g, h, h.shape[-1:], mean, r, None, None, [True, False, False]
     )[0]
@@ -55,7 +60,7 @@ class _LayerNorm(HandWritten):
         h, y, mean, r = ctx.saved_tensors
         if torch.is_grad_enabled():
             return cast(Tensor, _Slope.apply(above[0], h, y.detach(), mean, r))
-        return _slope(above[0], h, mean, r)
+        return layer_norm_pull(above[0], h, mean, r)
 
 
 class _Slope(HandWritten):
@@ -63,7 +68,7 @@ class _Slope(HandWritten):
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, h: Tensor, y: Tensor, mean: Tensor, r: Tensor) -> Tensor:
-        Jg = _slope(g, h, mean, r)
+        Jg = layer_norm_pull(g, h, mean, r)
         ctx.save_for_backward(g, h, y, mean, r, Jg)
         return Jg
 
@@ -77,7 +82,7 @@ class _Slope(HandWritten):
             Ju = r * (u - _mean(u) - y * _mean(u * y))
             bend = _mean(g * y) * Ju + _mean(u * y) * Jg + _mean(Ju * g) * y
             return Ju, -r * bend, None, None, None
-        Ju = _slope(u, h, mean, r)
+        Ju = layer_norm_pull(u, h, mean, r)
         bend = Ju * _mean(g * y)
         bend.addcmul_(Jg, _mean(u * y)).addcmul_(y, _mean(Ju * g))
         return Ju, bend.mul_(-r), None, None, None

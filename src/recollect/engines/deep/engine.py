@@ -338,6 +338,7 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
         # M at the border; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.
         borders = weights * (1 + len(problem.state.slots) + bool(method.chain.bases))
         numbers = borders + rows * (3 * widths + 2 * (grid.b + grid.c))
+        numbers += 12 * rows * method.maps[-1].out * method.memory.finishes
         each = B * H * numbers * problem.state.weights[0].element_size()
         whole = grid.N * each <= _room(problem.q, WHOLE_BYTES)
         # Without gradients next to nothing of this is kept.

@@ -69,11 +69,14 @@ class Ending:
 
     @property
     def layer_norm(self) -> bool:
-        """Whether it is a layer norm under an affine error, which `norm` writes out."""
+        """Whether it is a layer norm under an affine error, which `norm` writes out.
+
+        Under shares that asks what of a value can be said (`said`), and e of g.
+        """
         affine = self.bias.affine
         if self.memory.last_norm != "layer" or affine is None:
             return False
-        return self.target is None or affine[0] != 0
+        return self.target is None or (self.memory.bounded and affine[0] != 0)
 
     def finish(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
         """M ``[..., P, R, V]``.
@@ -85,7 +88,7 @@ class Ending:
         if not self.memory.finishes:  # heads are all alike
             return self.memory.finish(z, raw, params)
         parts = [x.reshape(-1, self.heads, *x.shape[-2:]) for x in (z, raw)]
-        return self.memory.finish(parts[0], parts[1], params).view(z.shape)
+        return self.memory.finish(parts[0], parts[1], params).reshape(z.shape)
 
     def said(self, v: Tensor, raw: Tensor, params: Values) -> Tensor | None:
         """What of values can be said ``[..., P, R, V]``; ``None`` where nobody asks, or all can.
@@ -96,10 +99,15 @@ class Ending:
         if self.target is None or not self.memory.bounded:
             return None
         parts = [x.reshape(-1, self.heads, *x.shape[-2:]) for x in (self.target * v, raw)]
-        return said(self.memory, parts[0], parts[1], params).view(v.shape)
+        return said(self.memory, parts[0], parts[1], params).reshape(v.shape)
+
+    def given(self, v: Tensor, raw: Tensor, params: Values) -> dict[str, Tensor]:
+        """What `of` is given of associations; arguments as in `said`."""
+        found, said = {"raw": raw, "v": v}, self.said(v, raw, params)
+        return found if said is None else {**found, "said": said}
 
     def of(self, z: Tensor, given: Values, gates: Values, params: Values, *, outer: bool) -> End:
-        """δ_L, g and N.
+        """δ_L, g and e.
 
         Args:
             z: what the last map says, ``[P, R, V]``.

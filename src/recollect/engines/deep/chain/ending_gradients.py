@@ -97,10 +97,8 @@ class _ByAutograd:
         self.ending, self.keys, self.z, self.shares = spec.ending, keys, z, shares
         self.leaves = keys.given | {f"gate {name}": x for name, x in keys.gates.items()}
         self.params = {f"param {name}": x for name, x in keys.params.items()}
-        memory, asked = (
-            spec.ending.memory,
-            {name: needs[name] for name in self.leaves | self.params},
-        )
+        memory = spec.ending.memory
+        asked = {name: needs[name] for name in self.leaves | self.params}
         self.same: Tensor | None = None
         if not memory.finishes:  # to the key, if at all, goes what goes to z
             self.same = to_z if asked.pop("raw") and memory.residual else None

@@ -209,11 +209,8 @@ def chain_slopes(
     A, bases = W, chain.bases_of(W, params)
     if bases:
         A = [w + base for w, base in zip(W, bases, strict=True)]
-    given = {"raw": points.raw.flatten(0, 1), "v": points.v.flatten(0, 1)}
     ending, own = chain.ending(points.v.shape[1]), {name: params[name] for name in chain.params}
-    said = ending.said(given["v"], given["raw"], own)
-    if said is not None:
-        given["said"] = said
+    given = ending.given(points.v.flatten(0, 1), points.raw.flatten(0, 1), own)
     flat: dict[str, Tensor] = {}
     for name, x in points.gates.items():
         flat[name] = x.flatten(0, 1)
@@ -393,9 +390,9 @@ def _gradient(
         gradient_of |= of_keys.named
         for name, x in total.items():
             if name in learned:
-                x += of_keys.named[name]
+                x += of_keys.named.get(name, 0.0)
             else:
-                x[span] = 0.0 if (one := gradient_of[name]) is None else one
+                x[span] = 0.0 if (one := gradient_of.get(name)) is None else one
         ends = of_keys.start
     needs_first = needs[len(names) :]
     return [

@@ -119,9 +119,9 @@ def forward(
         slope = None if affine is None else affine[0]
         factors = [pair for one in stacks for pair in one.factors(L)]
         shares = Shares(k, c, L, factors, slope=slope)
-    said, last = None, deltas[-1]
+    z_last, last = None, deltas[-1]
     if affine is None:
-        said = new("last", 0, count, P, R, last.shape[-1])
+        z_last = new("last", 0, count, P, R, last.shape[-1])
     else:
         torch.mul(keys.v, -affine[1], out=last)
         if spec.ending.residual:
@@ -141,8 +141,8 @@ def forward(
                 curve.store(z_[i][n], h)
         delta, end = delta_[-1][n], None
         if affine is None:
-            assert said is not None
-            z = torch.bmm(h, A_[-1][n], out=said[n if spec.keep else 0])
+            assert z_last is not None
+            z = torch.bmm(h, A_[-1][n], out=z_last[n if spec.keep else 0])
             end = ends(z, n)
             delta.copy_(end.delta)
         elif affine[0] != 0:
@@ -170,7 +170,7 @@ def forward(
             z=zs,
             u=us,
             slope=slopes if rises else None,
-            last=said,
+            last=z_last,
             above=None if shares is None else shares.above,
             size=None if shares is None else shares.size,
         )

@@ -5,6 +5,8 @@ and scale, w and β what it has learned, J = ∂n/∂z = r (1 − mean − n mea
 
     M = k + w ⊙ n + β,    g = a M − b v,    s = w ⊙ g,    δ_L = J s,    N = ⟨e, g⟩,  e = M − v̂
 
+(k where there is a residual, v̂ what of a value can be said.)
+
 Backwards, with the gradients δ̄, N̄ = π/N and ḡ = 2εQ̄ g of these (`shares`):
 
     s̄ = J δ̄,    ḡ_t = w ⊙ s̄ + N̄ e + ḡ,    M̄ = a ḡ_t + N̄ g,    k̄ = β̄ = M̄,    v̄ = −b ḡ_t
@@ -15,12 +17,11 @@ Backwards, with the gradients δ̄, N̄ = π/N and ḡ = 2εQ̄ g of these (`sha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from recollect.choices.memory.norms import NORM_EPS
+from recollect.choices.memory.norms import NORM_EPS, layer_norm_pull
 from recollect.engines.deep.chain.ending import End, Ending
 
 __all__ = ["LayerNormEnd", "LayerNormGradients"]
@@ -37,13 +38,6 @@ def _per_matrix(x: Tensor, like: Tensor) -> Tensor:
 def _normalised(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """n, the mean and r of z."""
     return torch.native_layer_norm(z, z.shape[-1:], None, None, NORM_EPS)
-
-
-def _pull(x: Tensor, z: Tensor, mean: Tensor, r: Tensor) -> Tensor:
-    """J x, by torch's kernel."""
-    arguments: tuple[Any, ...] = (z.shape[-1:], mean, r, None, None, [True, False, False])
-    found: Tensor = torch.ops.aten.native_layer_norm_backward(x, z, *arguments)[0]
-    return found
 
 
 class LayerNormEnd:
@@ -68,9 +62,7 @@ class LayerNormEnd:
             self.scale = self.weight if self.a == 1 else self.a * self.weight
         self.apart: Tensor | None = None
         if ending.target is not None:  # e is g/a and this
-            value = given.get("said")
-            value = ending.target * v if value is None else value
-            self.apart = (v if b == self.a else (b / self.a) * v) - value
+            self.apart = (v if b == self.a else (b / self.a) * v) - given["said"]
 
     def error(self, unit: Tensor, fixed: Tensor) -> Tensor:
         """g, from n and `fixed`."""
@@ -88,7 +80,7 @@ class LayerNormEnd:
         """
         unit, mean, r = _normalised(z)
         g = self.error(unit, self.fixed[n])
-        delta = _pull(g * self.weight, z, mean, r)
+        delta = layer_norm_pull(g * self.weight, z, mean, r)
         away = None if self.apart is None else self.away(g, self.apart[n])
         return End(memory=self.memory, delta=delta, error=g, away=away)
 
@@ -124,7 +116,7 @@ class LayerNormGradients:
         beside_up = -r * (s * unit).mean(-1, keepdim=True)
         per = -r / V
         self.beside = [x.unbind(0) for x in (beside_up, per * s, per * unit)]
-        self.along = torch.stack([unit, _pull(s, z, mean, r)], dim=-2).unbind(0)
+        self.along = torch.stack([unit, layer_norm_pull(s, z, mean, r)], dim=-2).unbind(0)
         self.shares: list[tuple[Tensor, ...]] | None = None
         self.to_said: Tensor | None = None
         if shares is not None and end.apart is not None:
@@ -143,7 +135,7 @@ class LayerNormGradients:
         """
         stats, up = [x[n] for x in self.stats], up.contiguous()
         of_up, of_unit, of_delta = (x[n] for x in self.beside)
-        to_s = _pull(up, *stats)
+        to_s = layer_norm_pull(up, *stats)
         to_g = to_s * self.weight
         if self.shares is None or pi is None:
             to_M = to_g if self.a == 1 else self.a * to_g
@@ -153,7 +145,7 @@ class LayerNormGradients:
             to_M = torch.addcmul(to_g if self.a == 1 else self.a * to_g, self.shares[1][n], per)
         unit, delta = (self.along[n] * up.unsqueeze(-2)).sum(-1, keepdim=True).unbind(-2)
         inner = (to_M * self.weight).addcmul_(up, of_up).addcmul_(of_unit, unit)
-        torch.addcmul(_pull(inner, *stats), of_delta, delta, out=out)
+        torch.addcmul(layer_norm_pull(inner, *stats), of_delta, delta, out=out)
         self.found[n] = to_s, to_g, to_M
 
     def gradients(self, needs: Mapping[str, bool], pi: Tensor | None) -> dict[str, Tensor]:
@@ -173,7 +165,7 @@ class LayerNormGradients:
         found = {name: x for name, x in made.items() if needs[name]}
         totals = {"norm_weight": self.g * to_s + self.unit * to_M, "norm_bias": to_M}
         for name, x in self.params.items():
-            if needs[f"param {name}"]:
+            if name in totals and needs[f"param {name}"]:
                 total = totals[name].sum((0, 2)).unflatten(0, (-1, len(x)))
                 found[f"param {name}"] = total.sum(0).to(x.dtype)
         return found

@@ -232,7 +232,8 @@ class ShareSlopes:
             [torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() for x in part]
             for part in (h, delta)
         )
-        last, tiny = outputs[-1], torch.finfo(h[0].dtype).tiny
+        last, info = outputs[-1], torch.finfo(h[0].dtype)
+        least = info.tiny / info.eps  # below it a square is nothing: its reciprocal overflows
         before = torch.zeros_like(last)
         for x, y in zip(inputs[:-1], outputs[:-1], strict=True):
             before.addcmul_(x, y)
@@ -240,14 +241,14 @@ class ShareSlopes:
             below = torch.addcmul(before, inputs[-1] + EPS, last)
         else:
             below = torch.addcmul(before, inputs[-1], last).add_(size.unsqueeze(-1), alpha=EPS)
-        twice = -2 / below.clamp_min_(tiny)
+        twice = -2 / below.clamp_min_(least)
         to_h = [y * twice for y in outputs]
         to_delta = [x * twice for x in inputs[:-1]]
         if size is None:
             # 2/|g|² − 2 (|h_(L−1)|² + ε)/Q, without a difference of large numbers.
-            to_delta.append(before.mul_(twice).div_(-last.clamp_min(tiny)))
+            to_delta.append(before.mul_(twice).div_(-last.clamp_min(info.tiny)))
             return cls(h=to_h, delta=to_delta, end=None)
         assert above is not None
         to_delta.append(inputs[-1] * twice)
-        to_N = above.masked_fill(above == 0, torch.inf).reciprocal_().unsqueeze(-1)
+        to_N = above.masked_fill(above < least, torch.inf).reciprocal_().unsqueeze(-1)
         return cls(h=to_h, delta=to_delta, end=(to_N, EPS * twice))

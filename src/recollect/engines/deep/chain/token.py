@@ -186,11 +186,7 @@ def _written(
     ending = chain.ending(v.shape[2])
     affine, end = ending.affine, None
     if affine is None:
-        value = v.reshape(key.shape[0], 1, -1)
-        given = {"raw": key, "v": value}
-        said = ending.said(value, key, {})
-        if said is not None:
-            given["said"] = said
+        given = ending.given(v.reshape(key.shape[0], 1, -1), key, {})
         h, delta, end = slopes(curve, ending, A, key, given, {}, {}, outer=False)
     else:
         a, b = affine

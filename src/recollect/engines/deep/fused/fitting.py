@@ -150,8 +150,9 @@ def misfit(recipe: Recipe, chain: Chain | None) -> str | None:
         return f"the memory is a chain of {depth} maps, and the kernel has two"
     if chain.bases:
         return f"{recipe.memory.title} stands beside a base, which the kernel does not read"
-    if recipe.memory.bounded or chain.memory.finishes:
-        return f"{recipe.memory.title} has a norm, which the kernel does not know"
+    bounded = recipe.memory.bounded and chain.target is not None
+    if chain.memory.finishes or bounded:
+        return f"{recipe.memory.title} ends in more than a residual, which the kernel does not know"
     if chain.activation not in CURVES:
         return f"the kernel has no {chain.activation}, but {', '.join(CURVES)}"
     if chain.bias.affine is None or chain.bias.numbers:
