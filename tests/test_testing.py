@@ -246,6 +246,54 @@ def test_a_memory_that_says_layer_norm_and_has_another() -> None:
     caught(Centred, "declares last_norm='layer', and its program is")
 
 
+def test_a_memory_whose_layer_norm_has_no_weights() -> None:
+    @rc.member
+    class Weightless(rc.memory.Stack):
+        """LN(W x), which says that it has a weight and a bias."""
+
+        @property
+        def chain(self) -> str:
+            return "identity"
+
+        @property
+        def last_norm(self) -> str:
+            return "layer"
+
+        def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
+            return (LinearMap(name="W", out=V, inp=F, first=True, last=True),)
+
+        def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+            return self.finish(apply(0, x), raw, params)
+
+        def finish(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
+            return torch.nn.functional.layer_norm(z, z.shape[-1:], eps=1e-6)
+
+    caught(Weightless, "declares last_norm='layer', and has no params norm_weight and norm_bias")
+
+
+def test_a_memory_that_hides_its_end() -> None:
+    @rc.member
+    class Hidden(rc.memory.Stack):
+        """tanh(W x), which says that nothing follows the map."""
+
+        finishes = False
+
+        @property
+        def chain(self) -> str:
+            return "identity"
+
+        def maps(self, F: int, V: int) -> tuple[LinearMap, ...]:
+            return (LinearMap(name="W", out=V, inp=F, first=True, last=True),)
+
+        def program(self, apply: Apply, x: Tensor, raw: Tensor, params: Values) -> Tensor:
+            return torch.tanh(apply(0, x))
+
+        def finish(self, z: Tensor, raw: Tensor, params: Values) -> Tensor:
+            return torch.tanh(z)
+
+    caught(Hidden, "declares finishes=False")
+
+
 @pytest.mark.parametrize("named", [("fixed", "fixed"), ("fxed",), ("turned",)])
 def test_a_memory_that_says_bases_and_has_none(named: tuple[str, ...]) -> None:
     @rc.member
