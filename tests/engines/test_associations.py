@@ -311,3 +311,18 @@ def test_a_nan_is_named_where_it_stands(name: str) -> None:
     x.k[1, 4] = torch.nan
     with pytest.raises(ValueError, match="k has a NaN at row 1, token 4"):
         generate.run(RECIPES[name], x)
+
+
+def test_routed_blocks_of_a_fit_without_a_ridge() -> None:
+    """Such fits take float64 keys, and the router's numbers stayed float32."""
+    routed = rc.context.Blocks(size=2, top=2, score="router")
+    recipe = rc.Recipe(
+        memory=rc.memory.LocalPolynomial(degree=1),
+        context=rc.context.Similar(within=(routed,)),
+        algorithm=rc.algorithm.Analytic(ridge=0.0),
+    )
+    x = generate.inputs(recipe, T=9, K=2, V=2)
+    y, _ = generate.run(recipe, x)
+    single, _ = generate.run(recipe, x.map(lambda t: t.float()))
+    assert single.dtype == torch.float32
+    assert generate.error(single[:, 6:], y[:, 6:]) < 1e-3

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import recollect as rc
 from recollect.engines.deep.chain import rows
-from recollect.engines.deep.chain.ending import Ending
+from recollect.engines.deep.chain.ends.ending import Ending
 from recollect.engines.deep.chain.rows import launch as launching
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])

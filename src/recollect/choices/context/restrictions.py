@@ -128,7 +128,9 @@ class Blocks(_Restriction):
         return (Gate(name="router", owner=self.title, axes=("K",), travels=True),)
 
     def over(self, visible: VisibleAssociations) -> ContextWeights:
-        label = visible.k if self.score == "mean" else visible.rates["router"]
+        label = visible.k
+        if self.score == "router":  # keys are float64 where no ridge bounds a fit's rounding
+            label = visible.rates["router"].to(label.dtype)
         B, n, H, K = label.shape
         real = visible.valid[..., None, None]
         label = torch.where(real, label, 0.0)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from recollect.engines.common.problem import Problem
-from recollect.engines.deep.chain.engine import chain_slopes
+from recollect.engines.deep.chain.chain import chain_slopes
 from recollect.engines.deep.fused.decode import run_token, token_launch
 from recollect.engines.deep.gradient_factors import Factors, Points, Read, factors, read
 from recollect.engines.deep.layout import DeepPlan, Layout, Memory

@@ -26,7 +26,9 @@ from torch import Tensor
 from recollect.choices.devices import room
 from recollect.choices.memory.base import Read, Stack
 from recollect.engines.common.problem import Problem, wants_gradient
-from recollect.engines.deep.chain.engine import Chain, run_chain, slope_of
+from recollect.engines.deep.chain.chain import Chain, slope_of
+from recollect.engines.deep.chain.ends.ending import affine_of
+from recollect.engines.deep.chain.engine import run_chain
 from recollect.engines.deep.chain.token import is_bare
 from recollect.engines.deep.decode import Stepped, follow, step
 from recollect.engines.deep.fused.running import launch_of, run_fused, walker_of, walks
@@ -190,11 +192,13 @@ def chain_of(recipe: Recipe) -> Chain | None:
         return None
     if memory.chain is None or not slope_of(memory.chain):
         return None
+    target = recipe.bias.target if recipe.algorithm.normalizes else None
     return Chain(
         activation=memory.chain,
         memory=memory,
         bias=recipe.bias,
-        target=recipe.bias.target if recipe.algorithm.normalizes else None,
+        target=target,
+        affine=affine_of(memory, recipe.bias, target),
         params=tuple(one.name for one in memory.params() if one.name not in memory.bases),
         bases=memory.bases,
     )

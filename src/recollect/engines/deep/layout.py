@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from recollect.choices.memory.base import LinearMap, Stack
 from recollect.engines.common.problem import Problem, join
-from recollect.engines.deep.chain.engine import Chain
+from recollect.engines.deep.chain.chain import Chain
 from recollect.engines.deep.fused.fitting import Build
 from recollect.engines.deep.gradient_factors import Points
 from recollect.engines.deep.share import Normalizer

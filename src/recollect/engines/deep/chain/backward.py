@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.engines.deep.chain.ending_gradients import end_gradients
+from recollect.engines.deep.chain.ends.gradients import end_gradients
 from recollect.engines.deep.chain.families import (
     GradientStacks,
     add_product,

@@ -13,24 +13,21 @@ more stack, which nothing moves. `tests/engines/test_deep.py` holds this path to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recollect.choices.bias.base import Bias
 from recollect.choices.gradients import HandWritten, again
-from recollect.choices.memory.base import Stack
 from recollect.engines.deep.chain.activations import CURVES
 from recollect.engines.deep.chain.backward import backward
-from recollect.engines.deep.chain.ending import Ending
+from recollect.engines.deep.chain.chain import Chain
 from recollect.engines.deep.chain.families import apart, families_of, hosted
 from recollect.engines.deep.chain.forward import (
     ScratchBuffers,
     forward,
     forward_by_autograd,
-    slopes,
 )
 from recollect.engines.deep.chain.reads import (
     QueryBatch,
@@ -42,12 +39,10 @@ from recollect.engines.deep.chain.reads import (
 )
 from recollect.engines.deep.chain.rows import agree, launcher
 from recollect.engines.deep.chain.rows.launch import launch
-from recollect.engines.deep.chain.shares import share_now
 from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys
-from recollect.engines.deep.gradient_factors import Factors, Points
 from recollect.engines.deep.step_coefficients import Table
 
-__all__ = ["Chain", "chain_slopes", "run_chain", "slope_of"]
+__all__ = ["run_chain"]
 
 Weights = Tensors = list[Tensor]
 
@@ -60,42 +55,6 @@ each is moved and written while it is near the processor."""
 
 FEW = 4
 """Batches below which it is better to read them one by one than to gather their weights."""
-
-
-def slope_of(activation: str) -> bool:
-    """Whether this path knows the derivatives of an activation."""
-    return activation in CURVES
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chain:
-    """A chain of maps: the activation between them, and what follows them.
-
-    Attributes:
-        activation: between maps. memory: of whose maps. bias: the loss.
-        target: the loss's, where every association is scaled by its share, else ``None``.
-        params: names of what the memory has learned, but for `bases`: of what is added to the maps.
-    """
-
-    activation: str
-    memory: Stack
-    bias: Bias
-    target: float | None = None
-    params: tuple[str, ...] = ()
-    bases: tuple[str, ...] = ()
-
-    def ending(self, heads: int) -> Ending:
-        """What follows the last map.
-
-        Args:
-            heads: of the memory.
-        """
-        return Ending(memory=self.memory, bias=self.bias, heads=heads, target=self.target)
-
-    def bases_of(self, W: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensors:
-        """W̄ of every map ``[P, out, in]``; none where the memory has no base."""
-        heads = [params[name].to(W[0].dtype) for name in self.bases]  # [H, out, in]
-        return [w.expand(W[0].shape[0] // w.shape[0], *w.shape).flatten(0, 1) for w in heads]
 
 
 def run_chain(
@@ -193,41 +152,6 @@ def _tried(spec: ChainSpec, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
     T, c, k, v, raw, scale, *rest = given
     commits = [True] * k.shape[0]
     return _ChainFunction.apply(spec, commits, T, scale, None, k, v, raw, c, *rest)
-
-
-def chain_slopes(
-    chain: Chain, W: Sequence[Tensor], points: Points, params: Mapping[str, Tensor]
-) -> list[Factors]:
-    """h and δ of every map at weights ``W [P, out, in]``, without a graph; shares are in δ.
-
-    Args:
-        chain: the memory.
-        W: its maps.
-        points: where gradients are taken.
-        params: the memory's own.
-    """
-    A, bases = W, chain.bases_of(W, params)
-    if bases:
-        A = [w + base for w, base in zip(W, bases, strict=True)]
-    ending, own = chain.ending(points.v.shape[1]), {name: params[name] for name in chain.params}
-    given = ending.given(points.v.flatten(0, 1), points.raw.flatten(0, 1), own)
-    flat: dict[str, Tensor] = {}
-    for name, x in points.gates.items():
-        flat[name] = x.flatten(0, 1)
-    h, delta, end = slopes(
-        CURVES[chain.activation],
-        ending,
-        [w.mT for w in A],
-        points.phi.flatten(0, 1),
-        given,
-        flat,
-        own,
-        outer=False,
-    )
-    if end.away is not None:
-        rho = share_now(h, delta, end).unsqueeze(-1)
-        delta = [rho * x for x in delta]
-    return list(map(Factors, h, delta))
 
 
 def _transitions(table: Table, *, pulled: bool) -> tuple[Tensor | None, Tensor]:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from recollect.engines.deep.chain.activations import Curve
-from recollect.engines.deep.chain.ending import End, Ending
+from recollect.engines.deep.chain.ends.ending import End, Ending
+from recollect.engines.deep.chain.ends.norm import LayerNormEnd
 from recollect.engines.deep.chain.families import (
     Stacks,
     add_product,
@@ -28,7 +29,6 @@ from recollect.engines.deep.chain.families import (
     by_batch,
     hosted,
 )
-from recollect.engines.deep.chain.norm import LayerNormEnd
 from recollect.engines.deep.chain.rows import ForwardRows
 from recollect.engines.deep.chain.shares import Shares, share_of
 from recollect.engines.deep.chain.trace import (

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from recollect.choices.algorithm.share import EPS, share
 from recollect.choices.devices import constant
-from recollect.engines.deep.chain.ending import End
+from recollect.engines.deep.chain.ends.ending import End
 
 __all__ = ["ShareSlopes", "Shares", "share_now", "share_of", "share_of_row"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from recollect.choices.devices import constant
 from recollect.engines.common.problem import state_dtype
 from recollect.engines.deep.chain.activations import CURVES
-from recollect.engines.deep.chain.engine import Chain
+from recollect.engines.deep.chain.chain import Chain
 from recollect.engines.deep.chain.forward import slopes
 from recollect.engines.deep.chain.shares import share_now, share_of_row
 from recollect.engines.deep.decode import moved
@@ -183,9 +183,9 @@ def _written(
     chain = plan.chain
     assert chain is not None  # plan.bare
     curve, A = CURVES[chain.activation], [w.mT for w in memory.A]
-    ending = chain.ending(v.shape[2])
-    affine, end = ending.affine, None
+    affine, end = chain.affine, None
     if affine is None:
+        ending = chain.ending(v.shape[2])
         given = ending.given(v.reshape(key.shape[0], 1, -1), key, {})
         h, delta, end = slopes(curve, ending, A, key, given, {}, {}, outer=False)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from recollect.engines.deep.chain.activations import Curve
-from recollect.engines.deep.chain.ending import Ending
+from recollect.engines.deep.chain.ends.ending import Ending
 
 __all__ = [
     "ChainSpec",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recollect.engines.deep.chain.engine import Chain
+from recollect.engines.deep.chain.chain import Chain
 
 if TYPE_CHECKING:
     from recollect.choices.memory.base import LinearMap

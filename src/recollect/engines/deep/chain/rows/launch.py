@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.devices import lasts
-from recollect.engines.deep.chain.ending import Ending
+from recollect.engines.deep.chain.ends.ending import Ending
 
 __all__ = ["LAUNCHERS", "OPTIONS", "SMALLEST", "Launch", "compiles", "launch", "launcher"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from recollect.choices.bias.losses import L2
 from recollect.choices.memory.maps import MLP
 from recollect.engines.deep.chain.activations import CURVES
-from recollect.engines.deep.chain.ending import Ending
+from recollect.engines.deep.chain.ends.ending import Ending
 from recollect.engines.deep.chain.rows.launch import Launch
 from recollect.engines.deep.chain.trace import ChainSpec
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from recollect.choices.memory.norms import NORM_EPS, layer_norm_pull
-from recollect.engines.deep.chain.ending import End, Ending
+from recollect.engines.deep.chain.ends.ending import End, Ending
 
 __all__ = ["LayerNormEnd", "LayerNormGradients"]
 

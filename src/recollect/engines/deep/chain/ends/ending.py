@@ -21,9 +21,15 @@ from recollect.choices.algorithm.share import correctable, said
 from recollect.choices.bias.base import Bias
 from recollect.choices.memory.base import Stack
 
-__all__ = ["End", "Ending"]
+__all__ = ["End", "Ending", "affine_of"]
 
 Values = Mapping[str, Tensor]
+
+
+def affine_of(memory: Stack, bias: Bias, target: float | None) -> tuple[float, float] | None:
+    """`Ending.affine`; arguments as there."""
+    bounded = target is not None and memory.bounded
+    return None if memory.finishes or bounded else bias.affine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +70,7 @@ class Ending:
     @property
     def affine(self) -> tuple[float, float] | None:
         """a and b where δ_L is a (z + k) − b v, with k where there is a residual, and e is g/a."""
-        bounded = self.target is not None and self.memory.bounded
-        return None if self.memory.finishes or bounded else self.bias.affine
+        return affine_of(self.memory, self.bias, self.target)
 
     @property
     def layer_norm(self) -> bool:

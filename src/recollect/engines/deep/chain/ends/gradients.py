@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from recollect.engines.deep.chain.norm import LayerNormGradients
+from recollect.engines.deep.chain.ends.norm import LayerNormGradients
 from recollect.engines.deep.chain.trace import ChainSpec, Keys
 
 __all__ = ["EndGradients", "end_gradients"]

@@ -1,0 +1,1 @@
+"""What follows the last map of a chain: forward (`ending`), back (`gradients`), a norm (`norm`)."""

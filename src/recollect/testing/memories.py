@@ -1,0 +1,108 @@
+"""What a memory declares of itself: linear, a chain and its end, biases, bases, a residual."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.nn import functional
+
+from recollect.choices.memory.base import Memory, Read, Stack
+from recollect.choices.memory.maps import activation
+from recollect.choices.memory.norms import NORM_EPS
+from recollect.recipe.recipe import Recipe
+from recollect.testing.compare import require
+from recollect.testing.declared import normal, off
+from recollect.testing.inputs import draw_param
+
+__all__ = ["check_memory"]
+
+
+def check_memory(memory: Memory) -> None:
+    """``linear`` is W x and nothing else; a ``chain`` its maps and bases, activation, ``finish``.
+
+    A memory that needs no initial weights learns from zeros.
+    """
+    if memory.degree is not None:
+        return
+    if memory.has_field("read"):  # how it is read is not what it is
+        memory = dataclasses.replace(memory, read=Read())  # type: ignore[call-arg]
+    title = memory.title
+    weights = [normal(1, 1, *shape, seed=3 + i) for i, shape in enumerate(memory.shapes(4, 4))]
+    sizes = Recipe().axes(4, 4) | memory.axes(4, 4, 4)
+    g = torch.Generator().manual_seed(3)
+    params = {p.name: draw_param(p, (1, *(sizes[a] for a in p.axes)), g) for p in memory.params()}
+    x = normal(1, 1, 5, 4, seed=12)
+    found = memory.function(4, 4)(weights, x, x, params)
+    require(found.shape == x.shape, f"{title}: forward gives {tuple(found.shape)} and not [..., V]")
+    if memory.linear:
+        W = weights[0]
+        wrong = off(found, W.unsqueeze(-2) * x if memory.diagonal else x @ W.mT)
+        product = "w ⊙ x" if memory.diagonal else "W x"
+        require(
+            not wrong,
+            f"{title} declares linear, which is M(W; x) = {product}, and its forward is "
+            f"{wrong:.1e} off",
+        )
+    if not memory.needs_init:
+        zeros = [torch.zeros_like(w).requires_grad_() for w in weights]
+        said = memory.function(4, 4)(zeros, x, x, params)
+        moved = torch.autograd.grad(said.sum(), zeros, materialize_grads=True)
+        require(
+            any(bool(g.any()) for g in moved),
+            f"{title} declares needs_init=False, and a memory of zeros has no gradient",
+        )
+    if not isinstance(memory, Stack):
+        return
+    biases = any(one.bias for one in memory.maps(4, 4))
+    require(
+        memory.biases == biases, f"{title} declares biases={memory.biases}, and its maps do not"
+    )
+    if memory.bases:
+        shapes = {name: tuple(x.shape[1:]) for name, x in params.items()}
+        said = [shapes.get(name) for name in memory.bases]
+        require(
+            said == [tuple(W.shape[2:]) for W in weights],
+            f"{title} declares bases={memory.bases!r}, and there has to be a param of its shape "
+            "for every map, in the maps' order",
+        )
+    if memory.chain is not None:
+        bases = [params[name] for name in memory.bases] or [torch.zeros(())] * len(weights)
+        maps = [W + base for W, base in zip(weights, bases, strict=True)]
+        h = x @ maps[0].mT
+        for W in maps[1:]:
+            h = activation(memory.chain)(h) @ W.mT
+        wrong = off(found, memory.finish(h, x, params))
+        require(
+            not wrong,
+            f"{title} declares chain={memory.chain!r}, which is its maps with that activation "
+            f"between them and finish after the last, and its program is {wrong:.1e} off",
+        )
+        if not memory.finishes:
+            wrong = off(memory.finish(h, x, params), x + h if memory.residual else h)
+            require(
+                not wrong,
+                f"{title} declares finishes=False, and its finish does more than add the raw key: "
+                f"it is {wrong:.1e} off",
+            )
+        if memory.last_norm == "layer":
+            axes = {param.name: param.axes for param in memory.params()}
+            require(
+                all(axes.get(f"norm_{name}") == ("V",) for name in ("weight", "bias")),
+                f"{title} declares last_norm='layer', and has no params norm_weight and norm_bias "
+                "of axes ('V',)",
+            )
+            weight, shift = (params[f"norm_{name}"].unsqueeze(1) for name in ("weight", "bias"))
+            normed = weight * functional.layer_norm(h, h.shape[-1:], eps=NORM_EPS) + shift
+            wrong = off(found, x + normed if memory.residual else normed)
+            require(
+                not wrong,
+                f"{title} declares last_norm='layer', and its program is {wrong:.1e} off",
+            )
+    moved = memory.function(4, 4)(weights, x, x + 1.0, params) - found
+    wrong = off(moved, torch.full_like(found, float(memory.residual)))
+    require(
+        not wrong,
+        f"{title} declares residual={memory.residual}, and what the raw key adds is {wrong:.1e} "
+        "off",
+    )
