@@ -18,7 +18,6 @@ __all__ = [
     "MIRAS",
     "NEARLY_ALL",
     "NORMALISED",
-    "QUIET",
     "REPEATED",
     "SILENT",
     "SLOW",
@@ -117,13 +116,9 @@ UNDER_A_NORM = {"log_decay": SLOW, "norm_weight": GateOptions(init=0.7)}
 errors can be corrected at all."""
 
 SILENT = 0.01
-"""`LayerOptions.last_map` under a norm, which makes whatever the last map says as long as a value:
-so the memory says next to nothing until something is written."""
-
-QUIET = 0.03
-"""The same of `titans`. Under a norm a step is as long as what the last map already says: from next
-to nothing a batch makes that grow, and the next batch's longer steps write over it
-(`docs/design/steps.md`)."""
+"""`LayerOptions.last_map` under a norm, which makes whatever the last map says as long as a value.
+From a hundredth the norm's ε halves that until something is written; where larger starts help and
+where they do not: `docs/design/steps.md`."""
 
 NORMALISED = (
     "the gradient of every association is scaled by ρ, so that a rate of 1 corrects it (normalised "

@@ -23,7 +23,6 @@ from recollect.zoo.sources import (
     HALF,
     MIRAS,
     NORMALISED,
-    QUIET,
     REPEATED,
     SILENT,
     TITANS,
@@ -63,7 +62,7 @@ def titans() -> tuple[Recipe, LayerOptions]:
     )
     momentum = GateOptions(high=0.9, init=0.3)
     gates = {**UNDER_A_NORM, "lr": REPEATED, "momentum": momentum}
-    return recipe, LayerOptions(gates=gates, last_map=QUIET)
+    return recipe, LayerOptions(gates=gates, last_map=SILENT)
 
 
 @preset(
