@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.contracts import generate
+from tests.contracts import generate, outside
 from tests.engines.test_deep import check, recipes
 from torch import Tensor
 
@@ -111,6 +111,8 @@ def _chains() -> dict[str, rc.Recipe]:
         found[f"a norm, {name}"] = found[name].but(memory=normed["layer"])
     for name in ("robust", "window"):
         found[f"a norm, shares, {name}"] = found[f"shares, {name}"].but(memory=normed["layer"])
+    for name, one in (("steps", plain), ("shares", shares)):  # a and b are neither 1 nor equal
+        found[f"a norm, {name}, affine"] = one.but(memory=normed["layer"], bias=outside.Eager())
     for name in sorted(CURVES.keys() - {"gelu", "identity"}):
         found[name] = plain.but(memory=memory.MLP(depth=3, expansion=2, activation=name))
     return found
