@@ -93,12 +93,22 @@ def normed(W: Sequence[Tensor], x: Tensor) -> Tensor:
 
 
 def said(k: Tensor, v: Tensor) -> Tensor:
-    """What of v ``[B, H, D]`` a memory under that norm can say: k + b + x of ‖x‖ ≤ ‖w‖."""
+    """What of v ``[B, H, D]`` a memory under that norm can say: c + w ⊙ u, ‖u‖² ≤ D and Σ u = 0.
+
+    u is the solution of (w² + λ) u + μ = w ⊙ d, Σ u = 0, as a linear system, shortened to √D.
+    """
     center = k + NORM["norm_bias"]
-    away = v - center
-    longest = torch.linalg.vector_norm(NORM["norm_weight"], dim=-1, keepdim=True)
-    length = torch.linalg.vector_norm(away, dim=-1, keepdim=True)
-    return torch.where(length > longest, center + away * longest / length, v)
+    w, d = NORM["norm_weight"].expand_as(v), v - center
+    x = w * d - (w * d).mean(-1, keepdim=True)
+    stretch = (w * x).square().sum(-1) / x.square().sum(-1)
+    multiplier = (torch.linalg.vector_norm(x, dim=-1) / D**0.5 - stretch).clamp(min=0)
+    system = torch.ones(*v.shape[:-1], D + 1, D + 1, dtype=v.dtype)
+    system[..., :D, :D] = torch.diag_embed(w**2 + multiplier.unsqueeze(-1))
+    system[..., D, D] = 0
+    right = torch.cat([w * d, torch.zeros_like(d[..., :1])], -1)
+    u = torch.linalg.solve(system, right.unsqueeze(-1))[..., :D, 0]
+    length = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+    return center + w * u * (D**0.5 / length).clamp(max=1)
 
 
 def half_square(p: Tensor, v: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from recollect.zoo.sources import (
     HALF,
     MIRAS,
     NORMALISED,
-    REPEATED,
     SILENT,
     TITANS,
     UNDER_A_NORM,
@@ -61,7 +60,7 @@ def titans() -> tuple[Recipe, LayerOptions]:
         algorithm=Momentum(batch=16, normalize=True, limit="keys"),
     )
     momentum = GateOptions(high=0.9, init=0.3)
-    gates = {**UNDER_A_NORM, "lr": REPEATED, "momentum": momentum}
+    gates = {**UNDER_A_NORM, "lr": BEYOND, "momentum": momentum}
     return recipe, LayerOptions(gates=gates, last_map=SILENT)
 
 

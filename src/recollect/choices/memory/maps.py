@@ -17,7 +17,7 @@ from recollect.choices.devices import constant
 from recollect.choices.fields import Param, flag, integer, option, slot
 from recollect.choices.member import RecipeError, member
 from recollect.choices.memory.base import Apply, LinearMap, Memory, Read, Stack
-from recollect.choices.memory.norms import NORM_EPS, layer_norm
+from recollect.choices.memory.norms import NORM_EPS, layer_norm, sayable
 from recollect.wording import shown
 
 if TYPE_CHECKING:
@@ -229,10 +229,10 @@ class _Perceptron(Stack):
         return self.norm is not None
 
     def reachable(self, value: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        """c + min(1, ‖w‖/‖v − c‖)(v − c), c = k + b: under a norm M(k) − c has the length of w.
+        """Of all c + w ⊙ u that the norm can say the one nearest to v, c = k + b.
 
-        w and b are the norm's weight and bias. That is the length of M(k) − c, but for the norm's
-        ε, where all weights are equal, and its mean over directions where they are not.
+        w and b are the norm's weight and bias. The exact statement is `sayable`'s; the
+        norm's ε, by which it says a little less, is not counted.
         """
         if self.norm is None:
             return value
@@ -240,20 +240,13 @@ class _Perceptron(Stack):
         center = raw if self.residual else torch.zeros_like(value)
         if self.norm == "layer":
             center = center + params["norm_bias"].to(value.dtype)[:, None, :]
-        away = value - center
-        most, length = (x.square().sum(-1, keepdim=True) for x in (weight, away))
-        beyond = length > most
-        # No quotient within reach, where a length may be 0; and a root of 0 has no derivative.
-        ratio = (most + torch.finfo(value.dtype).tiny ** (1 / 3)) / length.masked_fill(~beyond, 1.0)
-        return center + ratio.masked_fill(~beyond, 1.0).sqrt() * away
+        return center + sayable(value - center, weight, centred=self.norm == "layer")
 
     def within(self, value: str, raw: str) -> str:
-        terms = [*([raw] if self.residual else []), *(["b"] if self.norm == "layer" else [])]
-        if not terms:
-            return f"min(1, ‖w‖/‖{value}‖) {value}"
-        center = " + ".join(terms)
-        away = f"{value} − {' − '.join(terms)}"
-        return f"{center} + min(1, ‖w‖/‖{away}‖) ({away})"
+        center = [*([raw] if self.residual else []), *(["b"] if self.norm == "layer" else [])]
+        zero = ", Σ u = 0" if self.norm == "layer" else ""
+        said = " + ".join([*center, "w ⊙ u"])
+        return f"the nearest to {value} of all {said}, ‖u‖² ≤ V{zero}"
 
     def _wrap(self, network: str, raw: str) -> str:
         norm = {None: "{}", "layer": "LN({})", "rms": "RMS({})"}[self.norm].format(network)

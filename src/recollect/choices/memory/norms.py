@@ -1,4 +1,6 @@
-"""Layer normalisation with exact derivatives of any order, by torch's kernels where they are exact.
+"""What memories need of norms: exact derivatives of any order, and what a norm can say of a value.
+
+Layer normalisation runs by torch's kernels where they are exact.
 
 An inner gradient through a norm is a first derivative of it, its outer gradient a second, and a
 gradient of that a third, where torch's own ``layer_norm`` takes its scale for a constant. With
@@ -20,9 +22,10 @@ from torch.nn import functional
 
 from recollect.choices.gradients import HandWritten
 
-__all__ = ["NORM_EPS", "layer_norm", "layer_norm_pull"]
+__all__ = ["NORM_EPS", "layer_norm", "layer_norm_pull", "sayable"]
 
 NORM_EPS = 1e-6
+_LEAST = 1e-6  # of the largest w²: where w is smaller, nothing is said
 
 
 def layer_norm(h: Tensor) -> Tensor:
@@ -86,3 +89,32 @@ class _Slope(HandWritten):
         bend = Ju * _mean(g * y)
         bend.addcmul_(Jg, _mean(u * y)).addcmul_(y, _mean(Ju * g))
         return Ju, bend.mul_(-r), None, None, None
+
+
+def sayable(away: Tensor, weight: Tensor, *, centred: bool) -> Tensor:
+    """Of d = ``away`` what a norm can say: w ⊙ û with mean(û²) ≤ 1 (and mean(û) = 0).
+
+        û = u min(1, √V/‖u‖),   u_i = (w_i d_i − μ) / (w_i² + λ),
+        λ = max(0, ‖x‖/√V − Σ w² x² / Σ x²),   x = w ⊙ d − mean(w ⊙ d).
+
+    A layer norm says only û of mean 0, and μ is what gives u that mean; an RMS norm has x = w ⊙ d
+    and μ = 0. The nearest to d of all that can be said is this with the λ ≥ 0 at which ‖u‖ = √V;
+    ours is that λ where d is within reach and where all w are equal, comes to it where d is far
+    beyond reach, and is below it elsewhere (`docs/design/steps.md`).
+
+    Args:
+        away: the value less the key and the norm's bias, ``[..., V]``.
+        weight: w of the norm, broadcast against it.
+        centred: of a layer norm.
+    """
+    smallest = torch.finfo(away.dtype).tiny ** (1 / 3)  # a root of 0 has no derivative
+    pulled, squares = weight * away, weight.square()
+    x = (pulled - _mean(pulled) if centred else pulled).square()
+    size = _mean(x) + smallest
+    multiplier = (size.sqrt() - _mean(squares * x) / size).clamp_min(0)
+    least = _LEAST * squares.amax(-1, keepdim=True) + smallest
+    inverse = (squares.clamp_min(least) + multiplier).reciprocal()
+    u = pulled * inverse
+    if centred:
+        u = u - inverse * (_mean(u) / _mean(inverse))
+    return weight * (u / (_mean(u.square()) + smallest).sqrt().clamp_min(1.0))

@@ -1,0 +1,134 @@
+"""What of a value a norm can say: against the nearest point, found by bisection, and in steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.engines.test_normalized import normal
+from torch import Tensor
+
+import recollect as rc
+from recollect.choices.memory.norms import sayable
+
+V = 32
+METHODS = pytest.mark.parametrize("method", ["reference", "deep"])
+NORMS = pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+WEIGHTS = {
+    "equal": torch.full((V,), 0.7, dtype=torch.float64),
+    "trained": 0.2 + 0.8 * torch.rand(V, generator=torch.Generator().manual_seed(0)).double(),
+    "of both signs": normal(V, seed=1),
+    "some zero": torch.cat([torch.zeros(4), torch.ones(V - 4)]).double(),
+}
+
+
+def solved(w: Tensor, d: Tensor, multiplier: Tensor, centred: bool) -> Tensor:
+    """u of (w² + λ) u + μ = w ⊙ d, Σ u = 0, as one linear system."""
+    n = V + centred
+    system, right = torch.zeros(n, n, dtype=d.dtype), torch.zeros(n, dtype=d.dtype)
+    system[:V, :V] = torch.diag(w**2 + multiplier)
+    system[V:, :V] = 1
+    system[:V, V:] = 1
+    right[:V] = w * d
+    return torch.linalg.solve(system, right)[:V]
+
+
+def nearest(w: Tensor, d: Tensor, centred: bool) -> Tensor:
+    """The nearest w ⊙ u of ‖u‖² ≤ V, Σ u = 0: λ by bisection, for ‖u‖ falls with it."""
+    low, high = torch.tensor(1e-9).double(), 1e6 * torch.ones(()).double()
+    if solved(w, d, low, centred).square().mean() > 1:
+        for _ in range(120):
+            middle = (low * high).sqrt()
+            short = solved(w, d, middle, centred).square().mean() < 1
+            low, high = (low, middle) if short else (middle, high)
+    return w * solved(w, d, low, centred)
+
+
+@NORMS
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("size", [0.1, 1.0, 3.0, 30.0])
+def test_what_a_norm_can_say(name: str, size: float, centred: bool) -> None:
+    """It can be said, and is the nearest where all weights are equal, within reach and far away."""
+    w = WEIGHTS[name]
+    for seed in range(4):
+        d = size * (normal(V, seed=10 + seed) + 0.5) * w.norm() / V**0.5
+        found, best = sayable(d, w, centred=centred), nearest(w, d, centred)
+        u = torch.where(w == 0, 0.0, found / torch.where(w == 0, 1.0, w))
+        if not bool((w == 0).any()):  # what a channel without weight says is free
+            assert not centred or abs(float(u.mean())) < 1e-9
+        assert u.square().mean() < 1 + 1e-9
+        reached = bool(w.all()) and bool(solved(w, d, 0 * size * d[0], centred).norm() < V**0.5)
+        if name == "equal" or (reached and name == "trained"):
+            assert (found - best).norm() < 1e-6 * w.norm()
+        if size == 30.0:
+            assert (found - best).norm() < 1e-2 * w.norm()
+        further = (found - d).norm() - (best - d).norm()
+        assert further > -1e-6 * w.norm()
+        assert name != "trained" or further < 0.15 * w.norm()
+
+
+@NORMS
+@pytest.mark.parametrize("size", [0.3, 3.0])
+def test_its_derivatives(size: float, centred: bool) -> None:
+    d, w = (size * normal(2, 6, seed=3)).requires_grad_(), normal(6, seed=4).requires_grad_()
+
+    def said(d: Tensor, w: Tensor) -> Tensor:
+        return sayable(d, w, centred=centred)
+
+    assert torch.autograd.gradcheck(said, (d, w))
+    assert torch.autograd.gradgradcheck(said, (d, w))
+
+
+@NORMS
+@pytest.mark.parametrize("zero", ["away", "weight", "both"])
+def test_second_derivatives_at_zero(zero: str, centred: bool) -> None:
+    for dtype in (torch.float32, torch.float64):
+        d = torch.zeros(3, 5, dtype=dtype) if zero != "weight" else normal(3, 5, seed=5).to(dtype)
+        w = torch.zeros(5, dtype=dtype) if zero != "away" else torch.ones(5, dtype=dtype)
+        leaves = [d.requires_grad_(), w.requires_grad_()]
+        first = torch.autograd.grad(sayable(d, w, centred=centred).sum(), leaves, create_graph=True)
+        total = torch.stack([g.square().sum() for g in first]).sum()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(total, leaves))
+
+
+def step(w: Tensor, b: Tensor, z: Tensor, v: Tensor, method: str) -> Tensor:
+    """Δz of one normalised step at rate 1, where a linear map says z of a key."""
+    recipe = rc.Recipe(
+        memory=rc.memory.MLP(depth=1, norm="layer", residual=False),
+        algorithm=rc.algorithm.GradientDescent(lr=1.0, normalize=True),
+    )
+    k = normal(V, seed=6)
+    W = torch.outer(z, k) / k.square().sum()
+    params = {"norm_weight": w[None], "norm_bias": b[None]}
+    key = k.view(1, 1, 1, V)
+    _, state = rc.recall(
+        recipe, key, key, v.view(1, 1, 1, V), params=params, init=[W[None]], method=method
+    )
+    assert state is not None
+    return (state.weights[0][0, 0] - W) @ k
+
+
+@METHODS
+@pytest.mark.parametrize("size", [10.0, 100.0])
+@pytest.mark.parametrize("name", ["trained", "of both signs"])
+def test_nothing_moves_where_no_more_can_be_said(name: str, size: float, method: str) -> None:
+    """z along w ⊙ (v − b), less its mean: what LN says is as near to a long value as it can be.
+
+    With what a layer norm cannot say left in the error, this is where steps were longest.
+    """
+    w, b = WEIGHTS[name], 0.1 * normal(V, seed=7)
+    v = size * (normal(V, seed=8) + 1)
+    best = nearest(w, v - b, True) / w  # the direction of the nearest that can be said
+    for turned, least, most in ((0.0, 0.0, 0.05), (1.0, 0.2, 2.0)):
+        z = best + turned * normal(V, seed=9) * best.norm() / V**0.5
+        moved = step(w, b, z - z.mean(), v, method)
+        assert least <= float(moved.norm() / z.norm()) < most
+
+
+@METHODS
+def test_what_all_channels_share_is_not_counted(method: str) -> None:
+    """LN says nothing of the mean over channels, so a step under equal weights knows none of it."""
+    w, b, z = WEIGHTS["equal"], torch.zeros(V).double(), normal(V, seed=9)
+    v = 20 * normal(V, seed=8)
+    plain, more = (step(w, b, z, v + x, method) for x in (0.0, 50.0))
+    assert plain.norm() > 0.3 * z.norm()
+    torch.testing.assert_close(plain, more, rtol=1e-4, atol=0)  # ε |g|² beside the gain
