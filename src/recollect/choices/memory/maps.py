@@ -229,10 +229,9 @@ class _Perceptron(Stack):
         return self.norm is not None
 
     def reachable(self, value: Tensor, raw: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-        """Of all c + w ⊙ u that the norm can say the one nearest to v, c = k + b.
+        """c + w ⊙ û, which the norm can say and which is near to v, as `sayable` states it.
 
-        w and b are the norm's weight and bias. The exact statement is `sayable`'s; the
-        norm's ε, by which it says a little less, is not counted.
+        c = k + b; w and b are the norm's weight and bias, and its ε is not counted.
         """
         if self.norm is None:
             return value
@@ -243,10 +242,20 @@ class _Perceptron(Stack):
         return center + sayable(value - center, weight, centred=self.norm == "layer")
 
     def within(self, value: str, raw: str) -> str:
-        center = [*([raw] if self.residual else []), *(["b"] if self.norm == "layer" else [])]
-        zero = ", Σ u = 0" if self.norm == "layer" else ""
-        said = " + ".join([*center, "w ⊙ u"])
-        return f"the nearest to {value} of all {said}, ‖u‖² ≤ V{zero}"
+        center = " + ".join([raw] * self.residual + ["b"] * (self.norm == "layer"))
+        d = f"{value} − c" if center else value
+        pulled, turn, zero = f"w ⊙ ({d})" if center else f"w ⊙ {d}", "x", ""
+        if self.norm == "layer":
+            turn, zero = f"{pulled} − μ", ", Σ u = 0"
+            pulled += f" − mean(w ⊙ ({d}))"
+        says = [
+            f"{'c + ' if center else ''}w ⊙ u min(1, √V/‖u‖)",
+            f"u = ({turn})/(max(w², mean(w²)/36) + λ){zero}",
+            f"x = {pulled}",
+            "λ = max(0, ‖x‖/√V − ‖w ⊙ x‖²/‖x‖²)",
+            *([f"c = {center}"] if center else []),
+        ]
+        return ", ".join(says)
 
     def _wrap(self, network: str, raw: str) -> str:
         norm = {None: "{}", "layer": "LN({})", "rms": "RMS({})"}[self.norm].format(network)

@@ -25,7 +25,7 @@ from recollect.choices.gradients import HandWritten
 __all__ = ["NORM_EPS", "layer_norm", "layer_norm_pull", "sayable"]
 
 NORM_EPS = 1e-6
-_LEAST = 1e-6  # of the largest w²: where w is smaller, nothing is said
+_LEAST = 1 / 36  # of the mean of w²
 
 
 def layer_norm(h: Tensor) -> Tensor:
@@ -98,9 +98,11 @@ def sayable(away: Tensor, weight: Tensor, *, centred: bool) -> Tensor:
         λ = max(0, ‖x‖/√V − Σ w² x² / Σ x²),   x = w ⊙ d − mean(w ⊙ d).
 
     A layer norm says only û of mean 0, and μ is what gives u that mean; an RMS norm has x = w ⊙ d
-    and μ = 0. The nearest to d of all that can be said is this with the λ ≥ 0 at which ‖u‖ = √V;
-    ours is that λ where d is within reach and where all w are equal, comes to it where d is far
-    beyond reach, and is below it elsewhere (`docs/design/steps.md`).
+    and μ = 0. The nearest to d of all that can be said is this with the λ ≥ 0 at which ‖u‖ = √V, or
+    0 within reach; ours is that λ where all w are equal, comes to it where d is far beyond reach,
+    and is below it elsewhere. Beside λ, w_i² counts as a thirty-sixth of its mean at least: one
+    channel that says next to nothing would make u so long that the others say nothing
+    (`docs/design/steps.md`).
 
     Args:
         away: the value less the key and the norm's bias, ``[..., V]``.
@@ -112,7 +114,7 @@ def sayable(away: Tensor, weight: Tensor, *, centred: bool) -> Tensor:
     x = (pulled - _mean(pulled) if centred else pulled).square()
     size = _mean(x) + smallest
     multiplier = (size.sqrt() - _mean(squares * x) / size).clamp_min(0)
-    least = _LEAST * squares.amax(-1, keepdim=True) + smallest
+    least = _LEAST * _mean(squares) + smallest
     inverse = (squares.clamp_min(least) + multiplier).reciprocal()
     u = pulled * inverse
     if centred:
