@@ -18,7 +18,11 @@ WEIGHTS = {
     "trained": 0.2 + 0.8 * torch.rand(V, generator=torch.Generator().manual_seed(0)).double(),
     "of both signs": normal(V, seed=1),
     "some zero": torch.cat([torch.zeros(4), torch.ones(V - 4)]).double(),
+    "one weak": torch.cat([torch.tensor([0.02]), torch.ones(V - 1)]).double(),
 }
+
+FURTHER = {"trained": 0.25, "one weak": 0.2}
+"""How much further from d than the nearest, in ‖w‖: a weak channel must not silence the others."""
 
 
 def solved(w: Tensor, d: Tensor, multiplier: Tensor, centred: bool) -> Tensor:
@@ -43,27 +47,34 @@ def nearest(w: Tensor, d: Tensor, centred: bool) -> Tensor:
     return w * solved(w, d, low, centred)
 
 
+def within_reach(w: Tensor, d: Tensor, centred: bool) -> bool:
+    return bool(solved(w, d, torch.zeros((), dtype=d.dtype), centred).norm() < V**0.5)
+
+
 @NORMS
 @pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("size", [0.1, 1.0, 3.0, 30.0])
+@pytest.mark.parametrize("size", [0.1, 0.6, 1.0, 1.5, 2.0, 5.0, 30.0])
 def test_what_a_norm_can_say(name: str, size: float, centred: bool) -> None:
     """It can be said, and is the nearest where all weights are equal, within reach and far away."""
     w = WEIGHTS[name]
     for seed in range(4):
         d = size * (normal(V, seed=10 + seed) + 0.5) * w.norm() / V**0.5
         found, best = sayable(d, w, centred=centred), nearest(w, d, centred)
-        u = torch.where(w == 0, 0.0, found / torch.where(w == 0, 1.0, w))
-        if not bool((w == 0).any()):  # what a channel without weight says is free
-            assert not centred or abs(float(u.mean())) < 1e-9
-        assert u.square().mean() < 1 + 1e-9
-        reached = bool(w.all()) and bool(solved(w, d, 0 * size * d[0], centred).norm() < V**0.5)
-        if name == "equal" or (reached and name == "trained"):
+        none = w == 0
+        u = torch.where(none, 0.0, found / torch.where(none, 1.0, w))
+        if centred:  # channels without weight say u too, and together take what the others have
+            rest = float(u.sum())
+            assert bool(none.any()) or abs(rest) < 1e-9 * V
+            u[none] = -rest / none.sum()
+        assert u.square().mean() < 1 + 1e-6
+        if name == "equal" or (name == "trained" and within_reach(w, d, centred)):
             assert (found - best).norm() < 1e-6 * w.norm()
         if size == 30.0:
             assert (found - best).norm() < 1e-2 * w.norm()
         further = (found - d).norm() - (best - d).norm()
         assert further > -1e-6 * w.norm()
-        assert name != "trained" or further < 0.15 * w.norm()
+        if name in FURTHER:
+            assert further < FURTHER[name] * w.norm()
 
 
 @NORMS

@@ -106,8 +106,8 @@ begin at one half, where every share of the stability limit begins (`docs/design
 BEYOND = GateOptions(unit="share", init=1.5, low=0.2, high=2.0)
 """Rates of memories under a norm, which lets nothing diverge beyond the limit: what is written then
 stands out of the noise of the initial memory and of what was written before, and a rate of 1 turns
-what a norm says by half of what is right where values are long. A share that closed would not open
-again, so it stays above a fifth of the limit."""
+what a norm says half of the way to a long value. A share that closed would not open again, so it
+stays above a fifth of the limit."""
 
 REPEATED = GateOptions(unit="share", init=0.5, low=0.2)
 """Rates under a norm where a window writes a token again; the rest is as `BEYOND`."""

@@ -242,17 +242,18 @@ class _Perceptron(Stack):
         return center + sayable(value - center, weight, centred=self.norm == "layer")
 
     def within(self, value: str, raw: str) -> str:
+        if self.norm is None:
+            return value
         center = " + ".join([raw] * self.residual + ["b"] * (self.norm == "layer"))
-        d = f"{value} − c" if center else value
-        pulled, turn, zero = f"w ⊙ ({d})" if center else f"w ⊙ {d}", "x", ""
+        x, turn = f"w ⊙ ({value} − c)" if center else f"w ⊙ {value}", "x/(y + λ)"
         if self.norm == "layer":
-            turn, zero = f"{pulled} − μ", ", Σ u = 0"
-            pulled += f" − mean(w ⊙ ({d}))"
+            x, turn = f"{x} − mean({x})", "(x − μ)/(y + λ), Σ s = 0"
         says = [
-            f"{'c + ' if center else ''}w ⊙ u min(1, √V/‖u‖)",
-            f"u = ({turn})/(max(w², mean(w²)/36) + λ){zero}",
-            f"x = {pulled}",
-            "λ = max(0, ‖x‖/√V − ‖w ⊙ x‖²/‖x‖²)",
+            f"{'c + ' if center else ''}w ⊙ s min(1, √V/‖s‖)",
+            f"s = {turn}",
+            "λ = max(0, ‖x‖/√V − Σ y x²/Σ x²)",
+            "y = max(w², mean(w²)/36)",
+            f"x = {x}",
             *([f"c = {center}"] if center else []),
         ]
         return ", ".join(says)

@@ -94,14 +94,14 @@ class _Slope(HandWritten):
 def sayable(away: Tensor, weight: Tensor, *, centred: bool) -> Tensor:
     """Of d = ``away`` what a norm can say: w ⊙ û with mean(û²) ≤ 1 (and mean(û) = 0).
 
-        û = u min(1, √V/‖u‖),   u_i = (w_i d_i − μ) / (w_i² + λ),
-        λ = max(0, ‖x‖/√V − Σ w² x² / Σ x²),   x = w ⊙ d − mean(w ⊙ d).
+        û = s min(1, √V/‖s‖),   s_i = (x_i − μ) / (y_i + λ),   x = w ⊙ d − mean(w ⊙ d),
+        λ = max(0, ‖x‖/√V − Σ y x² / Σ x²),   y = max(w², mean(w²)/36).
 
-    A layer norm says only û of mean 0, and μ is what gives u that mean; an RMS norm has x = w ⊙ d
-    and μ = 0. The nearest to d of all that can be said is this with the λ ≥ 0 at which ‖u‖ = √V, or
-    0 within reach; ours is that λ where all w are equal, comes to it where d is far beyond reach,
-    and is below it elsewhere. Beside λ, w_i² counts as a thirty-sixth of its mean at least: one
-    channel that says next to nothing would make u so long that the others say nothing
+    A layer norm says only û of mean 0, and μ is what gives s that mean; an RMS norm has x = w ⊙ d
+    and μ = 0. But for the floor of y the nearest to d of all that can be said is this with the
+    λ ≥ 0 at which ‖s‖ = √V, or 0 within reach. Ours is that λ where all w are equal, comes to it
+    where d is far beyond reach, and is below it elsewhere. The floor is for channels that say next
+    to nothing: one of them would make s so long that the others say nothing either
     (`docs/design/steps.md`).
 
     Args:
@@ -110,13 +110,14 @@ def sayable(away: Tensor, weight: Tensor, *, centred: bool) -> Tensor:
         centred: of a layer norm.
     """
     smallest = torch.finfo(away.dtype).tiny ** (1 / 3)  # a root of 0 has no derivative
-    pulled, squares = weight * away, weight.square()
-    x = (pulled - _mean(pulled) if centred else pulled).square()
-    size = _mean(x) + smallest
-    multiplier = (size.sqrt() - _mean(squares * x) / size).clamp_min(0)
-    least = _LEAST * _mean(squares) + smallest
-    inverse = (squares.clamp_min(least) + multiplier).reciprocal()
-    u = pulled * inverse
+    x, y = weight * away, weight.square()
     if centred:
-        u = u - inverse * (_mean(u) / _mean(inverse))
-    return weight * (u / (_mean(u.square()) + smallest).sqrt().clamp_min(1.0))
+        x = x - _mean(x)
+    y = y.clamp_min(_LEAST * _mean(y) + smallest)
+    squares = x.square()
+    size = _mean(squares) + smallest
+    inverse = (y + (size.sqrt() - _mean(y * squares) / size).clamp_min(0)).reciprocal()
+    s = x * inverse
+    if centred:
+        s = s - inverse * (_mean(s) / _mean(inverse))
+    return weight * (s / (_mean(s.square()) + smallest).sqrt().clamp_min(1.0))
