@@ -95,17 +95,18 @@ def again(
     function: Callable[[list[Any]], Sequence[Tensor]],
     inputs: Sequence[Tensor | None],
     needs: Sequence[bool],
-    above: Sequence[Tensor],
+    above: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """Gradients of ``function`` at ``inputs`` that can be differentiated any number of times.
 
     Args:
         function: from tensors like the inputs to the outputs, in operations autograd knows.
         needs: which inputs want a gradient; the others get ``None``.
-        above: gradients of the outputs.
+        above: gradients of the outputs; ``None`` of those that nobody reads.
     """
     given = places(inputs)
-    pairs = [(y, g) for y, g in zip(function(given), above, strict=True) if y.requires_grad]
+    outputs = zip(function(given), above, strict=True)
+    pairs = [(y, g) for y, g in outputs if y.requires_grad and g is not None]
     wanted = [x for x, need in zip(given, needs, strict=True) if need]
     if not pairs or not wanted:
         return [None] * len(given)

@@ -240,7 +240,12 @@ def run(problem: Problem) -> tuple[Tensor, State]:
     parts = [Part(x, grid.c - 1 if i < lead else 0) for i, x in enumerate(columns)]
 
     def call(
-        group: int, memories: list[Tensor], tokens: list[Tensor], rest: list[Tensor], outer: bool
+        group: int,
+        memories: list[Tensor],
+        tokens: list[Tensor],
+        rest: list[Tensor],
+        outer: bool,
+        ends: bool = True,
     ) -> tuple[Tensor, list[Tensor]]:
         layout = _layout(
             grid.like(iter(tokens)),
@@ -249,6 +254,9 @@ def run(problem: Problem) -> tuple[Tensor, State]:
             (B, H, G),
             outer=outer,
         )
+        if not ends:
+            # Nobody reads what the last inner batch leaves.
+            layout = replace(layout, commits=[*layout.commits[:-1], False])
         launch = None if method.fused is None else launch_of(method, layout)
         if launch is not None and not outer:
             y, after = run_fused(method, layout, memory.like(memories), launch)

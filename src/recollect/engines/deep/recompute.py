@@ -19,6 +19,7 @@ from recollect.choices.gradients import HandWritten, again
 __all__ = ["Part", "Plan", "run"]
 
 Tensors = list[Tensor]
+Call = Callable[[int, Tensors, Tensors, Tensors, bool, bool], tuple[Tensor, Tensors]]
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class Plan:
     """How groups run.
 
     Attributes:
-        call: from (group, memory, tokens' tensors, other tensors, differentiable?) to outputs
-            ``[B, t, ...]`` and the memory after.
+        call: from (group, memory, tokens' tensors, other tensors, differentiable?, is the memory
+            after it asked for?) to outputs ``[B, t, ...]`` and the memory after.
         groups: first and last column of each.
         more: columns beyond its last that a group takes of each tensor.
         sizes: numbers of memory tensors, of tokens' tensors, of other tensors.
     """
 
-    call: Callable[[int, Tensors, Tensors, Tensors, bool], tuple[Tensor, Tensors]]
+    call: Call
     groups: Sequence[tuple[int, int]]
     more: Sequence[int]
     sizes: tuple[int, int, int]
@@ -57,7 +58,7 @@ class Plan:
 
 
 def run(
-    call: Callable[[int, Tensors, Tensors, Tensors, bool], tuple[Tensor, Tensors]],
+    call: Call,
     groups: Sequence[tuple[int, int]],
     memory: Tensors,
     tokens: Sequence[Part],
@@ -88,7 +89,7 @@ def _forward(
     for group in range(len(plan.groups)):
         if keep:
             starts.append(memory)
-        y, memory = plan.call(group, memory, plan.cut(group, tokens), others, outer)
+        y, memory = plan.call(group, memory, plan.cut(group, tokens), others, outer, True)
         outputs.append(y)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), memory, starts
 
@@ -101,11 +102,13 @@ class _Groups(HandWritten):
         y, memory, starts = _forward(plan, [x.detach() for x in flat], outer=False, keep=True)
         ctx.plan, ctx.starts = plan, starts
         ctx.save_for_backward(*flat)
+        # A memory after the last token that nobody reads is not differentiated.
+        ctx.set_materialize_grads(False)
         # What leaves is never what came in, nor what is kept.
         return y, *(x.clone() for x in memory)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.plan
         flat = list(ctx.saved_tensors)
         needs = ctx.needs_input_grad[1:]
@@ -124,7 +127,7 @@ def _backward(
     flat: Sequence[Tensor],
     starts: Sequence[Tensors],
     needs: Sequence[bool],
-    grads: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     _, tokens, others = plan.split(flat)
     of_memory, of_tokens, of_others = plan.split(needs)  # type: ignore[arg-type]
@@ -143,12 +146,14 @@ def _backward(
                 x.detach().requires_grad_(bool(need))
                 for x, need in zip(others, of_others, strict=True)
             ]
-            y, after = plan.call(group, here, cut, rest, True)
+            asked = any(g is not None for g in dmemory)
+            y, after = plan.call(group, here, cut, rest, True, asked)
+        of_y = None if dy is None else dy[:, start:stop]
         wanted = [x for x in (*here, *cut, *rest) if x.requires_grad]
         pairs = [
             (out, grad)
-            for out, grad in zip((y, *after), (dy[:, start:stop], *dmemory), strict=True)
-            if out.requires_grad
+            for out, grad in zip((y, *after), (of_y, *dmemory), strict=True)
+            if out.requires_grad and grad is not None
         ]
         gradients = iter(
             torch.autograd.grad(
@@ -157,7 +162,7 @@ def _backward(
             if pairs
             else [None] * len(wanted)
         )
-        dmemory = [torch.zeros_like(x) if (g := next(gradients)) is None else g for x in here]
+        dmemory = [next(gradients) for _ in here]
         for total, x, more in zip(token_sums, cut, plan.more, strict=True):
             if total is not None and x.requires_grad and (g := next(gradients)) is not None:
                 total[:, start : stop + more] += g
