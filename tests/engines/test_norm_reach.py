@@ -90,6 +90,19 @@ def test_its_derivatives(size: float, centred: bool) -> None:
 
 
 @NORMS
+@pytest.mark.parametrize("size", [0.3, 1.2, 8.0])
+def test_gradients_are_those_that_autograd_follows(size: float, centred: bool) -> None:
+    """Written out, and recorded to be differentiated again: two ways, with weights per head."""
+    d, w = size * normal(2, 3, 4, V, seed=3), normal(3, 1, V, seed=4)
+    leaves, up = [d.requires_grad_(), w.requires_grad_()], normal(2, 3, 4, V, seed=5)
+    said = sayable(d, w, centred=centred)
+    written = torch.autograd.grad(said, leaves, up, retain_graph=True)
+    followed = torch.autograd.grad(said, leaves, up, create_graph=True)
+    for one, other in zip(written, followed, strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=1e-10, atol=1e-12)
+
+
+@NORMS
 @pytest.mark.parametrize("zero", ["away", "weight", "both"])
 def test_second_derivatives_at_zero(zero: str, centred: bool) -> None:
     for dtype in (torch.float32, torch.float64):

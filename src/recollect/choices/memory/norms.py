@@ -14,13 +14,13 @@ the derivative J = ∂y/∂h is symmetric, J g = r (g − ⟨g⟩ − y ⟨g y�
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.choices.gradients import HandWritten
+from recollect.choices.gradients import HandWritten, again
 
 __all__ = ["NORM_EPS", "layer_norm", "layer_norm_pull", "sayable"]
 
@@ -109,15 +109,89 @@ def sayable(away: Tensor, weight: Tensor, *, centred: bool) -> Tensor:
         weight: w of the norm, broadcast against it.
         centred: of a layer norm.
     """
-    smallest = torch.finfo(away.dtype).tiny ** (1 / 3)  # a root of 0 has no derivative
-    x, y = weight * away, weight.square()
+    y = weight.square()
+    y = y.clamp_min(_LEAST * _mean(y) + _smallest(away))
+    return cast(Tensor, _Sayable.apply(away, weight, y, centred))
+
+
+def _smallest(x: Tensor) -> float:
+    """Beside a square, so that a root of 0 has a derivative."""
+    return float(torch.finfo(x.dtype).tiny ** (1 / 3))
+
+
+class _Solved(NamedTuple):
+    """What `sayable` is made of: û = s / n, and n = max(√mean(s²), 1)."""
+
+    x: Tensor
+    inverse: Tensor  # of y + λ
+    s: Tensor
+    size: Tensor  # mean(x²)
+    moment: Tensor  # mean(y x²)
+    n: Tensor
+
+
+def _solved(d: Tensor, w: Tensor, y: Tensor, *, centred: bool, own: bool) -> _Solved:
+    """By operations that autograd follows, or ``own`` ones that write over what they made."""
+    least = _smallest(d)
+    x = w * d
     if centred:
-        x = x - _mean(x)
-    y = y.clamp_min(_LEAST * _mean(y) + smallest)
+        x = x.sub_(_mean(x)) if own else x - _mean(x)
     squares = x.square()
-    size = _mean(squares) + smallest
-    inverse = (y + (size.sqrt() - _mean(y * squares) / size).clamp_min(0)).reciprocal()
+    size = _mean(squares) + least
+    moment = _mean(squares.mul_(y) if own else squares * y)
+    below = y + (size.sqrt() - moment / size).clamp_min(0)
+    inverse = below.reciprocal_() if own else below.reciprocal()
     s = x * inverse
     if centred:
-        s = s - inverse * (_mean(s) / _mean(inverse))
-    return weight * (s / (_mean(s.square()) + smallest).sqrt().clamp_min(1.0))
+        move = s.addcmul_ if own else s.addcmul
+        s = move(inverse, _mean(s) / _mean(inverse), value=-1)
+    n = (_mean(torch.mul(s, s, out=squares) if own else s.square()) + least).sqrt().clamp_min(1.0)
+    return _Solved(x, inverse, s, size, moment, n)
+
+
+class _Sayable(HandWritten):
+    """w ⊙ s / n as a function of d, w and the floored y.
+
+    With g the gradient of s, t = g − mean(g / (y + λ)) / mean(1 / (y + λ)) where means are taken
+    off, that of x is t / (y + λ), and that of y + λ is −t s / (y + λ).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, d: Tensor, w: Tensor, y: Tensor, centred: bool) -> Tensor:
+        found = _solved(d, w, y, centred=centred, own=True)
+        ctx.centred = centred
+        ctx.save_for_backward(d, w, y, *found)
+        return (found.s / found.n).mul_(w)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        d, w, y, *kept = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def said(given: list[Tensor]) -> list[Tensor]:
+                d, w, y = given
+                found = _solved(d, w, y, centred=ctx.centred, own=False)
+                return [w * (found.s / found.n)]
+
+            return *again(said, (d, w, y), ctx.needs_input_grad[:3], above), None
+        found = _Solved(*kept)
+        g, s, V = above[0] / found.n, found.s, d.shape[-1]
+        of_w = g * s
+        # n moves where it is not 1.
+        along = _mean(w * of_w).where(found.n > 1, 0.0)
+        t = torch.addcmul(w * g, s, along / found.n.square(), value=-1)
+        if ctx.centred:
+            t = t - _mean(t * found.inverse) / _mean(found.inverse)
+        of_x = t * found.inverse
+        of_y = (of_x * s).neg_()
+        far, size = found.size.sqrt(), found.size
+        of_far = of_y.sum(-1, keepdim=True).where(size * far > found.moment, 0.0)
+        of_size = of_far * (0.5 / far + found.moment / size.square())
+        of_moment = -of_far / size
+        of_y.addcmul_(found.x.square(), of_moment / V)
+        of_x.addcmul_(found.x, (y * of_moment).add_(of_size).mul_(2 / V))
+        if ctx.centred:
+            of_x.sub_(_mean(of_x))
+        of_w.addcmul_(of_x, d)
+        gradients = zip((of_x.mul_(w), of_w, of_y), (d, w, y), strict=True)
+        return *(x.sum_to_size(like.shape) for x, like in gradients), None

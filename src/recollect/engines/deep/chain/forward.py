@@ -171,8 +171,8 @@ def forward(
             u=us,
             slope=slopes if rises else None,
             last=z_last,
-            above=None if shares is None else shares.above,
-            size=None if shares is None else shares.size,
+            above=torch.stack(shares.above) if shares is not None and shares.above else None,
+            size=torch.stack(shares.size) if shares is not None and shares.size else None,
         )
     own = shares if rows is None else rows
     return ForwardTrace(

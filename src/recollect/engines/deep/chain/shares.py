@@ -98,6 +98,11 @@ def _zero() -> Tensor:
     return torch.zeros(1, dtype=torch.float64)
 
 
+def _some(tiny: float) -> Tensor:
+    """What keeps a division by 0 from being 0/0."""
+    return torch.tensor(tiny, dtype=torch.float64)
+
+
 def _least(rows: int, ahead: int, last: int, tiny: float) -> Tensor:
     """What is added to the squares of a batch's factors, ``[rows, 1, 1]``: ε, and next to 0."""
     made = torch.zeros(rows, 1, 1, dtype=torch.float64)
@@ -118,7 +123,7 @@ class Shares:
 
     Attributes:
         weights: c′ = ρ c ``[N, P, R, J]``, of the batches up to the last `step`.
-        above, size: N and |g|² of these ``[N, P, R]``, where the error is not affine.
+        above, size: N and |g|² of these ``[P, R]``, batch by batch, where the error is not affine.
     """
 
     def __init__(
@@ -156,9 +161,14 @@ class Shares:
         self.below = torch.empty_like(keys)
         if L == 1 and slope is not None:
             torch.add(keys, EPS, out=self.below)
-        self.along, self.above, self.size = (
-            torch.empty_like(keys) if slope is None else None for _ in range(3)
-        )
+        self.above: list[Tensor] = []
+        self.size: list[Tensor] = []
+        self.along: Sequence[Tensor] = ()
+        self.all_along: Tensor | None = None
+        if slope is None:
+            self.all_along = torch.empty_like(keys)
+            self.along = self.all_along.unbind(0)
+            self.some = constant(_some, self.tiny, device=k.device, dtype=k.dtype)
         parts = (keys, self.below, given, self.below.unsqueeze(-1), self.weights)
         views = (self.weights[:, :, None, :, :, None], *parts)
         self.places = [*zip(*(x.unbind(0) for x in views), strict=True)]
@@ -185,21 +195,21 @@ class Shares:
                 so_far = torch.addcdiv(so_far, gain, self.each[self.row[2 * L - 1]], out=below)
             torch.div(given, per, out=weights)
             return made
-        assert self.along is not None and self.above is not None and self.size is not None
-        size = torch.sum(end.error.square(), dim=-1, out=self.size[n])
-        torch.mul(size, EPS, out=below)
+        above, size = end.above(), end.error.square().sum(-1)
+        torch.add(self.some, size, alpha=EPS, out=below)
         for i in range(L):
             below.addcmul_(self._square(i, keys), self.each[self.row[L + i]])
-        self.above[n] = end.above()
-        along = torch.div(self.above[n], below.clamp_min_(self.tiny), out=self.along[n])
+        along = torch.div(above, below, out=self.along[n])
         torch.mul(given, along.unsqueeze(-1), out=weights)
+        self.above.append(above)
+        self.size.append(size)
         return made
 
     def rho(self) -> Tensor:
         """ρ of all batches, ``[N, P, R]``."""
-        if self.along is not None or self.slope is None:
-            assert self.along is not None
-            return self.along
+        if self.slope is None:
+            assert self.all_along is not None
+            return self.all_along
         below = self.below if self.slope == 1 else self.slope * self.below
         return below.reciprocal()
 
