@@ -63,8 +63,7 @@ def moneta() -> tuple[Recipe, LayerOptions]:
     retention = Lq(q=4, form="printed", floor=0.1, decay=_CHANNELS, every="batch")
     recipe = Recipe(memory=_MEMORY, bias=Lp(p=3), retention=retention, algorithm=_NORMALISED)
     # Cubes of errors make little of small ones: under a norm steps beyond the limit do not diverge.
-    more = GateOptions(unit="share", init=1.5, high=2.0)
-    return recipe, LayerOptions(gates={**UNDER_A_NORM, "lr": more})
+    return recipe, LayerOptions(gates={**UNDER_A_NORM, "lr": BEYOND})
 
 
 @preset(
