@@ -28,6 +28,7 @@ from recollect.engines.deep.chain.forward import (
     ScratchBuffers,
     forward,
     forward_by_autograd,
+    shares_of,
 )
 from recollect.engines.deep.chain.reads import (
     QueryBatch,
@@ -39,6 +40,7 @@ from recollect.engines.deep.chain.reads import (
 )
 from recollect.engines.deep.chain.rows import agree, launcher
 from recollect.engines.deep.chain.rows.launch import launch
+from recollect.engines.deep.chain.shares import Shares
 from recollect.engines.deep.chain.trace import ChainSpec, Commits, ForwardTrace, Keys
 from recollect.engines.deep.step_coefficients import Table
 
@@ -194,9 +196,10 @@ def _run_batches(
     if not spec.keep:
         parts: Tensors = []
         buffers = ScratchBuffers(reused=True)
-        memory = list(start)
+        memory, shares = list(start), shares_of(spec, keys)
         for here in _spans(keys, start):
-            trace = forward(spec, keys.cut(*here), memory, commits[slice(*here)], buffers)
+            cut = keys.cut(*here)
+            trace = forward(spec, cut, memory, commits[slice(*here)], buffers, shares)
             parts.append(read(spec, trace, queries.cut(*here))[0])
             memory = trace.ends
         return torch.cat(parts), memory
@@ -233,8 +236,10 @@ class _ChainFunction(HandWritten):
         ctx.spans = _spans(keys, memory) if spec.walker is None else [(0, keys.k.shape[0])]
         outputs: Tensors = []
         ctx.traces, buffers = [], ScratchBuffers(reused=False)
+        shares = shares_of(spec, keys)
         for here in ctx.spans:
-            trace = _walked(spec, keys.cut(*here), memory, commits[slice(*here)], buffers)
+            cut = keys.cut(*here)
+            trace = _walked(spec, cut, memory, commits[slice(*here)], buffers, shares)
             y, caches = read(spec, trace, queries.cut(*here))
             outputs.append(y)
             ctx.traces.append((trace, caches))
@@ -254,11 +259,16 @@ class _ChainFunction(HandWritten):
 
 
 def _walked(
-    spec: ChainSpec, keys: Keys, memory: Tensors, commits: Commits, buffers: ScratchBuffers
+    spec: ChainSpec,
+    keys: Keys,
+    memory: Tensors,
+    commits: Commits,
+    buffers: ScratchBuffers,
+    shares: Shares | None,
 ) -> ForwardTrace:
     """From border to border, by the spec's walker where it has one."""
     if spec.walker is None:
-        return forward(spec, keys, memory, commits, buffers)
+        return forward(spec, keys, memory, commits, buffers, shares)
     trace = spec.walker.forward(spec, keys, apart(spec, memory), commits)
     return replace(trace, ends=[w.unsqueeze(1) for w in trace.ends])
 

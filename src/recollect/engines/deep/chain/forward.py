@@ -44,6 +44,7 @@ __all__ = [
     "ScratchBuffers",
     "forward",
     "forward_by_autograd",
+    "shares_of",
     "slopes",
 ]
 
@@ -79,9 +80,19 @@ class ScratchBuffers:
 
 
 def forward(
-    spec: ChainSpec, keys: Keys, start: Sequence[Tensor], commits: Commits, buffers: ScratchBuffers
+    spec: ChainSpec,
+    keys: Keys,
+    start: Sequence[Tensor],
+    commits: Commits,
+    buffers: ScratchBuffers,
+    shares: Shares | None,
 ) -> ForwardTrace:
-    """All batches in order, without a graph; ``start`` per family ``[P, L, J, narrow, wide]``."""
+    """A span of batches in order, without a graph.
+
+    Args:
+        spec: of the chain. keys: the span's. start: per family ``[P, L, J, narrow, wide]``.
+        commits: of the span. buffers: of all spans. shares: as `shares_of` has them, of all spans.
+    """
     k, c = keys.k, keys.c
     N, P, R, _ = k.shape
     L = len(spec.tall)
@@ -112,13 +123,11 @@ def forward(
         slopes = [new("slope", i, *z.shape) for i, z in enumerate(zs)]
     affine, ends = spec.ending.affine, _ends(spec, keys)
     families = [Family(M=x.M, wide=x.wide, narrow=x.narrow, Q=x.Q) for x in stacks]
-    rows = shares = None
+    rows = None
     if spec.rows is not None:
         rows = ForwardRows(spec.rows, spec, families[0], c, (zs[0], us[0]))
-    elif spec.normalised:
-        slope = None if affine is None else affine[0]
-        factors = [pair for one in stacks for pair in one.factors(L)]
-        shares = Shares(k, c, L, factors, slope=slope)
+    if shares is not None:
+        shares.begin([pair for one in stacks for pair in one.factors(L)], N)
     z_last, last = None, deltas[-1]
     if affine is None:
         z_last = new("last", 0, count, P, R, last.shape[-1])
@@ -184,6 +193,18 @@ def forward(
         rho=None if own is None else own.rho(),
         weights=None if own is None else own.weights,
     )
+
+
+def shares_of(spec: ChainSpec, keys: Keys) -> Shares | None:
+    """What normalises the steps of all batches, unless the spec's rows or walker do.
+
+    Args:
+        spec: of the chain. keys: of all batches.
+    """
+    if not spec.normalised or spec.rows is not None or spec.walker is not None:
+        return None
+    affine = spec.ending.affine
+    return Shares(keys.k, keys.c, len(spec.tall), slope=None if affine is None else affine[0])
 
 
 def _ends(spec: ChainSpec, keys: Keys) -> Callable[[Tensor, int], End]:

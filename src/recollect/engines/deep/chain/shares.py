@@ -113,7 +113,7 @@ def _least(rows: int, ahead: int, last: int, tiny: float) -> Tensor:
 
 
 class Shares:
-    """ρ of inner batches as their factors are written; without a graph.
+    """ρ of inner batches as their factors are written, one span of batches after another; no graph.
 
     Where the error is affine, |g|² = a N is in every term of Q but those of the maps before:
 
@@ -122,67 +122,66 @@ class Shares:
     which is never 0, and ρ may be anything where g is 0: nothing is written there.
 
     Attributes:
-        weights: c′ = ρ c ``[N, P, R, J]``, of the batches up to the last `step`.
-        above, size: N and |g|² of these ``[P, R]``, batch by batch, where the error is not affine.
+        above, size: N and |g|² ``[P, R]`` of the span's batches up to the last `step`, where the
+            error is not affine.
     """
 
-    def __init__(
-        self,
-        k: Tensor,
-        c: Tensor,
-        L: int,
-        factors: Sequence[tuple[Tensor, Sequence[int]]],
-        *,
-        slope: float | None,
-    ) -> None:
-        """For factors that are to be written.
+    def __init__(self, k: Tensor, c: Tensor, L: int, *, slope: float | None) -> None:
+        """For all batches.
 
         Args:
-            k: keys ``[N, P, R, ·]``. c: ``[N, P, R, J]``. L: maps.
-            factors: stacks ``[N, some, P, R, ·]`` of all but the keys, and what each holds: i for
-                h_i, L + i for the gradient of the outputs of map i, from 0.
-            slope: a of an affine error.
+            k: keys ``[N, P, R, ·]``. c: ``[N, P, R, J]``. L: maps. slope: a of an affine error.
         """
         self.L, self.slope, self.tiny = L, slope, torch.finfo(k.dtype).tiny
-        self.weights = torch.empty_like(c)
         given = c if slope is None or slope == 1 else c / slope
         keys = torch.linalg.vector_norm(k, dim=-1).square_()
-        names = [name for _, some in factors for name in some]
-        self.row = {name: row for row, name in enumerate(names)}
-        last = self.row[2 * L - 1]
-        ahead = -1 if slope is None else self.row.get(L - 1, -1)
-        least = (len(names), ahead, last, self.tiny)
-        self.least = constant(_least, *least, device=k.device, dtype=k.dtype)
-        self.sizes = k.new_empty(len(names), *k.shape[1:3])
-        self.each = self.sizes.unbind(0)
+        self.all_weights, self.below = torch.empty_like(c), torch.empty_like(keys)
+        if L == 1 and slope is not None:
+            torch.add(keys, EPS, out=self.below)
+        self.along: Tensor | None = None
+        if slope is None:
+            self.along = torch.empty_like(keys)
+            self.some = constant(_some, self.tiny, device=k.device, dtype=k.dtype)
+        weights, made = self.all_weights, self.all_weights[:, :, None, :, :, None]
+        rho = self.below if self.along is None else self.along  # c is divided by it, or multiplied
+        views = (made, keys, self.below, rho, given, rho.unsqueeze(-1), weights)
+        self.places = [*zip(*(x.unbind(0) for x in views), strict=True)]
+        self.first, self.count, self.row = 0, 0, {}
+        self.above: list[Tensor] = []
+        self.size: list[Tensor] = []
+
+    def begin(self, factors: Sequence[tuple[Tensor, Sequence[int]]], count: int) -> None:
+        """The next span begins, whose factors are to be written.
+
+        Args:
+            factors: stacks ``[count, some, P, R, ·]`` of all but the keys, and what each holds: i
+                for h_i, L + i for the gradient of the outputs of map i, from 0.
+            count: its batches.
+        """
+        self.first, self.count, self.above, self.size = self.first + self.count, count, [], []
+        if not self.row:
+            below = self.below
+            names = [name for _, some in factors for name in some]
+            self.row = {name: row for row, name in enumerate(names)}
+            ahead = -1 if self.slope is None else self.row.get(self.L - 1, -1)
+            least = (len(names), ahead, self.row[2 * self.L - 1], self.tiny)
+            self.least = constant(_least, *least, device=below.device, dtype=below.dtype)
+            self.sizes = below.new_empty(len(names), *below.shape[1:])
+            self.each = self.sizes.unbind(0)
         self.factors = [
             (x.unbind(0), self.sizes[self.row[some[0]] :][: len(some)]) for x, some in factors
         ]
-        self.below = torch.empty_like(keys)
-        if L == 1 and slope is not None:
-            torch.add(keys, EPS, out=self.below)
-        self.above: list[Tensor] = []
-        self.size: list[Tensor] = []
-        self.along: Sequence[Tensor] = ()
-        self.all_along: Tensor | None = None
-        if slope is None:
-            self.all_along = torch.empty_like(keys)
-            self.along = self.all_along.unbind(0)
-            self.some = constant(_some, self.tiny, device=k.device, dtype=k.dtype)
-        parts = (keys, self.below, given, self.below.unsqueeze(-1), self.weights)
-        views = (self.weights[:, :, None, :, :, None], *parts)
-        self.places = [*zip(*(x.unbind(0) for x in views), strict=True)]
 
     def _square(self, i: int, keys: Tensor) -> Tensor:
         return self.each[self.row[i]] if i else keys
 
     def step(self, n: int, end: End | None) -> Tensor:
-        """c′ of batch n, ``[P, 1, R, J, 1]``, when its factors are written.
+        """c′ of batch n of the span, ``[P, 1, R, J, 1]``, when its factors are written.
 
         Args:
             n: the batch. end: what follows the last map, ``None`` where the error is affine.
         """
-        made, keys, below, given, per, weights = self.places[n]
+        made, keys, below, along, given, per, weights = self.places[self.first + n]
         L = self.L
         if L > 1 or end is not None:
             for x, out in self.factors:
@@ -199,19 +198,25 @@ class Shares:
         torch.add(self.some, size, alpha=EPS, out=below)
         for i in range(L):
             below.addcmul_(self._square(i, keys), self.each[self.row[L + i]])
-        along = torch.div(above, below, out=self.along[n])
-        torch.mul(given, along.unsqueeze(-1), out=weights)
+        torch.div(above, below, out=along)
+        torch.mul(given, per, out=weights)
         self.above.append(above)
         self.size.append(size)
         return made
 
     def rho(self) -> Tensor:
-        """ρ of all batches, ``[N, P, R]``."""
+        """ρ of the span's batches, ``[count, P, R]``."""
+        here = slice(self.first, self.first + self.count)
         if self.slope is None:
-            assert self.all_along is not None
-            return self.all_along
-        below = self.below if self.slope == 1 else self.slope * self.below
-        return below.reciprocal()
+            assert self.along is not None
+            return self.along[here]
+        below = self.below[here]
+        return (below if self.slope == 1 else self.slope * below).reciprocal()
+
+    @property
+    def weights(self) -> Tensor:
+        """c′ = ρ c of the span's batches ``[count, P, R, J]``."""
+        return self.all_weights[self.first : self.first + self.count]
 
 
 @dataclass(frozen=True, kw_only=True)
