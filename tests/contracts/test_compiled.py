@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import recollect as rc
 from recollect.recall.bound import bind, bound_of, named
+from recollect.testing.inputs import inputs
 
 # The compiler warns of its own doings, and the first graph of a process takes seconds.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -179,6 +180,40 @@ def test_what_is_refused_is_refused_in_the_same_words() -> None:
     with pytest.raises(ValueError, match="NaN at row 1") as found:
         call(x)
     assert str(found.value).startswith(str(plain.value))  # torch 2.9 adds where the graph has it
+
+
+_MUON = rc.algorithm.Muon(batch=4, every="batch", normalize=True)
+FOLLOWED = {
+    "border": (rc.Recipe(memory=rc.memory.MLP(), algorithm=_MUON), "auto"),
+    "tokens": (rc.Recipe(memory=rc.memory.MLP(), algorithm=rc.algorithm.Muon(batch=4)), "auto"),
+    "table": (
+        rc.Recipe(memory=rc.memory.GatedMLP(), algorithm=rc.algorithm.Momentum(batch=4)),
+        "auto",
+    ),
+    "kernel": (rc.zoo.get("deep_transformer").recipe, "auto"),
+    "reference": (rc.Recipe(memory=rc.memory.MLP()), "reference"),
+    "linear": (rc.zoo.get("gated_delta_net").recipe, "auto"),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_inner_gradients_of_a_call_that_is_compiled_by_itself(name: str) -> None:
+    """A compiler that broke at one had lost it: lower maps had gradients of zero, without a word."""
+    recipe, method = FOLLOWED[name]
+    x = inputs(recipe, B=1, T=10, H=1, K=4, V=4)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y, _ = rc.recall(recipe, q, k, v, x.gates, params=x.params, init=x.init, method=method)
+        return y
+
+    def found(call: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+        y = call(*leaves)
+        with torch.no_grad():
+            plain = call(*leaves)
+        return [y, plain, *torch.autograd.grad(y.square().sum(), leaves)]
+
+    same(found(torch.compile(call, backend="aot_eager")), found(call))
 
 
 class Softplus(rc.bias.L2):

@@ -102,3 +102,43 @@ def test_zero_stays_zero_with_a_finite_slope() -> None:
     (slope,) = torch.autograd.grad(X.sum(), S)
     assert X.abs().amax() == 0
     assert torch.isfinite(slope).all()
+
+
+def test_a_gram_matrix_has_one_product_on_the_way_back() -> None:
+    """Autograd alone takes one for each X in XXᵀ: eight products with what is wide, not six."""
+    s, wide = 4, 16
+    S = torch.randn(3, s, wide, requires_grad=True)
+    X = newton_schulz(S, 5)
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(X.sum(), S)
+    counts = (3, 2)  # iterations together; each of their products has two on the way back
+    small = sum((4 * n - 3) * 4 * s**3 for n in counts)
+    assert counter.get_total_flops() == 3 * (2 * 3 * 2 * s * s * wide + small)
+
+
+def test_its_gradients_are_those_of_singular_values() -> None:
+    """And theirs again, against finite differences."""
+    g = torch.Generator().manual_seed(0)
+    S = torch.randn(2, 3, 5, dtype=torch.float64, generator=g, requires_grad=True)
+    up = torch.randn(2, 3, 5, dtype=torch.float64, generator=g)
+    (found,) = torch.autograd.grad((newton_schulz(S, 5) * up).sum(), S)
+    expected = sum(((_defined(S[i], 5) * up[i]).sum() for i in range(2)), torch.zeros(()))
+    (of_defined,) = torch.autograd.grad(expected, S)
+    assert (found - of_defined).abs().amax() < 1e-9 * of_defined.abs().amax()
+    for steps in (1, 4):
+        assert torch.autograd.gradgradcheck(lambda S, n=steps: newton_schulz(S, n), S)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func.jvp
+def test_transforms_go_through_it() -> None:
+    g = torch.Generator().manual_seed(0)
+    S, moved = torch.randn(2, 4, 3, 5, dtype=torch.float64, generator=g).unbind(0)
+    whole = newton_schulz(S, 5)
+    torch.testing.assert_close(torch.vmap(lambda x: newton_schulz(x, 5))(S), whole)
+    _, along = torch.func.jvp(lambda x: newton_schulz(x, 5), (S,), (moved,))
+    near = (newton_schulz(S + 1e-6 * moved, 5) - newton_schulz(S - 1e-6 * moved, 5)) / 2e-6
+    torch.testing.assert_close(along, near, atol=1e-6, rtol=1e-6)
+    each = torch.vmap(torch.func.grad(lambda x: newton_schulz(x, 5).square().sum()))(S)
+    S.requires_grad_()
+    (together,) = torch.autograd.grad(newton_schulz(S, 5).square().sum(), S)
+    torch.testing.assert_close(each, together)

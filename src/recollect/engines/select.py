@@ -56,8 +56,8 @@ class Engine:
         needs_digits: why its products of a recipe stay float32 whatever precision is asked for;
             ``None`` where they take what is asked for (`recollect.choices.products.PRECISIONS`).
         rounded: whether it goes on from a memory whose tensors were rounded to half precision.
-        inner_gradients: whether it may take inner gradients by autograd, which inference mode
-            forbids.
+        inner_gradients: whether it may take inner gradients of a recipe by autograd, which
+            inference mode forbids and a compiler that follows the engine would lose.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Engine:
     shows_nan: bool = False
     compiles: bool = False
     rounded: bool = False
-    inner_gradients: bool = True
+    inner_gradients: Callable[[Recipe], bool] = lambda recipe: True
     plan: Callable[[SizedRecipe], Any] | None = None
     torch_plan: Callable[[SizedRecipe], Any] | None = None
     token: Callable[..., tuple[Tensor, State] | None] | None = None
@@ -102,7 +102,7 @@ ENGINES: tuple[Engine, ...] = (
         reading=linear.reading,
         shows_nan=True,
         rounded=True,
-        inner_gradients=False,
+        inner_gradients=lambda recipe: False,
     ),
     Engine(
         name="least_squares",
@@ -113,7 +113,7 @@ ENGINES: tuple[Engine, ...] = (
         cost=least_squares.flops,
         reading=least_squares.reading,
         shows_nan=True,
-        inner_gradients=False,
+        inner_gradients=lambda recipe: False,
     ),
     Engine(
         name="kernel",
@@ -128,6 +128,7 @@ ENGINES: tuple[Engine, ...] = (
         reading=kernel.reading,
         read=kernel.read,
         shows_nan=True,
+        inner_gradients=kernel.inner_gradients,
     ),
     Engine(
         name="deep",

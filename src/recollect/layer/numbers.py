@@ -261,7 +261,7 @@ class RecipeNumbers(nn.Module):
     @property
     def inner_gradients(self) -> bool:
         """Whether the engine may take gradients of its own while it runs."""
-        return self._bound.engine.inner_gradients
+        return self._bound.inner_gradients
 
     @property
     def initial_memory(self) -> tuple[Tensor, ...] | None:

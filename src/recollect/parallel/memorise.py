@@ -99,7 +99,7 @@ def _sliced(call: Call, tokens: slice) -> Call:
 
 
 def _run(call: Call) -> tuple[Tensor, State]:
-    with own_saved(call.bound.engine.inner_gradients):
+    with own_saved(call.bound.inner_gradients):
         y, after = memorise(replace(call, output_state=True))
     assert after is not None
     return y, after

@@ -37,6 +37,7 @@ class Bound:
         products: the precision that they take: ``"float32"`` where the engine needs its digits.
         offer: what flash-linear-attention has for it; ``None`` for nothing that the method takes.
         by_keys: whether keys of inner batches measure rates (`share.by_keys`).
+        inner_gradients: whether the engine may take gradients of its own while it runs.
         name: by which `bound_of` finds it, of those that layers keep (`named`).
     """
 
@@ -48,6 +49,7 @@ class Bound:
     products: str | None = None
     offer: Offer | None = None
     by_keys: bool = False
+    inner_gradients: bool = True
     name: str | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -119,6 +121,7 @@ def _bind(recipe: Recipe, H: int, K: int, V: int, method: str, precision: str | 
         products=products,
         offer=found if found.operators else None,
         by_keys=by_keys(recipe.algorithm),
+        inner_gradients=engine.inner_gradients(recipe),
     )
 
 

@@ -155,8 +155,11 @@ def memorise(call: Call) -> tuple[Tensor, State | None]:
         RecipeError: as `recall`.
         ValueError: as `recall`.
     """
-    if call.bound.products is not None and torch.compiler.is_dynamo_compiling():
-        # A compiler that follows an engine would follow each of its products into ours. To load it
+    apart = call.bound.products is not None or call.bound.inner_gradients
+    if apart and torch.compiler.is_dynamo_compiling():
+        # A compiler that follows an engine would follow each of its products into ours; and break
+        # at an inner gradient, before which the memory's program is one graph already: between two
+        # of that graph's outputs autograd sees no way, and takes the gradient for zero. To load it
         # takes longer than all else that is imported, so this is only done where it is at work.
         from recollect.recall.uncompiled import uncompiled
 
@@ -212,7 +215,7 @@ def _run(call: Call) -> tuple[Tensor, State]:
         refuse_nan(call)
     refuse_long(call)
     problem = _problem(call, rows=k.shape[0])
-    if leaves_inference(problem, inner_gradients=engine.inner_gradients):
+    if leaves_inference(problem, inner_gradients=call.bound.inner_gradients):
         with ordinary_mode():
             y, after = _solve(ordinary_problem(problem), call)
     else:

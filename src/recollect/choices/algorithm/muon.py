@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from recollect.choices.algorithm.descent import Descent, step_size
 from recollect.choices.devices import without_autocast
 from recollect.choices.equation_terms import Gradient, Term, Terms, render_sum
 from recollect.choices.fields import flag, integer, option, quantity
+from recollect.choices.gradients import HandWritten
 from recollect.choices.member import RecipeError, member
 from recollect.choices.multiplying import spacing
 
@@ -62,7 +63,7 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
         unit = torch.where(unit == 0, 1.0, unit)
         X = X / unit
         # ‖X‖² is the trace of the Gram matrix, so that nothing as large as X is made to scale it.
-        G = torch.bmm(X, X.mT)
+        G = _gram(X)
         squared = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
         size = torch.where(squared == 0, 0.0, torch.where(squared == 0, 1.0, squared).sqrt())
         # Below 1 for zeros alone, whose slope stays within half precision too.
@@ -70,9 +71,39 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
         scale = 1 / (size + 1e-7 / unit).clamp_min(least)
         X = torch.bmm(_together(G * scale * scale, min(steps, most)) * scale, X)
         for done in range(most, steps, most):
-            X = torch.bmm(_together(torch.bmm(X, X.mT), min(steps - done, most)), X)
+            X = torch.bmm(_together(_gram(X), min(steps - done, most)), X)
     X = X.view_as(wide)
     return X.mT if tall else X
+
+
+class _Gram(HandWritten):
+    """XXᵀ, whose gradient is one product, (Ḡ + Ḡᵀ) X, and not one for each of its factors."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(X: Tensor) -> Tensor:
+        return torch.bmm(X, X.mT)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> Tensor:
+        (X,) = ctx.saved_tensors
+        return torch.bmm(above[0] + above[0].mT, X)
+
+    @staticmethod
+    def jvp(ctx: Any, *moved: Tensor) -> Tensor:
+        (X,) = ctx.saved_tensors
+        half = torch.bmm(moved[0], X.mT)
+        return half + half.mT
+
+
+def _gram(X: Tensor) -> Tensor:
+    return cast(Tensor, _Gram.apply(X))
 
 
 def _most(S: Tensor) -> int:

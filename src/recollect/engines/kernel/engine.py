@@ -28,6 +28,7 @@ __all__ = [
     "KernelPlan",
     "describes",
     "follows",
+    "inner_gradients",
     "needs_digits",
     "plan",
     "read",
@@ -47,6 +48,7 @@ class Form:
         read: outputs of queries that only read, given the numbers that they ask with; ``None``
             leaves it to the reference.
         needs_digits: why its products stay float32, if they do.
+        inner_gradients: whether it takes inner gradients by autograd.
     """
 
     refuses: Callable[[Recipe], list[str]]
@@ -54,6 +56,7 @@ class Form:
     run: Callable[[Problem], tuple[Tensor, State]]
     read: Callable[[Problem, Mapping[str, Tensor]], Tensor] | None = None
     needs_digits: str | None = None
+    inner_gradients: bool = False
 
 
 def _keeping(attend: Callable[[Problem], Tensor]) -> Callable[[Problem], tuple[Tensor, State]]:
@@ -94,6 +97,7 @@ FORMS: tuple[Form, ...] = (
         refuses=kernel_deep.refuses,
         describes=kernel_deep.describes,
         run=kernel_deep.run,
+        inner_gradients=True,
     ),
 )
 
@@ -101,6 +105,11 @@ FORMS: tuple[Form, ...] = (
 def needs_digits(recipe: Recipe) -> str | None:
     """Why products of a recipe stay float32, if they do."""
     return next((form.needs_digits for form in FORMS if not form.refuses(recipe)), None)
+
+
+def inner_gradients(recipe: Recipe) -> bool:
+    """Whether a recipe's form takes inner gradients by autograd."""
+    return form_of(recipe).inner_gradients
 
 
 def refuses(recipe: Recipe) -> list[str]:
