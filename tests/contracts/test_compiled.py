@@ -198,7 +198,7 @@ FOLLOWED = {
 
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_inner_gradients_of_a_call_that_is_compiled_by_itself(name: str) -> None:
-    """A compiler that broke at one had lost it: lower maps had gradients of zero, without a word."""
+    """Broken at one, a graph had lost it: lower maps had gradients of zero, without a word."""
     recipe, method = FOLLOWED[name]
     x = inputs(recipe, B=1, T=10, H=1, K=4, V=4)
 
