@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,31 @@ def test_inner_gradients_of_a_call_that_is_compiled_by_itself(name: str) -> None
         return [y, plain, *torch.autograd.grad(y.square().sum(), leaves)]
 
     same(found(torch.compile(call, backend="aot_eager")), found(call))
+
+
+@pytest.mark.parametrize("mode", ["plain", "no gradients", "inference"])
+def test_an_open_batch_is_learned_once_more_by_a_compiled_read(mode: str) -> None:
+    recipe = FOLLOWED["table"][0]
+    x = inputs(recipe, B=1, T=6, H=1, K=4, V=4).leaves()  # of batches of four
+    _, state = rc.recall(recipe, x.q, x.k, x.v, x.gates, params=x.params, init=x.init)
+
+    def read(q: Tensor) -> Tensor:
+        return rc.read(recipe, q, state=state, params=x.params)
+
+    modes = {"no gradients": torch.no_grad, "inference": torch.inference_mode}
+    with modes.get(mode, nullcontext)():
+        same([torch.compile(read, backend="aot_eager")(x.q)], [read(x.q)])
+
+
+def test_a_segment_that_ends_within_a_batch() -> None:
+    """`AsContext` reads what a segment has left open."""
+    torch.manual_seed(0)
+    recipe = rc.Recipe(memory=rc.memory.GatedMLP(), algorithm=rc.algorithm.Momentum(batch=4))
+    mixer = rc.blocks.AsContext(recipe, "softmax_attention", segment=6)
+    layer = rc.blocks.build(mixer, D, heads=2)
+    x = torch.randn(B, 15, D)
+    call = compiled(layer, fullgraph=False)
+    same(pulled(call, layer, x), pulled(layer, layer, x))
 
 
 class Softplus(rc.bias.L2):

@@ -17,6 +17,7 @@ from recollect.engines import deep
 from recollect.engines.deep.chain import backward, families, forward
 from recollect.engines.deep.chain import engine as borders
 from recollect.engines.deep.chain.activations import CURVES
+from recollect.engines.deep.chain.trace import Keys
 from recollect.engines.deep.engine import chain_of
 
 memory, bias, retention = rc.memory, rc.bias, rc.retention
@@ -132,7 +133,13 @@ CHAINS = _chains()
 CHAINS["a number called c"] = CHAINS["momentum"].but(bias=Named())
 
 
-@pytest.mark.parametrize("way", ["batch by batch", "all at once", "as on a device"])
+def _threes(keys: Keys, start: object) -> list[tuple[int, int]]:
+    """Three batches at once, and what is left."""
+    N = len(keys.k)
+    return [(s, min(s + 3, N)) for s in range(0, N, 3)]
+
+
+@pytest.mark.parametrize("way", ["batch by batch", "some at once", "all at once", "as on a device"])
 @pytest.mark.parametrize("name", CHAINS)
 def test_equals_the_reference(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads batch by batch and all at once, maps one by one and beside each other, as on a device.
@@ -141,6 +148,8 @@ def test_equals_the_reference(name: str, way: str, monkeypatch: pytest.MonkeyPat
     """
     monkeypatch.setattr(borders, "TOGETHER", 0 if way == "batch by batch" else 2**30)
     monkeypatch.setattr(borders, "BESIDE", 0 if way == "batch by batch" else 2**30)
+    if way == "some at once":
+        monkeypatch.setattr(borders, "_spans", _threes)
     if way == "as on a device":
         for module in (backward, borders, families, forward):
             monkeypatch.setattr(module, "hosted", lambda _: False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -87,6 +89,32 @@ def test_products_of_fewer_bits_make_every_gram_matrix_anew() -> None:
         found = newton_schulz(S, 5)
     assert counter.get_total_flops() == 2 * 5 * (4 * 16 * 16 * 64 + 2 * 16**3)
     assert 1e-4 < (found - expected).abs().amax() < 0.1
+
+
+def test_the_way_back_multiplies_as_the_way_there_did() -> None:
+    """Outside of the mode too; a graph may be kept beyond it."""
+    g = torch.Generator().manual_seed(0)
+    S = torch.randn(2, 16, 64, generator=g, requires_grad=True)
+    up = torch.randn(2, 16, 64, generator=g)
+    (exact,) = torch.autograd.grad((newton_schulz(S, 1) * up).sum(), S)
+    with multiplying("bf16"):
+        X = newton_schulz(S, 1)
+    (found,) = torch.autograd.grad((X * up).sum(), S)
+    away = (found - exact).abs().amax() / exact.abs().amax()
+    assert 1e-4 < away < 0.05
+
+
+def test_one_graph_holds_it() -> None:
+    S = torch.randn(2, 4, 12, requires_grad=True)
+    call = torch.compile(lambda S: newton_schulz(S, 5), backend="aot_eager", fullgraph=True)
+    for X, wanted in zip(_pulled(call, S), _pulled(lambda S: newton_schulz(S, 5), S), strict=True):
+        torch.testing.assert_close(X, wanted, atol=1e-5, rtol=1e-4)
+
+
+def _pulled(call: Callable[[Tensor], Tensor], S: Tensor) -> tuple[Tensor, Tensor]:
+    X = call(S)
+    (slope,) = torch.autograd.grad(X.square().sum(), S)
+    return X, slope
 
 
 def test_autocast_does_not_reach_it() -> None:

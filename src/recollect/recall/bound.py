@@ -52,6 +52,17 @@ class Bound:
     inner_gradients: bool = True
     name: str | None = None
 
+    @property
+    def followed(self) -> bool:
+        """Whether a compiler may follow a call, where nobody hands it over as one operation.
+
+        Not where products have a precision of their own: each would be followed into ours. Nor
+        where the engine takes inner gradients by autograd: the compiler would break at one, before
+        which the memory's program is one graph already; between two of that graph's outputs
+        autograd sees no way, and takes the gradient for zero.
+        """
+        return self.products is None and not self.inner_gradients
+
     def __reduce__(self) -> tuple[object, ...]:
         # Saved and copied as what it was made of: functions and plans of engines are no data.
         at = self.sized

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from recollect.engines import reference
 from recollect.engines.common.problem import Problem, resolve, state_dtype
 from recollect.engines.select import Engine
 from recollect.recall.arguments import named
-from recollect.recall.bound import bind
+from recollect.recall.bound import Bound, bind
 from recollect.recall.checks import check_params, check_precision, check_state, tensors_of
 from recollect.recall.lowering import lower
 from recollect.recall.modes import (
@@ -146,14 +147,25 @@ def read(
         params=params,
         state=state,
     )
+    if not bound.followed and torch.compiler.is_dynamo_compiling():
+        from recollect.recall.uncompiled import uncompiled  # as in `recollect.recall.recall`
+
+        return cast(Tensor, uncompiled(_answer, (bound, shell, gates)))
+    return _answer((bound, shell, gates))
+
+
+def _answer(asked: tuple[Bound, Problem, dict[str, Tensor]]) -> Tensor:
+    """What the queries of a problem without tokens read from its state, ``[B, T, Hq, V]``."""
+    bound, shell, gates = asked
     engine, products = bound.engine, bound.products
+    # An inner batch that is open is learned once more before it is read.
     if leaves_inference(shell, *gates.values(), inner_gradients=True):
         gates = {name: ordinary(x) for name, x in gates.items()}
         with ordinary_mode():
             shell = ordinary_problem(shell)
             y = read_from(shell, shell.state, gates=gates, engine=engine, precision=products)
     else:
-        y = read_from(shell, state, gates=gates, engine=engine, precision=products)
+        y = read_from(shell, shell.state, gates=gates, engine=engine, precision=products)
     return y.flatten(2, 3)
 
 

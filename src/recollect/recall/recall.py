@@ -155,12 +155,9 @@ def memorise(call: Call) -> tuple[Tensor, State | None]:
         RecipeError: as `recall`.
         ValueError: as `recall`.
     """
-    apart = call.bound.products is not None or call.bound.inner_gradients
-    if apart and torch.compiler.is_dynamo_compiling():
-        # A compiler that follows an engine would follow each of its products into ours; and break
-        # at an inner gradient, before which the memory's program is one graph already: between two
-        # of that graph's outputs autograd sees no way, and takes the gradient for zero. To load it
-        # takes longer than all else that is imported, so this is only done where it is at work.
+    if not call.bound.followed and torch.compiler.is_dynamo_compiling():
+        # To load a compiler takes longer than all else that is imported, so this is only done where
+        # it is at work.
         from recollect.recall.uncompiled import uncompiled
 
         return uncompiled(memorise, call)

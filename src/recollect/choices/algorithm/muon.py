@@ -77,7 +77,7 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
 
 
 class _Gram(HandWritten):
-    """XXᵀ, whose gradient is one product, (Ḡ + Ḡᵀ) X, and not one for each of its factors."""
+    """XXᵀ of ``X [n, s, l]``: its gradient is one product, (Ḡ + Ḡᵀ) X, not one for each factor."""
 
     generate_vmap_rule = True
 
@@ -103,7 +103,8 @@ class _Gram(HandWritten):
 
 
 def _gram(X: Tensor) -> Tensor:
-    return cast(Tensor, _Gram.apply(X))
+    """XXᵀ ``[n, s, s]``; in a compiled graph as autograd has it, since compilers take no jvp."""
+    return torch.bmm(X, X.mT) if torch.compiler.is_compiling() else cast(Tensor, _Gram.apply(X))
 
 
 def _most(S: Tensor) -> int:

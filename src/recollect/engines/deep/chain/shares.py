@@ -121,6 +121,9 @@ class Shares:
 
     which is never 0, and ρ may be anything where g is 0: nothing is written there.
 
+    A span begins with `begin`, and each of its batches has a `step`. Factors of later spans lie as
+    those of the first do.
+
     Attributes:
         above, size: N and |g|² ``[P, R]`` of the span's batches up to the last `step`, where the
             error is not affine.
@@ -143,8 +146,9 @@ class Shares:
             self.along = torch.empty_like(keys)
             self.some = constant(_some, self.tiny, device=k.device, dtype=k.dtype)
         weights, made = self.all_weights, self.all_weights[:, :, None, :, :, None]
-        rho = self.below if self.along is None else self.along  # c is divided by it, or multiplied
-        views = (made, keys, self.below, rho, given, rho.unsqueeze(-1), weights)
+        # What c is divided by where the error is affine, or multiplied by.
+        factor = self.below if self.along is None else self.along
+        views = (made, keys, self.below, factor, given, factor.unsqueeze(-1), weights)
         self.places = [*zip(*(x.unbind(0) for x in views), strict=True)]
         self.first, self.count, self.row = 0, 0, {}
         self.above: list[Tensor] = []
@@ -181,7 +185,7 @@ class Shares:
         Args:
             n: the batch. end: what follows the last map, ``None`` where the error is affine.
         """
-        made, keys, below, along, given, per, weights = self.places[self.first + n]
+        made, keys, below, factor, given, per, weights = self.places[self.first + n]
         L = self.L
         if L > 1 or end is not None:
             for x, out in self.factors:
@@ -198,7 +202,7 @@ class Shares:
         torch.add(self.some, size, alpha=EPS, out=below)
         for i in range(L):
             below.addcmul_(self._square(i, keys), self.each[self.row[L + i]])
-        torch.div(above, below, out=along)
+        torch.div(above, below, out=factor)
         torch.mul(given, per, out=weights)
         self.above.append(above)
         self.size.append(size)
