@@ -147,7 +147,7 @@ def read(
         params=params,
         state=state,
     )
-    if not bound.followed and torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and not bound.followed:
         from recollect.recall.uncompiled import uncompiled  # as in `recollect.recall.recall`
 
         return cast(Tensor, uncompiled(_answer, (bound, shell, gates)))

@@ -155,7 +155,7 @@ def memorise(call: Call) -> tuple[Tensor, State | None]:
         RecipeError: as `recall`.
         ValueError: as `recall`.
     """
-    if not call.bound.followed and torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and not call.bound.followed:
         # To load a compiler takes longer than all else that is imported, so this is only done where
         # it is at work.
         from recollect.recall.uncompiled import uncompiled
