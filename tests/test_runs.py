@@ -18,6 +18,7 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner, Result
 
 import recollect as rc
+from recollect.bench.results import Case
 from recollect.bench.suites import SUITES, Shape
 from recollect.bench.suites.calls import gates_of, params_of, tensors
 from recollect.cli import build
@@ -117,6 +118,27 @@ def test_bench_times_every_case_and_stores_where_and_what(tmp_path: Path) -> Non
     assert data["environment"]["commit"]
     assert data["shape"]["T"] == 32
     assert set(data["ratios"]) == {what for what, _, _ in SUITES["linear"].pairs(Shape())}
+
+
+def test_suites_have_sizes_of_their_own_where_the_command_says_none() -> None:
+    assert SUITES["linear"].shape == Shape() and SUITES["local"].shape == Shape(T=1024)
+    said = SUITES["local"].cases
+    asked: list[Shape] = []
+
+    def cases(shape: Shape) -> list[Case]:
+        asked.append(shape)
+        return said(replace(shape, T=16, H=1, K=8, V=8))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SUITES, "local", replace(SUITES["local"], cases=cases))
+        assert invoke("bench", "--suite", "local", "--rounds", "1").exit_code == 0
+        assert invoke("bench", "--suite", "local", "--rounds", "1", "--size", "4").exit_code == 0
+    assert asked == [Shape(T=1024), Shape(T=1024, K=4, V=4)]
+
+
+def test_the_suite_of_one_memory_refuses_several() -> None:
+    result = invoke("bench", "--suite", "titans", "--heads", "8")
+    assert result.exit_code == 2 and "times one memory" in result.stderr
 
 
 def test_bench_refuses_an_unknown_suite() -> None:

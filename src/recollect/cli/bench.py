@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,16 +33,16 @@ _NAMES = (
     "memory",
     "gpu",
 )
-_LENGTH, _HEADS, _SIZE = 4096, 8, 64
 
 
 def bench(
     suite: Annotated[str, typer.Option(help=f"What to time: {', '.join(_NAMES)}.")] = "linear",
     rounds: Annotated[int, typer.Option(help="Rounds; every case once in each.")] = 7,
     length: Annotated[
-        int | None, typer.Option(help="T, tokens; 4096, of gpu all from 2048 to 65536.")
+        int | None,
+        typer.Option(help="T, tokens; 4096, of titans 256, local 1024, gpu 2048 to 65536."),
     ] = None,
-    heads: Annotated[int | None, typer.Option(help="H, memories; 8.")] = None,
+    heads: Annotated[int | None, typer.Option(help="H, memories; 8, of titans 1.")] = None,
     size: Annotated[int | None, typer.Option(help="K = V, channels per head; 64.")] = None,
     only: Annotated[
         str, typer.Option(help="A few of the suite's names, separated by commas, and the baseline.")
@@ -54,7 +55,7 @@ def bench(
 ) -> None:
     """Time implementations alternately in one run, beside the device's own ceiling."""
     from recollect.bench.harness import run
-    from recollect.bench.suites.registry import SUITES, Shape, chosen_cases, document, ratios
+    from recollect.bench.suites.registry import SUITES, chosen_cases, document, ratios
 
     if suite not in _NAMES:
         raise ValueError(f"there is no suite {suite!r}; there are {', '.join(_NAMES)}")
@@ -67,15 +68,16 @@ def bench(
     if suite == "gpu":
         _bench_gpu(names, device, rounds, (length, heads, size), save, as_json)
         return
-    length, heads, size = length or _LENGTH, heads or _HEADS, size or _SIZE
     if suite == "train":
-        _bench_train(rounds, length, save, as_json)
+        _bench_train(rounds, length or 512, save, as_json)
         return
     if suite == "memory":
         _bench_memory(names, save, as_json)
         return
     chosen = SUITES[suite]
-    shape = Shape(T=length, H=heads, K=size, V=size, device=device)
+    said = {"T": length, "H": heads, "K": size, "V": size}
+    given = {name: number for name, number in said.items() if number is not None}
+    shape = replace(chosen.shape, device=device, **given)
     cases = chosen_cases(chosen, shape, names)
     with BenchDisplay(console_of_page(stderr=True), suite, rounds) as display:
         result = run(
@@ -107,8 +109,6 @@ def _bench_gpu(
     as_json: bool,
 ) -> None:
     """The suite ``gpu``: several lengths, peers, decoding; on another device at tiny sizes."""
-    from dataclasses import replace
-
     from recollect.bench.gpu.speed import FULL, TINY, lines, measure
 
     length, heads, size = sizes
