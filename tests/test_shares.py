@@ -33,6 +33,7 @@ def tokens(d_model: int = 16, rows: int = 2, length: int = 6) -> Tensor:
 
 DEEP = rc.memory.MLP()
 WINDOW = rc.context.Window(size=3)
+AVERAGED = rc.algorithm.GradientDescent(batch=8, reduce="mean", offset="static", normalize=True)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +206,11 @@ def test_a_share_begins_alike_at_every_width(d_model: int) -> None:
             {"threshold": GateOptions(unit="rms", schedule="integers")},
             "options of 'threshold': unit='rms' is for numbers that begin at one value",
         ),
+        (
+            rc.Recipe(memory=DEEP, algorithm=AVERAGED),
+            {"lr": GateOptions(unit="mean")},
+            "options of 'lr': unit='mean' is 1/place, which only the correction 'offset'",
+        ),
     ],
 )
 def test_a_unit_of_what_has_none_is_refused(
@@ -231,6 +237,62 @@ def test_a_threshold_in_lengths_of_values(V: int, init: float | tuple[float, ...
     found = layer.associations(torch.randn(1, 3, 8)).gates["threshold"]
     expected = torch.tensor(init if isinstance(init, tuple) else (1.0 if init is None else init,))
     torch.testing.assert_close(found, (V**0.5 * expected).expand(1, 3, 2))
+
+
+@pytest.mark.parametrize("squash", ["softplus", "celu"])
+@pytest.mark.parametrize("source", ["learned", "fixed"])
+def test_a_correction_in_units_of_the_mean(source: str, squash: str) -> None:
+    """unit="mean": o = p/place, so that what p is bounded by bounds τ place by place."""
+    recipe, place = rc.Recipe(memory=DEEP, algorithm=AVERAGED), torch.arange(1.0, 9.0)
+    options = {"unit": "mean", "source": source, "squash": squash, "low": -0.8}
+    x = tokens(8)
+    for init in (0.0, 0.5, (-0.8, 1.0)):
+        offset = GateOptions(**options, init=init)  # type: ignore[arg-type]
+        made = rc.MemoryLayer(8, 2, recipe, LayerOptions(gates={"offset": offset}))
+        found = made.associations(x).params["offset"]
+        p = torch.tensor(init).expand(2)[:, None]
+        # The inverse goes out to 1e-4 of its end.
+        torch.testing.assert_close(found, p / place, atol=1e-4, rtol=1e-5)
+
+
+def test_what_is_bounded_below_alone_is_free_above() -> None:
+    """squash="celu": a correction moves as a parameter does, but for its way down."""
+    recipe = rc.Recipe(memory=DEEP, algorithm=AVERAGED)
+    offset = GateOptions(unit="mean", squash="celu", low=-0.8)
+    made = rc.MemoryLayer(8, 2, recipe, LayerOptions(gates={"offset": offset}))
+    bias, place = made.params["offset"].bias, torch.arange(1.0, 9.0)
+    assert isinstance(bias, torch.nn.Parameter) and not bias.any()
+    for moved in (0.3, -0.3):
+        with torch.no_grad():
+            bias.fill_(moved)
+        found = made.associations(tokens(8)).params["offset"]
+        end = 0.8 / place
+        below = end * ((-0.3 / end).exp() - 1)
+        torch.testing.assert_close(found, (bias if moved > 0 else below.expand(2, 8)).detach())
+
+
+@pytest.mark.parametrize("bad", [{}, {"low": 0.0}, {"low": -0.8, "high": 1.0}])
+def test_a_celu_without_a_lower_end_is_refused(bad: dict[str, float]) -> None:
+    offset = GateOptions(unit="mean", squash="celu", **bad)  # type: ignore[arg-type]
+    recipe = rc.Recipe(memory=DEEP, algorithm=AVERAGED)
+    with pytest.raises(rc.RecipeError, match="give it low, and no high"):
+        rc.MemoryLayer(8, 2, recipe, LayerOptions(gates={"offset": offset}))
+
+
+@pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp"])
+def test_no_place_of_a_batch_falls_silent(name: str) -> None:
+    """However far training takes a correction, τ keeps a fifth of the mean, and a gradient."""
+    made = rc.zoo.get(name).build(d_model=16, heads=2)
+    bias = made.params["offset"].bias
+    assert isinstance(bias, torch.nn.Parameter)
+    with torch.no_grad():
+        bias.sub_(0.3)
+    x = tokens(length=16)
+    place = torch.arange(1.0, 17.0)
+    tau = 1 / place + made.associations(x).params["offset"]
+    assert (tau * place > 0.2 - 1e-6).all() and (tau[:, 0] > 0.5).all()
+    made(x)[0].square().sum().backward()
+    assert bias.grad is not None and (bias.grad != 0).all()
 
 
 @pytest.mark.parametrize(("norm", "length"), [("l2", 1.0), ("rms", 4.0)])

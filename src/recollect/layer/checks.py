@@ -168,12 +168,19 @@ def check_options(recipe: Recipe, options: LayerOptions) -> None:
 
 
 def _check_units(recipe: Recipe, options: LayerOptions) -> None:
-    """Whether what is stated as a share is the rate of steps that have a limit."""
+    """Whether what is stated in a unit is a number that has it."""
     for name, own in dict(options.gates).items():
         if own.unit in (None, "own"):
             continue
         if own.unit == "rms":
             _check_lengths(recipe, name, own)
+            continue
+        if own.unit == "mean":
+            if name != "offset" or recipe.algorithm.reduce != "mean":
+                raise RecipeError(
+                    f"options of {name!r}: unit='mean' is 1/place, which only the correction "
+                    "'offset' of averaged steps is added to: leave unit out"
+                )
             continue
         if name != "lr":
             raise RecipeError(

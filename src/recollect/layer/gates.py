@@ -84,6 +84,8 @@ class Squash:
             if self.high == 0.0 and self.temperature == 1.0:
                 return z
             return self.high + z / self.temperature
+        if self.kind == "celu":
+            return functional.celu(z, alpha=-self.low)
         if self.kind == "exp":
             return self.low + z.exp()
         if self.kind == "minus_exp":
@@ -99,6 +101,9 @@ class Squash:
             return _unsoftplus((values - self.low).clamp_min(1e-4))
         if self.kind == "logsigmoid":
             return -_unsoftplus(((self.high - values) * self.temperature).clamp_min(1e-4))
+        if self.kind == "celu":
+            below = -self.low * (1 - values / self.low).clamp_min(1e-4).log()
+            return torch.where(values < 0, below, values)
         if self.kind == "exp":
             return (values - self.low).clamp_min(1e-4).log()
         if self.kind == "minus_exp":
@@ -108,7 +113,7 @@ class Squash:
     @property
     def ends(self) -> tuple[float | None, float | None]:
         """What values approach from above and from below; ``None`` where they have no end."""
-        low = self.low if self.kind in ("sigmoid", "softplus", "exp") else None
+        low = self.low if self.kind in ("sigmoid", "softplus", "celu", "exp") else None
         return low, self.high if self.kind in ("sigmoid", "logsigmoid", "minus_exp") else None
 
     def reaches(self, value: float) -> bool:
@@ -155,6 +160,11 @@ def squash_of(declared: Gate | Param, options: GateOptions, *, unit: float = 1.0
             kind = "identity" if span.high is None and high is None else "logsigmoid"
     if kind == "exp" and span.low is None and low is None:
         kind = "minus_exp"
+    if kind == "celu" and (low is None or low >= 0 or high is not None):
+        raise RecipeError(
+            f"options of {name!r}: squash='celu' leaves what is above 0 as it is and ends at "
+            "low < 0: give it low, and no high"
+        )
     if low is None:
         low = 0.0 if span.low is None else span.low + MARGIN * span.low_open
     if high is None and span.high is not None:
@@ -181,6 +191,11 @@ def squash_of(declared: Gate | Param, options: GateOptions, *, unit: float = 1.0
 
 def _filled(size: int, value: float) -> Tensor:
     return torch.full((size,), value, dtype=torch.float64)
+
+
+def _means(size: int) -> Tensor:
+    """1/place."""
+    return 1 / torch.arange(1, size + 1, dtype=torch.float64)
 
 
 def _number(value: float) -> Tensor:
@@ -361,7 +376,7 @@ class GateProjection(nn.Module):
             return value.exp() if self.decays and not self.log else value
         given = options.init
         if given is None:
-            given = declared.init if options.unit is None else BEGINS
+            given = BEGINS if options.unit == "share" else declared.init
         if isinstance(given, tuple) and options.init is None:
             # A member's tuple runs along the last axis, an option's over heads.
             return torch.tensor(given, dtype=torch.float64).expand(self._whole).clone()
@@ -382,9 +397,17 @@ class GateProjection(nn.Module):
         with torch.inference_mode(False):  # it will be used outside of the mode too
             value = self.initial() if self._kept is None else self.initial()[self._kept]
             value = value.to(device=device, dtype=dtype)
+            unit = self._unit(device, dtype)
+            value = value if unit is None else value * unit
         if lasts(value):
             self._starts[place] = value
         return value
+
+    def _unit(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """What counts as 1 for the options, place by place of an inner batch, if that differs."""
+        if self.options.unit != "mean":
+            return None
+        return constant(_means, self.shape[-1], device=device, dtype=dtype)
 
     def keep_heads(self, index: int, parts: int) -> None:
         """Be the projection of one part of the heads; its weights are cut by whoever asks for it.
@@ -407,7 +430,9 @@ class GateProjection(nn.Module):
     def reset_parameters(self) -> None:
         """Back to the start: `initial` at a zero input, and small projections."""
         if self.bias is not None and not self.bias.is_meta:
-            self.bias.copy_(self.squash.inverse(self.initial()))
+            z = self.squash.inverse(self.initial())
+            unit = self._unit(z.device, z.dtype)
+            self.bias.copy_(z if unit is None else z * unit)
         scale = 1.0 if self.key else MOVES
         if self.weight is not None:
             nn.init.normal_(self.weight, std=scale * self.weight.shape[1] ** -0.5)
@@ -436,7 +461,8 @@ class GateProjection(nn.Module):
                     moved = moved if flat else moved.unflatten(-1, self.shape)
                     z = moved if z is None else moved + z
             assert z is not None
-            value = self.squash(z)
+            unit = self._unit(z.device, z.dtype)
+            value = self.squash(z) if unit is None else self.squash(z / unit) * unit
         if weight is None and isinstance(self.declared, Gate):
             return value.expand(*x.shape[:2], *self.shape)
         return value

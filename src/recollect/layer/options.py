@@ -113,12 +113,16 @@ class GateOptions(Options):
             `recollect.recipe.limit`; between 0 and 1 and beginning at one half unless said
             otherwise, at every width, inner batch, window and momentum. ``"rms"``, of numbers that
             are compared with values or errors: √V, the length of a value whose channels have unit
-            root mean square; ``init``, ``low`` and ``high`` are stated in it. ``"own"``: as
+            root mean square; ``init``, ``low`` and ``high`` are stated in it. ``"mean"``, of the
+            correction ``"offset"`` of averaged steps: 1/place, what the mean gives a step at its
+            place in the inner batch; ``init``, ``low`` and ``high`` are stated in it, so that
+            ``low=-0.8`` keeps a fifth. ``"own"``: as
             `recollect.recall` takes the number. ``None``: a share for the rates of tokens where
             steps are normalised, else its own.
         squash: ``"sigmoid"``: low + (high − low)·sigmoid(z). ``"softplus"``: low + softplus(z).
             ``"logsigmoid"``: high + logsigmoid(z)/temperature, for log decays (GLA divides by 16).
-            ``"exp"``: low + exp(z), or high − exp(z) for what has no lower end. ``"identity"``: z.
+            ``"exp"``: low + exp(z), or high − exp(z) for what has no lower end. ``"celu"``: z above
+            0, and −low (exp(−z/low) − 1) below, which ends at ``low`` < 0. ``"identity"``: z.
         low, high: ends of the squashing, e.g. 0 and 2 for a delta rule with negative eigenvalues; a
             share ends at 1 unless ``high`` says otherwise.
         temperature: > 0; larger values hold a log decay nearer to its upper end.
@@ -144,9 +148,9 @@ class GateOptions(Options):
     """
 
     source: str | None = option(None, "input", "learned", "fixed", optional=True)
-    unit: str | None = option(None, "share", "rms", "own", optional=True)
+    unit: str | None = option(None, "share", "rms", "mean", "own", optional=True)
     squash: str | None = option(
-        None, "sigmoid", "softplus", "logsigmoid", "exp", "identity", optional=True
+        None, "sigmoid", "softplus", "logsigmoid", "exp", "celu", "identity", optional=True
     )
     low: float | None = number(None, optional=True)
     high: float | None = number(None, optional=True)
@@ -183,7 +187,7 @@ class GateOptions(Options):
         )
 
     def unit_of(self, name: str, recipe: Recipe) -> str | None:
-        """``"share"`` or ``"rms"``; ``None`` where the number is stated as the recipe takes it.
+        """``"share"``, ``"rms"``, ``"mean"``; ``None`` where it is stated as the recipe takes it.
 
         What these options leave open is a share for the rate that a token has of measured steps:
         one of a size of its own would be right for one inner batch, window and momentum only
