@@ -290,6 +290,7 @@ class GateProjection(nn.Module):
     ) -> None:
         super().__init__()
         self.declared, self.options = declared, options
+        self.by_place = options.unit == "mean"
         self.heads, self.depth = heads, depth
         gate = isinstance(declared, Gate)
         source = options.source or _source(declared)
@@ -397,17 +398,14 @@ class GateProjection(nn.Module):
         with torch.inference_mode(False):  # it will be used outside of the mode too
             value = self.initial() if self._kept is None else self.initial()[self._kept]
             value = value.to(device=device, dtype=dtype)
-            unit = self._unit(device, dtype)
-            value = value if unit is None else value * unit
+            value = value * self._unit(value) if self.by_place else value
         if lasts(value):
             self._starts[place] = value
         return value
 
-    def _unit(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """What counts as 1 for the options, place by place of an inner batch, if that differs."""
-        if self.options.unit != "mean":
-            return None
-        return constant(_means, self.shape[-1], device=device, dtype=dtype)
+    def _unit(self, like: Tensor) -> Tensor:
+        """What counts as 1 for the options, where it differs by place of the inner batch."""
+        return constant(_means, self.shape[-1], device=like.device, dtype=like.dtype)
 
     def keep_heads(self, index: int, parts: int) -> None:
         """Be the projection of one part of the heads; its weights are cut by whoever asks for it.
@@ -431,8 +429,7 @@ class GateProjection(nn.Module):
         """Back to the start: `initial` at a zero input, and small projections."""
         if self.bias is not None and not self.bias.is_meta:
             z = self.squash.inverse(self.initial())
-            unit = self._unit(z.device, z.dtype)
-            self.bias.copy_(z if unit is None else z * unit)
+            self.bias.copy_(z * self._unit(z) if self.by_place else z)
         scale = 1.0 if self.key else MOVES
         if self.weight is not None:
             nn.init.normal_(self.weight, std=scale * self.weight.shape[1] ** -0.5)
@@ -461,8 +458,11 @@ class GateProjection(nn.Module):
                     moved = moved if flat else moved.unflatten(-1, self.shape)
                     z = moved if z is None else moved + z
             assert z is not None
-            unit = self._unit(z.device, z.dtype)
-            value = self.squash(z) if unit is None else self.squash(z / unit) * unit
+            if self.by_place:
+                unit = self._unit(z)
+                value = self.squash(z / unit) * unit
+            else:
+                value = self.squash(z)
         if weight is None and isinstance(self.declared, Gate):
             return value.expand(*x.shape[:2], *self.shape)
         return value
