@@ -141,6 +141,23 @@ def test_the_suite_of_one_memory_refuses_several() -> None:
     assert result.exit_code == 2 and "times one memory" in result.stderr
 
 
+def test_the_suite_of_one_memory_runs_where_it_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both sides, forward and backward: what a case is made with says the device."""
+    asked: list[str] = []
+
+    def case(label: str, *sizes: object, backward: bool, device: str) -> Case:
+        asked.append(device)
+        return Case(name=label, make=lambda: lambda: None)
+
+    for name in ("own_case", "titans_case"):
+        monkeypatch.setattr(f"recollect.bench.suites.registry.{name}", case)
+    suite = SUITES["titans"]
+    cases = suite.cases(replace(suite.shape, device="cuda"))
+    assert asked == ["cuda"] * len(cases) and len(cases) == 12
+
+
 def test_bench_refuses_an_unknown_suite() -> None:
     result = invoke("bench", "--suite", "quadratic")
     assert result.exit_code == 2

@@ -281,7 +281,7 @@ def test_a_celu_without_a_lower_end_is_refused(bad: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("name", ["ttt_linear", "ttt_mlp"])
 def test_no_place_of_a_batch_falls_silent(name: str) -> None:
-    """However far training takes a correction, τ keeps a fifth of the mean, and a gradient."""
+    """Where τ was 0 before, beyond −1/place, it keeps a fifth of the mean, and a gradient."""
     made = rc.zoo.get(name).build(d_model=16, heads=2)
     bias = made.params["offset"].bias
     assert isinstance(bias, torch.nn.Parameter)
