@@ -17,6 +17,7 @@ the same factors (`token_weights`). See `docs/design/deep-engine.md`.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,10 @@ __all__ = [
 ]
 
 GROUP_BYTES = 2**26
-"""What the intermediates of a group of inner batches may take in the backward pass, on a CPU."""
+"""What the intermediates of a group of inner batches may take in the backward pass, on a CPU.
+
+They take more where groups as small as that would keep more at their borders (`_least`).
+"""
 
 WHOLE_BYTES = 2**28
 """What all batches of a chain may take to be one group, which no second pass has to make again.
@@ -334,31 +338,44 @@ def _room(x: Tensor, host: int) -> int:
 
 
 def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: bool) -> int:
-    """g: as many inner batches as the caller's chunk, or as fit in `GROUP_BYTES`."""
+    """g: as many inner batches as the caller's chunk, or as fit in `GROUP_BYTES`, or `_least`."""
     if problem.chunk_size is not None:
         return max(1, problem.chunk_size // grid.b)
     if not outer and method.fused is not None and walks(method, problem.q.device):
         return grid.N  # its intermediates never leave the chip
     B, _, H, G, _ = problem.q.shape
     weights = sum(m.out * m.inp for m in method.maps)
+    kept = weights * (1 + len(problem.state.slots))
     widths = sum(m.out + m.inp for m in method.maps)
     copies = 2 * grid.b if method.way == "tokens" else 3
     if method.normalizer is not None and method.normalizer.builds:
         copies += 4 * (grid.b + grid.c)
     rows = grid.b * (1 + G) + grid.c
-    if method.chain is not None:
+    budget = _room(problem.q, GROUP_BYTES)
+    if method.chain is None:
+        numbers = kept * copies + 4 * rows * widths
+    else:
         # M at the border; z, σ(z), σ′(z), u and δ at keys; x, σ′ and scores at queries.
-        borders = weights * (1 + len(problem.state.slots) + bool(method.chain.bases))
-        numbers = borders + rows * (3 * widths + 2 * (grid.b + grid.c))
+        numbers = kept + weights * bool(method.chain.bases)
+        numbers += rows * (3 * widths + 2 * (grid.b + grid.c))
         numbers += 12 * rows * method.maps[-1].out * method.memory.finishes
-        each = B * H * numbers * problem.state.weights[0].element_size()
-        whole = grid.N * each <= _room(problem.q, WHOLE_BYTES)
-        # Without gradients next to nothing of this is kept.
-        budget = _room(problem.q, GROUP_BYTES if outer else WHOLE_BYTES)
-        return grid.N if whole else max(1, budget // max(each, 1))
-    numbers = weights * copies * (1 + len(problem.state.slots)) + 4 * rows * widths
     each = B * H * numbers * problem.state.weights[0].element_size()
-    return max(1, _room(problem.q, GROUP_BYTES) // max(each, 1))
+    if method.chain is not None:
+        whole = _room(problem.q, WHOLE_BYTES)
+        if grid.N * each <= whole:
+            return grid.N
+        if not outer:
+            budget = whole  # next to nothing of this is kept
+    fit = max(1, budget // max(each, 1))
+    return max(fit, _least(grid.N, kept / numbers)) if outer else fit
+
+
+def _least(N: int, share: float) -> int:
+    """g at which the borders of N/g groups and one group's intermediates take the least memory.
+
+    With w bytes at a border and i = w/``share`` inside a batch that is the least of (N/g) w + g i.
+    """
+    return math.isqrt(math.ceil(N * share))
 
 
 def _layout(
