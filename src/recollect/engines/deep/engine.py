@@ -64,11 +64,10 @@ GROUP_BYTES = 2**26
 They take more where groups as small as that would keep more at their borders (`_least`).
 """
 
-WHOLE_BYTES = 2**28
+WHOLE_BYTES = 2**29
 """What all batches of a chain may take to be one group, which no second pass has to make again.
 
-Beyond it groups of `GROUP_BYTES` are as fast: memory that small is used again, and what is fresh
-from the system costs as much to touch as a second pass to compute.
+It is a quarter of a training step's time, for memory that every layer of a model holds at once.
 """
 
 
