@@ -260,7 +260,7 @@ MQAR = Experiment(
         "at chance after 800 (0.045 at width 16), also with steps 8 and 32 times as large or "
         "batches of 4 tokens; with steps that are searched along its direction it has 0.741. Its "
         "tokens read the memory of their batch's start, so what a batch of 16 was told cannot be "
-        "answered in it. OmegaNet, which reads at every token, has 1.000."
+        "answered in it. OmegaNet, which reads at every token, has 0.999."
     ),
 )
 
