@@ -144,18 +144,21 @@ def test_the_suite_of_one_memory_refuses_several() -> None:
 def test_the_suite_of_one_memory_runs_where_it_is_asked_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both sides, forward and backward: what a case is made with says the device."""
-    asked: list[str] = []
+    """Both sides, forward and backward: what a case is made with says sizes and device."""
+    asked: list[tuple[object, str]] = []
 
-    def case(label: str, *sizes: object, backward: bool, device: str) -> Case:
-        asked.append(device)
+    def case(label: str, *rest: object, backward: bool, device: str) -> Case:
+        asked.append((rest[-1], device))
         return Case(name=label, make=lambda: lambda: None)
 
     for name in ("own_case", "titans_case"):
         monkeypatch.setattr(f"recollect.bench.suites.registry.{name}", case)
     suite = SUITES["titans"]
     cases = suite.cases(replace(suite.shape, device="cuda"))
-    assert asked == ["cuda"] * len(cases) and len(cases) == 12
+    assert asked == [((2, 256, 64), "cuda")] * len(cases) and len(cases) == 12
+    asked.clear()
+    suite.cases(replace(suite.shape, B=3, T=32, K=8, V=8))
+    assert asked == [((3, 32, 8), "cpu")] * 12
 
 
 def test_bench_refuses_an_unknown_suite() -> None:

@@ -36,6 +36,16 @@ WINDOW = rc.context.Window(size=3)
 AVERAGED = rc.algorithm.GradientDescent(batch=8, reduce="mean", offset="static", normalize=True)
 
 
+@rc.member
+class HeadMean(rc.algorithm.Algorithm):
+    """A member of another package: its correction is one number per head."""
+
+    lr: float | str = rc.quantity("token", at_least=0, init=0.5)
+    offset: float | str = rc.quantity("static", init=0.0)
+    batch: int = rc.integer(8, at_least=1, size=True)  # type: ignore[assignment]
+    reduce: str = "mean"
+
+
 @pytest.mark.parametrize(
     ("recipe", "limit"),
     [
@@ -209,7 +219,12 @@ def test_a_share_begins_alike_at_every_width(d_model: int) -> None:
         (
             rc.Recipe(memory=DEEP, algorithm=AVERAGED),
             {"lr": GateOptions(unit="mean")},
-            "options of 'lr': unit='mean' is 1/place, which only the correction 'offset'",
+            "options of 'lr': unit='mean' is 1/place, which only a correction 'offset'",
+        ),
+        (
+            rc.Recipe(memory=DEEP, algorithm=HeadMean()),
+            {"offset": GateOptions(unit="mean", init=-0.5)},
+            "with one value per place of the inner batch (axes 'b')",
         ),
     ],
 )
@@ -242,7 +257,7 @@ def test_a_threshold_in_lengths_of_values(V: int, init: float | tuple[float, ...
 @pytest.mark.parametrize("squash", ["softplus", "celu"])
 @pytest.mark.parametrize("source", ["learned", "fixed"])
 def test_a_correction_in_units_of_the_mean(source: str, squash: str) -> None:
-    """unit="mean": o = p/place, so that what p is bounded by bounds τ place by place."""
+    """unit="mean": o begins at p/place, and what p is bounded by bounds τ place by place."""
     recipe, place = rc.Recipe(memory=DEEP, algorithm=AVERAGED), torch.arange(1.0, 9.0)
     options = {"unit": "mean", "source": source, "squash": squash, "low": -0.8}
     x = tokens(8)

@@ -34,13 +34,17 @@ _NAMES = (
     "gpu",
 )
 
+_CONTEXT = 512  # tokens of a row of the suite ``train``, where nothing is said
+
 
 def bench(
     suite: Annotated[str, typer.Option(help=f"What to time: {', '.join(_NAMES)}.")] = "linear",
     rounds: Annotated[int, typer.Option(help="Rounds; every case once in each.")] = 7,
     length: Annotated[
         int | None,
-        typer.Option(help="T, tokens; 4096, of titans 256, local 1024, gpu 2048 to 65536."),
+        typer.Option(
+            help="T, tokens; 4096, of titans 256, local 1024, train 512, gpu 2048 to 65536."
+        ),
     ] = None,
     heads: Annotated[int | None, typer.Option(help="H, memories; 8, of titans 1.")] = None,
     size: Annotated[int | None, typer.Option(help="K = V, channels per head; 64.")] = None,
@@ -69,7 +73,7 @@ def bench(
         _bench_gpu(names, device, rounds, (length, heads, size), save, as_json)
         return
     if suite == "train":
-        _bench_train(rounds, length or 512, save, as_json)
+        _bench_train(rounds, length or _CONTEXT, save, as_json)
         return
     if suite == "memory":
         _bench_memory(names, save, as_json)
@@ -127,11 +131,10 @@ def _bench_gpu(
     _told(save, data)
 
 
-def _bench_train(rounds: int, length: int, save: Path | None, as_json: bool) -> None:
+def _bench_train(rounds: int, context: int, save: Path | None, as_json: bool) -> None:
     """The suite ``train``: whole steps, in the callback of a run, so it times them itself."""
     from recollect.bench.suites.train import BARE, RUN, measure
 
-    context = min(length, 512)
     with BenchDisplay(console_of_page(stderr=True), "train", rounds) as display:
         result = measure(
             rounds=rounds,

@@ -217,7 +217,8 @@ class Explanation:
         for param in self.params:
             drawn = f", drawn ({param.draw})" if param.draw else ""
             fixed = "" if param.learned else ", not trained"
-            yield f"param {param.name} {_shape('H', param.axes)} {_span(param)}{drawn}{fixed}"
+            unit = f"; {self.units[param.name]}" if param.name in self.units else ""
+            yield f"param {param.name} {_shape('H', param.axes)} {_span(param)}{drawn}{fixed}{unit}"
         if self.init:
             yield f"init {', '.join(self.init)}: a memory of zeros would never learn"
 
@@ -351,11 +352,20 @@ def _backend(recipe: Recipe, method: str) -> str:
 
 def _units(recipe: Recipe, options: LayerOptions | None) -> dict[str, str]:
     """What the numbers are that a layer states in a unit of its own."""
-    rate = GateOptions() if options is None else options.gate("lr")
-    if rate.unit_of("lr", recipe) != "share":
-        return {}
-    share = f"a layer's is a share s_t of the stability limit, η_t = s_t · {step_limit(recipe)}"
-    return {"lr": share}
+    found: dict[str, str] = {}
+    for one in (*recipe.gates(), *recipe.params()):
+        own = GateOptions() if options is None else options.gate(one.name)
+        unit = own.unit_of(one.name, recipe)
+        if unit == "share":
+            found[one.name] = (
+                f"a layer's is a share s_t of the stability limit, η_t = s_t · {step_limit(recipe)}"
+            )
+        elif unit == "mean":
+            least = "" if own.low is None else f", at least {own.low:g}/place"
+            found[one.name] = f"a layer's is counted in 1/place of the inner batch{least}"
+        elif unit == "rms":
+            found[one.name] = "a layer's is counted in √V, the length of a value"
+    return found
 
 
 def _resolve(recipe: object) -> tuple[str, LayerOptions | None, Recipe]:

@@ -176,10 +176,13 @@ def _check_units(recipe: Recipe, options: LayerOptions) -> None:
             _check_lengths(recipe, name, own)
             continue
         if own.unit == "mean":
-            if name != "offset" or recipe.algorithm.reduce != "mean":
+            declared = next(one for one in (*recipe.gates(), *recipe.params()) if one.name == name)
+            averaged = name == "offset" and recipe.algorithm.reduce == "mean"
+            if not averaged or declared.axes != ("b",):
                 raise RecipeError(
-                    f"options of {name!r}: unit='mean' is 1/place, which only the correction "
-                    "'offset' of averaged steps is added to: leave unit out"
+                    f"options of {name!r}: unit='mean' is 1/place, which only a correction "
+                    "'offset' of averaged steps with one value per place of the inner batch "
+                    "(axes 'b') is added to: leave unit out"
                 )
             continue
         if name != "lr":

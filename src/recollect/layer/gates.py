@@ -270,7 +270,8 @@ class GateProjection(nn.Module):
         depth: (index of this layer, number of layers), for schedules.
         recipe: whose number it is.
         unit: what counts as 1 for whoever wrote the options, which come in the number's own unit
-            (`GateOptions.lengths`): messages speak in it.
+            (`GateOptions.lengths`): messages speak in it. Where it differs by place of the inner
+            batch (``unit="mean"``) options come as they were written, and `forward` counts in it.
 
     Raises:
         RecipeError: options that do not fit the declaration.

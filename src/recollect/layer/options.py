@@ -116,8 +116,9 @@ class GateOptions(Options):
             root mean square; ``init``, ``low`` and ``high`` are stated in it. ``"mean"``, of the
             correction ``"offset"`` of averaged steps: 1/place, what the mean gives a step at its
             place in the inner batch; ``init``, ``low`` and ``high`` are stated in it, so that
-            ``low=-0.8`` keeps a fifth. ``"own"``: as
-            `recollect.recall` takes the number. ``None``: a share for the rates of tokens where
+            ``low=-0.8`` keeps at least a fifth, while what is learned stays in the correction's
+            own unit and moves as far at every place. ``"own"``: as `recollect.recall` takes the
+            number. ``None``: a share for the rates of tokens where
             steps are normalised, else its own.
         squash: ``"sigmoid"``: low + (high − low)·sigmoid(z). ``"softplus"``: low + softplus(z).
             ``"logsigmoid"``: high + logsigmoid(z)/temperature, for log decays (GLA divides by 16).
@@ -187,7 +188,7 @@ class GateOptions(Options):
         )
 
     def unit_of(self, name: str, recipe: Recipe) -> str | None:
-        """``"share"``, ``"rms"``, ``"mean"``; ``None`` where it is stated as the recipe takes it.
+        """The unit of a number of a recipe; ``None`` where it is stated as the recipe takes it.
 
         What these options leave open is a share for the rate that a token has of measured steps:
         one of a size of its own would be right for one inner batch, window and momentum only

@@ -24,22 +24,25 @@ _NOTE = (
     "the memory is f with its biases, layer norm inside and the key added back, so that what it "
     "learns is v − k; W° is the memory at the start of the inner batch of 16, and τ averages over "
     "the tokens of the batch so far, with a learned correction o per head and place (per place "
-    "only in the published code, where it may bring τ to 0; here it leaves a fifth of the mean). "
-    "Norm weights are learned, not memory. Keys have length √K, as in the published code at its "
-    "start, whose steps of at most {most} are plain; here "
+    "only in the published code, where it may bring τ to 0; here it leaves at least a fifth of "
+    "the mean). Norm weights are learned, not memory. Keys have length √K, as in the published "
+    "code at its start, whose steps of at most {most} are plain; here "
     f"{NORMALISED}; around the memory stands the common layer (short convolution, output norm and "
     "gate) without its unit keys"
 )
 
 
-PLACES = GateOptions(unit="mean", squash="celu", low=-0.8)
-"""Corrections that keep a fifth of the mean. Where τ is 0 no gradient comes back: a place of the
-inner batch that a few outer steps had brought there stayed silent (`docs/design/steps.md`)."""
+CORRECTION = GateOptions(unit="mean", squash="celu", low=-0.8)
+"""What τ adds to the mean, of which it leaves at least a fifth.
+
+Where τ is 0 no gradient comes back: a place of the inner batch that a few outer steps had brought
+there stayed silent (`docs/design/steps.md`).
+"""
 
 
 def _ttt(memory: MLP, step: GateOptions, last_map: float = 1.0) -> tuple[Recipe, LayerOptions]:
     mean = GradientDescent(batch=16, reduce="mean", offset="static", normalize=True)
-    gates = {"lr": step, "offset": PLACES}
+    gates = {"lr": step, "offset": CORRECTION}
     options = LayerOptions(qk_norm="rms", gates=gates, last_map=last_map)
     return Recipe(memory=memory, algorithm=mean), options
 

@@ -232,7 +232,7 @@ SUITES: dict[str, Suite] = {
         baseline="b=16",
         pairs=_titans_pairs,
         min_seconds=0.15,
-        # The peer's exact setting takes more than 20 GB of 4,096 tokens.
+        # The peer's exact setting takes more than 20 GB for 4,096 tokens.
         shape=Shape(B=2, T=256, H=1),
     ),
     "attention": Suite(

@@ -61,7 +61,7 @@ __all__ = [
 GROUP_BYTES = 2**26
 """What the intermediates of a group of inner batches may take in the backward pass, on a CPU.
 
-They take more where groups as small as that would keep more at their borders (`_least`).
+They take more where groups as small as that would keep more at their borders (`_least_memory`).
 """
 
 WHOLE_BYTES = 2**29
@@ -337,7 +337,10 @@ def _room(x: Tensor, host: int) -> int:
 
 
 def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: bool) -> int:
-    """g: as many inner batches as the caller's chunk, or as fit in `GROUP_BYTES`, or `_least`."""
+    """g: as many inner batches as the caller's chunk, or else as fit.
+
+    Training takes at least `_least_memory`'s, since what does not fit a group is kept between them.
+    """
     if problem.chunk_size is not None:
         return max(1, problem.chunk_size // grid.b)
     if not outer and method.fused is not None and walks(method, problem.q.device):
@@ -366,10 +369,10 @@ def _batches_a_group(problem: Problem, method: DeepPlan, grid: Grid, *, outer: b
         if not outer:
             budget = whole  # next to nothing of this is kept
     fit = max(1, budget // max(each, 1))
-    return max(fit, _least(grid.N, kept / numbers)) if outer else fit
+    return max(fit, _least_memory(grid.N, kept / numbers)) if outer else fit
 
 
-def _least(N: int, share: float) -> int:
+def _least_memory(N: int, share: float) -> int:
     """g at which the borders of N/g groups and one group's intermediates take the least memory.
 
     With w bytes at a border and i = w/``share`` inside a batch that is the least of (N/g) w + g i.
