@@ -59,7 +59,7 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
     most = _most(S)
     with without_autocast(S.device.type):
         # Of entries of at most 1 no square overflows, and none that counts is lost.
-        unit = torch.linalg.vector_norm(X.detach(), float("inf"), dim=(-2, -1), keepdim=True)
+        unit = _largest(X.detach())
         unit = torch.where(unit == 0, 1.0, unit)
         X = X / unit
         # ‖X‖² is the trace of the Gram matrix, so that nothing as large as X is made to scale it.
@@ -74,6 +74,13 @@ def newton_schulz(S: Tensor, steps: int) -> Tensor:
             X = torch.bmm(_together(_gram(X), min(steps - done, most)), X)
     X = X.view_as(wide)
     return X.mT if tall else X
+
+
+def _largest(X: Tensor) -> Tensor:
+    """The largest size of an entry of ``X [n, s, l]``, ``[n, 1, 1]``."""
+    if X.device.type == "cpu":  # An eighth of the time that the norm takes there.
+        return torch.maximum(X.amax((-2, -1), True), X.amin((-2, -1), True).neg())
+    return torch.linalg.vector_norm(X, float("inf"), dim=(-2, -1), keepdim=True)
 
 
 class _Gram(HandWritten):
