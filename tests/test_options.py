@@ -96,3 +96,16 @@ def test_no_convolution_is_said_in_two_ways() -> None:
 def test_bad_options_are_refused_by_name(make: object, says: str) -> None:
     with pytest.raises(rc.RecipeError, match=says):
         make()  # type: ignore[operator]
+
+
+def test_a_number_held_for_all_tokens_cannot_come_of_the_input() -> None:
+    # Only a member that takes 'token' is advised to be given it.
+    def layer(algorithm: rc.algorithm.Algorithm, name: str) -> rc.MemoryLayer:
+        options = LayerOptions(gates={name: GateOptions(source="input")})
+        return rc.MemoryLayer(16, 2, rc.Recipe(algorithm=algorithm), options)
+
+    with pytest.raises(rc.RecipeError, match=r"'learned' or 'fixed'; give the member 'token'"):
+        layer(rc.algorithm.GradientDescent(lr="static"), "lr")
+    averaged = rc.algorithm.GradientDescent(batch=4, reduce="mean", offset="static")
+    with pytest.raises(rc.RecipeError, match=r"source is 'learned' or 'fixed'$"):
+        layer(averaged, "offset")

@@ -97,6 +97,7 @@ class Param:
         learned: whether a layer trains it unless its options say otherwise.
         beside_key: whether it scales V channels of unit root mean square that are added to the key:
             a layer whose keys have a length begins it at |k|/√V, where both are equally long.
+        per_token: whether its member takes ``"token"`` in its place, for one value per token.
 
     Examples:
         >>> recipe = rc.Recipe(algorithm=rc.algorithm.GradientDescent(lr="static"))
@@ -113,6 +114,7 @@ class Param:
     fan: str = ""
     learned: bool = True
     beside_key: bool = False
+    per_token: bool = False
 
     def __post_init__(self) -> None:
         if self.fan and self.draw != "fan_in":

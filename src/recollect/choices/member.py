@@ -197,6 +197,7 @@ class Member:
                 axes=spec.axes_of(self),
                 range=spec.range,
                 init=spec.init,
+                per_token="token" in spec.kinds,
             )
             for name, spec, value in self._quantities()
             if value == "static"
