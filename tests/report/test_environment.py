@@ -42,6 +42,9 @@ def test_the_commit_says_whether_the_tree_had_changes(tmp_path: Path) -> None:
     git(tmp_path, "commit", "-q", "-m", "first")
     clean = commit(tmp_path)
     assert re.fullmatch("[0-9a-f]{12}", clean)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "measured.json").write_text("{}")
+    assert commit(tmp_path) == clean, "what is measured changes no measurement"
     (tmp_path / "more.txt").write_text("")
     assert commit(tmp_path) == clean + "-dirty"
 

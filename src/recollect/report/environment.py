@@ -22,7 +22,8 @@ class Environment:
         python: version of Python.
         torch: version of torch.
         system: operating system and machine type.
-        commit: of the source tree, with ``-dirty`` if it had changes; ``"unknown"`` outside one.
+        commit: of the source tree, with ``-dirty`` if it had changes outside ``results``, where
+            measurements are kept; ``"unknown"`` outside one.
         date: UTC, ISO 8601 to the second.
     """
 
@@ -91,7 +92,9 @@ def _commit(folder: Path) -> str:
         commit = _git(folder, "rev-parse", "--short=12", "HEAD")
         if not tracked:
             return "unknown"
-        return commit + ("-dirty" if _git(folder, "status", "--porcelain") else "")
+        # A measurement that is saved beside the last one makes no other measurement.
+        changed = _git(folder, "status", "--porcelain", "--", ":/", ":(top,exclude)results")
+        return commit + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
