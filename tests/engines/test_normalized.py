@@ -19,6 +19,7 @@ from torch.nn import functional
 
 import recollect as rc
 from recollect.engines import deep
+from recollect.engines.deep.line_search import squared
 from recollect.testing.engines import (
     MASKS,
     agree,
@@ -370,6 +371,49 @@ def test_a_searched_step_never_turns_around(method: str) -> None:
     assert generate.error(y[0, :, 0, 0], torch.tensor([5.0, 5.0, 5.0]).double()) < 1e-4
     y, _ = rc.recall(recipe, k, k, v * torch.tensor([1, 1, -1])[:, None, None], {}, method=method)
     assert generate.error(y[0, :, 0, 0], torch.tensor([5.0, 5.0, -4.0]).double()) < 1e-4
+
+
+@rc.member
+class Signs(algorithm.Algorithm):
+    """Searched steps along signs, by one who says the step alone and not its direction."""
+
+    lr = rc.quantity("token", at_least=0, init=0.1)
+    momentum = rc.quantity("token", at_least=0, below=1, init=0.9)
+    batch: int = rc.integer(3, at_least=1, size=True)
+    every: str = rc.option("batch", "token")
+
+    slots = ("momentum",)
+    searches = True
+    curvature = True
+    accumulates = "gradients"
+
+    def update(self, slots: Any, step: algorithm.Step) -> Any:
+        S = step.momentum * slots["momentum"] - step.gradient
+        return {"momentum": S}, step.lr * S.sign()
+
+    def settle(self, slots: Any, lr: Tensor) -> Tensor:
+        return lr * slots["momentum"].sign()
+
+
+@pytest.mark.parametrize("every", ["token", "batch"])
+def test_a_direction_is_the_step_at_rate_one_unless_it_is_said(every: str) -> None:
+    recipe = rc.Recipe(memory=memory.MLP(), algorithm=Signs(every=every))
+    assert rc.select(recipe).engine.name == "deep"
+    x = fitting(recipe, B=1, T=7, H=2)
+    agree(recipe, x, "deep", 1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func.jvp
+def test_the_size_of_a_direction_has_every_derivative() -> None:
+    X, moved = normal(2, 3, 2, 4, 5, seed=1).unbind(0)
+    X[0, 0] = 0
+    expected = X.square().sum((-2, -1))
+    torch.testing.assert_close(squared(X), expected)
+    torch.testing.assert_close(torch.vmap(squared)(X), expected)
+    _, along = torch.func.jvp(squared, (X,), (moved,))
+    torch.testing.assert_close(along, 2 * (X * moved).sum((-2, -1)))
+    assert torch.autograd.gradcheck(squared, X.requires_grad_())
+    assert torch.autograd.gradgradcheck(squared, X)
 
 
 # -- what a step of A does to W ------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.share import limit_rules, search_rules, share_rules
@@ -229,6 +230,21 @@ class Algorithm(Member):
             RecipeError: an algorithm that moves at every token.
         """
         raise RecipeError(f"{self.title} moves at every token")
+
+    def direction(self, slots: Slots) -> Tensor:
+        """Where the step of `settle` points, which is that step at a rate of 1.
+
+        An algorithm that searches for its step's length is asked for this. One that multiplies by
+        the rate last saves that product here.
+
+        Args:
+            slots: its tensors by name after the last token of the batch.
+
+        Raises:
+            RecipeError: an algorithm that moves at every token.
+        """
+        some = next(iter(slots.values()))
+        return self.settle(slots, torch.ones_like(some[..., :1, :1]))
 
     def slot_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of one slot beside weights of that shape.

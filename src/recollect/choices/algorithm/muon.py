@@ -225,8 +225,11 @@ class Muon(Descent):
         return "gradients" if self.scale == "outer" else "steps"
 
     def settle(self, slots: Slots, lr: Tensor) -> Tensor:
-        moved = newton_schulz(slots["momentum"], self.newton_steps)
+        moved = self.direction(slots)
         return lr * moved if self.scale == "outer" else moved
+
+    def direction(self, slots: Slots) -> Tensor:
+        return newton_schulz(slots["momentum"], self.newton_steps)
 
     @property
     def curvature(self) -> bool:  # type: ignore[override]

@@ -258,22 +258,19 @@ class InnerBatchLoop:
         gates = layout.scalars(n, last)
         moved: Weights = []
         etas = [self._rows(rate.matrix(0, 0)) for rate in rates]
-        searches = self.algorithm.searches
-        directions = [
-            self.algorithm.settle(
-                {name: self._rows(slot[i]) for name, slot in slots.items()},
-                torch.ones_like(eta) if searches else eta,
-            )
-            for i, eta in enumerate(etas)
-        ]
-        if searches:
+        algorithm = self.algorithm
+        own = [{name: self._rows(slot[i]) for name, slot in slots.items()} for i in range(len(A))]
+        if algorithm.searches:
+            directions = [algorithm.direction(one) for one in own]
             # Every association of the batch, by what all of its tokens' windows give it.
             weight = band(layout.gamma[n]).sum(1, keepdim=True)
             search = self._searched(segment.points[n], A, weight)
             far = search.far([d.flatten(0, 1).unsqueeze(1) for d in directions])
             far = self._rows(far.unsqueeze(-1))
-            directions = [eta * far * d for eta, d in zip(etas, directions, strict=True)]
-        for i, (a, step) in enumerate(zip(A, directions, strict=True)):
+            moves = [eta * far * d for eta, d in zip(etas, directions, strict=True)]
+        else:
+            moves = [algorithm.settle(one, eta) for one, eta in zip(own, etas, strict=True)]
+        for i, (a, step) in enumerate(zip(A, moves, strict=True)):
             log_decay = None if self.retention.decay is None else self._rows(decays[i])
             moved.append(
                 self.retention.advance(self._rows(a), step, log_decay, gates).flatten(0, 1)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.share import said, search
+from recollect.choices.gradients import HandWritten
 from recollect.choices.memory.base import Stack
 from recollect.engines.deep.gradient_factors import Points
 from recollect.engines.deep.step_coefficients import window_rows
 
-__all__ = ["LineSearch", "by_step"]
+__all__ = ["LineSearch", "by_step", "squared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +76,40 @@ class LineSearch:
         def by_step(x: Tensor) -> Tensor:  # [B, H, S m, V] -> [P, S, m, V]
             return x.flatten(0, 1).unflatten(1, (S, -1))
 
-        size = sum((d.square().sum((-2, -1)) for d in D), torch.zeros_like(self.weight[..., 0]))
+        size = sum((squared(d) for d in D), torch.zeros_like(self.weight[..., 0]))
         return search(by_step(along), by_step(moved), self.weight, size)
+
+
+class _Squared(HandWritten):
+    """‖X‖² of ``X [..., s, l]``, where X ⊙ X would be as large as X, forward and back."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(X: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(X, dim=(-2, -1)).square()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> Tensor:
+        (X,) = ctx.saved_tensors
+        return (2 * above[0])[..., None, None] * X
+
+    @staticmethod
+    def jvp(ctx: Any, *moved: Tensor) -> Tensor:
+        (X,) = ctx.saved_tensors
+        return 2 * (X * moved[0]).sum((-2, -1))
+
+
+def squared(X: Tensor) -> Tensor:
+    """‖X‖² ``[...]``; in a compiled graph as autograd has it, since compilers take no jvp."""
+    if torch.compiler.is_compiling():
+        return X.square().sum((-2, -1))
+    return cast(Tensor, _Squared.apply(X))
 
 
 def by_step(points: Points, n: int, c: int) -> Points:

@@ -147,8 +147,7 @@ def _searched(
     directions: Weights = []
     for i, a in enumerate(A):
         rates = _rates(work, i, _rows(a, work))
-        ones = [torch.ones_like(rate) for rate in rates]
-        S, made = _steps(work, i, _rows(slots["momentum"][i], work), rates, ones)
+        S, made = _steps(work, i, _rows(slots["momentum"][i], work), rates, None)
         sums.append(S.flatten(0, 1))
         directions.append(made)
     far = search.far([d.flatten(0, 1) for d in directions]).unflatten(0, work.shape)
@@ -169,9 +168,9 @@ def _rates(work: TokenStep, i: int, A: Tensor) -> list[Tensor]:
 
 
 def _steps(
-    work: TokenStep, i: int, S: Tensor, rates: Sequence[Tensor], settled: Sequence[Tensor]
+    work: TokenStep, i: int, S: Tensor, rates: Sequence[Tensor], settled: Sequence[Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """S after the last token, and every token's step at the rates ``settled``."""
+    """S after the last token, and every token's step at the rates ``settled``, or its direction."""
     algorithm, scales = work.recipe.algorithm, work.recipe.algorithm.accumulates == "steps"
     sums: list[Tensor] = []
     for t, numbers in enumerate(work.numbers):
@@ -183,8 +182,10 @@ def _steps(
             else -gradient
         )
         sums.append(S)
-    lr = torch.stack(list(settled), dim=2)
-    return S, algorithm.settle({"momentum": torch.stack(sums, dim=2)}, lr)
+    slots = {"momentum": torch.stack(sums, dim=2)}
+    if settled is None:
+        return S, algorithm.direction(slots)
+    return S, algorithm.settle(slots, torch.stack(list(settled), dim=2))
 
 
 def _taken(work: TokenStep, i: int, W: Tensor, A: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
