@@ -1,5 +1,7 @@
 """Base class of algorithms: the rule that turns inner gradients into steps."""
 
+# More than 400 lines: all that an algorithm may say of itself, each with its meaning.
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
