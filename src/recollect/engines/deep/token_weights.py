@@ -130,7 +130,8 @@ def _directed(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """The same where a step is a function of what was accumulated: of all tokens at once."""
     rates = _rates(work, i, A)
-    S, steps = _steps(work, i, slots["momentum"], rates, rates)
+    S, sums = _accumulated(work, i, slots["momentum"], rates)
+    steps = work.recipe.algorithm.settle(sums, torch.stack(rates, dim=2))
     A, readable = _taken(work, i, W, A, steps)
     return A, {"momentum": S}, readable
 
@@ -147,9 +148,9 @@ def _searched(
     directions: Weights = []
     for i, a in enumerate(A):
         rates = _rates(work, i, _rows(a, work))
-        S, made = _steps(work, i, _rows(slots["momentum"][i], work), rates, None)
+        S, made_of = _accumulated(work, i, _rows(slots["momentum"][i], work), rates)
         sums.append(S.flatten(0, 1))
-        directions.append(made)
+        directions.append(work.recipe.algorithm.direction(made_of))
     far = search.far([d.flatten(0, 1) for d in directions]).unflatten(0, work.shape)
     after: Weights = []
     readable: Weights = []
@@ -167,11 +168,11 @@ def _rates(work: TokenStep, i: int, A: Tensor) -> list[Tensor]:
     return [_rows(n["lr"][i], work) if "lr" in n else one for n in work.numbers]
 
 
-def _steps(
-    work: TokenStep, i: int, S: Tensor, rates: Sequence[Tensor], settled: Sequence[Tensor] | None
-) -> tuple[Tensor, Tensor]:
-    """S after the last token, and every token's step at the rates ``settled``, or its direction."""
-    algorithm, scales = work.recipe.algorithm, work.recipe.algorithm.accumulates == "steps"
+def _accumulated(
+    work: TokenStep, i: int, S: Tensor, rates: Sequence[Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """S after the last token, and the slots ``[B, H, n, out, in]`` after every token."""
+    scales = work.recipe.algorithm.accumulates == "steps"
     sums: list[Tensor] = []
     for t, numbers in enumerate(work.numbers):
         gradient = _gradient(work, work.factors[i], t)
@@ -182,10 +183,7 @@ def _steps(
             else -gradient
         )
         sums.append(S)
-    slots = {"momentum": torch.stack(sums, dim=2)}
-    if settled is None:
-        return S, algorithm.direction(slots)
-    return S, algorithm.settle(slots, torch.stack(list(settled), dim=2))
+    return S, {"momentum": torch.stack(sums, dim=2)}
 
 
 def _taken(work: TokenStep, i: int, W: Tensor, A: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
