@@ -16,10 +16,12 @@ from torch.nn import functional
 
 import recollect as rc
 from recollect import GateOptions, LayerOptions, LayerState, MemoryLayer
+from recollect.choices.fields import Gate, Param
 from recollect.layer.convolution import ShortConvolution
 from recollect.layer.options import Tie
 
 D, HEADS, T = 16, 2, 13
+DECAY = rc.Recipe(retention=rc.retention.Decay())
 TOL = {"atol": 1e-10, "rtol": 1e-10}
 
 OWN = {
@@ -265,6 +267,78 @@ def test_gates_start_where_they_are_declared() -> None:
     assert layer.gates["lr"](1000 * torch.randn(5, 1, D)).max() <= 2
 
 
+def _declared_numbers() -> dict[str, tuple[rc.zoo.Preset, Gate | Param]]:
+    """Every gate and trained param of the zoo, once for each declaration."""
+    numbers: dict[str, tuple[rc.zoo.Preset, Gate | Param]] = {}
+    for preset in map(rc.zoo.get, rc.zoo.names()):
+        for declared in (*preset.recipe.gates(), *preset.recipe.params()):
+            single = isinstance(declared.init, int | float)
+            if single and (isinstance(declared, Gate) or (declared.learned and not declared.draw)):
+                key = f"{declared.name} {declared.range} {declared.init:.4g} {declared.axes}"
+                numbers.setdefault(key, (preset, declared))
+    return numbers
+
+
+DECLARED = _declared_numbers()
+
+
+@pytest.mark.parametrize("side", ["low", "high"])
+@pytest.mark.parametrize("key", DECLARED)
+def test_a_narrowed_gate_starts_inside_its_range(key: str, side: str) -> None:
+    """Ends that exclude the declared initial value: the gate starts between them, and learns."""
+    preset, declared = DECLARED[key]
+    begin, end = float(declared.init), getattr(declared.range, "high" if side == "low" else "low")
+    if end is None:
+        end = begin + 3 * abs(begin) + 1 if side == "low" else begin - 3 * abs(begin) - 1
+    narrowed = GateOptions(**{side: begin + 0.9 * (end - begin)})
+    torch.manual_seed(0)
+    slopes = {}
+    for name, options in (("default", GateOptions()), ("narrowed", narrowed)):
+        layer = MemoryLayer(D, 2, preset.recipe, LayerOptions(gates={declared.name: options}))
+        projection = {**dict(layer.gates.items()), **dict(layer.params.items())}[declared.name]
+        value, bias = projection(torch.randn(2, 8, D)), projection.bias
+        if bias is None:  # a gate that is a key by default
+            continue
+        value.sum().backward()
+        low, high = projection.squash.ends
+        width = 1.0 if low is None or high is None else high - low
+        tokens = value.numel() / bias.numel()
+        slopes[name] = float(bias.grad.abs().min()) / width / tokens
+    assert low is None or (value > low).all()
+    assert high is None or (value < high).all()
+    assert slopes["narrowed"] > min(0.02, 0.5 * slopes.get("default", 1.0))
+
+
+def test_a_narrowed_range_moves_only_the_values_that_it_excludes() -> None:
+    zero = torch.zeros(1, 1, D)
+
+    def initial(name: str, options: GateOptions, recipe: rc.Recipe = DECAY) -> list[float]:
+        layer = MemoryLayer(D, 4, recipe, LayerOptions(gates={name: options}))
+        return layer.gates[name](zero).flatten().tolist()
+
+    first, *others = initial("log_decay", GateOptions())
+    assert first < -0.05 < min(others)
+    wide = initial("log_decay", GateOptions(low=-1.0))
+    assert wide == pytest.approx([first, *others], rel=1e-4)
+    slow = initial("log_decay", GateOptions(low=-0.05))
+    assert slow == pytest.approx([-0.0475, *others], rel=1e-4)
+    # Options are stated in the length of a value, √4 here.
+    huber = rc.Recipe(bias=rc.bias.Huber())
+    threshold = initial("threshold", GateOptions(unit="rms", high=0.5), huber)
+    assert threshold == pytest.approx([0.475 * 4**0.5] * 4, rel=1e-4)
+    fixed = initial("lr", GateOptions(source="fixed", high=0.05))
+    assert fixed == pytest.approx([0.0475] * 4)
+    # An initial value of the caller's is kept to the digit.
+    assert initial("lr", GateOptions(high=0.05, init=0.0499)) == pytest.approx([0.0499] * 4)
+
+
+def test_the_remedy_for_steps_that_overshoot_leaves_no_gate_saturated() -> None:
+    """Follow the advice of docs/diagnose.md: a lower `high` of the gate `lr`."""
+    options = LayerOptions(gates={"lr": GateOptions(low=0, high=0.05)})
+    report = rc.diagnose(MemoryLayer(64, 4, rc.Recipe(), options), torch.randn(1, 32, 64))
+    assert not report.saturated["lr"].any()
+
+
 TIED = {
     "complement": (
         rc.Recipe(
@@ -357,6 +431,18 @@ def test_low_rank_and_fixed_numbers() -> None:
         (
             lambda: MemoryLayer(D, 2, rc.Recipe(), LayerOptions(gates={"lr": GateOptions(init=3)})),
             "init must be in",
+        ),
+        (
+            lambda: MemoryLayer(
+                D, 2, DECAY, LayerOptions(gates={"log_decay": GateOptions(low=0.5)})
+            ),
+            "options of 'log_decay': low must be below high, and they are 0.5 and 0",
+        ),
+        (
+            lambda: MemoryLayer(
+                D, 2, DECAY, LayerOptions(gates={"log_decay": GateOptions(squash="sigmoid")})
+            ),
+            "choose another low, high or squash",
         ),
         (
             lambda: MemoryLayer(

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +51,7 @@ RANK = 32
 MOVES = 0.2  # standard deviation of z that a token of unit root mean square causes at the start
 BEGINS = 0.5  # of the stability limit, for a rate stated as a share of it: docs/design/steps.md
 LEAST = 1e-6  # of the sum of a window's weights: a window that weighs nothing writes nothing
+NEAREST = 0.05  # share of a range between an end that options chose and a declared initial value
 MARGIN = 1e-6  # keeps values off an end that the range excludes, also in float32
 
 
@@ -177,6 +178,11 @@ def squash_of(declared: Gate | Param, options: GateOptions, *, unit: float = 1.0
             0.0 if kind in ("logsigmoid", "minus_exp") else low + (1.0 if start < 1 else 2 * start)
         )
     squash = Squash(kind=kind, low=low, high=high, temperature=options.temperature)
+    if kind == "sigmoid" and low >= high:
+        raise RecipeError(
+            f"options of {name!r}: low must be below high, and they are {low / unit:g} and "
+            f"{high / unit:g}: choose another low, high or squash"
+        )
     bottom, top = squash.ends
     fits = (span.low is None or (bottom is not None and bottom >= span.low)) and (
         span.high is None or (top is not None and top <= span.high)
@@ -328,6 +334,8 @@ class GateProjection(nn.Module):
                 "no place; only source may be given, 'learned' or 'fixed'"
             )
         self.squash = squash_of(declared, options, unit=unit)
+        default = replace(options, low=None, high=None, squash=None)
+        self._default_squash = squash_of(declared, default, unit=unit)
         self.key = self.squash.kind == "identity" and declared.axes[-1:] == ("K",)
         rank = options.rank
         if rank is None:
@@ -371,6 +379,30 @@ class GateProjection(nn.Module):
             return self._initial()
 
     def _initial(self) -> Tensor:
+        options, value = self.options, self._declared_initial()
+        exact = options.init is not None and options.spread is None
+        return value if exact else self._inside(value)
+
+    def _inside(self, value: Tensor) -> Tensor:
+        """Move initial values away from the ends that the options chose.
+
+        A value ends no nearer to such an end than a share `NEAREST` of the range, or than the value
+        was to the end that the options replaced.
+        """
+        ends, default_ends = self.squash.ends, self._default_squash.ends
+        if ends == default_ends:
+            return value
+        nearest = torch.logit(value.new_tensor(1 - NEAREST))
+        z = self._default_squash.inverse(value).abs().maximum(nearest)
+        below, above = self.squash(-z), self.squash(z)
+        if ends[0] is not None and ends[0] != default_ends[0]:
+            value = value.maximum(below.minimum(above))
+        if ends[1] is not None and ends[1] != default_ends[1]:
+            value = value.minimum(below.maximum(above))
+        return value
+
+    def _declared_initial(self) -> Tensor:
+        """Values at a zero input before `_inside`."""
         options, declared = self.options, self.declared
         if isinstance(declared, Param) and self.drawn:
             return start(declared, self._whole, fan=self._fan)

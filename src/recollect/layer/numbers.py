@@ -210,11 +210,12 @@ class RecipeNumbers(nn.Module):
             unit = 1.0
             if options.unit == "rms" and isinstance(declared.init, int | float):
                 unit = math.sqrt(self.value_dim)
-                options = options.lengths(unit, declared.init)
+                options = options.lengths(unit)
+                declared = replace(declared, init=unit * declared.init)
             length = {"l2": 1.0, "rms": math.sqrt(self.head_dim)}.get(self.options.qk_norm)
             beside = isinstance(declared, Param) and declared.beside_key
-            if beside and length is not None and options.init is None:
-                options = replace(options, init=length / math.sqrt(self.value_dim))
+            if beside and length is not None:
+                declared = replace(declared, init=length / math.sqrt(self.value_dim))
             sizes = self.recipe.axes(self.head_dim, self.value_dim)
             if declared.name in self.shared_angles:
                 sizes = {axis: max(1, size // 2) for axis, size in sizes.items()}

@@ -128,7 +128,10 @@ class GateOptions(Options):
             share ends at 1 unless ``high`` says otherwise.
         temperature: > 0; larger values hold a log decay nearer to its upper end.
         init: value at a zero input, in the number's own unit (a logarithm for log decays) or in
-            ``unit``, one for all heads or one per head.
+            ``unit``, one for all heads or one per head. ``None``: the initial value that the recipe
+            declares. If ``low`` or ``high`` excludes that value, the gate starts inside the range:
+            at a twentieth of the range from that end, or nearer only if the declared value is
+            nearer to its own end.
         spread: ≥ 1. Memory times −1/log α of a decay start geometrically spread over the heads
             (over the channels, when per channel), from 1/spread to spread times that of ``init``.
         rank: of the projection; 0 is a full matrix. ``None``: 32 for gates per channel, else full.
@@ -171,20 +174,23 @@ class GateOptions(Options):
                 f"GateOptions(schedule={self.schedule!r}) gives the values: drop init and spread"
             )
 
-    def lengths(self, length: float, init: float) -> GateOptions:
-        """The same numbers, stated in √V, in the number's own unit.
+    def lengths(self, length: float) -> GateOptions:
+        """Convert options stated in √V to the number's own unit.
 
         Args:
             length: √V.
-            init: where the number begins, in √V, if these options do not say it.
         """
-        given = init if self.init is None else self.init
+
+        def scaled(value: float | None) -> float | None:
+            return None if value is None else length * value
+
+        init = self.init
         return dataclasses.replace(
             self,
             unit=None,
-            init=tuple(length * x for x in given) if isinstance(given, tuple) else length * given,
-            low=None if self.low is None else length * self.low,
-            high=None if self.high is None else length * self.high,
+            init=tuple(length * x for x in init) if isinstance(init, tuple) else scaled(init),
+            low=scaled(self.low),
+            high=scaled(self.high),
         )
 
     def unit_of(self, name: str, recipe: Recipe) -> str | None:
