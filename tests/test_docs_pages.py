@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import doctest
 import importlib
 import inspect
 import json
 import posixpath
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -216,3 +220,73 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     moved = {"rc.experiments.compare": "rc.compare", "rc.experiments.reproduce": "rc.reproduce"}
     assert {moved.get(name, name) for name, _ in owed()} - titles == set()
     assert re.split(index["config"]["separator"], "rc.memory.Matrix") == ["rc", "memory", "Matrix"]
+
+
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FIELD_VALUES = {"quantity": "2.0", "number": "2.0", "integer": "2", "flag": "True"}
+
+
+def _members_in_examples() -> Iterator[tuple[str, str]]:
+    """File and code of the examples in pages, scripts, notebooks and docstrings."""
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES):
+        yield str(path), "\n".join(b for b in PYTHON.findall(path.read_text()) if "@rc.member" in b)
+    for path in (ROOT / "examples").glob("*.py"):
+        yield str(path), path.read_text()
+    for path in (ROOT / "examples").glob("*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        yield str(path), "\n".join("".join(cell["source"]) for cell in cells if "outputs" in cell)
+    for path in (ROOT / "src").glob("**/*.py"):
+        if ">>> @rc.member" in path.read_text():
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    examples = doctest.DocTestParser().get_examples(ast.get_docstring(node) or "")
+                    members = [e.source for e in examples if "@rc.member" in e.source]
+                    yield f"{path}:{node.name}", "".join(members)
+
+
+def _uses(code: str) -> Iterator[tuple[str, bool]]:
+    """Calls of the members that code defines, one for each field, and whether each is right."""
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.ClassDef) or not node.decorator_list:
+            continue
+        yield f"{node.name}(no_such_field=1)", False
+        for field in node.body:
+            if isinstance(field, ast.Assign | ast.AnnAssign) and isinstance(field.value, ast.Call):
+                target = field.targets[0] if isinstance(field, ast.Assign) else field.target
+                value = FIELD_VALUES.get(ast.unparse(field.value.func).removeprefix("rc."))
+                if value is not None:
+                    yield f"{node.name}({ast.unparse(target)}={value})", True
+
+
+def test_members_in_examples_pass_pyright_where_they_are_used(tmp_path: Path) -> None:
+    """The README's own ``LogCosh(scale=2.0)`` did not: a field needs an annotation."""
+    pyright = [sys.executable, "-m", "pyright"]
+    if subprocess.run([*pyright, "--version"], capture_output=True).returncode:
+        pytest.skip("pyright is not installed, or could not fetch its Node package")
+    wrong, right = set(), 0
+    for place, code in _members_in_examples():
+        if "@rc.member" not in code:
+            continue
+        file = tmp_path / (re.sub(r"\W", "_", place) + ".py")
+        lines = ["import math, torch", "import recollect as rc", *code.splitlines()]
+        for use, is_right in _uses(code):
+            lines.append(use)
+            right += is_right
+            if not is_right:
+                wrong.add((file.name, len(lines)))
+        file.write_text("\n".join(lines))
+    assert right >= 8 and len(wrong) >= 10
+    settings = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT / "src")]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    done = subprocess.run(
+        [*pyright, "--project", tmp_path, "--pythonpath", sys.executable, "--outputjson"],
+        capture_output=True,
+        text=True,
+    )
+    errors = {
+        (Path(error["file"]).name, error["range"]["start"]["line"] + 1): error["message"]
+        for error in json.loads(done.stdout)["generalDiagnostics"]
+        if error["severity"] == "error"
+    }
+    assert {place: errors[place] for place in errors.keys() - wrong} == {}
+    assert errors.keys() == wrong

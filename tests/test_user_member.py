@@ -20,7 +20,7 @@ Values = Mapping[str, Tensor]
 class LogCosh(rc.bias.Bias):
     """Σ s² log cosh(e/s): only a loss, so autograd supplies the error."""
 
-    scale = rc.quantity("token", above=0, init=1.0, travels=True)
+    scale: float | str = rc.quantity("token", above=0, init=1.0, travels=True)
 
     def loss(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
         s = gates["scale"]

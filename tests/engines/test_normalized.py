@@ -377,8 +377,8 @@ def test_a_searched_step_never_turns_around(method: str) -> None:
 class Signs(algorithm.Algorithm):
     """Searched steps along signs, by one who says the step alone and not its direction."""
 
-    lr = rc.quantity("token", at_least=0, init=0.1)
-    momentum = rc.quantity("token", at_least=0, below=1, init=0.9)
+    lr: float | str = rc.quantity("token", at_least=0, init=0.1)
+    momentum: float | str = rc.quantity("token", at_least=0, below=1, init=0.9)
     batch: int = rc.integer(3, at_least=1, size=True)
     every: str = rc.option("batch", "token")
 

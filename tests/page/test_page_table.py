@@ -167,7 +167,7 @@ def test_a_member_of_ones_own_is_a_knob() -> None:
     class Sharp(rc.bias.Bias):
         """A loss of somebody's."""
 
-        sharpness = rc.number(2.0, above=0)
+        sharpness: float = rc.number(2.0, above=0)
 
         def loss(self, prediction, value, gates):  # type: ignore[no-untyped-def]
             return (self.sharpness * (prediction - value)).cosh().sum(-1)

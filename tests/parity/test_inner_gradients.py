@@ -39,7 +39,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 class QuarticOfTests(rc.bias.Bias):
     """A user's own bias: only its loss is stated."""
 
-    scale = rc.quantity("token", above=0, init=1.0, travels=True)
+    scale: float | str = rc.quantity("token", above=0, init=1.0, travels=True)
 
     def loss(self, prediction: Tensor, value: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
         return ((prediction - value) / gates["scale"]).pow(4).sum(-1)

@@ -192,7 +192,7 @@ def quantity(
     Examples:
         >>> @rc.member
         ... class LogCosh(rc.bias.Bias):
-        ...     scale = rc.quantity("token", above=0)
+        ...     scale: float | str = rc.quantity("token", above=0)
         ...
         ...     def loss(self, prediction, value, gates):
         ...         s = gates["scale"]

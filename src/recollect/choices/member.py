@@ -349,13 +349,16 @@ M = TypeVar("M", bound=type[Member])
 def member(cls: M) -> M:
     """Class decorator: freeze a member, make it keyword-only, and register it by its class name.
 
+    Annotate the fields, so that type checkers accept them as arguments: ``scale: float | str`` for
+    a quantity. Without annotations a member runs all the same.
+
     Raises:
         RecipeError: the name is taken by another class, or the class extends no choice.
 
     Examples:
         >>> @rc.member
         ... class Cubic(rc.bias.Bias):
-        ...     scale = rc.number(1.0, above=0)
+        ...     scale: float = rc.number(1.0, above=0)
         ...
         ...     def loss(self, prediction, value, gates):
         ...         return self.scale * (prediction - value).abs().pow(3).sum(-1) / 3

@@ -131,7 +131,7 @@ class Algorithm(Member):
     Examples:
         >>> @rc.member
         ... class SignDescent(rc.algorithm.Algorithm):  # A_t = α_t A_(t−1) − η_t sign(g_t)
-        ...     lr = rc.quantity("token", at_least=0, init=0.1)
+        ...     lr: float | str = rc.quantity("token", at_least=0, init=0.1)
         ...
         ...     def update(self, slots, step):
         ...         return {}, -step.lr * step.gradient.sign()
