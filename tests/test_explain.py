@@ -105,6 +105,8 @@ def test_gated_delta_net() -> None:
         "engine   linear (triangular solve)",
         "         on CUDA with recollect[gpu]: chunk_gated_delta_rule of flash-linear-attention, "
         "where products may be bf16, fp16 or TF32",
+        "         training on a Hopper GPU with Triton 3.4 to 3.7.0: chunk_kda in place of "
+        "chunk_gated_delta_rule, whose backward pass raises there",
         "         torch.compile may break the graph of rc.recall; a layer's call is one operation",
         "needs    gate log_decay [B, T, H] ≤ 0",
         "         gate lr [B, T, H] ≥ 0",

@@ -68,7 +68,14 @@ RECIPES: Mapping[str, rc.Recipe] = {
     "vector": rc.zoo.get("rg_lru").recipe,
     "ridge": rc.zoo.get("mesa_net").recipe,
     "attention": rc.zoo.get("fox").recipe,
-}
+    **{
+        name: rc.zoo.get(name).recipe
+        for name in (
+            "gated_delta_net", "mamba2", "retnet", "lightning_attention", "mlstm",
+            "gated_delta_product", "delta_product", "delta_net", "linear_attention",
+        )
+    },
+}  # fmt: skip
 
 
 # -- cases -----------------------------------------------------------------------------------------
@@ -191,6 +198,30 @@ LONG: Mapping[str, Case] = {
         recipe="attention", starts=False, decay=20.0, forgets=True
     ),
 }
+HOPPER: Mapping[str, Case] = {
+    "chunk_kda, gated_delta_net, bf16": Case(recipe="gated_delta_net", dtype=BRAIN, tokens=20),
+    "chunk_kda, gated_delta_net, strong decays": Case(
+        recipe="gated_delta_net", decay=50.0, forgets=True, tokens=20
+    ),
+    "chunk_kda, gated_delta_product, fp16": Case(
+        recipe="gated_delta_product", dtype=HALF, tokens=10
+    ),
+    "chunk_kda, delta_net": Case(recipe="delta_net", tokens=20),
+    "chunk_gla, mamba2, bf16": Case(recipe="mamba2", dtype=BRAIN, tokens=20),
+    "chunk_gla, mamba2, strong decays": Case(
+        recipe="mamba2", decay=50.0, forgets=True, tokens=20
+    ),
+    "chunk_gla, retnet": Case(recipe="retnet", tokens=20),
+    "chunk_gla, lightning_attention": Case(recipe="lightning_attention", tokens=20),
+    "chunk_gla, mlstm": Case(recipe="mlstm", tokens=20, starts=False),
+    "chunk_delta_rule, delta_net, bf16": Case(recipe="delta_net", dtype=BRAIN, tokens=20),
+    "chunk_gated_delta_product, delta_product, fp16": Case(
+        recipe="delta_product", dtype=HALF, tokens=20
+    ),
+    "chunk_simple_gla, linear_attention": Case(recipe="linear_attention", tokens=20),
+}  # fmt: skip
+"""Presets whose first operator has no backward pass on some Hopper GPUs, and their neighbors."""
+
 HALVES: Mapping[str, Case] = {
     f"{name}, in bf16": replace(case, dtype=BRAIN)
     for name, case in {**QUICK, **LONG}.items()
@@ -198,7 +229,8 @@ HALVES: Mapping[str, Case] = {
 }
 """What a GPU trains in: every structure, in the operators that bfloat16 takes."""
 
-CASES = {**QUICK, **LONG, **HALVES}
+SETS = {"quick": QUICK, "long": LONG, "halves": HALVES, "hopper": HOPPER}
+CASES = {name: case for cases in SETS.values() for name, case in cases.items()}
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -231,10 +263,10 @@ def numbers(case: Case, recipe: rc.Recipe, rows: int) -> dict[str, dict[str, Ten
         if gate.name == "probe":
             x = normalize(x - 0.5, dim=-1)
         gates[gate.name] = x
-    params = {
-        param.name: 0.5 + unit(HEADS, *(sizes[axis] for axis in param.axes), seed=40)
-        for param in recipe.params()
-    }
+    params: dict[str, Tensor] = {}
+    for param in recipe.params():
+        x = 0.5 + unit(HEADS, *(sizes[axis] for axis in param.axes), seed=40)
+        params[param.name] = x if param.range.high is None else x * param.range.high / 1.5
     return {"tensors": tensors, "gates": gates, "params": params}
 
 

@@ -1,12 +1,12 @@
 """Operators of flash-linear-attention in Triton's interpreter, against the reference in float64.
 
-``python -m tests.gpu.operators quick`` (or ``long``, ``halves``, or names of
+``python -m tests.gpu.operators quick`` (or ``long``, ``halves``, ``hopper``, or names of
 `tests.gpu.operator_cases`) prints one JSON object per case: which functions of the package ran, and
 how far outputs, final states and every gradient are from the reference. It is a program of its own
 because the interpreter stays with its process (`tests.gpu.interpreter`).
 
 Calls go through ``rc.recall(method="fla")``, as on a GPU: only the sentence that the device is none
-is switched off.
+is switched off. With ``hopper`` the machine claims to have a Hopper GPU and Triton 3.6.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from tests.gpu import interpreter
-from tests.gpu.operator_cases import CASES, HALVES, LONG, QUICK, distance, solved
+from tests.gpu.operator_cases import CASES, SETS, distance, solved
 
 from recollect.engines.fla import calls, choose, recurrences
 from recollect.engines.fla.operators import OPERATORS, function
@@ -33,6 +33,16 @@ def import_all() -> None:
         for operator in OPERATORS:
             importlib.import_module(operator.module)
     interpreter.mend("fla.ops")
+
+
+def claim_hopper() -> None:
+    """Make torch, Triton and the package report a Hopper GPU with Triton 3.6."""
+    import triton
+
+    triton.__version__ = "3.6.0"
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    importlib.import_module("fla.ops.common.chunk_o").IS_NVIDIA_HOPPER = True
 
 
 def watched(names: list[str]) -> Callable[..., Any]:
@@ -62,9 +72,10 @@ def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     choose.DEVICES.add("cpu")
     torch.set_float32_matmul_precision("high")
+    if "hopper" in names:
+        claim_hopper()
     import_all()
-    sets = {"quick": list(QUICK), "long": list(LONG), "halves": list(HALVES)}
-    for name in [case for named in names for case in sets.get(named, [named])]:
+    for name in [case for named in names for case in SETS.get(named, [named])]:
         print(json.dumps(measure(name)), flush=True)
 
 

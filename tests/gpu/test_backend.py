@@ -11,20 +11,26 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.gpu.operator_cases import CASES, distance, solved
+from tests.gpu.operator_cases import CASES, SETS, distance, solved
 from tests.gpu.parity import MISSING
 from tests.gpu.printed import interprets, printed
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import recollect as rc
 from recollect.choices.multiplying import multiplying
 from recollect.engines.fla import calls, choose, offer, recurrences
-from recollect.engines.fla.operators import function
+from recollect.engines.fla.operators import function, gated_backward_raises
+from recollect.recall.bound import bind, named
+from recollect.recall.call import Call
+from recollect.recall.one_operation import memorise_as_one
 from recollect.recipe.sized import sized
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -150,6 +156,120 @@ def test_keys_may_be_too_wide() -> None:
     assert _taken(wide, torch.bfloat16, K=320) == SUM
 
 
+# -- a backward pass that raises -------------------------------------------------------------------
+
+KDA = "chunk_kda"
+ON_HOPPER: dict[str, tuple[str, str]] = {
+    **EXPECTED,
+    **dict.fromkeys(("retnet", "lightning_attention", "mamba2", "mlstm"), (GATE, GATE)),
+    **dict.fromkeys(("delta_net", "dpfp", "longhorn", "nlms"), (PLAIN, KDA)),
+    "gated_delta_net": (KDA, KDA),
+    "delta_product": ("chunk_gated_delta_product", KDA),
+    "gated_delta_product": (KDA, KDA),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_presets_train_on_hopper_by_the_expected_operator(name: str) -> None:
+    at = sized(rc.zoo.get(name).recipe, **SIZES)
+    able = offer(at).without_gated_backward
+    names = (
+        next(one.name for one in able if one.takes(dtype, at.features))
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert tuple(names) == ON_HOPPER[name]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "triton", "hip", "raises"),
+    [
+        ([(9, 0)], "3.6.0", None, True),
+        ([(9, 0)], "3.4.0", None, True),
+        ([(9, 0)], "3.7.0+git123", None, True),
+        ([(8, 0), (9, 0)], "3.5.1", None, True),
+        ([(9, 0)], "3.3.1", None, False),
+        ([(9, 0)], "3.7.1", None, False),
+        ([(9, 0)], "3.10.0", None, False),
+        ([(8, 9), (10, 0)], "3.6.0", None, False),
+        ([(9, 4)], "3.6.0", "7.0", False),  # an AMD MI300
+        ([], "3.6.0", None, False),
+    ],
+)
+def test_machines_on_which_a_backward_pass_raises(
+    capabilities: list[tuple[int, int]],
+    triton: str,
+    hip: str | None,
+    raises: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device])
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
+    assert gated_backward_raises.__wrapped__() is raises
+
+
+@pytest.fixture
+def on_hopper(anywhere: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace the package's functions; return the list of those that are called."""
+    called: list[str] = []
+
+    def recorded(module: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+        def run(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+            called.append(name)
+            return v + q.sum() + k.sum() + more["g"].sum(), 1 * more["initial_state"]
+
+        return run
+
+    monkeypatch.setattr(recurrences, "function", recorded)
+    monkeypatch.setattr(choose, "gated_backward_raises", lambda: True)
+    return called
+
+
+def _arguments(*, trains: bool) -> dict[str, Any]:
+    """Return arguments of a call with more tokens than are computed one by one."""
+    q, k, v = torch.randn(3, 1, 20, 2, 8).requires_grad_(trains)
+    gates = {"lr": torch.rand(1, 20, 2), "log_decay": -torch.rand(1, 20, 2)}
+    return {"q": q, "k": k, "v": v, "gates": gates}
+
+
+def _recall(**arguments: Any) -> Tensor:
+    return rc.recall("gated_delta_net", **arguments, method="fla", precision="tf32")[0]
+
+
+def test_without_a_gradient_the_faster_operator_runs(on_hopper: list[str]) -> None:
+    _recall(**_arguments(trains=False))
+    arguments = _arguments(trains=True)
+    with torch.no_grad():
+        _recall(**arguments)
+    assert on_hopper == [DELTA, DELTA]
+    _recall(**arguments).sum().backward()
+    _recall(**arguments, cu_seqlens=torch.tensor([0, 3, 20]))
+    assert on_hopper == [DELTA, DELTA, KDA, KDA]
+
+
+@pytest.mark.parametrize(("reentrant", "expected"), [(False, [KDA, KDA]), (True, [DELTA, KDA])])
+def test_recomputed_calls_train(reentrant: bool, expected: list[str], on_hopper: list[str]) -> None:
+    """Reentrant checkpointing runs the first pass without a gradient."""
+    arguments = _arguments(trains=True)
+    q = arguments.pop("q").detach().requires_grad_()
+    y = checkpoint(lambda q: _recall(q=q, **arguments), q, use_reentrant=reentrant)
+    y.sum().backward()
+    assert on_hopper == expected
+    assert q.grad is not None
+
+
+def test_a_compiled_call_trains(on_hopper: list[str]) -> None:
+    """A compiled call is one operation of the graph, whose backward pass solves again."""
+    arguments = _arguments(trains=True)
+    recipe = rc.zoo.get("gated_delta_net").recipe
+    bound = named(bind(recipe, H=2, K=8, V=8, method="fla", precision="tf32"))
+    y, _ = memorise_as_one(Call(bound=bound, params={}, **arguments))
+    assert on_hopper == [DELTA]
+    torch.autograd.grad(y.sum(), arguments["q"])
+    assert on_hopper == [DELTA, KDA]
+
+
 # -- the choice of a caller ------------------------------------------------------------------------
 
 
@@ -172,9 +292,17 @@ def test_explain_says_which_and_why() -> None:
     said = rc.explain("delta_net").backend
     assert said == (
         "on CUDA with recollect[gpu]: chunk_delta_rule of flash-linear-attention, where products "
-        "may be bf16 or fp16; chunk_gated_delta_rule, where TF32"
+        "may be bf16 or fp16; chunk_gated_delta_rule, where TF32\n"
+        "training on a Hopper GPU with Triton 3.4 to 3.7.0: chunk_kda in place of "
+        "chunk_gated_delta_rule, whose backward pass raises there"
     )
-    assert said in str(rc.explain("delta_net"))
+    text = str(rc.explain("delta_net"))
+    assert all(line in text for line in said.splitlines())
+    assert rc.explain("gated_delta_product").backend.endswith(
+        "\ntraining on a Hopper GPU with Triton 3.4 to 3.7.0: chunk_kda in place of "
+        "chunk_gated_delta_product and chunk_gated_delta_rule, whose backward pass raises there"
+    )
+    assert "Hopper" not in rc.explain("gla").backend
     assert "method='torch' does not take it" in rc.explain("delta_net", method="torch").backend
 
 
@@ -292,10 +420,10 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
-@pytest.mark.parametrize("cases", ["quick", pytest.param("long", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", ["quick", "hopper", pytest.param("long", marks=pytest.mark.slow)])
 def test_kernels_are_the_reference(cases: str) -> None:
     found = printed("operators", cases)
-    assert len(found) >= 19
+    assert [one["name"] for one in found] == list(SETS[cases])
     for one in found:
         name = one["name"]
         if not name.startswith("token by token"):

@@ -181,7 +181,7 @@ class Explanation:
         yield "read", list(self.read)
         yield "where", list(self.where)
         refused = [f"not {name}: {reasons[0]}" for name, reasons in self.refused.items()]
-        refused.append(self.backend)
+        refused += self.backend.splitlines()
         if not self.compiles:
             said = "torch.compile may break the graph of rc.recall; a layer's call is one operation"
             refused.append(said)

@@ -12,7 +12,14 @@ from recollect.choices.devices import lasts
 from recollect.choices.member import RecipeError
 from recollect.choices.multiplying import innermost
 from recollect.engines.common.problem import Problem, state_dtype, wants_gradient
-from recollect.engines.fla.operators import PACKAGE, Operator, installed, operators
+from recollect.engines.fla.operators import (
+    AFFECTED,
+    PACKAGE,
+    Operator,
+    gated_backward_raises,
+    installed,
+    operators,
+)
 from recollect.engines.fla.structure import Structure, structure
 from recollect.recipe.sized import SizedRecipe
 
@@ -48,17 +55,38 @@ class Offer:
     reason: str | None
     must: bool
 
+    @property
+    def without_gated_backward(self) -> tuple[Operator, ...]:
+        """The operators that train where `gated_backward_raises`, the closest first."""
+        decay = None if self.structure is None else self.structure.decay
+        return tuple(one for one in self.operators if decay not in one.gated_backward)
+
     def __str__(self) -> str:
         if not self.operators:
             return f"not {PACKAGE}: {self.reason}"
-        half = self.operators[0]
-        single = next((one for one in self.operators if one.float32), half)
-        said = f"on CUDA with recollect[gpu]: {half.name} of {PACKAGE}"
+        half, single = _by_type(self.operators)
+        text = f"on CUDA with recollect[gpu]: {half.name} of {PACKAGE}"
         if not half.multiplies:
-            return said
+            return text
         if single is half:
-            return f"{said}, where products may be bf16, fp16 or TF32"
-        return f"{said}, where products may be bf16 or fp16; {single.name}, where TF32"
+            text += ", where products may be bf16, fp16 or TF32"
+        else:
+            text += f", where products may be bf16 or fp16; {single.name}, where TF32"
+        others = _by_type(self.without_gated_backward)
+        pairs = zip((half, single), others, strict=True)
+        replaced = {one.name: other.name for one, other in pairs if one is not other}
+        if not replaced:
+            return text
+        return (
+            f"{text}\ntraining on {AFFECTED}: {' and '.join(dict.fromkeys(replaced.values()))} in "
+            f"place of {' and '.join(replaced)}, whose backward pass raises there"
+        )
+
+
+def _by_type(operators: tuple[Operator, ...]) -> tuple[Operator, Operator]:
+    """The first operator that takes 16 bits, and the first that takes float32 as TF32."""
+    half = operators[0]
+    return half, next((one for one in operators if one.float32), half)
 
 
 def offer(sized: SizedRecipe, method: str = "auto") -> Offer:
@@ -150,8 +178,8 @@ def choose(problem: Problem, offered: Offer) -> Choice | str:
     given = reduce(torch.promote_types, (problem.q.dtype, problem.k.dtype, problem.v.dtype))
     if state_dtype(problem.q, problem.k, problem.v) == torch.float64:
         return "it has no float64"
-    features = problem.sized.features
-    if tokens <= FEW and features <= WIDE and not wants_gradient(problem):
+    features, trains = problem.sized.features, wants_gradient(problem)
+    if tokens <= FEW and features <= WIDE and not trains:
         for one in offered.operators:
             if one.token is not None:
                 return Choice(operator=one, dtype=torch.float32, few=True)
@@ -167,7 +195,8 @@ def choose(problem: Problem, offered: Offer) -> Choice | str:
         )
     if dtype == torch.float16 and (problem.sized.lifts or problem.sized.stabilised):
         dtype = torch.float32  # of as many bits, and features may be large
-    for one in offered.operators:
+    raises = trains and gated_backward_raises()
+    for one in offered.without_gated_backward if raises else offered.operators:
         if one.takes(dtype, features):
             return Choice(operator=one, dtype=dtype)
     return f"its operators for this recipe do not take {str(dtype).removeprefix('torch.')}"

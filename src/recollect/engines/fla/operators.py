@@ -10,10 +10,20 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from recollect.engines.fla.structure import Structure
 
-__all__ = ["OPERATORS", "PACKAGE", "Operator", "function", "installed", "operators"]
+__all__ = [
+    "AFFECTED",
+    "OPERATORS",
+    "PACKAGE",
+    "Operator",
+    "function",
+    "gated_backward_raises",
+    "installed",
+    "operators",
+]
 
 PACKAGE = "flash-linear-attention"
 
@@ -32,6 +42,8 @@ class Operator:
         widest: most key channels.
         float32: whether it takes float32, which it multiplies as TF32.
         multiplies: whether it has matrix products, which have fewer bits than float32.
+        gated_backward: the values of `Structure.decay` for which its backward pass calls the
+            package's ``chunk_bwd_dqkwg`` with a gate (`gated_backward_raises`).
     """
 
     name: str
@@ -46,6 +58,7 @@ class Operator:
     widest: int | None = None
     float32: bool = True
     multiplies: bool = True
+    gated_backward: tuple[str, ...] = ()
 
     def covers(self, what: Structure) -> bool:
         """Whether this is the recurrence of a structure, or can be made of it."""
@@ -75,6 +88,7 @@ OPERATORS: tuple[Operator, ...] = (
         name="chunk_simple_gla",
         module="fla.ops.simple_gla",
         token="fused_recurrent_simple_gla",
+        gated_backward=("head",),
     ),
     # A_t = A_(t−1) Diag(α_t) + v_t k_tᵀ, read before the write and with a bonus
     Operator(
@@ -85,7 +99,10 @@ OPERATORS: tuple[Operator, ...] = (
         token="fused_recurrent_rwkv6",
     ),
     Operator(
-        name="chunk_gla", module="fla.ops.gla", decays=("key",), token="fused_recurrent_gla"
+        name="chunk_gla",
+        module="fla.ops.gla",
+        decays=("key", "head"),
+        token="fused_recurrent_gla",
     ),
     # A_t = α_t A_(t−1) (I − β k kᵀ) + β v kᵀ, several times a token
     Operator(
@@ -96,6 +113,7 @@ OPERATORS: tuple[Operator, ...] = (
         several=True,
         widest=256,
         float32=False,
+        gated_backward=("head",),
     ),
     Operator(
         name="chunk_delta_rule",
@@ -113,12 +131,13 @@ OPERATORS: tuple[Operator, ...] = (
         before=(True,),
         token="fused_recurrent_gated_delta_rule",
         widest=256,
+        gated_backward=("none", "head"),
     ),
     Operator(
         name="chunk_kda",
         module="fla.ops.kda",
         erases=("key",),
-        decays=("key",),
+        decays=("key", "head", "none"),
         before=(True,),
         token="fused_recurrent_kda",
         widest=256,
@@ -172,6 +191,27 @@ def operators(what: Structure) -> Iterator[Operator]:
 def installed() -> bool:
     """Whether the package and the compiler it needs are there; neither is imported."""
     return find_spec("fla") is not None and find_spec("triton") is not None
+
+
+AFFECTED = "a Hopper GPU with Triton 3.4 to 3.7.0"
+"""Devices of which `gated_backward_raises` is True."""
+
+
+@cache
+def gated_backward_raises() -> bool:
+    """Return whether the package's ``chunk_bwd_dqkwg`` raises for a gate on this machine.
+
+    Triton 3.4 to 3.7.0 compiles that kernel wrongly for Hopper GPUs (issue 640 of the package). An
+    installed tilelang replaces the kernel, but not for `chunk_simple_gla` in 16 bits and not
+    without nvcc, so it makes no difference here.
+    """
+    if torch.version.hip is not None:
+        return False
+    devices = range(torch.cuda.device_count())
+    if not any(torch.cuda.get_device_capability(device)[0] == 9 for device in devices):
+        return False
+    triton = TorchVersion(import_module("triton").__version__)
+    return (3, 4) <= triton < (3, 7, 1)
 
 
 @cache
