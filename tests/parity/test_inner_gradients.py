@@ -223,3 +223,30 @@ def test_both_branches_of_every_huber_are_taken() -> None:
     ):
         share = (sizes <= deltas).double().mean()
         assert 0.1 < share < 0.9
+
+
+@pytest.mark.parametrize("method", ["auto", "deep", "reference"])
+def test_a_value_robust_error_of_zero(method: str) -> None:
+    """At v = W k nothing is written, and the derivative is that of ½‖e‖² alone."""
+    W, q, weight = normal(1, D, D, seed=20), normal(1, 1, 1, D, seed=21), normal(D, seed=22)
+    k = torch.zeros(1, 1, 1, D, dtype=torch.float64)
+    k[..., 2] = 1.0
+    v = W[:, :, 2].reshape(1, 1, 1, D).clone()
+    radius = torch.full((1, 1, 1), 0.3, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, W, radius)]
+    made = recipe("matrix", "value-robust", 1)
+    y, state = rc.recall(made, q, k, v, {"value_radius": radius}, init=W, method=method)
+    assert state is not None
+    assert torch.equal(state.weights[0][0], W)
+    found = torch.autograd.grad((y * weight).sum(), leaves)
+    step = LR * q[0, 0, 0, 2]
+    back = W[0].mT @ weight
+    expected = [
+        back,
+        -step * back,
+        step * weight,
+        torch.outer(weight, q.flatten() - step * k.flatten()),
+        torch.zeros(1, dtype=torch.float64),
+    ]
+    for slope, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(slope.flatten(), want.flatten(), **TOL)

@@ -256,7 +256,9 @@ class ValueRobust(Bias):
     def error(self, prediction: Tensor, value: Tensor, gates: Values) -> Tensor:
         e = prediction - value
         size = _norm(e)
-        return e + gates["value_radius"] * e / torch.where(size == 0, 1.0, size)
+        # At e = 0 the gradient of the norm is 0, and so is its derivative.
+        inverse = torch.where(size == 0, 0.0, 1 / torch.where(size == 0, 1.0, size))
+        return e + gates["value_radius"] * inverse * e
 
     def term(self, prediction: str, value: str) -> Terms:
         e = f"‖{prediction} − {value}‖"

@@ -211,7 +211,7 @@ def gated_backward_raises() -> bool:
     if not any(torch.cuda.get_device_capability(device)[0] == 9 for device in devices):
         return False
     triton = TorchVersion(import_module("triton").__version__)
-    return (3, 4) <= triton < (3, 7, 1)
+    return TorchVersion("3.4.0") <= triton < TorchVersion("3.7.1")
 
 
 @cache
