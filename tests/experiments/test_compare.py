@@ -159,6 +159,36 @@ def test_a_recipe_of_ones_own_competes(text: str) -> None:
     assert [r.model for r in result.runs] == ["mine", "retnet"]
 
 
+def test_all_models_can_have_the_same_layer_options(text: str) -> None:
+    """Softmax attention gets the short convolution and output gate of Gated DeltaNet."""
+    mine = ("mine", rc.Recipe(), rc.LayerOptions(conv=0, shift="static", qk_norm="rms"))
+    models = ["gated_delta_net", "softmax_attention", "samba", "ffn_swiglu", mine]
+    result = run(models, ["text"], text, layer_options="same")
+    names = [r.model for r in result.runs]
+    assert names == ["gated_delta_net", "softmax_attention-same", "samba-same", "ffn_swiglu"] + [
+        "mine-same"
+    ]
+    by_layer = {name: options for r in result.runs for name, options in r.options.items()}
+    assert len(by_layer) == 6, "samba has two layers"
+    assert by_layer.pop("ffn_swiglu")["conv"] == 0, "it has no sequence to convolve"
+    shared = {
+        "conv": 4, "conv_activation": "silu", "shift": "none", "skip": False,
+        "output_norm": "rms", "output_gate": "silu",
+    }  # fmt: skip
+    for name, options in by_layer.items():
+        assert options.items() >= shared.items(), name
+    attention = by_layer["softmax_attention"]
+    assert (attention["qk_norm"], attention["rope"]) == ("none", 10000.0), "the preset's own"
+    assert by_layer["mine"]["qk_norm"] == "rms"
+    bare, gated = (
+        run(["softmax_attention"], ["text"], text, layer_options=which).runs[0]
+        for which in ("preset", "same")
+    )
+    assert bare.value != gated.value and gated.parameters > bare.parameters
+    with pytest.raises(ValueError, match="layer_options must be 'preset' or 'same', not 'alike'"):
+        run(["gla"], ["text"], text, layer_options="alike")
+
+
 class Stopper:
     """Interrupts a model after some steps, as Ctrl-C would."""
 
@@ -465,7 +495,7 @@ def test_two_seeds_are_told_by_both_values() -> None:
 
 
 def test_one_seed_is_reported_as_before(text: str, tmp_path: Path) -> None:
-    """No field is new, and no cell."""
+    """No field and no cell for seeds."""
     one = run(["gla"], ["text"], text)
     data = one.to_dict()
     assert list(data) == [
@@ -475,7 +505,7 @@ def test_one_seed_is_reported_as_before(text: str, tmp_path: Path) -> None:
     (row,) = cast(list[dict[str, Any]], data["runs"])
     assert list(row) == [
         *("task", "model", "parameters", "state_bytes", "grows", "value", "by_pairs", "curve"),
-        *("tokens", "tokens_per_second", "seconds", "cpu_seconds", "finished"),
+        *("tokens", "tokens_per_second", "seconds", "cpu_seconds", "finished", "options"),
     ]
     paths = one.save(tmp_path)
     assert paths["csv"].read_text().startswith("task,model,value,parameters,")

@@ -57,6 +57,21 @@ def test_rows_that_stand_are_not_trained_again(tmp_path: Path, corpus: TextCorpu
     assert "recollect compare ..." in page
 
 
+def test_a_row_with_the_same_layer_options_is_another_row(
+    tmp_path: Path, corpus: TextCorpus
+) -> None:
+    """Both rows of softmax attention remain in one table; Gated DeltaNet is not trained twice."""
+    rows(["gated_delta_net", "softmax_attention"], tmp_path, corpus)
+    made = rows(["gated_delta_net", "softmax_attention"], tmp_path, corpus, layer_options="same")
+    assert made is not None
+    assert [run.model for run in made.runs] == ["softmax_attention-same"]
+    options = [
+        json.loads((tmp_path / f"softmax_attention{end}.json").read_text())["options"]
+        for end in ("", "-same")
+    ]
+    assert [(one["conv"], one["output_gate"]) for one in options] == [(0, "none"), (4, "silu")]
+
+
 @pytest.mark.slow
 def test_rows_are_kept_as_processes_end(tmp_path: Path, corpus: TextCorpus) -> None:
     made = rows(["retnet", "gla"], tmp_path, corpus, jobs=2)

@@ -24,7 +24,18 @@ __all__ = ["compare"]
 
 SIZES = (
     *("width", "depth", "heads", "key-dim", "parameters"),
-    *("steps", "tokens", "batch", "length", "lr", "jobs", "seed", "seeds", "device"),
+    *(
+        "layer-options",
+        "steps",
+        "tokens",
+        "batch",
+        "length",
+        "lr",
+        "jobs",
+        "seed",
+        "seeds",
+        "device",
+    ),
 )
 """Options with which a model or its training may be refused."""
 
@@ -61,6 +72,13 @@ def compare(
         str | None, typer.Option(help="cpu, cuda, cuda:1, mps; a GPU if there is one by default.")
     ] = None,
     method: Annotated[str, typer.Option(help="Engine, or auto.")] = "auto",
+    layer_options: Annotated[
+        str,
+        typer.Option(
+            help="preset: each model keeps its own; same: all have the default short convolution, "
+            "output norm and output gate."
+        ),
+    ] = "preset",
     key_dim: Annotated[
         int | None, typer.Option(help="Channels of every memory's keys; width / heads if omitted.")
     ] = None,
@@ -127,6 +145,7 @@ def compare(
                 corpus=corpus,
                 seed=seed,
                 method=method,
+                layer_options=layer_options,
                 jobs=jobs,
                 device=device,
                 watcher=display,
@@ -145,6 +164,7 @@ def compare(
             seed=seed,
             seeds=seeds,
             method=method,
+            layer_options=layer_options,
             parameters=parameters,
             jobs=jobs,
             device=device,

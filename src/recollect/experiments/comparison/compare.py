@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from recollect.blocks.mixers import Leaf, Mixer, mixer_of
 from recollect.experiments.comparison.comparison import Comparison
@@ -26,7 +27,7 @@ from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
 from recollect.wording import shown, word_for, worded
 from recollect.zoo.preset import Hybrid, Preset, find
 
-__all__ = ["Named", "compare", "equal_configs", "named"]
+__all__ = ["Named", "compare", "equal_configs", "named", "named_alike"]
 
 Named = (
     str
@@ -54,6 +55,45 @@ def named(model: Named) -> tuple[str, dict[str, Mixer]]:
     return system.name, {system.name: mixer_of(system)}
 
 
+SHARED = ("conv", "conv_activation", "shift", "skip", "output_norm", "output_gate")
+"""Options that every layer can have alike: the layer applies them before or after its memory."""
+
+
+def named_alike(
+    models: Sequence[Named], layer_options: str
+) -> list[tuple[str, Mapping[str, Mixer]]]:
+    """Return the name and the mixers of each model, with the requested layer options.
+
+    Args:
+        models: as in `compare`.
+        layer_options: ``"preset"`` or ``"same"``, as in `compare`.
+
+    Raises:
+        ValueError: another value of ``layer_options``.
+    """
+    if layer_options not in ("preset", "same"):
+        raise ValueError(
+            f"{word_for('layer_options', 'compare: layer_options')} must be 'preset' or 'same', "
+            f"not {shown(layer_options)}"
+        )
+    chosen = [named(model) for model in models]
+    return [_alike(*one) for one in chosen] if layer_options == "same" else [*chosen]
+
+
+def _alike(name: str, layers: Mapping[str, Mixer]) -> tuple[str, Mapping[str, Mixer]]:
+    """Set the `SHARED` options of all layers to their defaults, and mark a changed model's name."""
+    default = LayerOptions()
+    shared: dict[str, Any] = {option: getattr(default, option) for option in SHARED}
+
+    def change(leaf: Leaf) -> Leaf:
+        if leaf.options.persistent:  # a feed-forward layer has none of these options
+            return leaf
+        return replace(leaf, options=replace(leaf.options, **shared))
+
+    changed = {key: mixer.with_leaves(change) for key, mixer in layers.items()}
+    return (name, layers) if changed == dict(layers) else (f"{name}-same", changed)
+
+
 SEEDS = 1000
 """The most seeds of one comparison: every model is trained with each."""
 
@@ -68,6 +108,7 @@ def compare(
     seed: int = 0,
     seeds: int = 1,
     method: str = "auto",
+    layer_options: str = "preset",
     parameters: int | None = None,
     jobs: int = 1,
     device: str | None = None,
@@ -87,6 +128,10 @@ def compare(
         seeds: how many; every model is trained anew with ``seed``, ``seed`` + 1, ... and reported
             by mean and spread over them. Models share the examples of a seed.
         method: engine, as in `recall`.
+        layer_options: ``"preset"``: each model keeps its own; ``"same"``: all layers have the
+            default short convolution, output norm and output gate, no token shift and no skip of
+            the values. The name of a model that ``"same"`` changes ends in ``-same``. Options on
+            which the memory depends, such as ``qk_norm`` and ``rope``, remain the model's own.
         parameters: that every model is brought to; the largest model's when omitted. Runs that give
             the same number can be laid side by side.
         jobs: processes, each with one thread when there are several. Small models are trained
@@ -123,7 +168,7 @@ def compare(
     for what, several in (("models", models), ("tasks", tasks)):
         if not isinstance(several, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"compare: {what} must be a list, not {shown(several)}")
-    chosen = [named(model) for model in models]
+    chosen = named_alike(models, layer_options)
     names = [name for name, _ in chosen]
     if not chosen:
         raise ValueError("compare: give at least one model")

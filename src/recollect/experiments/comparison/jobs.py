@@ -166,7 +166,17 @@ def _trained(job: Job, task: CompareTask, watcher: Watcher) -> ModelRun:
         cpu_seconds=time.process_time() - began,
         finished=history.finished,
         seed=job.seed if job.several else None,
+        options=_layer_options(job.config),
     )
+
+
+def _layer_options(config: RecollectConfig) -> dict[str, dict[str, Any]]:
+    """Return the options of every recipe of a model, by the name of its layer."""
+    return {
+        f"{name}.{path}" if path else name: leaf.options.to_dict()
+        for name in config.recipes
+        for path, leaf in config.mixer(name).leaves.items()
+    }
 
 
 def state_bytes(model: RecollectForCausalLM, length: int) -> tuple[int, bool]:

@@ -135,6 +135,8 @@ class ModelRun:
             threads.
         finished: False when the run was interrupted; the numbers are those so far.
         seed: of this run, where the comparison has several; otherwise ``None``.
+        options: `LayerOptions.to_dict` of the trained layers, by layer; empty in files of older
+            versions.
 
     Examples:
         >>> run = rc.experiments.ModelRun(
@@ -158,6 +160,7 @@ class ModelRun:
     cpu_seconds: float = 0.0
     finished: bool = True
     seed: int | None = None
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -169,6 +172,8 @@ class ModelRun:
         data = plain(asdict(self))
         if self.seed is None:
             del data["seed"]
+        if not self.options:
+            del data["options"]
         return data
 
 

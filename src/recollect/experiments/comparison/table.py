@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from recollect.blocks.files import read_mixer
 from recollect.blocks.mixers import Leaf, Mixer
-from recollect.experiments.comparison.compare import Named, compare, named
+from recollect.experiments.comparison.compare import Named, compare, named, named_alike
 from recollect.experiments.comparison.comparison import Comparison
 from recollect.experiments.comparison.jobs import training_environment
 from recollect.experiments.comparison.results import ModelRun, Nobody, Sizes, Watcher
@@ -51,6 +51,7 @@ def add_rows(
     corpus: TextCorpus | None = None,
     seed: int = 0,
     method: str = "auto",
+    layer_options: str = "preset",
     jobs: int = 1,
     device: str | None = None,
     watcher: Watcher | None = None,
@@ -59,7 +60,8 @@ def add_rows(
     """Train the models whose rows a folder lacks, on text; the table is rewritten after each.
 
     Args:
-        models, text, corpus, seed, method, parameters, jobs, device, watcher: as in `compare`.
+        models, text, corpus, seed, method, layer_options, parameters, jobs, device, watcher: as in
+            `compare`.
         folder: holds ``NAME.json`` for each model and ``README.md``, the table.
         sizes: of every model and run.
         command: that makes the table, to be printed above it.
@@ -98,6 +100,7 @@ def add_rows(
             parameters=parameters,
             seed=seed,
             method=method,
+            layer_options=layer_options,
             jobs=jobs,
             device=device,
             watcher=watcher or Nobody(),
@@ -114,6 +117,7 @@ def _added(
     parameters: int,
     seed: int,
     method: str,
+    layer_options: str,
     jobs: int,
     device: str | None,
     watcher: Watcher,
@@ -126,8 +130,8 @@ def _added(
         _stands(path, _shared(terms))  # before anything is trained: other terms make no table
     layers: dict[str, dict[str, Any]] = {}
     todo: list[Named] = []
-    for model in models:
-        name, mixers = named(model)
+    alike = named_alike(models, layer_options)
+    for model, (name, mixers) in zip(models, alike, strict=True):
         layers[name] = _written(mixers)
         path = place / f"{name}.json"
         if path.exists():
@@ -149,7 +153,8 @@ def _added(
     unwritten: dict[str, str] = {}
 
     def keep(run: ModelRun) -> None:
-        row = {**common, "model": run.model, **layers[run.model], "run": run.to_dict()}
+        measured = replace(run, options={}).to_dict()  # `layers` has the options
+        row = {**common, "model": run.model, **layers[run.model], "run": measured}
         unwritten[f"{run.model}.json"] = json.dumps(row, indent=2, allow_nan=False) + "\n"
         with suppress(OSError), deferred():  # the others go on, and it is tried again
             write()
@@ -167,6 +172,7 @@ def _added(
         sizes={"text": sizes},
         seed=seed,
         method=method,
+        layer_options=layer_options,
         parameters=parameters,
         jobs=jobs,
         device=device,
