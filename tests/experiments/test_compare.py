@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -25,7 +26,7 @@ from recollect.cli.compare import _show
 from recollect.cli.progress import CompareDisplay
 from recollect.experiments import Schedule, Sizes, compare, save_comparison
 from recollect.experiments.comparison.jobs import Job, run_jobs
-from recollect.experiments.comparison.report import measured_on, reach, table
+from recollect.experiments.comparison.report import measured_on, options_table, reach, table
 from recollect.experiments.comparison.results import DEFAULTS, ModelRun, Nobody
 from recollect.experiments.comparison.tasks import RECALLS
 from recollect.experiments.comparison.training import History
@@ -164,10 +165,8 @@ def test_all_models_can_have_the_same_layer_options(text: str) -> None:
     mine = ("mine", rc.Recipe(), rc.LayerOptions(conv=0, shift="static", qk_norm="rms"))
     models = ["gated_delta_net", "softmax_attention", "samba", "ffn_swiglu", mine]
     result = run(models, ["text"], text, layer_options="same")
-    names = [r.model for r in result.runs]
-    assert names == ["gated_delta_net", "softmax_attention-same", "samba-same", "ffn_swiglu"] + [
-        "mine-same"
-    ]
+    names = "gated_delta_net softmax_attention-same samba-same ffn_swiglu mine-same"
+    assert [r.model for r in result.runs] == names.split()
     by_layer = {name: options for r in result.runs for name, options in r.options.items()}
     assert len(by_layer) == 6, "samba has two layers"
     assert by_layer.pop("ffn_swiglu")["conv"] == 0, "it has no sequence to convolve"
@@ -180,6 +179,7 @@ def test_all_models_can_have_the_same_layer_options(text: str) -> None:
     attention = by_layer["softmax_attention"]
     assert (attention["qk_norm"], attention["rope"]) == ("none", 10000.0), "the preset's own"
     assert by_layer["mine"]["qk_norm"] == "rms"
+    assert result.runs[1].options["softmax_attention"] == attention
     bare, gated = (
         run(["softmax_attention"], ["text"], text, layer_options=which).runs[0]
         for which in ("preset", "same")
@@ -187,6 +187,48 @@ def test_all_models_can_have_the_same_layer_options(text: str) -> None:
     assert bare.value != gated.value and gated.parameters > bare.parameters
     with pytest.raises(ValueError, match="layer_options must be 'preset' or 'same', not 'alike'"):
         run(["gla"], ["text"], text, layer_options="alike")
+
+
+def test_a_report_lists_the_options_that_differ(text: str, tmp_path: Path) -> None:
+    """Between these presets: the short convolution, the norms, the gate and the rotation."""
+    names = ["gated_delta_net", "softmax_attention"]
+    result = run(names, ["text"], text)
+    found = options_table(result, "text")
+    assert found is not None
+    gated, attention = (dict(zip(found.columns, row, strict=True)) for row in found.rows)
+    presets = [rc.zoo.get(name).options for name in names]
+    differing = {
+        field.name
+        for field in dataclasses.fields(rc.LayerOptions)
+        if getattr(presets[0], field.name) != getattr(presets[1], field.name)
+    }
+    assert {*found.columns[2:]} == differing >= {"conv", "output_gate"}
+    assert (gated["conv"], gated["output_gate"], gated["rope"]) == ("4", "silu", None)
+    assert (attention["conv"], attention["output_gate"]) == ("0", None)
+    assert attention["rope"] == "10000.0"
+    page = save_comparison(result, tmp_path)["report"].read_text()
+    assert "Layer options in which the models differ" in page and "--layer-options same" in page
+    again = rc.experiments.load_comparison(tmp_path)
+    assert options_table(again, "text") == found
+    console = Console(file=io.StringIO(), width=200)
+    _show(console, result)
+    assert isinstance(console.file, io.StringIO)
+    assert "Layer options in which" in console.file.getvalue()
+    alike = run(names, ["text"], text, layer_options="same")
+    left = options_table(alike, "text")
+    assert left is not None and {*left.columns[2:]} == {"qk_norm", "rope"}
+    assert options_table(run(["gated_delta_net", "delta_net"], ["text"], text), "text") is None
+
+
+def test_the_byte_bigram_is_a_row_of_the_page(text: str, tmp_path: Path) -> None:
+    result = run(["gla", "retnet"], ["text", "mqar"], text)
+    *models, last = table(result, "text").rows
+    assert [row[0] for row in models] == ["gla", "retnet"]
+    assert last[:2] == ["byte bigram", f"{result.bigram:.3f}"]
+    page = save_comparison(result, tmp_path)["report"].read_text()
+    text_table, _, recall_table = page.partition("<h2>Recall")
+    assert '<th scope="row">byte bigram</th>' in text_table
+    assert '<th scope="row">byte bigram</th>' not in recall_table
 
 
 class Stopper:
@@ -464,10 +506,11 @@ def test_where_curves_end_is_told_as_it_is_printed(
 def test_a_table_of_text_says_how_far_it_may_be_read(
     names: list[str], tokens: int, says: str
 ) -> None:
+    conv = {name: 0 if name == "softmax_attention" else 4 for name in names}
     runs = tuple(
         ModelRun(
             task=task, model=name, parameters=10, state_bytes=1, grows=False, value=1.0, curve=(),
-            tokens=tokens,
+            tokens=tokens, options={name: {"conv": conv[name]}},
         )
         for task in ("text", "mqar")
         for name in names
@@ -477,7 +520,7 @@ def test_a_table_of_text_says_how_far_it_may_be_read(
     )
     said = reach(made, "text")
     assert said.startswith(says) and (not says) == (not said)
-    bare = "softmax_attention has no short convolution, as in its preset"
+    bare = "softmax_attention has no short convolution, which helps small models to begin."
     assert (bare in said) == ("softmax_attention" in names)
     assert reach(made, "mqar") == ""
 
@@ -519,7 +562,7 @@ def test_a_comparison_prints_its_tables(text: str) -> None:
     assert lines[1].split()[:2] == ["model", "bits"]
     for line, one in zip(lines[2:4], result.of("text"), strict=True):
         assert line.split()[:2] == [one.model, f"{one.value:.3f}"]
-    assert lines[4].split() == ["byte", "bigram", f"{result.bigram:.3f}"]
+    assert lines[4].split()[:3] == ["byte", "bigram", f"{result.bigram:.3f}"]
     assert len({len(line) for line in lines[1:4]}) == 1, "columns are aligned"
     values = {one.model: f"{one.value:.3f}" for one in result.of("text")}
     assert repr(result).startswith(

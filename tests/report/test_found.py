@@ -46,24 +46,37 @@ def test_text_and_recall() -> None:
     )
     assert found(result) == (
         "On text, b is best with 2.500 held-out bits per byte, 0.250 ahead of a, with one seed "
-        "each. On recall they are alike up to 4 pairs; what separates them is 48 pairs, of which "
-        "c, whose state grows, has 75 % right, a, the best of constant size, 50 % "
-        "and b, the last, 25 %, with one seed each."
+        "each; 1 of 3 models is no better than the 2.900 of a byte bigram. On recall they are "
+        "alike up to 4 pairs; what separates them is 48 pairs, of which c, whose state grows, has "
+        "75 % right, a, the best of constant size, 50 % and b, the last, 25 %, with one seed each."
     )
 
 
 def test_text_alone_says_how_far_the_last_is_behind() -> None:
     runs = [a_run("text", name, value) for name, value in (("a", 2.75), ("b", 2.5), ("c", 3.0))]
-    assert found(made(*runs, bigram=2.9)).split(". ")[1:] == [
-        "c is last of 3, 0.500 behind, and 2 of them are below the 2.900 of a byte bigram."
-    ]
-    assert found(made(*runs, bigram=3.5)).endswith(
-        "and all of them are below the 3.500 of a byte bigram."
+    for bigram, clause in (
+        (2.9, "; 1 of 3 models is no better than the 2.900 of a byte bigram"),
+        (2.75, "; 2 of 3 models are no better than the 2.750 of a byte bigram"),
+        (3.5, "; all 3 models are better than the 3.500 of a byte bigram"),
+        (None, ""),
+    ):
+        first, second = found(made(*runs, bigram=bigram)).split(". ")
+        assert first.endswith(f", with one seed each{clause}")
+        assert second == "c is last of 3, 0.500 behind."
+
+
+def test_the_warning_of_the_bigram_does_not_depend_on_other_tasks() -> None:
+    """All models are worse than the bigram, with recall tasks and without."""
+    runs = [a_run("text", name, value) for name, value in (("a", 3.75), ("b", 3.5))]
+    recalls = [recalled("a", 0.9, 0.5), recalled("b", 1.0, 0.25)]
+    stopped = [a_run("mqar", name, 0.1, finished=False) for name in "ab"]
+    warning = "; 2 of 2 models are no better than the 3.400 of a byte bigram."
+    for other, tasks in (([], ("text",)), (recalls, BOTH), (stopped, ("text", "mqar"))):
+        assert warning in found(made(*runs, *other, tasks=tasks, bigram=3.4))
+    one = made(runs[1], recalls[1], tasks=BOTH, bigram=3.4)
+    assert found(one).startswith(
+        "On text, b reaches 3.500 held-out bits per byte, 0.100 above the 3.400 of a byte bigram. "
     )
-    assert found(made(*runs, bigram=1.0)).endswith(
-        "and none of them are below the 1.000 of a byte bigram."
-    )
-    assert found(made(*runs)).endswith("c is last of 3, 0.500 behind.")
 
 
 def test_recall_alone() -> None:
@@ -77,11 +90,10 @@ def test_recall_alone() -> None:
 
 def test_one_model() -> None:
     assert found(made(a_run("text", "a", 2.5), bigram=3.0)) == (
-        "On text, a reaches 2.500 held-out bits per byte. "
-        "That is 0.500 below the 3.000 of a byte bigram."
+        "On text, a reaches 2.500 held-out bits per byte, 0.500 below the 3.000 of a byte bigram."
     )
     assert "0.500 above" in found(made(a_run("text", "a", 3.5), bigram=3.0))
-    assert found(made(a_run("text", "a", 2.5))).endswith("nothing beside it to compare it with.")
+    assert found(made(a_run("text", "a", 2.5))).endswith("no other model to compare it with.")
     assert found(made(recalled("a", 1.0, 0.5), tasks=("capacity",))) == (
         "On recall (capacity), a reaches 75 % of all pairs right. "
         "On recall, a has 100 % of 4 and 50 % of 48 pairs right, where guessing has 2 %."
@@ -128,7 +140,8 @@ def test_a_model_some_of_whose_seeds_did_not_end_has_no_place() -> None:
 def test_levels_are_not_ranked() -> None:
     level = [a_run("text", name, value) for name, value in (("a", 1.9996), ("b", 2.0004))]
     assert found(made(*level)).endswith(
-        "a and b lead alike with 2.000 held-out bits per byte. Nothing is told apart."
+        "a and b lead alike with 2.000 held-out bits per byte. "
+        "No model is distinguished from another."
     )
     behind = [a_run("text", name, value) for name, value in (("a", 2.5), ("b", 2.7), ("c", 2.7))]
     assert found(made(*behind)).endswith("b and c are last of 3, 0.200 behind.")

@@ -19,6 +19,7 @@ from recollect.wording import worded
 
 if TYPE_CHECKING:
     from recollect.experiments.comparison.comparison import Comparison
+    from recollect.report.html import Table
 
 __all__ = ["compare"]
 
@@ -213,7 +214,7 @@ def _ended(
 def _show(console: rich.console.Console, result: Comparison) -> None:
     """The tables of the report, on the terminal, and the sentences that it begins with."""
     from recollect.experiments.comparison.found import found
-    from recollect.experiments.comparison.report import measured_on, reach, table
+    from recollect.experiments.comparison.report import measured_on, options_table, reach, table
 
     for task in result.sizes:
         if not result.of(task):
@@ -227,20 +228,37 @@ def _show(console: rich.console.Console, result: Comparison) -> None:
             )
             for i, name in enumerate(page.columns)
         ]
-        rows = [["–" if cell is None else str(cell) for cell in row] for row in page.rows]
+        rows = _texts(page)
         styles: dict[int, str] = {}
         if task == "text" and result.bigram is not None:
-            styles[len(rows)] = "dim"
-            rows.append(["byte bigram", f"{result.bigram:.3f}", *[""] * (len(columns) - 2)])
+            styles[len(rows) - 1] = "dim"
         TerminalTable(columns=columns, rows=rows, title=page.title, styles=styles).print(
             console, elsewhere="the report"
         )
+        _show_options(console, options_table(result, task))
         for note in (measured_on(result, task), reach(result, task)):
             if note:
                 console.print(note, highlight=False, style="dim")
         console.print()
     console.print(found(result), highlight=False)
     console.print()
+
+
+def _show_options(console: rich.console.Console, page: Table | None) -> None:
+    """Print the layer options in which the models differ, if they do."""
+    if page is None:
+        return
+    columns = [
+        Column(name=name, rank=index if index > 1 else 0) for index, name in enumerate(page.columns)
+    ]
+    TerminalTable(columns=columns, rows=_texts(page), title=page.title).print(
+        console, elsewhere="the report"
+    )
+
+
+def _texts(page: Table) -> list[list[str]]:
+    """Return the cells of a table as the terminal shows them."""
+    return [["–" if cell is None else str(cell) for cell in row] for row in page.rows]
 
 
 _LAST = ("parameters", "tokens/s", "finished", "tokens")

@@ -95,8 +95,6 @@ def _cells(comparison: Outcomes, task: str) -> tuple[str, list[str], list[list[s
     """A task's table as texts: its title, headings and rows."""
     page = table(comparison, task)
     rows = [["–" if cell is None else str(cell) for cell in row] for row in page.rows]
-    if task == "text" and comparison.bigram is not None:
-        rows.append(["byte bigram", f"{comparison.bigram:.3f}", *[""] * (len(page.columns) - 2)])
     return page.title, [*page.columns], rows
 
 

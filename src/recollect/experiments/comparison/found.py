@@ -1,8 +1,8 @@
 """What a comparison found, in two sentences that rules make of its numbers.
 
-The first says which model is best on the first task and by how much, the second what separates the
-memories on recall; without recall, how far the others are behind. Models that did not come to their
-end have no place in either and are named.
+The first names the best model on the first task and its margin, and on text how many models are no
+better than a byte bigram. The second names what separates the memories on recall; without recall,
+how far the others are behind. Models that did not come to their end are named.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Pairs = dict[int, tuple[float, float, float]]
 
 
 def found(comparison: Outcomes) -> str:
-    """Two sentences, or one where no model came to its end.
+    """Return two sentences, or one if there is nothing to compare.
 
     Args:
-        comparison: whole or interrupted.
+        comparison: complete or interrupted.
 
     Examples:
         >>> from recollect.experiments.comparison.found import found
@@ -41,7 +41,7 @@ def found(comparison: Outcomes) -> str:
     recalls = [task for task in tasks if task in RECALLS]
     apart = max(recalls, key=lambda task: _widest(comparison, task)[1], default=None)
     if tasks[0] == "text":
-        first = _best(comparison, "text", with_last=False)
+        first = f"{_best(comparison, 'text', with_last=False)[:-1]}{_beside_bigram(comparison)}."
         second = _behind(comparison) if apart is None else _separates(comparison, apart)
     else:
         assert apart is not None
@@ -49,7 +49,8 @@ def found(comparison: Outcomes) -> str:
         second = _separates(comparison, apart)
     told = {tasks[0], apart}
     others = [task for task in comparison.sizes if task not in told]
-    return f"{first} {second[:-1]}{_lost(comparison, *others)}."
+    sentences = f"{first} {second}".strip()
+    return f"{sentences[:-1]}{_lost(comparison, *others)}."
 
 
 def _ended(comparison: Outcomes, task: str) -> list[Summary]:
@@ -119,29 +120,36 @@ def _doubt(comparison: Outcomes, top: Summary, after: Summary, margin: float) ->
     return f", which is no more than the {comparison.seeds} seeds differ"
 
 
-def _behind(comparison: Outcomes) -> str:
-    """How far the last is behind on text, and how many are below the bigram."""
-    models = _ended(comparison, "text")
-    bigram = comparison.bigram
+def _beside_bigram(comparison: Outcomes) -> str:
+    """Return a clause that compares the models on text with the byte bigram, or nothing."""
+    models, bigram = _ended(comparison, "text"), comparison.bigram
+    if bigram is None:
+        return ""
+    baseline = f"the {bigram:.3f} of a byte bigram"
     if len(models) == 1:
-        if bigram is None:
-            return "There is nothing beside it to compare it with."
-        away = _value(models[0]) - bigram
-        side = "above" if away >= 0 else "below"
-        return f"That is {abs(away):.3f} {side} the {bigram:.3f} of a byte bigram."
+        margin = _value(models[0]) - bigram
+        return f", {abs(margin):.3f} {'above' if margin >= 0 else 'below'} {baseline}"
+    worse = sum(_value(one) >= bigram for one in models)
+    if not worse:
+        return f"; all {len(models)} models are better than {baseline}"
+    verb = "is" if worse == 1 else "are"
+    return f"; {worse} of {len(models)} models {verb} no better than {baseline}"
+
+
+def _behind(comparison: Outcomes) -> str:
+    """Return how far the last model is behind the best on text."""
+    models = _ended(comparison, "text")
+    if len(models) == 1:
+        return (
+            "" if comparison.bigram is not None else "There is no other model to compare it with."
+        )
     last, top = f"{_value(models[-1]):.3f}", f"{_value(models[0]):.3f}"
     names = [one.model for one in models if f"{_value(one):.3f}" == last]
     verb = "is" if len(names) == 1 else "are"
     away = _value(models[-1]) - _value(models[0])
-    said = f"{_listed(names)} {verb} last of {len(models)}, {away:.3f} behind"
     if last == top:
-        said = "Nothing is told apart"
-    if bigram is not None:
-        below = sum(_value(one) < bigram for one in models)
-        count = "all" if below == len(models) else below or "none"
-        verb = "is" if below == 1 else "are"
-        said += f", and {count} of them {verb} below the {bigram:.3f} of a byte bigram"
-    return f"{said}."
+        return "No model is distinguished from another."
+    return f"{_listed(names)} {verb} last of {len(models)}, {away:.3f} behind."
 
 
 def _by_pairs(comparison: Outcomes, task: str) -> dict[str, Pairs]:

@@ -6,11 +6,11 @@ import csv
 import io
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
-from recollect import zoo
 from recollect.experiments.comparison.found import found
 from recollect.experiments.comparison.results import ModelRun, Outcomes, Summary
 from recollect.experiments.comparison.tasks import RECALLS
@@ -20,7 +20,7 @@ from recollect.report.html import Figure, Note, Report, Table
 from recollect.report.ownership import owned_folder
 from recollect.report.signals import deferred
 
-__all__ = ["measured_on", "reach", "save_comparison", "table"]
+__all__ = ["measured_on", "options_table", "reach", "save_comparison", "table"]
 
 _TITLES = {
     "text": "Text: held-out bits per byte (lower is better)",
@@ -36,7 +36,10 @@ def _size(run: ModelRun) -> str:
 
 
 def table(comparison: Outcomes, task: str) -> Table:
-    """One row per model of a task, with the mean and the spread of several seeds."""
+    """Return one row per model of a task, with the mean and the spread of several seeds.
+
+    The last row of the task text is the byte bigram.
+    """
     models = comparison.summaries(task)
     pairs = sorted({count for one in models for count in one.by_pairs})
     value = "bits per byte" if task == "text" else "accuracy"
@@ -53,9 +56,50 @@ def table(comparison: Outcomes, task: str) -> Table:
             ended = f"{len(one.finished)} of {comparison.seeds} seeds"
         row += [f"{one.mean('tokens_per_second'):,.0f}", ended]
         rows.append(row)
+    if task == "text" and comparison.bigram is not None:
+        rows.append(["byte bigram", f"{comparison.bigram:.3f}", *[None] * (len(columns) - 2)])
     return Table(
         columns=columns, rows=rows, title=_TITLES[task], caption=_caption(comparison, task)
     )
+
+
+def options_table(comparison: Outcomes, task: str) -> Table | None:
+    """Return the layer options in which the models differ, one row per layer; ``None`` if none do.
+
+    Args:
+        comparison: complete or interrupted.
+        task: name of the task.
+    """
+    layers = [
+        (one.model, layer, options)
+        for one in comparison.summaries(task)
+        for layer, options in one.runs[0].options.items()
+    ]
+    names = list(dict.fromkeys(name for _, _, options in layers for name in options))
+    differing = [
+        name for name in names if any(x.get(name) != layers[0][2].get(name) for _, _, x in layers)
+    ]
+    if not differing or len({model for model, _, _ in layers}) == 1:
+        return None
+    return Table(
+        title="Layer options in which the models differ",
+        columns=["model", "layer", *differing],
+        rows=[
+            [model, layer, *(_option(options.get(name)) for name in differing)]
+            for model, layer, options in layers
+        ],
+        caption="A dash is none. `--layer-options same` gives all models the same short "
+        "convolution, output norm and output gate, no token shift and no skip of the values.",
+    )
+
+
+def _option(value: Any) -> str | None:
+    """Return an option as a cell: of gates and ties only the names of the numbers they set."""
+    if isinstance(value, Mapping):
+        value = [*value]
+    if isinstance(value, list):
+        value = ", ".join(one["target"] if isinstance(one, Mapping) else one for one in value)
+    return None if value in (None, "", "none") else str(value)
 
 
 def measured_on(comparison: Outcomes, task: str) -> str:
@@ -95,15 +139,20 @@ def reach(comparison: Outcomes, task: str) -> str:
             f"With {share:.2g} training tokens per parameter the table tells how fast models begin "
             "to learn, not which is best at scale."
         )
-    names = [one.model for one in models]
-    without = [x for x in names if x in zoo.names() and not zoo.get(x).options.conv]
-    if len(without) not in (0, len(names)):
-        verb, whose = ("has", "its preset") if len(without) == 1 else ("have", "their presets")
+    options = {one.model: one.runs[0].options.values() for one in models}
+    without = [model for model, layers in options.items() if not _has_conv(layers)]
+    if len(without) not in (0, len(models)):
+        verb = "has" if len(without) == 1 else "have"
         said.append(
-            f"{', '.join(without)} {verb} no short convolution, as in {whose}; it helps small "
-            "models to begin."
+            f"{', '.join(without)} {verb} no short convolution, which helps small models to begin."
         )
     return " ".join(said)
+
+
+def _has_conv(layers: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a model has a short convolution in some layer; true if its options are not stored."""
+    convolutions = [options["conv"] for options in layers]
+    return not convolutions or any(convolutions)
 
 
 def _ends(one: Summary) -> str:
@@ -315,6 +364,8 @@ def _written(comparison: Outcomes, folder: Path, command: str) -> dict[str, Path
         if not comparison.of(task):
             continue
         sections.append(table(comparison, task))
+        if (options := options_table(comparison, task)) is not None:
+            sections.append(options)
         for name, figure in _figures(comparison, task):
             sections.append(figure)
             paths[name], _ = figure.files.save(folder / name)
