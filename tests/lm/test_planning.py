@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import shlex
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
+import click
+import typer.main
 from rich.console import Console
 from tests.lm.runs import gathers
+from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 from typer.testing import CliRunner
 
 from recollect.bench.suites.memory import CASES, measure, measured, planned, ranks_of
@@ -190,12 +194,13 @@ def test_the_smallest_mesh_fits_and_one_device_fewer_does_not() -> None:
     three = rank_of(run, config, Way(data=3)).total
     found = estimate(run, config, devices=4, memory=int(three / 0.9) + 1, peak=1e12, share=0.5)
     assert found.smallest is not None and found.smallest.way == Way(data=3)
+    assert found.largest is not None and found.largest.way == Way(data=4)
     fewer = (Way(data=1), Way(data=2), Way(data=2, shards=True), Way(tensor=2, shards=True))
     assert not any(rank_of(run, config, way).fits(found.memory) for way in fewer)
     assert found.tokens == 10 * 12 * 128
     assert found.seconds == pytest.approx(found.tokens * found.flops / (4 * 0.5e12))
     none = estimate(run, config, devices=4, memory=1000)
-    assert none.smallest is None and none.launch is None
+    assert none.smallest is none.largest is none.launch is None
     alone = estimate(run, config, devices=1, memory=2**40)
     assert alone.launch == ("", "recollect train run.toml")
     five = rank_of(run, config, Way(data=5))
@@ -267,6 +272,80 @@ def test_the_launch_starts_as_many_processes_as_the_mesh_has(
     assert found.smallest.way.devices == devices
     where = "--standalone" if nodes == 1 else f"--nnodes {nodes}"
     assert f"torchrun {where} --nproc-per-node {each} " in found.launch[1]
+
+
+def parsed(command: str) -> tuple[int, int, dict[str, Any]]:
+    """Nodes, processes of each, and the arguments of `recollect train`, by the real parsers."""
+    program, *words = shlex.split(command)
+    nodes = processes = 1
+    if program == "torchrun":
+        given = get_args_parser().parse_args(words)
+        assert given.module and given.training_script == "recollect.cli"
+        assert given.standalone or given.rdzv_endpoint
+        nodes, processes = parse_min_max_nnodes(given.nnodes)[1], int(given.nproc_per_node)
+        words = given.training_script_args
+    else:
+        assert program == "recollect"
+    commands = cast(click.Group, typer.main.get_command(build()))
+    name, train, rest = commands.resolve_command(click.Context(commands), words)
+    assert name == "train" and train is not None
+    return nodes, processes, train.make_context("train", rest).params
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_node", "nodes", "processes"),
+    [(1, 8, 1, 1), (8, 8, 1, 8), (16, 8, 2, 8), (12, 8, 2, 6)],
+)
+def test_the_launch_is_of_all_devices_also_where_one_holds_the_run(
+    tmp_path: Path, devices: int, per_node: int, nodes: int, processes: int
+) -> None:
+    """The printed line parses with torchrun and `train`, and `train` shares the run so."""
+    file = tmp_path / "my run.toml"
+    # Rows of two tokens and one head leave few meshes to count.
+    run = plan(model={"heads": 1}, data={"context": 2}, optimizer={"batch": 48})
+    options: dict[str, Any] = {"devices": devices, "per_node": per_node, "file": str(file)}
+    found = estimate(run, config_of(run), memory=2**40, **options)
+    assert found.smallest is not None and found.smallest.way.devices == 1
+    assert found.launch is not None
+    line, command = found.launch
+    assert parsed(command)[:2] == (nodes, processes)
+    assert parsed(command)[2]["config"] == file
+    tables = run.to_dict()
+    tables["run"] |= tomllib.loads(line)
+    assert share(TrainPlan.from_dict(tables), nodes * processes).processes == devices
+
+
+def test_a_launch_of_fewer_devices_is_explained(tmp_path: Path) -> None:
+    """A batch of 4 rows is shared by 4 devices and not by 5, and a named device by one."""
+    file = tmp_path / "run.toml"
+    lines = ["[model]", "width = 32", "depth = 1", "heads = 1", "[data]", 'train = ["text.txt"]']
+    lines += ["context = 2", "[optimizer]", "steps = 5", "batch = 4"]
+    file.write_text("\n".join(lines))
+    page = CliRunner().invoke(build(), ["plan", str(file), "--devices", "5"]).output
+    assert "largest     ddp 4: " in page and "no more of the 5 devices can share this run" in page
+    assert "--nproc-per-node 4 " in page
+    file.write_text("\n".join([*lines, "[run]", 'device = "cuda:1"']))
+    page = CliRunner().invoke(build(), ["plan", str(file), "--devices", "2"]).output
+    assert "device 'cuda:1' is one device, and each of these 2 processes takes its own" in page
+    assert f"launch      recollect train {file}" in page
+
+
+def test_the_assumptions_of_the_time_are_marked(tmp_path: Path) -> None:
+    """The assumed share of the peak is no measurement, and a CPU has no stated peak."""
+    file = tmp_path / "run.toml"
+    lines = ["[model]", "width = 32", "depth = 1", "heads = 2", "[data]", 'train = ["text.txt"]']
+    lines += ["context = 64", "[optimizer]", "steps = 5", "batch = 4"]
+    file.write_text("\n".join(lines))
+    page = CliRunner().invoke(build(), ["plan", str(file)]).output
+    assert "0.4 of it (--share), an assumption that no run has confirmed" in page
+    page = CliRunner().invoke(build(), ["plan", str(file), "--share", "0.3"]).output
+    assert "0.3 of it (--share)\n" in page
+    file.write_text("\n".join([*lines, "[run]", 'device = "cpu"']))
+    page = CliRunner().invoke(build(), ["plan", str(file)]).output
+    assert "time        no estimate, because [run] device is a CPU" in page
+    assert "TFLOP/s" not in page and "no run has confirmed" not in page
+    found = CliRunner().invoke(build(), ["plan", str(file), "--json"]).output
+    assert json.loads(found)["seconds"] is None
 
 
 def test_a_mesh_whose_weights_an_old_torch_gathers_wrongly_is_refused(

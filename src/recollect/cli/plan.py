@@ -30,16 +30,20 @@ def plan(
     peak: Annotated[
         float, typer.Option(help="TFLOP/s that each states; 989 is an H100's dense bfloat16.")
     ] = _H100,
-    share: Annotated[float, typer.Option(help="Share of them that the run reaches.")] = 0.4,
+    share: Annotated[
+        float | None,
+        typer.Option(help="Share of them that the run reaches; 0.4 is assumed if omitted."),
+    ] = None,
     per_node: Annotated[int, typer.Option(help="Devices of a machine.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a run takes before anything is rented: memory per device, time, the launch."""
-    from recollect.lm.planning.estimate import config_of, estimate
+    """Estimate what a run takes before you rent devices: memory of each, time, the launch."""
+    from recollect.lm.planning.estimate import SHARE, config_of, estimate
     from recollect.lm.training.plan import load_plan
     from recollect.recipe.modules import import_modules
 
     size = _bytes(memory)
+    share = SHARE if share is None else share
     for name, number in (("devices", devices), ("per-node", per_node)):
         if number < 1:
             raise ValueError(f"--{name} must be at least 1, not {number}")
@@ -93,8 +97,7 @@ def _print(found: Estimate, run: TrainPlan) -> None:
         ("parameters", f"{found.parameters:,}"),
         ("state", f"{readable(found.state, 'B')} of one row"),
         ("training", f"{readable(found.flops, 'FLOP')} per token"),
-        ("time", f"{_time(found.seconds)} for {found.tokens:,} tokens on {several}, assuming"),
-        *(("", text) for text in _assumed(found, run)),
+        *zip(("time", "", "", ""), _duration(found, run, several), strict=False),
         (
             "memory",
             f"{readable(found.memory, 'B')} each (--memory), of which {MARGIN:.0%} may be filled",
@@ -127,8 +130,13 @@ def _print(found: Estimate, run: TrainPlan) -> None:
         return
     line, command = found.launch
     say(f"smallest    {found.smallest.way}: {readable(found.smallest.total, 'B')} each")
-    said = f"  (with {line} in [run])" if line else ""
-    say(f"launch      {command}{said}")
+    assert found.largest is not None
+    if found.largest != found.smallest:
+        say(f"largest     {found.largest.way}: {readable(found.largest.total, 'B')} each")
+    if found.largest.way.devices < found.devices:
+        say(f"            no more of the {several} can share this run, and the others remain idle")
+    setting = f"  (with {line} in [run])" if line else ""
+    say(f"launch      {command}{setting}")
 
 
 def _time(seconds: float) -> str:
@@ -141,14 +149,20 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds >= 60 else f"{max(seconds, 0.1):.2g} s"
 
 
-def _assumed(found: Estimate, run: TrainPlan) -> Iterator[str]:
-    """What the time rests on."""
+def _duration(found: Estimate, run: TrainPlan, several: str) -> Iterator[str]:
+    """Yield the time of the run with its assumptions, a line each."""
+    from recollect.lm.planning.estimate import SHARE
     from recollect.report.units import readable
 
+    if found.seconds is None:
+        yield "no estimate, because [run] device is a CPU"
+        return
+    yield f"{_time(found.seconds)} for {found.tokens:,} tokens on {several}, assuming that"
     an_h100 = found.peak == _H100 * 1e12
     whose = ", an H100's in dense bfloat16 (--peak for another device)" if an_h100 else " (--peak)"
     yield f"each states {readable(found.peak, 'FLOP/s')}{whose}"
-    yield f"and reaches {found.share:.3g} of it (--share)"
+    unconfirmed = ", an assumption that no run has confirmed" if found.share == SHARE else ""
+    yield f"and reaches {found.share:.3g} of it (--share){unconfirmed}"
     if an_h100 and not run.run.bf16:
         yield "though this run multiplies in float32, which is slower: bf16 = true in [run]"
 

@@ -25,9 +25,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from recollect.blocks.compositions import Routed
 from recollect.blocks.cost import cost
@@ -38,14 +41,17 @@ from recollect.lm.model.counts import parameter_count
 from recollect.lm.planning.flops import model_flops
 from recollect.lm.planning.footprint import SHORT, Counts, count
 from recollect.lm.sharding.layout import Layout
-from recollect.lm.training.arguments import check_layout
+from recollect.lm.training.arguments import check_layout, device_of
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.prepare import model_config
 
-__all__ = ["MARGIN", "Estimate", "Rank", "Way", "config_of", "estimate", "rank_of"]
+__all__ = ["MARGIN", "SHARE", "Estimate", "Rank", "Way", "config_of", "estimate", "rank_of"]
 
 MARGIN = 0.9
 """Share of a device's memory that may be filled: the rest is its driver's, and its allocator's."""
+
+SHARE = 0.4
+"""Assumed share of a device's stated FLOP/s that a run reaches; no run has confirmed it."""
 
 _PER_NODE = 8
 _PARTS = (2, 4, 8)
@@ -117,24 +123,27 @@ class Estimate:
 
     Attributes:
         parameters: trained numbers. state: bytes of all layers' states, of one row.
-        flops: of training on one token. tokens: of the whole run; seconds: that it takes.
+        flops: of training on one token. tokens: of the whole run; seconds: that it takes on
+            ``devices``, at ``share`` of ``peak``; ``None`` for a run on a CPU.
         devices, memory, peak, share: what it is planned for: how many, bytes of each, FLOP/s of
             each, and the share of them that is reached.
         ranks: the ways to share it. smallest: the fewest devices that hold it, if any do.
-        launch: how it is started there: a line of ``run.toml`` and a command.
+        largest: the most devices, up to ``devices``, that can share it. launch: a line of
+            ``run.toml`` and the command that starts as many processes as ``largest`` has devices.
     """
 
     parameters: int
     state: int
     flops: float
     tokens: int
-    seconds: float
+    seconds: float | None
     devices: int
     memory: int
     peak: float
     share: float
     ranks: tuple[Rank, ...]
     smallest: Rank | None
+    largest: Rank | None
     launch: tuple[str, str] | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,6 +167,7 @@ class Estimate:
             **{name: getattr(self, name) for name in (*numbers, "peak", "share")},
             "ranks": [plain(rank) for rank in self.ranks],
             "smallest": None if self.smallest is None else plain(self.smallest),
+            "largest": None if self.largest is None else plain(self.largest),
             "launch": None if self.launch is None else list(self.launch),
         }
 
@@ -189,17 +199,17 @@ def estimate(
     devices: int = 1,
     memory: int = 80 * 2**30,
     peak: float = 989e12,
-    share: float = 0.4,
+    share: float = SHARE,
     file: str = "run.toml",
     per_node: int = _PER_NODE,
 ) -> Estimate:
-    """What a run takes on so many devices; nothing is allocated or started.
+    """Return the memory, operations, time and launch of a run; nothing is allocated or started.
 
     Args:
         plan: of the run. config: of its model.
         devices: how many there are, ≥ 1. memory: bytes of each.
         peak: FLOP/s of each; 989e12 is what an H100 states for dense bfloat16.
-        share: of ``peak`` that a run reaches, in (0, 1].
+        share: of ``peak`` that a run reaches, in (0, 1]; the default is an assumption.
         file: the plan's file, for the launch. per_node: devices of a machine.
 
     Raises:
@@ -213,9 +223,14 @@ def estimate(
         raise ValueError(f"share must be above 0 and at most 1, not {share}")
     counted: dict[Any, Counts] = {}
     ranks = [rank_of(plan, config, way, counted=counted) for way in _ways(devices)]
-    tried = (way for size in _sizes(plan.optimizer.batch, devices) for way in _ways(size))
-    found = (rank_of(plan, config, way, counted=counted) for way in tried)
-    smallest = next((rank for rank in found if rank.fits(memory)), None)
+
+    def first(sizes: Iterable[int]) -> Rank | None:
+        tried = (way for size in sizes for way in _ways(size))
+        found = (rank_of(plan, config, way, counted=counted) for way in tried)
+        return next((rank for rank in found if rank.fits(memory)), None)
+
+    sizes = _sizes(plan.optimizer.batch, devices)
+    smallest, largest = first(sizes), first(reversed(sizes))
     flops = model_flops(config, context=plan.data.context)
     tokens = plan.steps * plan.tokens_per_step
     return Estimate(
@@ -223,15 +238,21 @@ def estimate(
         state=_state(config, plan.data.context, rows=1),
         flops=flops,
         tokens=tokens,
-        seconds=tokens * flops / (devices * peak * share),
+        seconds=None if _on_cpu(plan) else tokens * flops / (devices * peak * share),
         devices=devices,
         memory=memory,
         peak=peak,
         share=share,
         ranks=tuple(ranks),
         smallest=smallest,
-        launch=None if smallest is None else _launch(smallest.way, file, per_node),
+        largest=largest,
+        launch=None if largest is None else _launch(largest.way, file, per_node),
     )
+
+
+def _on_cpu(plan: TrainPlan) -> bool:
+    """Whether a plan names a CPU as its device."""
+    return plan.run.device is not None and torch.device(plan.run.device).type == "cpu"
 
 
 def _ways(devices: int) -> Iterator[Way]:
@@ -317,6 +338,8 @@ def _check(plan: TrainPlan, config: RecollectConfig, way: Way) -> None:
     Raises:
         ValueError: it does not.
     """
+    if way.devices > 1:
+        device_of(plan, way.devices)
     shards = way.shards or way.context > 1
     check_layout(plan, Layout(data=way.data, context=way.context, tensor=way.tensor, shards=shards))
     every = [mixer for outermost, _ in config.mixed for mixer in _within(outermost)]
@@ -383,9 +406,10 @@ def _state(config: RecollectConfig, tokens: int, *, rows: int) -> int:
 
 
 def _launch(way: Way, file: str, per_node: int) -> tuple[str, str]:
-    """A line of ``[run]``, and the command; every machine starts as many processes."""
+    """Return a line of ``[run]`` and the command; every machine starts equally many processes."""
+    train = f"train {shlex.quote(file)}"
     if way.devices == 1:
-        return "", f"recollect train {file}"
+        return "", f"recollect {train}"
     most = min(way.devices, per_node)
     each = next(n for n in range(most, 0, -1) if way.devices % n == 0)
     nodes = way.devices // each
@@ -394,4 +418,4 @@ def _launch(way: Way, file: str, per_node: int) -> tuple[str, str]:
         where = f"--nnodes {nodes} {where} --rdzv-backend c10d --rdzv-endpoint $HOST:29500"
     else:
         where = f"--standalone {where}"
-    return f"parallel = {way.parallel}", f"torchrun {where} --module recollect.cli train {file}"
+    return f"parallel = {way.parallel}", f"torchrun {where} --module recollect.cli {train}"
