@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,102 @@ def test_refusals(arguments: list[str], said: str, run_folder: Path, tmp_path: P
     assert out == "" and told.startswith("recollect eval: ") and said in told
     assert told.count("\n") == 1 and "Traceback" not in told
     assert not list(tmp_path.iterdir())
+
+
+OWN_TASK = """
+task: {name}
+tag: own
+output_type: multiple_choice
+test_split: test
+custom_dataset: !function {function}
+doc_to_text: "{{{{text}}}}"
+doc_to_target: answer
+doc_to_choice: ["b", "a"]
+process_results: !function {scores}
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+OWN_CODE = """
+import datasets
+
+def documents(**_):
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"], "answer": [0, 1]})
+    return {"test": rows}
+
+def broken(**_):
+    raise KeyError("choices")
+
+def scores(document, results):
+    return {"acc": 1.0}
+
+def no_scores(document, results):
+    raise IndexError("no choice 2")
+
+def unreachable(**_):
+    try:
+        raise ConnectionError("nobody answers")
+    except ConnectionError as error:
+        raise RuntimeError("no documents") from error
+"""
+
+
+@pytest.fixture
+def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tasks of one's own beside the local ones, on a machine that cannot reach the hub."""
+    import lm_eval.tasks
+
+    from recollect.lm.evaluation.names import _manager
+
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN_CODE)
+    for name, function, scores in (
+        ("own_good", "own.documents", "own.scores"),
+        ("own_broken", "own.broken", "own.scores"),
+        ("own_unreachable", "own.unreachable", "own.scores"),
+        ("own_unscored", "own.documents", "own.no_scores"),
+    ):
+        task = OWN_TASK.format(name=name, function=function, scores=scores)
+        (folder / f"{name}.yaml").write_text(task)
+
+    class Own(lm_eval.tasks.TaskManager):
+        def __init__(self, include_path: str, include_defaults: bool, metadata: Any) -> None:
+            paths = [include_path, str(folder)]
+            super().__init__(include_path=paths, include_defaults=False, metadata=metadata)
+
+    _manager.cache_clear()
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", Own)
+    monkeypatch.setattr("recollect.lm.evaluation.names.hub_answers", lambda: False)
+    yield
+    _manager.cache_clear()
+
+
+@pytest.mark.usefixtures("own_tasks")
+def test_a_task_of_its_own_error_is_named_and_the_others_run(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    """A task's error is no missing data, and neither ends the command before the others."""
+    out = tmp_path / "out"
+    tasks = "own_broken,own_unreachable,own_unscored,local_babi_1,own_good"
+    options = ["--tasks", tasks, "--limit", 2, "--context", 600, "--out", out]
+    page, errors = run(run_folder, *options, code=1)
+    assert "task own_broken cannot be loaded: KeyError: 'choices'" in errors
+    assert "task own_unreachable needs data of the hub, which does not answer" in errors
+    assert "task own_unscored failed: IndexError: no choice 2" in errors
+    assert errors.endswith("not measured: own_broken, own_unreachable, own_unscored\n")
+    assert "Traceback" not in errors and "own_good" in page and "local_babi_1" in page
+    data = json.loads((out / "results.json").read_text())
+    assert [one["task"] for one in data["tasks"]] == ["local_babi_1", "own_good"]
+    assert list(data["failures"]) == ["own_broken", "own_unreachable", "own_unscored"]
+    report = (out / "report.html").read_text()
+    assert "own_broken was not measured" in report
+    again, errors = run(run_folder, *options, "--json", code=1)
+    assert errors.count("measured before") == 2
+    assert list(json.loads(again)["failures"]) == list(data["failures"])
+    _, errors = run(run_folder, "--tasks", "own_broken", "--out", tmp_path / "none", code=2)
+    assert errors == "recollect eval: task own_broken cannot be loaded: KeyError: 'choices'\n"
 
 
 def test_an_interrupt_says_what_is_kept(

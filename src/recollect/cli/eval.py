@@ -92,10 +92,13 @@ def eval(  # noqa: A001
     if as_json:
         data = result.to_dict() | {"published": [_row(one) for one in papers]}
         typer.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
-        return
-    _show(page, result, papers)
-    page.print(f"results: {out / 'results.json'}", soft_wrap=True)
-    page.print(f"report: {report}", soft_wrap=True)
+    else:
+        _show(page, result, papers)
+        page.print(f"results: {out / 'results.json'}", soft_wrap=True)
+        page.print(f"report: {report}", soft_wrap=True)
+    if result.failures:
+        said(f"not measured: {', '.join(result.failures)}")
+        raise typer.Exit(1)
 
 
 class _Progress:
@@ -124,6 +127,9 @@ class _Progress:
         numbers = ", ".join(f"{name} {result.told(name)}" for name in result.metrics)
         numbers = numbers or "; ".join(result.notes)
         self._console.print(f"  {numbers} ({how})", soft_wrap=True, highlight=False)
+
+    def fail(self, task: str, reason: str) -> None:
+        self._console.print(reason, soft_wrap=True, highlight=False)
 
 
 def _row(one: Beside) -> dict[str, Any]:

@@ -39,6 +39,8 @@ def save_evaluation_page(
     sections: list[Table | Note] = [_measured(result, papers)]
     if result.notes:
         sections.append(Note(title="What a reader must know", text="\n".join(result.notes)))
+    for task, reason in result.failures.items():
+        sections.append(Note(title=f"{task} was not measured", text=reason))
     sections.append(_how(result))
     report = Report(
         kind="evaluation",
@@ -99,6 +101,8 @@ def _found(result: Evaluation, papers: Sequence[Beside]) -> str:
     documents = sum(one.documents for one in result.tasks)
     empty = [one.task for one in result.tasks if not one.finite]
     lost = f" ({', '.join(empty)} gave no finite number)" if empty else ""
+    if result.failures:
+        lost += f", and {', '.join(result.failures)} failed"
     count = f"{len(result.tasks)} task{'' if len(result.tasks) == 1 else 's'}"
     first = f"{result.model} was asked {documents:,} documents of {count}{lost}."
     if not papers:

@@ -82,10 +82,14 @@ def evaluate(
             at most 2,048; and 2,048 where it says nothing, as for recurrent models.
         text: file in place of the text from which local tasks take what they hide things in.
         device: where to run; where the model is when omitted, or the CPU.
-        watcher: is told of tasks as they begin and end.
+        watcher: is called as tasks begin, end and fail.
+
+    Returns:
+        The results. A task that cannot be run is in `Evaluation.failures`, and the others are
+        measured.
 
     Raises:
-        ValueError: a task that does not exist, or that cannot be run here; a model that cannot
+        ValueError: a task that does not exist; no task that can be run; a model that cannot
             generate, or without a tokenizer; a number out of range; a folder of other settings.
         ImportError: lm-eval is not installed.
 
@@ -150,6 +154,11 @@ def evaluate(
         for name in asked:
             if name in before:
                 watcher.end(before[name], before=True)
+        failures, cause = dict(loaded.failures), None
+        if not loaded.tasks and not before:
+            raise ValueError("; ".join(failures.values()))
+        for name, reason in failures.items():
+            watcher.fail(name, reason)
         todo = [name for name in loaded.tasks if name not in before]
         with harness.quiet():
             here = harness.HarnessModel(model, tokenizer, batch=size, context=context)
@@ -157,16 +166,26 @@ def evaluate(
         for index, name in enumerate(todo, 1):
             watcher.begin(name, index, len(todo))
             terms = local if name in local_tasks() else settings
-            results[name] = _measure(here, name, loaded.tasks[name], terms)
+            try:
+                results[name] = _measure(here, name, loaded.tasks[name], terms)
+            except Exception as error:  # of the task's own code, or of the model on its documents
+                failures[name], cause = _reason(name, error), error
+                watcher.fail(name, failures[name])
+                continue
             if folder is not None and results[name].finite:
                 keep(folder, results[name])  # what is no number is measured anew
             watcher.end(results[name], before=False)
+        if not results:
+            raise ValueError("; ".join(failures.values())) from cause
         groups = {one.task: one for one in _groups(loaded, results, settings)}
         groups = {one.task: one for one in earlier} | groups
         evaluation = Evaluation(
             model=called,
-            tasks=tuple(results[name] for name in dict.fromkeys([*asked, *results])),
+            tasks=tuple(
+                results[name] for name in dict.fromkeys([*asked, *results]) if name in results
+            ),
             groups=tuple(groups.values()),
+            failures=failures,
             environment={
                 **describe_environment(model.device).to_dict(),
                 "transformers": transformers.__version__,
@@ -178,11 +197,7 @@ def evaluate(
 
 
 def _measure(model: HarnessModel, name: str, task: Any, settings: Mapping[str, Any]) -> TaskResult:
-    """One task; a note says why its metrics are missing or not finite, where they are.
-
-    Raises:
-        ValueError: lm-eval refuses what the task asks of the model.
-    """
+    """Measure one task; a note gives the reason if metrics are missing or not finite."""
     from recollect.lm.evaluation import harness
 
     found: dict[str, Any] = {}
@@ -191,9 +206,6 @@ def _measure(model: HarnessModel, name: str, task: Any, settings: Mapping[str, A
     try:
         with harness.quiet(), harness.seeded():
             found = harness.run_task(model, task, settings["limit"])
-    except AssertionError as error:  # with which lm-eval says what it cannot do
-        said = str(error).strip() or "lm-eval gives no reason"
-        raise ValueError(f"task {name} cannot be run on this model: {said}") from None
     except ArithmeticError as error:  # of its aggregation; other tasks may have numbers
         failed.append(f"its numbers cannot be computed ({error})")
     result = TaskResult.of(
@@ -215,15 +227,25 @@ def _measure(model: HarnessModel, name: str, task: Any, settings: Mapping[str, A
     return dataclasses.replace(result, metrics=dict.fromkeys(result.metrics, math.nan), errors={})
 
 
+def _reason(name: str, error: Exception) -> str:
+    """Return a sentence on why a task was not measured."""
+    from recollect.lm.evaluation.names import described
+
+    if isinstance(error, AssertionError):  # lm-eval's, for requests that a model does not take
+        return f"task {name} cannot be run on this model: {str(error).strip() or 'no reason given'}"
+    return f"task {name} failed: {described(error)}"
+
+
 def _groups(
     loaded: Loaded, results: Mapping[str, TaskResult], settings: Mapping[str, Any]
 ) -> tuple[TaskResult, ...]:
-    """Groups that say how their members' numbers are put together, by lm-eval's own rule."""
+    """Return the groups that lm-eval aggregates and all of whose members have numbers."""
     raw: dict[str, Any] = {name: one.to_harness() for name, one in results.items()}
     found: list[TaskResult] = []
     for name, group in loaded.groups.items():
         members = tuple(task.task_name for task in group.get_all_tasks())
-        if not group.has_aggregation or not all(results[one].finite for one in members):
+        complete = all(one in results and results[one].finite for one in members)
+        if not group.has_aggregation or not complete:
             continue
         lower = {x for one in members for x in results[one].lower_is_better}
         found.append(

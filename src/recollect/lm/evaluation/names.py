@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from recollect.lm.evaluation import harness
@@ -14,7 +15,7 @@ from recollect.lm.evaluation.local_tasks import local_folder, local_tasks
 from recollect.lm.hub import hub_answers, offline, replaced
 from recollect.wording import nearest
 
-__all__ = ["Loaded", "index_of", "load"]
+__all__ = ["Loaded", "described", "index_of", "load"]
 
 LONGEST_ANSWER = 256
 """Tokens that lm-eval lets a model write where a task does not say."""
@@ -25,12 +26,14 @@ class Loaded:
     """Tasks that can be run, and groups of them.
 
     Attributes:
-        tasks: lm-eval's, by name, in the order in which they were asked for.
+        tasks: lm-eval's, by name, in the requested order.
         groups: lm-eval's, by name.
+        failures: why the others cannot be run: a sentence by the name of a task or group.
     """
 
     tasks: Mapping[str, Any]
     groups: Mapping[str, Any]
+    failures: Mapping[str, str] = field(default_factory=dict)
 
 
 def index_of(tasks: Sequence[str], metadata: Mapping[str, Any]) -> tuple[Any, list[str]]:
@@ -93,19 +96,20 @@ def _matching(name: str, manager: Any) -> list[str]:
 
 
 def load(manager: Any, names: Sequence[str], *, context: int, done: Sequence[str] = ()) -> Loaded:
-    """Load tasks with their documents; the same documents whatever is loaded with them.
+    """Load tasks with their documents, which do not depend on the other tasks.
+
+    `Loaded.failures` names a task whose data the hub has and that the hub does not answer for, that
+    raises an error of its own, that runs code, that has pictures, or whose answers are too long for
+    the context.
 
     Args:
         manager: of `index_of`.
         names: of tasks, groups or tags.
         context: tokens that the model sees at once.
         done: names that need not be loaded.
-
-    Raises:
-        ValueError: a task that needs the hub where the hub does not answer, that runs code, that
-            asks for pictures, or whose answers the context does not hold.
     """
     tasks: dict[str, Any] = {}
+    failures: dict[str, str] = {}
     groups: dict[str, Any] = {}
     hub: bool | None = None  # asked once, and only where a task may need it
     for name in names:
@@ -113,19 +117,32 @@ def load(manager: Any, names: Sequence[str], *, context: int, done: Sequence[str
             continue
         if hub is None and name not in local_tasks():
             hub = hub_answers()
-        loaded = _load(manager, name, hub=hub is not False)
+        try:
+            loaded = _load(manager, name, hub=hub is not False)
+        except ValueError as error:
+            failures[name] = str(error)
+            continue
         tasks |= loaded["tasks"]
         groups |= loaded.get("groups") or {}
-    for name, task in tasks.items():
-        _check(name, task, context)
+    for name, task in list(tasks.items()):
+        try:
+            _check(name, task, context)
+        except ValueError as error:
+            failures[name] = str(error)
+            del tasks[name]
+            continue
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=harness.SEED)
-    return Loaded(tasks=tasks, groups=groups)
+    return Loaded(tasks=tasks, groups=groups, failures=failures)
 
 
 def _load(manager: Any, name: str, *, hub: bool) -> dict[str, Any]:
-    """One name, loaded."""
+    """Return the tasks and groups of one name.
+
+    Raises:
+        ValueError: they cannot be loaded.
+    """
     try:
         quietly = contextlib.nullcontext() if hub else offline()
         with quietly, _no_code(), harness.quiet(), harness.seeded():
@@ -136,17 +153,27 @@ def _load(manager: Any, name: str, *, hub: bool) -> dict[str, Any]:
             f'({_first(error)}): pip install -e ".[lm,eval]" in its checkout'
         ) from None
     except Exception as error:  # of datasets, of the hub's client, and of the task's own code
-        if name in local_tasks():
-            if isinstance(error, ValueError):
-                raise ValueError(f"{name}: {error}") from None
-            raise
-        if not hub:
+        if name in local_tasks() and isinstance(error, ValueError):
+            raise ValueError(f"{name}: {error}") from None
+        if not hub and _is_of_hub(error):
             raise ValueError(
                 f"task {name} needs data of the hub, which does not answer: connect and run it "
                 "once (what was fetched is found again), or take a local task "
                 "(recollect eval --list)"
             ) from None
-        raise ValueError(f"task {name} cannot be loaded: {_first(error)}") from None
+        raise ValueError(f"task {name} cannot be loaded: {described(error)}") from None
+
+
+def _is_of_hub(error: BaseException | None) -> bool:
+    """Whether an error, or one that caused it, is of a connection or of data not in the cache."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    kinds = (ConnectionError, TimeoutError, socket.gaierror, LocalEntryNotFoundError)
+    while error is not None:
+        if isinstance(error, kinds):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _check(name: str, task: Any, context: int) -> None:
@@ -185,5 +212,16 @@ def _no_code() -> Iterator[None]:
         yield
 
 
+def described(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message that has a letter or digit.
+
+    Args:
+        error: of a task or of a package that it uses.
+    """
+    message = _first(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
 def _first(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = map(str.strip, str(error).splitlines())
+    return next((line for line in lines if any(map(str.isalnum, line))), "")

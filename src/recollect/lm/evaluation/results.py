@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,7 @@ class Evaluation:
         model: what it is called: its folder, or its class.
         tasks: results, in the order in which they were asked for.
         groups: of groups of tasks, such as ``mmlu``: means over their members.
+        failures: why a task was not measured: a sentence by its name.
         environment: device, versions, commit and date, as a mapping.
 
     Examples:
@@ -150,6 +151,7 @@ class Evaluation:
     model: str
     tasks: tuple[TaskResult, ...]
     groups: tuple[TaskResult, ...] = ()
+    failures: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, Any]
 
     def __getitem__(self, task: str) -> TaskResult:
@@ -184,6 +186,7 @@ class Evaluation:
             "environment": dict(self.environment),
             "tasks": [one.to_dict() for one in self.tasks],
             "groups": [one.to_dict() for one in self.groups],
+            "failures": dict(self.failures),
         }
 
     def save(self, folder: str | PathLike[str]) -> Path:
@@ -199,7 +202,7 @@ class Evaluation:
         return write_atomic(Path(folder) / "results.json", data)
 
     def __str__(self) -> str:
-        return "\n".join([*_table(self.rows()), *self.notes])
+        return "\n".join([*_table(self.rows()), *self.notes, *self.failures.values()])
 
     def __repr__(self) -> str:
         said = [f"{task} {metric} {value}" for task, metric, value, _ in self.rows()]

@@ -42,6 +42,15 @@ class EvaluationWatcher(Protocol):
         """
         ...
 
+    def fail(self, task: str, reason: str) -> None:
+        """A task cannot be run, or raised an error; the other tasks go on.
+
+        Args:
+            task: its name.
+            reason: a sentence.
+        """
+        ...
+
 
 class Nobody:
     """Is told, and says nothing."""
@@ -49,3 +58,5 @@ class Nobody:
     def begin(self, task: str, index: int, count: int) -> None: ...
 
     def end(self, result: TaskResult, *, before: bool) -> None: ...
+
+    def fail(self, task: str, reason: str) -> None: ...
