@@ -154,7 +154,7 @@ def evaluate(
         for name in asked:
             if name in before:
                 watcher.end(before[name], before=True)
-        failures, cause = dict(loaded.failures), None
+        failures = dict(loaded.failures)
         if not loaded.tasks and not before:
             raise ValueError("; ".join(failures.values()))
         for name, reason in failures.items():
@@ -169,14 +169,14 @@ def evaluate(
             try:
                 results[name] = _measure(here, name, loaded.tasks[name], terms)
             except Exception as error:  # of the task's own code, or of the model on its documents
-                failures[name], cause = _reason(name, error), error
+                failures[name] = _reason(name, error)
+                if index == len(todo) and not results:
+                    raise ValueError("; ".join(failures.values())) from error
                 watcher.fail(name, failures[name])
                 continue
             if folder is not None and results[name].finite:
                 keep(folder, results[name])  # what is no number is measured anew
             watcher.end(results[name], before=False)
-        if not results:
-            raise ValueError("; ".join(failures.values())) from cause
         groups = {one.task: one for one in _groups(loaded, results, settings)}
         groups = {one.task: one for one in earlier} | groups
         evaluation = Evaluation(
