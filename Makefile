@@ -49,7 +49,7 @@ test-gpu: $(STAMP)-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS)
 
 gpu: $(STAMP)-dev  ## everything that a GPU is asked, in 25 minutes: numbers, speed, training; results/gpu
-	$(BIN)/python -m recollect.bench.gpu $(GPU_FLAGS)
+	$(BIN)/python -m recollect.benchmarks.gpu $(GPU_FLAGS)
 
 lint: $(STAMP)-dev  ## style, formatting, and the direction of imports
 	$(BIN)/ruff check .

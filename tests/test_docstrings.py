@@ -29,7 +29,10 @@ from recollect.choices import member
 # Faces of the package beside the modules that `rc` names.
 zoo_presets = importlib.import_module("recollect.zoo.preset")  # `rc.zoo.preset` is the decorator
 
-FACES = ("recollect", *(f"recollect.{n}" for n in ("bench", "layer", "recall", "recipe", "report")))
+FACES = (
+    "recollect",
+    *(f"recollect.{n}" for n in ("benchmarks", "layer", "recall", "recipe", "report")),
+)
 FACES = (*FACES, "recollect.explain")
 
 

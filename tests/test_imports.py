@@ -180,7 +180,7 @@ def test_the_compiler_is_imported_by_those_who_compile() -> None:
 def test_commands_import_no_benchmark_before_one_is_asked_for() -> None:
     code = (
         "import sys, recollect.cli.app; "
-        "print([m for m in sys.modules if m.startswith('recollect.bench')])"
+        "print([m for m in sys.modules if m.startswith('recollect.benchmarks')])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
@@ -189,7 +189,7 @@ def test_commands_import_no_benchmark_before_one_is_asked_for() -> None:
 
 
 def test_the_names_of_benchmarks_are_those_of_the_suites() -> None:
-    from recollect.bench.suites import SUITES
+    from recollect.benchmarks.suites import SUITES
 
     assert (*SUITES, "train", "memory", "gpu") == importlib.import_module(
         "recollect.cli.bench"

@@ -18,9 +18,9 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner, Result
 
 import recollect as rc
-from recollect.bench.results import Case
-from recollect.bench.suites import SUITES, Shape
-from recollect.bench.suites.calls import gates_of, params_of, tensors
+from recollect.benchmarks.results import Case
+from recollect.benchmarks.suites import SUITES, Shape
+from recollect.benchmarks.suites.calls import gates_of, params_of, tensors
 from recollect.cli import build
 
 
@@ -152,7 +152,7 @@ def test_the_suite_of_one_memory_runs_where_it_is_asked_to(
         return Case(name=label, make=lambda: lambda: None)
 
     for name in ("own_case", "titans_case"):
-        monkeypatch.setattr(f"recollect.bench.suites.registry.{name}", case)
+        monkeypatch.setattr(f"recollect.benchmarks.suites.registry.{name}", case)
     suite = SUITES["titans"]
     cases = suite.cases(replace(suite.shape, device="cuda"))
     assert asked == [((2, 256, 64), "cuda")] * len(cases) and len(cases) == 12

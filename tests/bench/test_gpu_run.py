@@ -18,12 +18,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from recollect.bench.gpu import __main__ as script
-from recollect.bench.gpu import stages as parts
-from recollect.bench.gpu.junit import read_tests
-from recollect.bench.gpu.readme import not_run, readme
-from recollect.bench.gpu.speed import TINY, Sizes, lines, measure
-from recollect.bench.gpu.stages import STAGES, Here, Stage, run_stage
+from recollect.benchmarks.gpu import __main__ as script
+from recollect.benchmarks.gpu import stages as parts
+from recollect.benchmarks.gpu.junit import read_tests
+from recollect.benchmarks.gpu.readme import not_run, readme
+from recollect.benchmarks.gpu.speed import TINY, Sizes, lines, measure
+from recollect.benchmarks.gpu.stages import STAGES, Here, Stage, run_stage
 from recollect.cli.app import build
 from recollect.report.environment import describe_environment
 
@@ -112,7 +112,7 @@ def test_a_stage_that_breaks_leaves_the_others_alone(
     monkeypatch.setattr(script, "STAGES", made)
     monkeypatch.setattr(parts, "_GRACE", 0.2)
     monkeypatch.setattr(
-        "recollect.bench.gpu.readme._PARTS", {x.name: lambda found: [] for x in made}
+        "recollect.benchmarks.gpu.readme._PARTS", {x.name: lambda found: [] for x in made}
     )
     assert script.main(["--out", "out"]) == 1
     said = capsys.readouterr().out
@@ -177,7 +177,7 @@ def test_a_stage_aside_ends_before_one_that_is_timed(
     )
     monkeypatch.setattr(script, "STAGES", made)
     monkeypatch.setattr(
-        "recollect.bench.gpu.readme._PARTS", {x.name: lambda found: [] for x in made}
+        "recollect.benchmarks.gpu.readme._PARTS", {x.name: lambda found: [] for x in made}
     )
     assert script.main(["--out", "out"]) == 0
     said = capsys.readouterr().out

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recollect.bench import BenchResult, Case, Ceiling, run
-from recollect.bench.results import summarise
+from recollect.benchmarks import BenchResult, Case, Ceiling, run
+from recollect.benchmarks.results import summarise
 from recollect.report import Environment
 
 HERE = Environment(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import recollect as rc
-from recollect.bench.harness import run
-from recollect.bench.suites import least_squares as bench
-from recollect.bench.suites.calls import Shape, recall_case
+from recollect.benchmarks.harness import run
+from recollect.benchmarks.suites import least_squares as bench
+from recollect.benchmarks.suites.calls import Shape, recall_case
 
 SIZES = (1, 40, 2, 8, 8)
 

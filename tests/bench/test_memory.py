@@ -9,7 +9,7 @@ from recollect.lm.planning.live_memory import LiveMemory
 
 pytest.importorskip("transformers")
 
-from recollect.bench.suites.memory import measured
+from recollect.benchmarks.suites.memory import measured
 
 
 def test_live_tensors_are_counted_while_they_live() -> None:

@@ -29,7 +29,7 @@ from tests.gpu import pretend, rows
 from tests.gpu.passes import HEADS, WIDTH, decode, distance, length, passes, pieces
 
 import recollect as rc
-from recollect.bench.suites.calls import NO_NORM, recipe_of
+from recollect.benchmarks.suites.calls import NO_NORM, recipe_of
 
 BUDGETS = Path(__file__).with_name("budgets.json")
 KINDS = ("launches", "syncs", "copies")

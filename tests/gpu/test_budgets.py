@@ -18,7 +18,7 @@ import torch
 from tests.gpu.printed import interprets, printed
 
 import recollect as rc
-from recollect.bench.suites.calls import NO_NORM
+from recollect.benchmarks.suites.calls import NO_NORM
 
 HERE = Path(__file__).parent
 BUDGETS: dict[str, Any] = json.loads((HERE / "budgets.json").read_text())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.gpu.sanitizer import CHECKS, checked, find_tool
 
-from recollect.bench.gpu.stages import STAGES
+from recollect.benchmarks.gpu.stages import STAGES
 
 SANITIZER = next(stage for stage in STAGES if stage.name == "sanitizer")
 HELP = 'case "$*" in *--help*) echo "--kernel-regex {kns=}"; exit 0;; esac\n'

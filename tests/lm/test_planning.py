@@ -26,7 +26,7 @@ from tests.lm.runs import gathers
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 from typer.testing import CliRunner
 
-from recollect.bench.suites.memory import CASES, measure, measured, planned, ranks_of
+from recollect.benchmarks.suites.memory import CASES, measure, measured, planned, ranks_of
 from recollect.choices import member
 from recollect.cli import plan as plan_command
 from recollect.cli.app import build

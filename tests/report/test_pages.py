@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.report.reader import check_page
 
-from recollect.bench.page import save_bench_page
+from recollect.benchmarks.page import save_bench_page
 from recollect.report import describe_environment
 
 ABOUT = describe_environment("cpu").to_dict()

@@ -58,8 +58,8 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Time implementations alternately in one run, beside the device's own ceiling."""
-    from recollect.bench.harness import run
-    from recollect.bench.suites.registry import SUITES, chosen_cases, document, ratios
+    from recollect.benchmarks.harness import run
+    from recollect.benchmarks.suites.registry import SUITES, chosen_cases, document, ratios
 
     if suite not in _NAMES:
         raise ValueError(f"there is no suite {suite!r}; there are {', '.join(_NAMES)}")
@@ -113,7 +113,7 @@ def _bench_gpu(
     as_json: bool,
 ) -> None:
     """The suite ``gpu``: several lengths, peers, decoding; on another device at tiny sizes."""
-    from recollect.bench.gpu.speed import FULL, TINY, lines, measure
+    from recollect.benchmarks.gpu.speed import FULL, TINY, lines, measure
 
     length, heads, size = sizes
     chosen = replace(FULL, rounds=rounds) if device.startswith("cuda") else TINY
@@ -133,7 +133,7 @@ def _bench_gpu(
 
 def _bench_train(rounds: int, context: int, save: Path | None, as_json: bool) -> None:
     """The suite ``train``: whole steps, in the callback of a run, so it times them itself."""
-    from recollect.bench.suites.train import BARE, RUN, measure
+    from recollect.benchmarks.suites.train import BARE, RUN, measure
 
     with BenchDisplay(console_of_page(stderr=True), "train", rounds) as display:
         result = measure(
@@ -159,7 +159,7 @@ def _bench_train(rounds: int, context: int, save: Path | None, as_json: bool) ->
 
 def _bench_memory(only: list[str], save: Path | None, as_json: bool) -> None:
     """The suite ``memory``: peaks of training steps, each in a process of its own."""
-    from recollect.bench.suites.memory import CASES, measure
+    from recollect.benchmarks.suites.memory import CASES, measure
     from recollect.report.units import readable
 
     cases = [name for name in CASES if not only or any(word in name for word in only)]
@@ -208,7 +208,7 @@ def _save(save: Path | None, data: Mapping[str, Any]) -> Path | None:
     Returns:
         The copy of another file that stood there, or ``None``.
     """
-    from recollect.bench.page import save_bench_page
+    from recollect.benchmarks.page import save_bench_page
     from recollect.report.files import rescue, set_aside, write_atomic
 
     if save is None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from recollect.bench.results import Case
+from recollect.benchmarks.results import Case
 from recollect.decoder import StaticDecoder
 from recollect.layer.blocks import mlp_width
 from recollect.lm.model.cache import CACHE, cache_of

@@ -5,8 +5,8 @@ Queries, keys and values are bfloat16, which flash-linear-attention's operators 
 kernels take; what runs in PyTorch alone multiplies as `docs/gpu.md` says. Cases of one table are
 timed in alternating rounds of one run, beside products of bfloat16, whose rate every share is of.
 
-``python -m recollect.bench.gpu.speed --save FILE`` writes what it has after every run, so that a
-run that is cut short leaves its numbers.
+``python -m recollect.benchmarks.gpu.speed --save FILE`` writes what it has after every run, so that
+a run that is cut short leaves its numbers.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from recollect.bench.gpu.ceilings import measure_ceilings
-from recollect.bench.gpu.decoding import NAMES as DECODED
-from recollect.bench.gpu.decoding import measure_decoding
-from recollect.bench.gpu.peers import OPERATORS, operator_case, packages
-from recollect.bench.gpu.stages import Asked
-from recollect.bench.harness import run
-from recollect.bench.results import BenchResult, Case
-from recollect.bench.suites.calls import NO_NORM, Shape, recall_case, recipe_of, sdpa_case
-from recollect.bench.suites.deep import own_case, titans_case
+from recollect.benchmarks.gpu.ceilings import measure_ceilings
+from recollect.benchmarks.gpu.decoding import NAMES as DECODED
+from recollect.benchmarks.gpu.decoding import measure_decoding
+from recollect.benchmarks.gpu.peers import OPERATORS, operator_case, packages
+from recollect.benchmarks.gpu.stages import Asked
+from recollect.benchmarks.harness import run
+from recollect.benchmarks.results import BenchResult, Case
+from recollect.benchmarks.suites.calls import NO_NORM, Shape, recall_case, recipe_of, sdpa_case
+from recollect.benchmarks.suites.deep import own_case, titans_case
 from recollect.engines.deep import fused_plan
 from recollect.engines.deep.fused.walk import launcher
 from recollect.recipe.sized import sized
@@ -361,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: of the command line.
     """
-    given = Asked.of(arguments, prog="python -m recollect.bench.gpu.speed", seconds=600.0)
+    given = Asked.of(arguments, prog="python -m recollect.benchmarks.gpu.speed", seconds=600.0)
     sizes = TINY if given.tiny else FULL
     for line in lines(measure(given.device, sizes, seconds=given.seconds, keep=given.keep)):
         print(line)

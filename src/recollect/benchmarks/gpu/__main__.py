@@ -1,4 +1,4 @@
-"""``python -m recollect.bench.gpu``: all stages, or some, and the report."""
+"""``python -m recollect.benchmarks.gpu``: all stages, or some, and the report."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from recollect.bench.gpu.readme import not_run, readme
-from recollect.bench.gpu.stages import STAGES, Here, Stage, checkout, run_stage
+from recollect.benchmarks.gpu.readme import not_run, readme
+from recollect.benchmarks.gpu.stages import STAGES, Here, Stage, checkout, run_stage
 from recollect.report.environment import describe_environment
 from recollect.report.files import write_atomic
 
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _given(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m recollect.bench.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m recollect.benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="a GPU where there is one")
     parser.add_argument(
         "--out", type=Path, help=f"folder of the report: {_RESULTS}, without a GPU {_TRIAL}"

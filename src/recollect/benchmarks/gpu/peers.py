@@ -6,8 +6,8 @@ import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from recollect.bench.results import Case
-from recollect.bench.suites.calls import Shape, gates_of, stepper, tensors
+from recollect.benchmarks.results import Case
+from recollect.benchmarks.suites.calls import Shape, gates_of, stepper, tensors
 from recollect.cost import cost
 from recollect.engines.fla.operators import function, installed
 from recollect.zoo.preset import get

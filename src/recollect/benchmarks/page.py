@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from recollect.bench.gpu.page import save_gpu_page
+from recollect.benchmarks.gpu.page import save_gpu_page
 from recollect.report.environment import Environment
 from recollect.report.html import Cell, Note, Report, Table
 from recollect.report.units import readable

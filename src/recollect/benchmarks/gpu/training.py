@@ -4,7 +4,7 @@
 network is needed, and its tokens are bytes: what is measured is speed, and that the loss falls; the
 model is worth nothing.
 
-``python -m recollect.bench.gpu.training --save FILE`` writes what it has with every log line.
+``python -m recollect.benchmarks.gpu.training --save FILE`` writes what it has with every log line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from transformers import TrainerCallback
 
 import recollect
-from recollect.bench.gpu.stages import Asked
+from recollect.benchmarks.gpu.stages import Asked
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.planning.flops import measured_ceiling, model_flops
 from recollect.lm.training.plan import TrainPlan
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: of the command line.
     """
-    given = Asked.of(arguments, prog="python -m recollect.bench.gpu.training", seconds=300.0)
+    given = Asked.of(arguments, prog="python -m recollect.benchmarks.gpu.training", seconds=300.0)
     data = measure_training(given.device, seconds=given.seconds, tiny=given.tiny, keep=given.keep)
     print(
         f"{data['model']['parameters']:,} parameters, {data['tokens_per_second']:,.0f} tokens a "

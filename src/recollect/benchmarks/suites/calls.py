@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.bench.results import Case
+from recollect.benchmarks.results import Case
 from recollect.choices.algorithm.closed_form import Preconditioned
 from recollect.choices.memory.maps import MLP
 from recollect.cost import cost

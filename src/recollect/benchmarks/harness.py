@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recollect.bench.results import BenchResult, Case, Ceiling, summarise
+from recollect.benchmarks.results import BenchResult, Case, Ceiling, summarise
 from recollect.report.environment import describe_environment
 
 __all__ = ["run"]

@@ -4,7 +4,7 @@ Triton tries every configuration of a kernel the first time that it meets a size
 gated delta rule and its gradients, 270 for GLA, a second of one processor each. What is compiled
 stays on disk, and what is timed later only has to choose, which it does with the device to itself.
 
-``python -m recollect.bench.gpu.kernels --save FILE`` starts a process per recurrence and size.
+``python -m recollect.benchmarks.gpu.kernels --save FILE`` starts a process per recurrence and size.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from recollect.bench.gpu.peers import OPERATORS, operator_case
-from recollect.bench.gpu.speed import FULL
-from recollect.bench.gpu.training import RECIPE
-from recollect.bench.suites.calls import Shape, recall_case
+from recollect.benchmarks.gpu.peers import OPERATORS, operator_case
+from recollect.benchmarks.gpu.speed import FULL
+from recollect.benchmarks.gpu.training import RECIPE
+from recollect.benchmarks.suites.calls import Shape, recall_case
 from recollect.lm.model.paper_sizes import PAPER_SIZES
 from recollect.report.files import write_atomic
 
@@ -49,7 +49,7 @@ def compile_all(seconds: float, device: str = "cuda") -> list[dict[str, Any]]:
     """
     began, running = time.monotonic(), list[tuple[str, subprocess.Popen[str]]]()
     for name, heads, size in _sizes():
-        command = [sys.executable, "-m", "recollect.bench.gpu.kernels", "--device", device]
+        command = [sys.executable, "-m", "recollect.benchmarks.gpu.kernels", "--device", device]
         process = subprocess.Popen(
             [*command, "--one", name, str(heads), str(size)],
             stdout=subprocess.DEVNULL,
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: of the command line.
     """
-    parser = argparse.ArgumentParser(prog="python -m recollect.bench.gpu.kernels")
+    parser = argparse.ArgumentParser(prog="python -m recollect.benchmarks.gpu.kernels")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--one", nargs=3)

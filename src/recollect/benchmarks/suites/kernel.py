@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.bench.results import Case
+from recollect.benchmarks.results import Case
 from recollect.cost import cost
 from recollect.recall.recall import recall
 from recollect.recipe.recipe import Recipe

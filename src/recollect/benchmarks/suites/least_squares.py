@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recollect.bench.results import Case
+from recollect.benchmarks.results import Case
 from recollect.choices.algorithm.base import Algorithm
 from recollect.choices.algorithm.closed_form import LeastSquares, Preconditioned
 from recollect.choices.context.windows import Prefix

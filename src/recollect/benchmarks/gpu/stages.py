@@ -23,7 +23,7 @@ from typing import Any
 from xml.etree.ElementTree import ParseError
 
 import recollect
-from recollect.bench.gpu.junit import read_tests
+from recollect.benchmarks.gpu.junit import read_tests
 from recollect.engines.fla.operators import installed
 from recollect.report.files import write_atomic
 
@@ -229,7 +229,7 @@ def _kernels(here: Here, result: Path) -> list[str] | str:
         return _NO_GPU
     if not installed():
         return _NO_BACKEND
-    return _module("recollect.bench.gpu.kernels", here, result, 560)
+    return _module("recollect.benchmarks.gpu.kernels", here, result, 560)
 
 
 def _compiled(found: Mapping[str, Any]) -> tuple[str, bool]:
@@ -241,7 +241,7 @@ def _compiled(found: Mapping[str, Any]) -> tuple[str, bool]:
 def _training(here: Here, result: Path) -> list[str] | str:
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed: install recollect[lm]"
-    return _module("recollect.bench.gpu.training", here, result, 1 if here.tiny else 300)
+    return _module("recollect.benchmarks.gpu.training", here, result, 1 if here.tiny else 300)
 
 
 STAGES = (
@@ -290,7 +290,7 @@ STAGES = (
         name="bench",
         about="speed against peers and the device's ceilings; decoding",
         seconds=390,
-        command=partial(_module, "recollect.bench.gpu.speed", seconds=350),
+        command=partial(_module, "recollect.benchmarks.gpu.speed", seconds=350),
         read=_timed,
     ),
     Stage(

@@ -1,6 +1,6 @@
 """Speed and memory, measured side by side in one run."""
 
-from recollect.bench.harness import run
-from recollect.bench.results import BenchResult, Case, Ceiling, Timing
+from recollect.benchmarks.harness import run
+from recollect.benchmarks.results import BenchResult, Case, Ceiling, Timing
 
 __all__ = ["BenchResult", "Case", "Ceiling", "Timing", "run"]

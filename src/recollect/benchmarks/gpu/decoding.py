@@ -9,8 +9,8 @@ from typing import TypedDict
 import torch
 from torch import nn
 
-from recollect.bench.gpu.ceilings import seconds_of
-from recollect.bench.suites.calls import NO_NORM, recipe_of
+from recollect.benchmarks.gpu.ceilings import seconds_of
+from recollect.benchmarks.suites.calls import NO_NORM, recipe_of
 from recollect.decoder import StaticDecoder
 from recollect.engines.deep import fused_plan, fused_refuses
 from recollect.engines.deep.fused.walk import launcher

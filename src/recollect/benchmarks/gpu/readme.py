@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from recollect.bench.gpu.tables import (
+from recollect.benchmarks.gpu.tables import (
     ceiling_table,
     decoding_table,
     markdown,

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from recollect.bench.gpu.tables import ceiling_table, decoding_table, speed_tables
+from recollect.benchmarks.gpu.tables import ceiling_table, decoding_table, speed_tables
 from recollect.report.environment import Environment
 from recollect.report.html import Report, Table
 
@@ -18,7 +18,7 @@ def save_gpu_page(data: Mapping[str, Any], path: str | PathLike[str], *, command
     """Write the page.
 
     Args:
-        data: of `recollect.bench.gpu.speed.measure`.
+        data: of `recollect.benchmarks.gpu.speed.measure`.
         path: of the page.
         command: the command line to print on it.
 

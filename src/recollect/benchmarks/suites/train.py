@@ -19,7 +19,7 @@ from typing import cast
 
 import torch
 
-from recollect.bench.results import BenchResult, Case, Ceiling, summarise
+from recollect.benchmarks.results import BenchResult, Case, Ceiling, summarise
 from recollect.lm.data.rows import Row, collate, read_rows
 from recollect.lm.data.sources import Source
 from recollect.lm.data.tokenizers import byte_tokenizer

@@ -38,7 +38,7 @@ def ceiling_table(bench: Data) -> Table:
     """What the device reached at best.
 
     Args:
-        bench: of `recollect.bench.gpu.speed.measure`.
+        bench: of `recollect.benchmarks.gpu.speed.measure`.
     """
     found = bench["ceilings"]
     rows: list[list[Cell]] = [
@@ -60,7 +60,7 @@ def speed_tables(bench: Data) -> Iterator[Table]:
     """A table per kind of memory and direction: cases by lengths.
 
     Args:
-        bench: of `recollect.bench.gpu.speed.measure`.
+        bench: of `recollect.benchmarks.gpu.speed.measure`.
     """
     keys = dict.fromkeys((one["group"], one["way"]) for one in bench["speeds"])
     for group, way in sorted(keys, key=lambda key: (list(_GROUPS).index(key[0]), len(key[1]))):
@@ -111,7 +111,7 @@ def decoding_table(bench: Data) -> Table:
     """Decoding: seconds of a token, and which share of the copy's rate its bytes make.
 
     Args:
-        bench: of `recollect.bench.gpu.speed.measure`.
+        bench: of `recollect.benchmarks.gpu.speed.measure`.
     """
     copy = bench["ceilings"]["copy"]
     rows: list[list[Cell]] = [
@@ -142,7 +142,7 @@ def training_tables(training: Data) -> Iterator[Table]:
     """What a run was, how it went, and the longest kernels of a step.
 
     Args:
-        training: of `recollect.bench.gpu.training.measure_training`.
+        training: of `recollect.benchmarks.gpu.training.measure_training`.
     """
     model, history = training["model"], training["history"]
     if not history:

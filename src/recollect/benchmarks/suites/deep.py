@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.bench.results import Case
-from recollect.bench.suites.calls import stepper
+from recollect.benchmarks.results import Case
+from recollect.benchmarks.suites.calls import stepper
 from recollect.choices.algorithm.descent import Momentum
 from recollect.choices.memory.maps import MLP
 from recollect.choices.retention.base import Decay

@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from recollect.bench.results import BenchResult, Case
-from recollect.bench.suites import kernel as dual_suite
-from recollect.bench.suites.calls import Shape, local_case, recall_case, sdpa_case
-from recollect.bench.suites.deep import memory_case, own_case, titans_case
-from recollect.bench.suites.least_squares import conjugate_case, step_case
+from recollect.benchmarks.results import BenchResult, Case
+from recollect.benchmarks.suites import kernel as dual_suite
+from recollect.benchmarks.suites.calls import Shape, local_case, recall_case, sdpa_case
+from recollect.benchmarks.suites.deep import memory_case, own_case, titans_case
+from recollect.benchmarks.suites.least_squares import conjugate_case, step_case
 from recollect.zoo.preset import get, names
 
 __all__ = ["SUITES", "Shape", "Suite", "chosen_cases", "document", "ratios"]
@@ -194,13 +194,13 @@ def _solver_pairs(shape: Shape) -> list[tuple[str, str, str]]:
 
 
 def _decode_cases(shape: Shape) -> list[Case]:
-    from recollect.bench.suites.decode import decode_cases  # needs transformers
+    from recollect.benchmarks.suites.decode import decode_cases  # needs transformers
 
     return decode_cases(shape.device)
 
 
 def _decode_pairs(shape: Shape) -> list[tuple[str, str, str]]:
-    from recollect.bench.suites.decode import BASELINE, COMPILED, NAMES
+    from recollect.benchmarks.suites.decode import BASELINE, COMPILED, NAMES
 
     each = [(f"{name}: prefill / Llama's", name) for name in NAMES]
     pairs = [(what, f"{name}, prefill", f"{BASELINE}, prefill") for what, name in each]

@@ -1,5 +1,12 @@
 """What `recollect bench` times: named suites of cases over the public functions."""
 
-from recollect.bench.suites.registry import SUITES, Shape, Suite, chosen_cases, document, ratios
+from recollect.benchmarks.suites.registry import (
+    SUITES,
+    Shape,
+    Suite,
+    chosen_cases,
+    document,
+    ratios,
+)
 
 __all__ = ["SUITES", "Shape", "Suite", "chosen_cases", "document", "ratios"]
