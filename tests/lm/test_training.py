@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 from tests.lm.runs import STEPS, assert_same, plan, weights, write_text
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from recollect.lm import CheckpointError, RecollectConfig, count_parameters
 from recollect.lm.data.sources import BadLines
@@ -205,23 +205,55 @@ def test_what_a_run_leaves(text: Path, tmp_path: Path, whole: Path) -> None:
     assert TrainPlan.from_dict(json.loads((run / "plan.json").read_text())).steps == STEPS
 
 
-def test_prompts_of_a_batch_were_padded_on_the_right(whole: Path) -> None:
-    """Each row of a batch is the prompt alone, with nothing said of padding; states come back."""
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(whole),
-        AutoTokenizer.from_pretrained(whole),
-    )
+PROMPTS = ["the memory reads", "a", "state again"]
+GENERATES = """
+import json, sys
+import recollect.lm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+options, outputs = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}, []
+for folder in sys.argv[2:]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.use_cache is True
-    assert tokenizer.padding_side == "left"
-    prompts = ["the memory reads", "a", "state again"]
-    batch = tokenizer(prompts, return_tensors="pt", padding=True)
-    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    together = model.generate(**batch, **how)[:, batch["input_ids"].shape[1] :]
-    for row, prompt in zip(together, prompts, strict=True):
-        alone = tokenizer(prompt, return_tensors="pt")
-        assert torch.equal(model.generate(**alone, **how)[0, -8:], row)
-    ids = batch["input_ids"]
-    assert model(ids, attention_mask=batch["attention_mask"]).cache is not None
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = json.loads(sys.argv[1])
+    for texts in (prompts, *([prompt] for prompt in prompts)):
+        batch = tokenizer(texts, return_tensors="pt", padding=True)
+        outputs += model.generate(**batch, **options)[:, -8:].tolist()
+    assert model(batch["input_ids"], attention_mask=batch["attention_mask"]).cache is not None
+print(json.dumps(outputs))
+"""
+
+
+def test_a_saved_tokenizer_pads_on_the_left(text: Path, tmp_path: Path, whole: Path) -> None:
+    """In a new process, greedy outputs of a batch are those of its prompts alone."""
+    vocabulary = train_bpe([text.read_text()], 300).backend_tokenizer
+    own = PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="<|end|>")
+    own.save_pretrained(tmp_path / "unset")  # the side is not in its tokenizer_config.json
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary, eos_token="<|end|>", pad_token="!", padding_side="right"
+    )
+    own.save_pretrained(tmp_path / "right")
+    folders = [whole]  # bytes
+    for name, data in {
+        "bpe": {"tokenizer": "bpe", "vocab": 300},
+        "unset": {"tokenizer": str(tmp_path / "unset")},
+        "right": {"tokenizer": str(tmp_path / "right")},
+    }.items():
+        run = plan(text, tmp_path / f"run-{name}", data=data, run={"save_every": 0})
+        folders.append(train(run).folder)
+    ended = subprocess.run(
+        [sys.executable, "-c", GENERATES, json.dumps(PROMPTS), *map(str, folders)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    outputs = json.loads(ended.stdout)
+    for index, folder in enumerate(folders):
+        together, alone = outputs[6 * index : 6 * index + 3], outputs[6 * index + 3 : 6 * index + 6]
+        assert together == alone, folder
 
 
 def test_a_folder_with_a_run_is_not_trained_over(text: Path, whole: Path) -> None:

@@ -62,9 +62,10 @@ def train_bpe(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder or of the hub, padding on the left; no code in it is run.
+    """Return the tokenizer of a folder or of the hub; no code that comes with it is run.
 
-    One without a token to pad with takes the end of a document.
+    It pads on the left, as `generate` needs it, and still does after it was saved and loaded. A
+    tokenizer without a token to pad with takes the end of a document.
 
     Args:
         name: of the folder, or on the hub. key: of the plan, which messages name.
@@ -75,8 +76,9 @@ def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTok
     if name[:1] in ("/", ".", "~") and not Path(name).is_dir():
         raise ValueError(f"{key} {name!r}: there is no such folder")
     try:
+        # Only options of its construction are saved with a tokenizer.
         tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, **hub_options(name)
+            name, padding_side="left", trust_remote_code=False, **hub_options(name)
         )
     except (OSError, ValueError) as error:
         if not Path(name).is_dir():
@@ -96,7 +98,6 @@ def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTok
             f"{key} {name!r} has a tokenizer without eos_token, which ends a document: set one "
             "and save it"
         )
-    tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
