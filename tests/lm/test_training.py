@@ -228,12 +228,12 @@ print(json.dumps(outputs))
 def test_a_saved_tokenizer_pads_on_the_left(text: Path, tmp_path: Path, whole: Path) -> None:
     """In a new process, greedy outputs of a batch are those of its prompts alone."""
     vocabulary = train_bpe([text.read_text()], 300).backend_tokenizer
-    own = PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="<|end|>")
-    own.save_pretrained(tmp_path / "unset")  # the side is not in its tokenizer_config.json
-    own = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="<|end|>")
+    tokenizer.save_pretrained(tmp_path / "unset")  # the side is not in its tokenizer_config.json
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=vocabulary, eos_token="<|end|>", pad_token="!", padding_side="right"
     )
-    own.save_pretrained(tmp_path / "right")
+    tokenizer.save_pretrained(tmp_path / "right")
     folders = [whole]  # bytes
     for name, data in {
         "bpe": {"tokenizer": "bpe", "vocab": 300},
@@ -242,18 +242,18 @@ def test_a_saved_tokenizer_pads_on_the_left(text: Path, tmp_path: Path, whole: P
     }.items():
         run = plan(text, tmp_path / f"run-{name}", data=data, run={"save_every": 0})
         folders.append(train(run).folder)
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", GENERATES, json.dumps(PROMPTS), *map(str, folders)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr
-    outputs = json.loads(ended.stdout)
+    assert process.returncode == 0, process.stderr
+    outputs = json.loads(process.stdout)
     for index, folder in enumerate(folders):
-        together, alone = outputs[6 * index : 6 * index + 3], outputs[6 * index + 3 : 6 * index + 6]
-        assert together == alone, folder
+        rows = outputs[6 * index : 6 * index + 6]
+        assert rows[:3] == rows[3:], folder
 
 
 def test_a_folder_with_a_run_is_not_trained_over(text: Path, whole: Path) -> None:
