@@ -38,6 +38,56 @@ def test_every_system_has_a_page_and_a_row(pages: dict[str, str]) -> None:
         assert all(str(reference) in unescaped for reference in system.references)
 
 
+PRINTED = {
+    "titans": (
+        "M_t = α_t M_(t−1) + S_t  (ATLAS eq. 12)",
+        "S_t = θ_t S_(t−1) − η_t ∇ℓ(M_(t−1); k_t, v_t)  (ATLAS eq. 13)",
+    ),
+    "titans_with_base": (
+        "M_t = α_t M_(t−1) + S_t  (ATLAS eq. 12)",
+        "S_t = θ_t S_(t−1) − η_t ∇ℓ(M_(t−1); k_t, v_t)  (ATLAS eq. 13)",
+    ),
+    "titans_minus": ("M_t = α_t M_(t−1) − η_t ∇ℓ(M_(t−1); k_t, v_t)  (ATLAS table 1, Titans–)",),
+    "omega_net": (
+        "M_t = α_t M_(t−1) − ∇ Σ_(i=t−c+1)^t γ_i^(t) ‖M(φ(k_i)) − v_i‖²_2  (ATLAS eq. 10)",
+    ),
+    "omega_net_with_base": (
+        "M_t = α_t M_(t−1) − ∇ Σ_(i=t−c+1)^t γ_i^(t) ‖M(φ(k_i)) − v_i‖²_2  (ATLAS eq. 10)",
+    ),
+    "moneta": (
+        "A_t = α_t A_(t−1) − η_t ∇ℓ_p(W_(i−1); k_t, v_t)  and  W_t = A_t / ‖A_t‖_q^(q−2)  "
+        "(MIRAS eq. 24)",
+    ),
+    "yaad": (
+        "W_t = α_t W_(t−1) − { η_t ∇ℓ_2(W_(t−1); k_t, v_t)      if ‖M(k_t) − v_t‖ ≤ δ_t,",
+        "                      η_t δ_t ∇ℓ_1(W_(t−1); k_t, v_t)  otherwise  (MIRAS eq. 26)",
+    ),
+    "memora_per_token": (
+        "W_t = Softmax(α_t log(W_(t−1)) − η_t ∇ℓ_2(W_(t−1); k_t, v_t))  (MIRAS eq. 27)",
+    ),
+    "ttt_linear": ("M_t = M_(t−1) − η ∇L(M_(t−1), x_t)  (MIRAS table 1)",),
+    "ttt_mlp": ("M_t = M_(t−1) − η ∇L(M_(t−1); k_t, v_t)  (MIRAS table 1)",),
+}
+"""Equations of ATLAS and MIRAS, copied from the papers, of presets with normalised steps."""
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_the_equation_of_the_source_is_the_printed_one(name: str, pages: dict[str, str]) -> None:
+    """The scale ρ of normalised steps and the overlap r are in the computed rule only."""
+    section = pages[f"zoo/{name}.md"].partition("## Equation\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```text\n(.*?)\n```$", section, re.S | re.M)
+    assert blocks[0].splitlines() == list(PRINTED[name])
+    assert blocks[1] == rc.zoo.get(name).rule
+    assert all("ρ" in block for block in blocks[1:])
+
+
+def test_deviations_are_a_list(pages: dict[str, str]) -> None:
+    for name in SYSTEMS:
+        section = pages[f"zoo/{name}.md"].partition("## Fidelity\n")[2].partition("\n## ")[0]
+        items = [line for line in section.replace("\\", "").splitlines() if line[:2] == "- "]
+        assert items == [f"- {item}" for item in rc.zoo.find(name).fidelity.deviations]
+
+
 def test_equations_and_engines_are_those_of_the_explanation(pages: dict[str, str]) -> None:
     for name in ("titans", "lru", "samba", "delta_former"):
         page = pages[f"zoo/{name}.md"].replace("\\", "")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -61,6 +65,56 @@ def test_every_preset_states_its_source(name: str) -> None:
     assert preset.rule
     assert name in rc.zoo.names(preset.family)
     assert rc.Recipe.from_json(preset.recipe.to_json()) == preset.recipe
+
+
+NORMALIZED = [n for n in rc.zoo.names() if getattr(rc.zoo.get(n).recipe.algorithm, "normalize", 0)]
+
+
+def test_the_source_of_normalised_steps_has_other_equations() -> None:
+    """The papers print neither ρ, nor r, nor the length λ of an orthogonalised step."""
+    assert len(NORMALIZED) == 13
+    for name in NORMALIZED:
+        preset = rc.zoo.get(name)
+        assert re.search("[ρλ]", preset.rule)
+        assert preset.fidelity.source_equation
+        assert not re.search(r"[ρλ]|r_t", preset.fidelity.source_equation)
+
+
+@pytest.mark.parametrize("name", [*rc.zoo.names(), *rc.zoo.hybrids()])
+def test_deviations_are_short_sentences(name: str) -> None:
+    for item in rc.zoo.find(name).fidelity.deviations:
+        assert item.endswith(".") and not re.match("[a-z]{3}", item), item
+        assert len(item.split()) <= 25, item
+        assert not re.search(r"\. [A-Z]", item.replace("et al. ", "")), item
+
+
+@pytest.mark.parametrize("name", [n for n in NORMALIZED if "atlas" not in n])
+def test_deviations_state_the_rate_that_a_layer_starts_with(name: str) -> None:
+    """A multiple of the stability limit, as it is diagnosed at tokens of zeros."""
+    torch.manual_seed(0)
+    stated = [x for x in rc.zoo.get(name).fidelity.deviations if "the stability limit" in x]
+    (start,) = re.findall(r"starts at ([\d.]+)\.$", "\n".join(stated))
+    layer = rc.zoo.get(name).build(16, 2)
+    assert isinstance(layer, rc.MemoryLayer)
+    share = rc.diagnose(layer, torch.zeros(1, 4, 16)).share
+    assert share is not None
+    assert torch.allclose(share, torch.tensor(float(start)), atol=1e-4)
+
+
+def test_the_readme_counts_kinds_of_fidelity() -> None:
+    text = " ".join((Path(__file__).parents[2] / "README.md").read_text("utf-8").split())
+    counts = Counter(rc.zoo.get(name).fidelity.kind for name in rc.zoo.names())
+    assert f"{counts['exact']} are exact" in text
+    assert f"{counts['reconstruction']} are reconstructions" in text
+    assert f"{counts['approximation']} are approximations" in text
+    assert counts.total() == 79
+
+
+def test_a_fidelity_that_cannot_be_is_refused() -> None:
+    with pytest.raises(rc.RecipeError, match="must be one of exact, approximation"):
+        rc.zoo.Fidelity(kind="close", source="eq. 1")
+    with pytest.raises(rc.RecipeError, match="must be a tuple of sentences, not 'The rate"):
+        rc.zoo.Fidelity(kind="exact", source="eq. 1", deviations="The rate is 1.")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", [n for n in rc.zoo.names() if rc.zoo.get(n).row >= 44])

@@ -28,7 +28,7 @@ __all__ = ["INDEX", "families", "system_pages"]
 INDEX = "zoo/index.md"
 """The table of all systems; the page of one is ``zoo/NAME.md``."""
 
-_BLOCKS = ("problem", "write", "read", "where")  # the equations of an explanation
+_SHOWN_ABOVE = ("problem", "write", "read", "where", "fidelity")  # blocks of sections of their own
 
 
 def families() -> dict[str, list[str]]:
@@ -120,21 +120,42 @@ def _page(name: str, results: Path) -> str:
     lines = [*_found_first(name), f"# {_prose(system.title)}", "", _facts(system), ""]
     if system.summary:
         lines += [_prose(system.summary), ""]
-    lines += ["## Equation", "", "As in the source:", "", *_fenced("text", system.rule), ""]
+    lines += ["## Equation", "", *_rules(system)]
     if isinstance(system, Hybrid):
         lines += _of_hybrid(system)
     else:
         lines += _of_preset(system)
     lines += ["## Sources", "", *(f"- {_prose(str(one))}" for one in system.references), ""]
-    source, note = _prose(system.fidelity.source), _prose(system.fidelity.note)
-    lines += [f"**{system.fidelity.kind.capitalize()}**, from {source}{note and ': '}{note}."]
+    lines += _fidelity(system)
     tables = measured(name, results)
-    lines += ["", "## Measured", ""]
+    lines += ["## Measured", ""]
     if not tables:
         lines += [f"Nothing yet. `recollect compare --models {name} --task text` trains one.", ""]
     for table in tables:
         lines += [f"**{table.title}**", "", *_table(table.columns, table.rows), "", table.note, ""]
     return "\n".join(lines)
+
+
+def _rules(system: Preset | Hybrid) -> list[str]:
+    """Return the source's equation as printed, and the rule that is computed where it differs."""
+    rule, printed = _fenced("text", system.rule), system.fidelity.source_equation
+    if not printed:
+        return ["As in the source:", "", *rule, ""]
+    lines = ["As printed in the source:", "", *_fenced("text", printed), ""]
+    return [*lines, "As recollect computes it ([deviations](#fidelity)):", "", *rule, ""]
+
+
+def _fidelity(system: Preset | Hybrid) -> list[str]:
+    fidelity = system.fidelity
+    lines = [
+        "## Fidelity",
+        "",
+        f"**{fidelity.kind.capitalize()}**, from {_prose(fidelity.source)}.",
+    ]
+    if fidelity.deviations:
+        lines += ["", "Deviations, and choices that the source leaves open:", ""]
+        lines += [f"- {_prose(item)}" for item in fidelity.deviations]
+    return [*lines, ""]
 
 
 def _found_first(name: str) -> list[str]:
@@ -196,7 +217,7 @@ def _runs(found: Explanation) -> Iterable[tuple[str, Sequence[str]]]:
     for line in str(found).split("\n")[1:]:
         label = line[:9].strip() or label
         blocks.setdefault(label, []).append(line[9:])
-    return [(label, block) for label, block in blocks.items() if label not in _BLOCKS]
+    return [(label, block) for label, block in blocks.items() if label not in _SHOWN_ABOVE]
 
 
 def _equations(found: Explanation) -> str:

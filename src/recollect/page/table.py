@@ -88,7 +88,8 @@ class _Table:
         label = ""
         for line in str(found).split("\n")[1:]:
             label = line[:_LABEL].strip() or label
-            blocks[label].append(self.lines.place(line[_LABEL:]))
+            if label != "fidelity":  # a preset's, with its deviations
+                blocks[label].append(self.lines.place(line[_LABEL:]))
         return self.explanations.place([self.blocks.place(lines) for lines in blocks.values()])
 
     def result(self, data: Data) -> int:
@@ -163,7 +164,7 @@ def make_table(
                 "family": preset.family.replace("_", " "),
                 "summary": preset.summary,
                 "source": "; ".join(map(str, preset.references)),
-                "fidelity": str(preset.fidelity),
+                "fidelity": str(preset.fidelity).splitlines(),
                 "recipe": [table.settings[x].place(recipe[x]) for x in CHOICES],
                 "explanation": table.explained(explain(preset)),
                 "around": table.around(preset, firsts),

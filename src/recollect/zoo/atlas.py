@@ -22,14 +22,17 @@ from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
 from recollect.zoo.sources import (
     ATLAS,
-    COMMON,
+    COMMON_LAYER,
     FORGETFUL,
-    HALF,
-    NORMALISED,
+    HALF_LOSS,
+    INNER_BATCHES,
+    KEY_OVERLAP,
+    NORMALIZED_STEPS,
     REPEATED,
     SILENT,
     SLOW,
     UNDER_A_NORM,
+    limited_rate,
 )
 
 __all__ = [
@@ -42,17 +45,31 @@ __all__ = [
     "swla",
 ]
 
-_FEATURES = "the degree of the polynomial, 2, is ours, with the coefficients of eq. 5"
-_WINDOW = "the window, 8 associations, is ours; η_t and γ_i^(t) are gates of the token both"
-_CHUNKS = "gradients are taken at the start of inner batches of 16 tokens"
+_FEATURES = "The polynomial has degree 2, with the coefficients of eq. 5."
+_WINDOW_CHOICES = (
+    _FEATURES,
+    "The window holds 8 associations.",
+    "η_t and γ_i^(t) are separate gates of the token.",
+)
+_OMEGA_EQUATION = "M_t = α_t M_(t−1) − ∇ Σ_(i=t−c+1)^t γ_i^(t) ‖M(φ(k_i)) − v_i‖²_2  (ATLAS eq. 10)"
 _SURPRISE = "S_t = θ_t S_(t−1) − Σ_(i>t−c) γ_i^(t) ∇‖M_(t−1)(φ(k_i)) − v_i‖²"
 _MUON_RULE = f"{_SURPRISE},  M_t = α_t M_(t−1) + η_t λ_t NS5(S_t)"
+_MUON_EQUATION = (
+    "M_t = α_t M_(t−1) − η_t NewtonShulz-k(S_t)  (ATLAS eq. 32)\n"
+    "S_t = θ_t S_(t−1) + ∇ Σ_(i=t−c+1)^t γ_i^(t) ‖M(φ*(k_i)) − v_i‖²_2  (ATLAS eq. 33)"
+)
 _MUON = (
-    "memories are those of eqs. 42 and 43, without the layer norm of which appendix E speaks; the "
-    "signs are those of eqs. 57–58, the step is outside of Newton–Schulz as in eq. 32 (inside, as "
-    "eq. 58 has it, Newton–Schulz would cancel it); an orthogonalised step has an absolute "
-    "size, of which the papers say nothing: λ_t is the length that leaves least of the errors to "
-    "first order, and η_t a share of twice that, one half at the start"
+    "The features are the polynomials of eq. 58; eq. 33 prints φ*.",
+    "The signs are those of eqs. 57–58, which lead to the same memory.",
+    "η_t multiplies after Newton–Schulz, as in eq. 32; before it, as in eq. 58, it would cancel.",
+    "λ_t is the length of the orthogonalised step that leaves the least error to first order; the "
+    "papers state no length.",
+    limited_rate(GateOptions()),
+    "The memory has no layer norm, which appendix E mentions.",
+    HALF_LOSS,
+    *_WINDOW_CHOICES,
+    INNER_BATCHES,
+    COMMON_LAYER,
 )
 
 
@@ -71,9 +88,18 @@ def _gates(most: float) -> dict[str, GateOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="ATLAS eq. 19, its inner product maximised",
-        note="eq. 19 prints the other sign. The memory is x + LN(W_1 gelu(W_2 φ(x))), with the "
-        "layer norm of ATLAS's appendix E: without it an inner product that is maximised through "
-        f"two maps grows without bound. {_FEATURES}; {_CHUNKS}; {COMMON}",
+        source_equation="M_t = α_t M_(t−1) − η_t ∇ℓ(M_(t−1); φ(k_t), v_t),  "
+        "ℓ = ⟨M_(t−1)(φ(k_t)), v_t⟩  (ATLAS eq. 19)",
+        deviations=(
+            "The inner product is maximised; eq. 19 prints a minus sign.",
+            (
+                "The memory is x + LN(W_1 gelu(W_2 φ(x))): without the layer norm of "
+                "appendix E the output grows without bound."
+            ),
+            _FEATURES,
+            INNER_BATCHES,
+            COMMON_LAYER,
+        ),
     ),
 )
 def dla() -> tuple[Recipe, LayerOptions]:
@@ -96,7 +122,22 @@ def dla() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="ATLAS eq. 20 with the decay of eq. 19",
-        note=f"eqs. 53–55 print the other sign. {_FEATURES}; {_WINDOW}; {COMMON}",
+        source_equation=(
+            "M_t = α_t M_(t−1) − η_t ∇ Σ_(i=t−c+1)^t ℓ(M_(t−1); φ(k_i), v_i)\n"
+            "    = M_(t−1) + Σ_(i=t−c+1)^t γ_i^(t) v_i φ(k_i)ᵀ  (ATLAS eq. 20)"
+        ),
+        deviations=(
+            (
+                "The memory decays by α_t, as in the first form of eq. 20; the second form "
+                "drops α_t."
+            ),
+            (
+                "The write has the sign of the second form of eq. 20; eqs. 53–55 print the "
+                "other sign."
+            ),
+            *_WINDOW_CHOICES,
+            COMMON_LAYER,
+        ),
     ),
 )
 def swla() -> tuple[Recipe, LayerOptions]:
@@ -125,9 +166,20 @@ def _omega(memory: Memory, algorithm: GradientDescent | Muon) -> Recipe:
     fidelity=Fidelity(
         kind="reconstruction",
         source="ATLAS eq. 10, in inner batches as eq. 16",
-        note="the memory is x + LN(W_1 gelu(W_2 φ(x))), with the layer norm of ATLAS's appendix E, "
-        "which eq. 42 leaves out; "
-        f"{NORMALISED}. {HALF}. {_FEATURES}; {_WINDOW}; {_CHUNKS}; {COMMON}",
+        source_equation=_OMEGA_EQUATION,
+        deviations=(
+            (
+                "The memory is x + LN(W_1 gelu(W_2 φ(x))), with the layer norm of appendix "
+                "E; eq. 42 prints none."
+            ),
+            NORMALIZED_STEPS,
+            KEY_OVERLAP,
+            limited_rate(REPEATED),
+            HALF_LOSS,
+            *_WINDOW_CHOICES,
+            INNER_BATCHES,
+            COMMON_LAYER,
+        ),
     ),
 )
 def omega_net() -> tuple[Recipe, LayerOptions]:
@@ -147,11 +199,22 @@ def omega_net() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="approximation",
         source="ATLAS eq. 10, in inner batches as eq. 16, on a memory that is ours",
-        note="there is no inner norm. W̄ is learned and no memory: the memory W forgets towards "
-        "W̄, where in OmegaNet all of the initial memory fades with what was written. So it may "
-        "forget from the start (α_t from "
-        f"0.98), which is what text asks for (`docs/design/steps.md`). {NORMALISED}. {HALF}. "
-        f"{_FEATURES}; {_WINDOW}; {_CHUNKS}; {COMMON}",
+        source_equation=_OMEGA_EQUATION,
+        deviations=(
+            (
+                "The memory has learned weights W̄ that are not memory; only W is written "
+                "and decays, where all weights of omega_net decay."
+            ),
+            "The memory has no layer norm.",
+            "α_t starts near 0.98; that of omega_net starts near 0.999.",
+            NORMALIZED_STEPS,
+            KEY_OVERLAP,
+            limited_rate(GateOptions()),
+            HALF_LOSS,
+            *_WINDOW_CHOICES,
+            INNER_BATCHES,
+            COMMON_LAYER,
+        ),
     ),
 )
 def omega_net_with_base() -> tuple[Recipe, LayerOptions]:
@@ -168,9 +231,15 @@ def omega_net_with_base() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="approximation",
         source="ATLAS eqs. 32–33",
-        note="tokens read the memory of the inner batch's start and Newton–Schulz runs once, at "
-        f"its end; atlas_per_token is the definition. {_MUON}. {HALF}. {_FEATURES}; {_WINDOW}; "
-        f"{_CHUNKS}; {COMMON}",
+        source_equation=_MUON_EQUATION,
+        deviations=(
+            (
+                "Newton–Schulz runs once per inner batch, at its end; atlas_per_token runs "
+                "it at every token."
+            ),
+            "Tokens read the memory of the start of their inner batch.",
+            *_MUON,
+        ),
     ),
 )
 def atlas() -> tuple[Recipe, LayerOptions]:
@@ -186,8 +255,14 @@ def atlas() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="ATLAS eqs. 32–33 and 40",
-        note=f"Newton–Schulz runs at every token, some 200 times the cost of plain descent. "
-        f"{_MUON}. {HALF}. {_FEATURES}; {_WINDOW}; {_CHUNKS}; {COMMON}",
+        source_equation=f"{_MUON_EQUATION}\nS′_t ← Newton-Schulz5(S_t)  (ATLAS eq. 40)",
+        deviations=(
+            (
+                "Newton–Schulz runs at every token, which costs some 200 times as much as "
+                "plain descent."
+            ),
+            *_MUON,
+        ),
     ),
 )
 def atlas_per_token() -> tuple[Recipe, LayerOptions]:
@@ -203,8 +278,12 @@ def atlas_per_token() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="approximation",
         source="ATLAS eqs. 32–33 with the memory of eq. 43",
-        note="tokens read the memory of the inner batch's start and Newton–Schulz runs once, at "
-        f"its end. {_MUON}. {HALF}. {_FEATURES}; {_WINDOW}; {_CHUNKS}; {COMMON}",
+        source_equation=f"{_MUON_EQUATION}\nM(·) = (·) + W_1(σ(W_2(·)) ⊗ W_3(·))  (ATLAS eq. 43)",
+        deviations=(
+            "Newton–Schulz runs once per inner batch, at its end.",
+            "Tokens read the memory of the start of their inner batch.",
+            *_MUON,
+        ),
     ),
 )
 def atlas_plus_plus() -> tuple[Recipe, LayerOptions]:

@@ -60,7 +60,10 @@ def _local(context: Similar) -> Recipe:
     row=1,
     rule="y_t = Σ_(i≤t) softmax_i(q_t·k_i/√K) v_i",
     references=(TTR("eq. 50"), _VASWANI),
-    fidelity=Fidelity(kind="exact", source="TTR eq. 50"),
+    fidelity=Fidelity(
+        kind="exact",
+        source="TTR eq. 50",
+    ),
 )
 def softmax_attention() -> tuple[Recipe, LayerOptions]:
     """The mean of the values, weighed by exp(q·k/√K)."""
@@ -82,8 +85,12 @@ def softmax_attention() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="TTR eq. 51",
-        note="the identity holds for queries and keys of any one length: theirs is √K here, so "
-        "that the softmax can be sharp at the temperature √K; Henry et al. learn the temperature",
+        deviations=(
+            (
+                "Queries and keys have length √K, so that the softmax can be sharp at "
+                "temperature √K; Henry et al. learn the temperature."
+            ),
+        ),
     ),
 )
 def qk_norm_attention() -> tuple[Recipe, LayerOptions]:
@@ -108,7 +115,9 @@ def qk_norm_attention() -> tuple[Recipe, LayerOptions]:
         ),
     ),
     fidelity=Fidelity(
-        kind="exact", source="ATLAS eq. 18", note="the window's size, 128, is a choice of ours"
+        kind="exact",
+        source="ATLAS eq. 18",
+        deviations=("The window holds 128 tokens.",),
     ),
 )
 def sliding_window_attention() -> tuple[Recipe, LayerOptions]:
@@ -124,8 +133,12 @@ def sliding_window_attention() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="TTR eq. 47",
-        note="without a denominator the output grows with the number of tokens, so queries and "
-        "keys have length √K and the output is normed, as AM 5.1 does per head",
+        deviations=(
+            (
+                "Queries and keys have length √K, and the output is normed per head as in "
+                "AM 5.1, because it grows with the number of tokens."
+            ),
+        ),
     ),
 )
 def unnormalized_attention() -> tuple[Recipe, LayerOptions]:
@@ -154,8 +167,14 @@ def unnormalized_attention() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="AM eqs. 30–31 with the normaliser they omit",
-        note="no positions are embedded, as there; the layer is otherwise that of "
-        "softmax_attention",
+        source_equation=(
+            "o_(t,gated) = Σ_(i=1)^t v_i g_i(x_(i:t)) κ(q_t, k_i)  (AM eq. 30)\n"
+            "g_i(x_(i:t)) = Π_(j=i+1)^t α_j  (AM eq. 31)"
+        ),
+        deviations=(
+            "The weights are divided by their sum; AM omits the normaliser.",
+            "The layer is that of softmax_attention, without rotary positions.",
+        ),
     ),
 )
 def fox() -> tuple[Recipe, LayerOptions]:
@@ -175,9 +194,22 @@ def fox() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="AM section 2.1.2: g_i = W_G(x_i)ᵀ x_t",
-        note="the paper tests nothing and omits the normaliser; a mean needs weights ≥ 0, so the "
-        "bilinear form passes through a sigmoid, per head and over √K; with context.Bilinear() "
-        "and bias.DotProduct() it is the paper's own",
+        source_equation=(
+            "o_(t,gated) = Σ_(i=1)^t v_i g_i(x_(i:t)) κ(q_t, k_i)  (AM eq. 30)\n"
+            "g_i(x_(i:t)) = W_G(x_i)ᵀ x_t  (AM, after eq. 31)"
+        ),
+        deviations=(
+            "The weights are divided by their sum; the paper omits the normaliser.",
+            (
+                "The bilinear form passes through a sigmoid, because the weights of a mean "
+                "must not be negative."
+            ),
+            "The bilinear form is one per head, divided by √K.",
+            (
+                "The paper's own form is context.Bilinear() with bias.DotProduct(); the "
+                "paper tests none."
+            ),
+        ),
     ),
 )
 def bilinear_gated_attention() -> tuple[Recipe, LayerOptions]:
@@ -200,8 +232,17 @@ def bilinear_gated_attention() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="AM eqs. 25–27",
-        note="the current block is always among the top, as in Lu et al.; blocks of 64 tokens, 3 "
-        "of them, are a choice of ours",
+        source_equation=(
+            "o_(t,MoE) = Σ_(e=1)^E g_e(q_t, {k_i}_(i∈Expert(e))) (Σ_(i∈Expert(e)) v_i "
+            "κ(q_t, k_i))  (AM eq. 25)\n"
+            "g_e = 1 if s_e(q_t) ∈ Topk({s_e′(q_t) | e′ ∈ [E]}, k), 0 otherwise  (AM eq. 26)\n"
+            "s_e(q_t) = ⟨q_t, mean-pool({k_i}_(i∈Expert(e)))⟩  (AM eq. 27)"
+        ),
+        deviations=(
+            "The weights are divided by their sum; AM omits the normaliser.",
+            "The current block is always among the top, as in Lu et al.",
+            "Blocks hold 64 tokens, and a query reads 3 of them.",
+        ),
     ),
 )
 def moba() -> tuple[Recipe, LayerOptions]:

@@ -20,7 +20,7 @@ from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import COMMON, MIRAS, TTR
+from recollect.zoo.sources import COMMON_LAYER, MIRAS, TTR
 
 __all__ = ["dfw", "gateloop", "gla", "hgrn2", "lightning_attention", "retnet", "retnet_xpos"]
 
@@ -42,7 +42,7 @@ def _decaying(decay: Decay) -> Recipe:
     fidelity=Fidelity(
         kind="exact",
         source="RetNet eqs. 5–6, α_h = 1 − 2^(−5−h) (eq. 8), rotated queries and keys",
-        note=COMMON,
+        deviations=(COMMON_LAYER,),
     ),
 )
 def retnet() -> tuple[Recipe, LayerOptions]:
@@ -64,8 +64,13 @@ def retnet() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="RetNet with xPos's scaling of queries by ζ^(n/512) and keys by ζ^(−n/512)",
-        note="what it does is a fixed decay per pair of channels, and that is how it is written: "
-        f"ζ^(−n) would leave float32 after some 36,000 tokens; {COMMON}",
+        deviations=(
+            (
+                "xPos's scaling is written as a fixed decay per pair of channels, because "
+                "ζ^(−n) leaves float32 after some 36,000 tokens."
+            ),
+            COMMON_LAYER,
+        ),
     ),
 )
 def retnet_xpos() -> tuple[Recipe, LayerOptions]:
@@ -87,9 +92,14 @@ def retnet_xpos() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="MIRAS table 1",
-        note="the decays are those of the published models, ALiBi's slopes shrinking with the "
-        "layer, log α_h = −2^(−8(h+1)/H)(1 − l/L); the paper prints another exponent. Positions in "
-        f"the first layer are left out; {COMMON}",
+        deviations=(
+            (
+                "The decays are those of the published models, log α_h = −2^(−8(h+1)/H)(1 − "
+                "l/L); the paper prints another exponent."
+            ),
+            "The first layer has no positions.",
+            COMMON_LAYER,
+        ),
     ),
 )
 def lightning_attention() -> tuple[Recipe, LayerOptions]:
@@ -113,7 +123,7 @@ def lightning_attention() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="MIRAS table 1: decays over keys and over values, both from the token",
-        note=COMMON,
+        deviations=(COMMON_LAYER,),
     ),
 )
 def dfw() -> tuple[Recipe, LayerOptions]:
@@ -134,7 +144,13 @@ def dfw() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="GLA eq. 3, α_t = sigmoid(low-rank linear(x_t))^(1/16)",
-        note=f"MIRAS prints the decay on the left, the paper has it over keys; {COMMON}",
+        deviations=(
+            (
+                "The decay is one of key channels, as in the GLA paper; MIRAS's table 1 "
+                "prints it on the left."
+            ),
+            COMMON_LAYER,
+        ),
     ),
 )
 def gla() -> tuple[Recipe, LayerOptions]:
@@ -155,8 +171,13 @@ def gla() -> tuple[Recipe, LayerOptions]:
         kind="exact",
         source="GateLoop's recurrence with complex α_t = σ(·) e^{iθ_t} from the token; the real "
         "part is read",
-        note="the angle is taken into queries and keys, which are complex: channels i and i + K/2 "
-        f"are real and imaginary part; {COMMON}",
+        deviations=(
+            (
+                "The angle θ_t is applied to queries and keys: channels i and i + K/2 are "
+                "real and imaginary part."
+            ),
+            COMMON_LAYER,
+        ),
     ),
 )
 def gateloop() -> tuple[Recipe, LayerOptions]:
@@ -175,8 +196,11 @@ def gateloop() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="HGRN2 eq. 5: keys are what the decay leaves room for",
-        note="MIRAS calls its bias L1; it is a dot product with k = 1 − α. Lower bounds of the "
-        f"decays, shared between layers there, are left out; keys keep their length; {COMMON}",
+        deviations=(
+            "MIRAS's table 1 calls the bias L1; it is a dot product with k = 1 − α.",
+            "Decays have no lower bounds; HGRN2 shares such bounds between layers.",
+            "The layer is the common one, without unit queries and keys.",
+        ),
     ),
 )
 def hgrn2() -> tuple[Recipe, LayerOptions]:

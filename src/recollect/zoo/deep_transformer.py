@@ -20,18 +20,18 @@ from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
+from recollect.zoo.sources import HALF_LOSS
 
 __all__ = ["deep_transformer", "dot", "swdt"]
 
-_NOTE = (
-    "the memory is x + LN(W_1 gelu(W_2 φ*(x))): W_2 is kept as one row per key, over learned "
-    "anchors, and what it gives is divided by the softmax's sum, as attention is in eq. 24, while "
-    "the equation is unnormalised (Read(normalize='none')). No step is divided: a key's row moves "
-    "by the gradient of what W_2 gives, so that a linear memory is softmax attention; autograd "
-    "through the division would multiply by 1/Σκ. The hidden width is 2 V: its row is kept "
-    "and read for every token, so width costs here what it costs in attention. Gradients are "
-    "taken at the start of inner batches of 64 tokens; the layer is the common one, with queries "
-    "and keys of length √K"
+_DEVIATIONS = (
+    "The memory is x + LN(W_1 gelu(W_2 φ*(x))), with a hidden width of 2 V.",
+    "W_2 is stored as one row per key, over learned anchors.",
+    "The output of W_2 is divided by the softmax's sum, as in eq. 24; the source's equation is "
+    "unnormalised (Read(normalize='none')).",
+    "Steps are not divided by that sum, so that a linear memory is softmax attention.",
+    "Gradients are taken at the start of inner batches of 64 tokens.",
+    "The layer is the common one, with queries and keys of length √K.",
 )
 _BATCH = 64
 
@@ -62,7 +62,12 @@ def _options(steps: int) -> LayerOptions:
     fidelity=Fidelity(
         kind="reconstruction",
         source="ATLAS eq. 25, its inner product maximised",
-        note=_NOTE,
+        source_equation="M_t = M_(t−1) − ∇⟨M_(t−1)(φ*(k_t)), v_t⟩  (ATLAS eq. 25)",
+        deviations=(
+            "The inner product is maximised; eq. 25 prints a minus sign.",
+            "Steps have a rate η_t; eq. 25 prints none.",
+            *_DEVIATIONS,
+        ),
     ),
 )
 def deep_transformer() -> tuple[Recipe, LayerOptions]:
@@ -84,7 +89,15 @@ def deep_transformer() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="ATLAS table 1",
-        note=f"the window, 8 associations, is ours; {_NOTE}",
+        source_equation=(
+            "M_t = α_t M_(t−1) − η_t ∇ℓ(M_(t−1); k_t, v_t),  "
+            "ℓ = Σ_(i=c)^L ⟨M_t(φ*(k_i)), v_i⟩  (ATLAS table 1)"
+        ),
+        deviations=(
+            "The inner product is maximised; table 1 prints a minus sign.",
+            "The window holds 8 associations, with a gate γ_i^(t) for each.",
+            *_DEVIATIONS,
+        ),
     ),
 )
 def swdt() -> tuple[Recipe, LayerOptions]:
@@ -108,7 +121,14 @@ def swdt() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="ATLAS eq. 27",
-        note=f"the loss has the factor ½; the window, 8 associations, is ours; {_NOTE}",
+        source_equation="M_t = M_(t−1) − ∇ Σ_(i=t−c+1)^t γ_i^(t) ‖M(φ*(k_i)) − v_i‖²_2  "
+        "(ATLAS eq. 27)",
+        deviations=(
+            "Steps have a rate η_t next to γ_i^(t); eq. 27 prints none.",
+            "The window holds 8 associations.",
+            HALF_LOSS,
+            *_DEVIATIONS,
+        ),
     ),
 )
 def dot() -> tuple[Recipe, LayerOptions]:

@@ -30,9 +30,10 @@ __all__ = ["delta_former"]
     fidelity=Fidelity(
         kind="exact",
         source="AM eqs. 41–42 with both kernels of eqs. 94–95, softmax over the past",
-        note="kernels, gates and the number of probe keys are the recipe's to change; α_t and β_t "
-        "come from the token, where the paper's experiments learn one number each. Around it is "
-        "what surrounds softmax attention, rotary positions on q, k and w",
+        deviations=(
+            "α_t and β_t are gates of the token; the paper's experiments learn one number each.",
+            "The layer is that of softmax_attention, with rotary positions on q, k and w.",
+        ),
     ),
 )
 def delta_former() -> tuple[Recipe, LayerOptions]:

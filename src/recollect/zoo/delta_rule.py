@@ -14,7 +14,7 @@ from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import AM, COMMON, MIRAS, TTR
+from recollect.zoo.sources import AM, COMMON_LAYER, MIRAS, TTR
 
 __all__ = [
     "delta_net",
@@ -47,7 +47,11 @@ _REFLECTING = LayerOptions(gates={"lr": GateOptions(low=0.0, high=2.0, init=1.0)
             where="section 2.2",
         ),
     ),
-    fidelity=Fidelity(kind="exact", source="TTR eq. 29", note=COMMON),
+    fidelity=Fidelity(
+        kind="exact",
+        source="TTR eq. 29",
+        deviations=(COMMON_LAYER,),
+    ),
 )
 def delta_net() -> tuple[Recipe, LayerOptions]:
     """What the memory predicts at the key is replaced by a share β of the value."""
@@ -62,7 +66,15 @@ def delta_net() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="AM table 2: the momentum acts on the write only",
-        note=f"where θ comes from is left open; ours is a gate of the token; {COMMON}",
+        source_equation=(
+            "S_t = A_t S_(t−1) B_t + C_t  (AM eq. 35)\n"
+            "A_t = I,  B_t = I − k_t k_tᵀ,  C_t = η_t C_(t−1) + v_t k_tᵀ  (AM table 2)"
+        ),
+        deviations=(
+            "Steps have a rate β_t; AM prints none.",
+            "The momentum θ_t is a gate of the token; AM leaves open what it comes from.",
+            COMMON_LAYER,
+        ),
     ),
 )
 def momentum_delta_net() -> tuple[Recipe, LayerOptions]:
@@ -81,7 +93,10 @@ def momentum_delta_net() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="TTR eq. 41",
-        note=f"log α = logsigmoid(linear(x)) instead of −a softplus(linear(x)); {COMMON}",
+        deviations=(
+            "The decay is log α = logsigmoid(linear(x)) in place of −a softplus(linear(x)).",
+            COMMON_LAYER,
+        ),
     ),
 )
 def gated_delta_net() -> tuple[Recipe, LayerOptions]:
@@ -97,7 +112,13 @@ def gated_delta_net() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="DeltaProduct with n = 2 and β in [0, 2], whose factors may reflect",
-        note=f"MIRAS prints the second product wrongly; {COMMON}",
+        deviations=(
+            (
+                "MIRAS's table 1 prints another second product; the preset has that of the "
+                "DeltaProduct paper."
+            ),
+            COMMON_LAYER,
+        ),
     ),
 )
 def delta_product() -> tuple[Recipe, LayerOptions]:
@@ -113,7 +134,10 @@ def delta_product() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="gated DeltaProduct: one decay per token, before its first step",
-        note=f"log α = logsigmoid(linear(x)) instead of −a softplus(linear(x)); {COMMON}",
+        deviations=(
+            "The decay is log α = logsigmoid(linear(x)) in place of −a softplus(linear(x)).",
+            COMMON_LAYER,
+        ),
     ),
 )
 def gated_delta_product() -> tuple[Recipe, LayerOptions]:

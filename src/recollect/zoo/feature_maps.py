@@ -26,7 +26,7 @@ from recollect.choices.memory.maps import Matrix
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import COMMON, TTR
+from recollect.zoo.sources import COMMON_LAYER, TTR
 
 __all__ = [
     "based",
@@ -42,7 +42,7 @@ __all__ = [
 
 # Lengths of queries and keys carry how sharp a match is, so most of these keep them.
 _FREE = LayerOptions(qk_norm="none")
-_FREELY = "queries and keys keep their length, as there; otherwise the common layer"
+_FREE_LENGTHS = "The layer is the common one, without unit queries and keys."
 
 
 def _averaging(features: Features) -> Recipe:
@@ -74,8 +74,11 @@ def _rule(kernel: str) -> str:
     fidelity=Fidelity(
         kind="exact",
         source="Choromanski et al. lemma 1, orthogonal directions (FAVOR+)",
-        note="4K directions, drawn once and not redrawn in training; no ε in the features; "
-        f"{_FREELY}",
+        deviations=(
+            "The 4K directions are drawn once and not again in training.",
+            "The features have no ε.",
+            _FREE_LENGTHS,
+        ),
     ),
 )
 def performer() -> tuple[Recipe, LayerOptions]:
@@ -94,8 +97,13 @@ def performer() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="Peng et al. section 3.1 (without the gate of section 3.2)",
-        note="K frequencies, drawn once: the authors draw from a pool of many at each training "
-        f"step; {COMMON}",
+        deviations=(
+            (
+                "The K frequencies are drawn once; the authors draw from a pool at each "
+                "training step."
+            ),
+            COMMON_LAYER,
+        ),
     ),
 )
 def rfa() -> tuple[Recipe, LayerOptions]:
@@ -118,8 +126,13 @@ def rfa() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="Qin et al., the cos-based re-weighting",
-        note="M = 2048, where theirs is the length of the sequence; later positions count as M; "
-        f"{_FREELY}",
+        deviations=(
+            (
+                "M is 2048, where the authors take the length of the sequence; later "
+                "positions count as M."
+            ),
+            _FREE_LENGTHS,
+        ),
     ),
 )
 def cosformer() -> tuple[Recipe, LayerOptions]:
@@ -143,7 +156,10 @@ def cosformer() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="Zhang et al., the Hedgehog feature map, made stable by a softmax over features",
-        note=f"trained from scratch, not distilled from softmax attention; {_FREELY}",
+        deviations=(
+            "The features are trained from scratch, not distilled from softmax attention.",
+            _FREE_LENGTHS,
+        ),
     ),
 )
 def hedgehog() -> tuple[Recipe, LayerOptions]:
@@ -167,8 +183,14 @@ def hedgehog() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="Arora et al., the second-order Taylor map",
-        note="without the layers of sliding windows between; the authors project queries and keys "
-        f"to 16 channels: build(..., head_dim=16, value_dim=...); {_FREELY}",
+        deviations=(
+            "There are no sliding-window layers in between.",
+            (
+                "Queries and keys have as many channels as values; the authors have 16: "
+                "build(..., head_dim=16, value_dim=...)."
+            ),
+            _FREE_LENGTHS,
+        ),
     ),
 )
 def based() -> tuple[Recipe, LayerOptions]:
@@ -192,7 +214,10 @@ def based() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="Aksenov et al. section 4",
-        note=f"as with Based, the authors use 16 channels for queries and keys; {_FREELY}",
+        deviations=(
+            "Queries and keys have as many channels as values; the authors have 16.",
+            _FREE_LENGTHS,
+        ),
     ),
 )
 def rebased() -> tuple[Recipe, LayerOptions]:
@@ -216,9 +241,13 @@ def rebased() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="Chen et al., D exp(T C x), under the sum of weights",
-        note="queries and keys have length √K here, so that exponentials stay bounded; the "
-        "authors' code takes a softmax over features (normalize=True), adds RetNet's decays and "
-        "drops the sum for a norm of the output",
+        deviations=(
+            "Queries and keys have length √K, so that exponentials stay bounded.",
+            (
+                "The authors' code takes a softmax over features (normalize=True), adds "
+                "RetNet's decays and norms the output in place of the sum."
+            ),
+        ),
     ),
 )
 def dijiang() -> tuple[Recipe, LayerOptions]:
@@ -240,7 +269,7 @@ def dijiang() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="Schlag et al. section 4.2, with DPFP-1 (section 5) and sum normalisation",
-        note=_FREELY,
+        deviations=(_FREE_LENGTHS,),
     ),
 )
 def dpfp() -> tuple[Recipe, LayerOptions]:
@@ -268,9 +297,15 @@ def dpfp() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="approximation",
         source="Kacham et al. algorithm 1 at degree 4",
-        note="they divide by 1 + Σ s and take exact weights within blocks of the sequence; the "
-        "weights here do not depend on the length of q and k, which is 1 instead of a layer "
-        "norm's; Gaussian sketches, not learned ones",
+        deviations=(
+            "The weights are divided by their sum; the authors divide by 1 plus it.",
+            (
+                "All weights are sketched; the authors take exact ones within blocks of the "
+                "sequence."
+            ),
+            "Queries and keys have length 1; the authors have a layer norm.",
+            "The sketches are Gaussian, not learned.",
+        ),
     ),
 )
 def polysketchformer() -> tuple[Recipe, LayerOptions]:

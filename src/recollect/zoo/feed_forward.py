@@ -47,7 +47,10 @@ def _sum(kernel: Kernel, *within: Bilinear | Blocks) -> Recipe:
     row=65,
     rule="y = W_Vᵀ ReLU(W_K x) = Σ_i v_i ReLU(k_i·x)",
     references=(AM("eq. 14"),),
-    fidelity=Fidelity(kind="exact", source="AM eq. 14", note="no biases, as there"),
+    fidelity=Fidelity(
+        kind="exact",
+        source="AM eq. 14",
+    ),
 )
 def ffn_relu() -> tuple[Recipe, LayerOptions]:
     """A two-layer network: learned keys, learned values, and ReLU as the kernel."""
@@ -59,7 +62,10 @@ def ffn_relu() -> tuple[Recipe, LayerOptions]:
     row=65,
     rule="y = W_Vᵀ (W_G x ⊙ Swish(W_K x)) = Σ_i v_i (g_i·x) Swish(k_i·x)",
     references=(AM("eqs. 28–29"), Reference(paper=_SHAZEER, year=2020, where="eq. 6")),
-    fidelity=Fidelity(kind="exact", source="AM eq. 29"),
+    fidelity=Fidelity(
+        kind="exact",
+        source="AM eq. 29",
+    ),
 )
 def ffn_swiglu() -> tuple[Recipe, LayerOptions]:
     """A network whose pairs pass a second, bilinear gate of the query."""
@@ -82,8 +88,13 @@ def ffn_swiglu() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="AM eq. 24",
-        note="g_e is the softmax over the chosen experts (Shazeer et al. eq. 3 without noise), so "
-        "that routers learn; experts of 16 pairs, 2 of them, are a choice of ours",
+        deviations=(
+            (
+                "g_e is the softmax over the chosen experts (Shazeer et al. eq. 3 without "
+                "noise), so that routers learn."
+            ),
+            "Experts have 16 pairs each, and a token reads 2 of them.",
+        ),
     ),
 )
 def ffn_moe() -> tuple[Recipe, LayerOptions]:
@@ -98,7 +109,9 @@ def ffn_moe() -> tuple[Recipe, LayerOptions]:
     rule="y = W_O [Σ_i v_(i,1) ReLU(k_(i,1)·x_1); …; Σ_i v_(i,h) ReLU(k_(i,h)·x_h)]",
     references=(AM("eqs. 19–23"),),
     fidelity=Fidelity(
-        kind="exact", source="AM eqs. 19–23", note="as many pairs per head as in one network"
+        kind="exact",
+        source="AM eqs. 19–23",
+        deviations=("Each head has as many pairs as one network without heads.",),
     ),
 )
 def ffn_multi_head() -> tuple[Recipe, LayerOptions]:
@@ -114,8 +127,15 @@ def ffn_multi_head() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="AM eq. 18",
-        note="the paper asks for a denominator in a feed-forward network without printing one: "
-        "this is attention's, over learned pairs",
+        source_equation="S_t φ(q_t) = Σ_(i=1)^t v_i exp(q_tᵀ k_i) / Σ_(i=1)^t exp(q_tᵀ k_i)  "
+        "(AM eq. 18)",
+        deviations=(
+            (
+                "AM asks for a denominator in a feed-forward network and prints none; this "
+                "is the one of attention, eq. 18, over learned pairs."
+            ),
+            "The exponent is divided by √K.",
+        ),
     ),
 )
 def ffn_normalized() -> tuple[Recipe, LayerOptions]:

@@ -65,15 +65,21 @@ __all__ = [
 FAMILY = "hybrid_systems"
 SEGMENT, WINDOW, PERSISTENT = 128, 128, 8
 _OPEN = (
-    f"sizes are not printed: segments and windows of 128 tokens and {PERSISTENT} persistent tokens "
-    "are choices of ours, as are the rotary positions of the attention"
+    f"Segments and windows hold {SEGMENT} tokens, with {PERSISTENT} persistent tokens; the papers "
+    "print no sizes.",
+    "The attention has rotary positions.",
 )
 _MAC = (
-    "M_(t−1) is read through the memory layer's own queries (its convolution included), norm and "
-    "gate; M*_t(y) is read token by token, each after its own write, as a causal model must; ⊗ is "
-    f"the gate that the paper states for MAG; {_OPEN}"
+    "M_(t−1) is read through the memory layer's own queries (with their convolution), norm and "
+    "gate.",
+    "M*_t(y) is read token by token, each after its own write, as a causal model must.",
+    "⊗ is the gate that the paper states for MAG.",
+    *_OPEN,
 )
-_MAG = f"σ is the sigmoid, after an RMS norm with a learned weight on either side; {_OPEN}"
+_MAG = (
+    "The gate's σ is the sigmoid, after an RMS norm with a learned weight on either side.",
+    *_OPEN,
+)
 _SAMBA = Reference(
     paper="Ren et al., Samba: simple hybrid state space models for efficient unlimited context "
     "language modeling",
@@ -86,8 +92,8 @@ _GATED = Reference(
     where="section 3.4",
 )
 _WINDOWED = (
-    "the window of 128 tokens is a choice of ours; every mixer is followed by an MLP, and what "
-    "stands around each memory is that of its own preset"
+    f"The window holds {WINDOW} tokens.",
+    "The layer around each memory is that of the memory's own preset.",
 )
 
 
@@ -107,7 +113,11 @@ def _alternating(**memories: Any) -> Mapping[str, Any]:
     row=66,
     rule="x ← x + Mamba(x),  x + MLP(x),  x + SWA(x),  x + MLP(x)",
     references=(_SAMBA,),
-    fidelity=Fidelity(kind="reconstruction", source="Ren et al. section 2.1", note=_WINDOWED),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="Ren et al. section 2.1",
+        deviations=_WINDOWED,
+    ),
 )
 def samba() -> Mapping[str, Any]:
     """Mamba and sliding-window attention in turns."""
@@ -119,7 +129,11 @@ def samba() -> Mapping[str, Any]:
     row=67,
     rule="h = M_(t−1)(q),  y = attention([p, h, S]),  M_t = M_(t−1)(y),  o = y ⊗ M_t(y)",
     references=(TITANS("eqs. 21–25"),),
-    fidelity=Fidelity(kind="reconstruction", source="Titans eqs. 21–25", note=_MAC),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="Titans eqs. 21–25",
+        deviations=_MAC,
+    ),
 )
 def titans_mac() -> Mixer:
     """What a memory recalls is context of an attention, whose answers the memory learns."""
@@ -131,7 +145,11 @@ def titans_mac() -> Mixer:
     row=68,
     rule="y = SWA([p, x]),  o = y ⊗ M([p, x])",
     references=(TITANS("eqs. 26–28"),),
-    fidelity=Fidelity(kind="reconstruction", source="Titans eqs. 26–28", note=_MAG),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="Titans eqs. 26–28",
+        deviations=_MAG,
+    ),
 )
 def titans_mag() -> Mixer:
     """A memory of all of the past gates the attention to the last tokens."""
@@ -143,7 +161,11 @@ def titans_mag() -> Mixer:
     row=69,
     rule="y = M([p, x]),  o = SWA(y)",
     references=(TITANS("eqs. 29–31"),),
-    fidelity=Fidelity(kind="reconstruction", source="Titans eqs. 29–31", note=_OPEN),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="Titans eqs. 29–31",
+        deviations=_OPEN,
+    ),
 )
 def titans_mal() -> Mixer:
     """Attention to the last tokens of what a memory says."""
@@ -161,7 +183,10 @@ def titans_mal() -> Mixer:
     fidelity=Fidelity(
         kind="reconstruction",
         source="Titans eqs. 21–25",
-        note=f"no persistent tokens, as ATLAS 6.3 has it; {_MAC}",
+        deviations=(
+            "There are no persistent tokens, as in ATLAS section 6.3.",
+            *_MAC,
+        ),
     ),
 )
 def atlas_mac() -> Mixer:
@@ -177,7 +202,11 @@ def atlas_mac() -> Mixer:
         ATLAS("section 5.1"),
         TITANS("eqs. 26–28"),
     ),
-    fidelity=Fidelity(kind="reconstruction", source="Titans eqs. 26–28", note=_MAG),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="Titans eqs. 26–28",
+        deviations=_MAG,
+    ),
 )
 def atlas_mag() -> Mixer:
     """A memory of all of the past gates the attention to the last tokens."""
@@ -192,7 +221,11 @@ def atlas_mag() -> Mixer:
         ATLAS("section 5.1"),
         TITANS("eqs. 29–31"),
     ),
-    fidelity=Fidelity(kind="reconstruction", source="Titans eqs. 29–31", note=_OPEN),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="Titans eqs. 29–31",
+        deviations=_OPEN,
+    ),
 )
 def atlas_mal() -> Mixer:
     """Attention to the last tokens of what a memory says."""
@@ -204,7 +237,11 @@ def atlas_mal() -> Mixer:
     row=73,
     rule="x ← x + GatedDeltaNet(x),  x + MLP(x),  x + SWA(x),  x + MLP(x)",
     references=(_GATED,),
-    fidelity=Fidelity(kind="reconstruction", source="Yang et al. section 3.4", note=_WINDOWED),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="Yang et al. section 3.4",
+        deviations=_WINDOWED,
+    ),
 )
 def gated_delta_net_h1() -> Mapping[str, Any]:
     """Gated DeltaNet and sliding-window attention in turns."""
@@ -217,7 +254,11 @@ def gated_delta_net_h1() -> Mapping[str, Any]:
     rule="x ← x + Mamba2(x),  x + MLP(x),  x + GatedDeltaNet(x),  x + MLP(x),  x + SWA(x),  "
     "x + MLP(x)",
     references=(_GATED,),
-    fidelity=Fidelity(kind="reconstruction", source="Yang et al. section 3.4", note=_WINDOWED),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="Yang et al. section 3.4",
+        deviations=_WINDOWED,
+    ),
 )
 def gated_delta_net_h2() -> Mapping[str, Any]:
     """Mamba-2, Gated DeltaNet and sliding-window attention in turns."""
@@ -232,7 +273,11 @@ def gated_delta_net_h2() -> Mapping[str, Any]:
         MIRAS("section 5.4 and figure 2"),
         _SAMBA,
     ),
-    fidelity=Fidelity(kind="reconstruction", source="MIRAS section 5.4", note=_WINDOWED),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="MIRAS section 5.4",
+        deviations=_WINDOWED,
+    ),
 )
 def moneta_h() -> Mapping[str, Any]:
     """MONETA and sliding-window attention in turns."""
@@ -247,7 +292,11 @@ def moneta_h() -> Mapping[str, Any]:
         MIRAS("section 5.4 and figure 2"),
         _SAMBA,
     ),
-    fidelity=Fidelity(kind="reconstruction", source="MIRAS section 5.4", note=_WINDOWED),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="MIRAS section 5.4",
+        deviations=_WINDOWED,
+    ),
 )
 def yaad_h() -> Mapping[str, Any]:
     """YAAD and sliding-window attention in turns."""
@@ -262,7 +311,11 @@ def yaad_h() -> Mapping[str, Any]:
         MIRAS("section 5.4 and figure 2"),
         _SAMBA,
     ),
-    fidelity=Fidelity(kind="reconstruction", source="MIRAS section 5.4", note=_WINDOWED),
+    fidelity=Fidelity(
+        kind="reconstruction",
+        source="MIRAS section 5.4",
+        deviations=_WINDOWED,
+    ),
 )
 def memora_h() -> Mapping[str, Any]:
     """MEMORA and sliding-window attention in turns."""
@@ -284,8 +337,10 @@ def memora_h() -> Mapping[str, Any]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="Lai et al., Residual Delta Net: α for both memories, β for M, γ for R",
-        note="what stands around the memories is that of gated_delta_net, and so is "
-        "log α = logsigmoid(linear(x)) instead of −a softplus(linear(x))",
+        deviations=(
+            "The layers around the memories are those of gated_delta_net.",
+            "The decay is log α = logsigmoid(linear(x)) in place of −a softplus(linear(x)).",
+        ),
     ),
 )
 def residual_delta_net() -> Mixer:
@@ -315,9 +370,13 @@ def residual_delta_net() -> Mixer:
     fidelity=Fidelity(
         kind="approximation",
         source="Du et al. section 3.2, with Gated DeltaNet as the memories",
-        note="every memory is a layer with its own queries, convolution, norm, gate and output "
-        "map, and what they say is summed; the paper shares these, sums what is read and norms the "
-        "sum",
+        deviations=(
+            (
+                "Every memory is a layer with its own queries, convolution, norm, gate and "
+                "output map; the paper shares these."
+            ),
+            "The outputs of the layers are summed; the paper sums the reads and norms the sum.",
+        ),
     ),
 )
 def mixture_of_memories() -> Mixer:

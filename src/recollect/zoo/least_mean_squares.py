@@ -15,7 +15,7 @@ from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import COMMON, TTR
+from recollect.zoo.sources import COMMON_LAYER, TTR
 
 __all__ = ["leaky_lms", "longhorn", "longhorn_diagonal", "nlms"]
 
@@ -34,7 +34,12 @@ _LONGHORN = Reference(
     fidelity=Fidelity(
         kind="reconstruction",
         source="TTR eq. 37",
-        note=f"a recurrence without a published model; the gates are ours; {COMMON}",
+        source_equation="M_t = (1 − β_t λ_t) M_(t−1) + β_t (v_t − M_(t−1) k_t) k_tᵀ  (TTR eq. 37)",
+        deviations=(
+            "α_t is a gate of its own; eq. 37 has α_t = 1 − β_t λ_t.",
+            "No layer of this recurrence is published.",
+            COMMON_LAYER,
+        ),
     ),
 )
 def leaky_lms() -> tuple[Recipe, LayerOptions]:
@@ -53,9 +58,17 @@ def leaky_lms() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="TTR eq. 31",
-        note="one δ per head as in TTR, and softplus instead of a sigmoid: an implicit step is "
-        "stable at any δ. Longhorn's own layer has one δ per value channel and keeps the diagonal "
-        f"of the erasure only; {COMMON}",
+        deviations=(
+            (
+                "δ_t is one number per head, as in TTR; Longhorn's layer has one per value "
+                "channel (longhorn_diagonal)."
+            ),
+            (
+                "The gate of δ_t is a softplus in place of a sigmoid, because an implicit "
+                "step is stable at any δ_t."
+            ),
+            COMMON_LAYER,
+        ),
     ),
 )
 def longhorn() -> tuple[Recipe, LayerOptions]:
@@ -72,8 +85,12 @@ def longhorn() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="Longhorn's layer: one δ per value channel, and the diagonal of the erasure only",
-        note="each entry then decays on its own by log(1 − ε_v k_n²), a dot-product memory with a "
-        "tied decay; state size 16, no norms, D-skip and SiLU gate as in Mamba's block",
+        deviations=(
+            (
+                "The state has 16 channels per value channel, without norms, with D-skip "
+                "and a SiLU gate as in Mamba's block."
+            ),
+        ),
     ),
 )
 def longhorn_diagonal() -> tuple[Recipe, LayerOptions]:
@@ -104,7 +121,10 @@ def longhorn_diagonal() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="TTR eq. 33",
-        note=f"TTR leaves it unexplored: there is no published layer; {COMMON}",
+        deviations=(
+            "No layer of this recurrence is published: TTR leaves it unexplored.",
+            COMMON_LAYER,
+        ),
     ),
 )
 def nlms() -> tuple[Recipe, LayerOptions]:

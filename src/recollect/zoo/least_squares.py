@@ -14,7 +14,7 @@ from recollect.choices.context.windows import Prefix
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import COMMON, TTR
+from recollect.zoo.sources import COMMON_LAYER, TTR
 
 __all__ = ["geometric_rls", "mesa_net", "rls"]
 
@@ -33,8 +33,15 @@ _MESA = Reference(
     fidelity=Fidelity(
         kind="exact",
         source="TTR eq. 11",
-        note="TTR takes the pseudoinverse, which a ridge λ approaches with an error in proportion "
-        f"to λ; λ is learned per head from 1; {COMMON}",
+        source_equation=(
+            "M_t = V_tᵀ K_t (K_tᵀ K_t)⁻¹  overdetermined, e.g. t ≥ D_k,\n"
+            "      V_tᵀ (K_t K_tᵀ)⁻¹ K_t  underdetermined, e.g. t < D_k  (TTR eq. 11)"
+        ),
+        deviations=(
+            "A ridge λ takes the place of the pseudoinverse, with an error in proportion to λ.",
+            "λ is learned per head and starts at 1.",
+            COMMON_LAYER,
+        ),
     ),
 )
 def rls() -> tuple[Recipe, LayerOptions]:
@@ -50,9 +57,23 @@ def rls() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="TTR eq. 15",
-        note="a recurrence without a published layer; the decay is a gate, and the ridge is "
-        "refreshed every 64 tokens, because one that only decays winds up where keys leave "
-        f"directions unexcited; {COMMON}",
+        source_equation=(
+            "M_t = V_tᵀ Γ_t K_t (K_tᵀ Γ_t K_t)⁻¹  overdetermined, e.g. t ≥ D_k,\n"
+            "      V_tᵀ (K_t K_tᵀ)⁻¹ K_t  underdetermined, e.g. t < D_k  (TTR eq. 15)"
+        ),
+        deviations=(
+            "No layer of this recurrence is published.",
+            "The decay is a gate of the token.",
+            (
+                "A ridge ρ_t takes the place of the pseudoinverse, with an error in "
+                "proportion to it."
+            ),
+            (
+                "The ridge is refreshed every 64 tokens, because one that only decays "
+                "leaves unexcited directions without a bound."
+            ),
+            COMMON_LAYER,
+        ),
     ),
 )
 def geometric_rls() -> tuple[Recipe, LayerOptions]:
@@ -78,8 +99,11 @@ def geometric_rls() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="the recurrence of MesaNet",
-        note="conjugate gradients to a tolerance instead of a fixed number of steps; Λ is diagonal "
-        f"and learned from 1; {COMMON}",
+        deviations=(
+            "Conjugate gradients run to a tolerance; the paper runs a fixed number of steps.",
+            "Λ is diagonal and starts at 1.",
+            COMMON_LAYER,
+        ),
     ),
 )
 def mesa_net() -> tuple[Recipe, LayerOptions]:

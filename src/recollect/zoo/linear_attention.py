@@ -17,7 +17,7 @@ from recollect.choices.memory.maps import Matrix
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import COMMON, TTR
+from recollect.zoo.sources import COMMON_LAYER, TTR
 
 __all__ = ["linear_attention", "normalized_linear_attention"]
 
@@ -35,7 +35,7 @@ _KATHAROPOULOS = "Katharopoulos et al., Transformers are RNNs"
     fidelity=Fidelity(
         kind="exact",
         source="TTR eq. 24",
-        note=f"identity features and no denominator, as there; {COMMON}",
+        deviations=(COMMON_LAYER,),
     ),
 )
 def linear_attention() -> tuple[Recipe, LayerOptions]:
@@ -56,8 +56,10 @@ def linear_attention() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="Katharopoulos et al. eqs. 18–20 with φ = elu + 1",
-        note="queries and keys keep their length, as there; otherwise the common layer. Qin et al. "
-        "drop the denominator for a norm of the output: that is linear_attention",
+        deviations=(
+            "The layer is the common one, without unit queries and keys.",
+            "Qin et al. norm the output in place of the denominator; linear_attention does so.",
+        ),
     ),
 )
 def normalized_linear_attention() -> tuple[Recipe, LayerOptions]:

@@ -4,7 +4,7 @@ Examples:
     >>> rc.zoo.names("local_regression")
     ['local_linear_attention', 'local_quadratic_attention', 'kernel_regression_attention']
     >>> print(rc.zoo.get("local_linear_attention").rule)
-    [y_t M_t] = (Vᵀ W X)(Xᵀ W X)⁻¹,  X = [1, k_i − q_t],  W = diag(exp(q_t·k_i/√K))
+    [y_t M_t] = (Vᵀ W X)(Xᵀ W X + λ)⁻¹,  X = [1, k_i − q_t],  W = diag(exp(q_t·k_i/√K))
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = [
     "local_quadratic_attention",
 ]
 
-_NOTE = (
-    "a ridge of 1 on the slopes, in units of the total weight, is a choice of ours: the paper has "
-    "none, and without one there is no answer before D tokens; queries and keys have length √K, "
-    "with which the exponential's weights are the Gaussian's"
+_DEVIATIONS = (
+    "The slopes have a ridge λ of 1, in units of the total weight; without one there is no "
+    "solution before D_k tokens.",
+    "Queries and keys have length √K, at which the exponential's weights are the Gaussian's.",
 )
 
 
@@ -46,9 +46,17 @@ def _local(degree: int) -> tuple[Recipe, LayerOptions]:
 @preset(
     "local linear attention",
     row=8,
-    rule="[y_t M_t] = (Vᵀ W X)(Xᵀ W X)⁻¹,  X = [1, k_i − q_t],  W = diag(exp(q_t·k_i/√K))",
+    rule="[y_t M_t] = (Vᵀ W X)(Xᵀ W X + λ)⁻¹,  X = [1, k_i − q_t],  W = diag(exp(q_t·k_i/√K))",
     references=(TTR("eqs. 52–54"),),
-    fidelity=Fidelity(kind="exact", source="TTR eqs. 52–54", note=_NOTE),
+    fidelity=Fidelity(
+        kind="exact",
+        source="TTR eqs. 52–54",
+        source_equation=(
+            "[M^[0] M^[1]] = (V_tᵀ W_t X_t)(X_tᵀ W_t X_t)⁻¹,  "
+            "W_t ≜ diag(s(k_1, q), …, s(k_t, q))  (TTR eq. 52)"
+        ),
+        deviations=_DEVIATIONS,
+    ),
 )
 def local_linear_attention() -> tuple[Recipe, LayerOptions]:
     """Softmax attention that fits a slope around the query as well as a value."""
@@ -60,7 +68,15 @@ def local_linear_attention() -> tuple[Recipe, LayerOptions]:
     row=9,
     rule="as local linear attention, with X = [1, k_i − q_t, (k_i − q_t)²]",
     references=(TTR("eq. 49, p = 2"),),
-    fidelity=Fidelity(kind="exact", source="TTR eq. 49", note=_NOTE),
+    fidelity=Fidelity(
+        kind="exact",
+        source="TTR eq. 49",
+        source_equation=(
+            "m̂_q(k) = M^[0] + M^[1](k − q) + M^[2](k − q, k − q) + … + M^[p](k − q, …, k − q)  "
+            "(TTR eq. 49)"
+        ),
+        deviations=_DEVIATIONS,
+    ),
 )
 def local_quadratic_attention() -> tuple[Recipe, LayerOptions]:
     """Softmax attention that fits a slope and a curvature around the query."""
@@ -89,9 +105,18 @@ def local_quadratic_attention() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="TTR eq. 43 with a ridge",
-        note="a ridge of 1, the likeness of equal keys, keeps the factor positive in float32; "
-        "queries and keys have length √K, where the Gaussian is exp(q·k/√K) up to a factor; "
-        "Intention's kernel is linear, Skyformer's Gaussian without the inverse",
+        source_equation="m_(k,t)(q) = V_tᵀ k(K_t, K_t)⁻¹ k(K_t, q)  (TTR eq. 43)",
+        deviations=(
+            (
+                "A ridge of 1, the kernel of equal keys, keeps the factor positive in "
+                "float32; eq. 43 has none."
+            ),
+            (
+                "Queries and keys have length √K, at which the Gaussian is exp(q·k/√K) up "
+                "to a factor."
+            ),
+            "Intention's kernel is linear, and Skyformer's is the Gaussian without the inverse.",
+        ),
     ),
 )
 def kernel_regression_attention() -> tuple[Recipe, LayerOptions]:

@@ -19,13 +19,16 @@ from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
 from recollect.zoo.sources import (
     BEYOND,
-    COMMON,
+    COMMON_LAYER,
+    INNER_BATCHES,
+    KEY_OVERLAP,
     MIRAS,
     NEARLY_ALL,
-    NORMALISED,
+    NORMALIZED_STEPS,
     SILENT,
     SLOW,
     UNDER_A_NORM,
+    limited_rate,
 )
 
 __all__ = ["memora", "memora_per_token", "moneta", "moneta_exact", "yaad"]
@@ -34,11 +37,25 @@ __all__ = ["memora", "memora_per_token", "moneta", "moneta_exact", "yaad"]
 _MEMORY = MLP(norm="layer")
 _CHANNELS = Decay(per="value")
 _DESCENT = GradientDescent(batch=16)
-_HEADS = "η is one number per head, where the paper has one per channel; "
-_CHUNKS = (
-    "gradients are taken at the start of inner batches of 16 tokens, inside which the memory is "
-    f"read linearly. {_HEADS}"
+_COMMON = (
+    "η_t is one number per head; the paper has one per channel.",
+    COMMON_LAYER,
 )
+_LINK_AT_THE_END = (
+    "The link acts at the end of an inner batch, inside which the memory is read without it, as "
+    "in section 5.4."
+)
+_SIMPLEX = (
+    "The softmax runs over the inputs of each unit; eq. 20 has one sum over all weights, and "
+    "eq. 27 leaves it open.",
+    "The softmax is scaled by c = 64, with which weights are near 1; eq. 21 has c and eq. 27 does "
+    "not.",
+)
+_MONETA_EQUATION = (
+    "A_t = α_t A_(t−1) − η_t ∇ℓ_p(W_(i−1); k_t, v_t)  and  W_t = A_t / ‖A_t‖_q^(q−2)  "
+    "(MIRAS eq. 24)"
+)
+_MEMORA_EQUATION = "W_t = Softmax(α_t log(W_(t−1)) − η_t ∇ℓ_2(W_(t−1); k_t, v_t))  (MIRAS eq. 27)"
 
 
 _NORMALISED = GradientDescent(batch=16, normalize=True, limit="keys")
@@ -53,9 +70,20 @@ _GATES = {"lr": NEARLY_ALL, "log_decay": SLOW}
     fidelity=Fidelity(
         kind="reconstruction",
         source="MIRAS eq. 24 as printed, p = 3 and q = 4",
-        note=f"{NORMALISED}; the printed link is of degree 3 − q and no mirror map: as A vanishes "
-        "W would grow without bound, so ‖A‖_q is at least 0.1 and the memory starts away from 0; "
-        f"moneta_exact has the mirror map. {_CHUNKS}{COMMON}",
+        source_equation=_MONETA_EQUATION,
+        deviations=(
+            (
+                "The link divides by at least 0.1^(q−2): as A_t vanishes, the printed one "
+                "grows without bound."
+            ),
+            "The initial memory is not zero.",
+            NORMALIZED_STEPS,
+            KEY_OVERLAP,
+            limited_rate(BEYOND),
+            _LINK_AT_THE_END,
+            INNER_BATCHES,
+            *_COMMON,
+        ),
     ),
 )
 def moneta() -> tuple[Recipe, LayerOptions]:
@@ -75,12 +103,20 @@ def moneta() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="the mirror map of ½‖W‖²_(q/(q−1)), of which MIRAS eq. 24 prints a simplification",
-        note="the link acts at every token: it holds small weights down so much (W is some hundred "
-        "times smaller than A) that a step of A added to W would drown it. Its steps are not "
-        "measured by the errors that they correct, and errors count by their cubes: inputs some "
-        "thirty to a hundred times too long can diverge, which a forward pass does not look for "
-        "and rc.diagnose says; moneta measures its steps. Gradients are taken at "
-        f"the start of inner batches of 16 tokens. {_HEADS}{COMMON}",
+        source_equation=_MONETA_EQUATION,
+        deviations=(
+            (
+                "The link is the mirror map of ½‖W‖²_(q/(q−1)), of which eq. 24 prints a "
+                "simplification."
+            ),
+            "The link acts at every token, also inside an inner batch.",
+            (
+                "η_t is a gate between 0 and 30: keys and values 30 to 100 times too long "
+                "can diverge, which rc.diagnose reports."
+            ),
+            INNER_BATCHES,
+            *_COMMON,
+        ),
     ),
 )
 def moneta_exact() -> tuple[Recipe, LayerOptions]:
@@ -99,10 +135,22 @@ def moneta_exact() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="MIRAS eq. 26",
-        note=f"{NORMALISED}; δ is compared with the length of the whole error, so it is one number "
-        "per head where the paper speaks of one per channel, and it starts at 4 √V, beyond the "
-        "errors that a layer makes while it learns: outside of it no gradient reaches the values; "
-        f"{_CHUNKS}{COMMON}",
+        source_equation=(
+            "W_t = α_t W_(t−1) − { η_t ∇ℓ_2(W_(t−1); k_t, v_t)      if ‖M(k_t) − v_t‖ ≤ δ_t,\n"
+            "                      η_t δ_t ∇ℓ_1(W_(t−1); k_t, v_t)  otherwise  (MIRAS eq. 26)"
+        ),
+        deviations=(
+            (
+                "δ_t is compared with the length of the error, so that it is one number per "
+                "head; the paper has one per channel."
+            ),
+            "δ_t starts at 4 √V, beyond the errors of a layer that is learning.",
+            NORMALIZED_STEPS,
+            KEY_OVERLAP,
+            limited_rate(BEYOND),
+            INNER_BATCHES,
+            *_COMMON,
+        ),
     ),
 )
 def yaad() -> tuple[Recipe, LayerOptions]:
@@ -120,12 +168,16 @@ def yaad() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="MIRAS eq. 27, in inner batches as eq. 30",
-        note="left open: the softmax runs over the inputs of each unit, as the paper allows "
-        "(eq. 20 shares one sum among all weights of a map, axis='all'; eq. 27 does not say), and "
-        "c = 64, with which weights are near 1, so that inside an inner batch a step of W is to "
-        "first order one of log W; eq. 27 drops c. Inside an inner batch the memory is read off "
-        "the simplex, and its first token's memory is where gradients are taken (eq. 30). "
-        f"{_CHUNKS}{COMMON}",
+        source_equation=_MEMORA_EQUATION,
+        deviations=(
+            *_SIMPLEX,
+            (
+                "Gradients are taken at the memory after the first token of an inner batch "
+                "of 16 tokens, as in eqs. 30–32."
+            ),
+            _LINK_AT_THE_END,
+            *_COMMON,
+        ),
     ),
 )
 def memora() -> tuple[Recipe, LayerOptions]:
@@ -144,12 +196,18 @@ def memora() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="MIRAS eq. 27",
-        note=f"{NORMALISED}; every token reads c softmax(A_t). MIRAS eq. 30, which memora has, "
-        "adds steps of log W to W inside an inner batch: there a step moves what all keys share, "
-        "which on the simplex the sum of each row holds, and what 16 tokens write alike drowns "
-        "what was memorised before. The softmax runs over the inputs of each "
-        "unit, and c = 64, as in memora. Gradients are taken at the start of inner batches of 16 "
-        f"tokens. {_HEADS}{COMMON}",
+        source_equation=_MEMORA_EQUATION,
+        deviations=(
+            *_SIMPLEX,
+            (
+                "Every token reads c softmax(A_t); inside an inner batch eqs. 30–32, and "
+                "memora, read the memory without the softmax."
+            ),
+            NORMALIZED_STEPS,
+            limited_rate(NEARLY_ALL),
+            INNER_BATCHES,
+            *_COMMON,
+        ),
     ),
 )
 def memora_per_token() -> tuple[Recipe, LayerOptions]:

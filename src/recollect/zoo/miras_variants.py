@@ -18,7 +18,7 @@ from recollect.choices.retention.links import Bregman, ElasticNet
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import COMMON, MIRAS
+from recollect.zoo.sources import COMMON_LAYER, INNER_BATCHES, MIRAS
 
 __all__ = [
     "elastic_net",
@@ -31,10 +31,10 @@ __all__ = [
 
 _DESCENT = GradientDescent(batch=16)
 _OPEN = (
-    "MIRAS gives the rule and no model: the memory is the matrix of its equations, one decay and "
-    "one step per head; "
+    "The memory is the matrix of MIRAS's equations, with one decay and one rate per head: the "
+    "paper states no model.",
+    COMMON_LAYER,
 )
-_CHUNKS = "gradients are taken at the start of inner batches of 16 tokens; "
 
 
 def _steps(high: float) -> GateOptions:
@@ -49,8 +49,20 @@ def _steps(high: float) -> GateOptions:
     fidelity=Fidelity(
         kind="exact",
         source="MIRAS eq. 23",
-        note="the regulariser is (1/2η)‖W‖², where the paper misses the half; τ is a gate. "
-        f"{_OPEN}{_CHUNKS}{COMMON}",
+        source_equation=(
+            "A_t = A_(t−1) − η ∇ℓ(W_(t−1); k_t, v_t)\nW_t = S_(η/α)(A_t)  (MIRAS eq. 23)"
+        ),
+        deviations=(
+            "A_t decays by a gate α_t; eq. 23 has no decay.",
+            "The threshold is a gate τ_t; eq. 23 has η/α.",
+            (
+                "The regulariser is (1/2η)‖W‖²; the paper prints (1/η)‖W‖², from which eq. "
+                "23 does not follow."
+            ),
+            "The threshold acts at the end of an inner batch.",
+            INNER_BATCHES,
+            *_OPEN,
+        ),
     ),
 )
 def elastic_net() -> tuple[Recipe, LayerOptions]:
@@ -67,8 +79,10 @@ def elastic_net() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="MIRAS eq. 22",
-        note=f"what falls below the threshold is forgotten for good, so the rule is sequential: "
-        f"one token after the other. {_OPEN}{COMMON}",
+        deviations=(
+            "α_t, η_t and τ_t are gates of their own; eq. 22 makes them of η, α and β.",
+            *_OPEN,
+        ),
     ),
 )
 def elastic_net_proximal() -> tuple[Recipe, LayerOptions]:
@@ -86,8 +100,16 @@ def elastic_net_proximal() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="MIRAS section 5.2, variant 5: f' = logit, so W_t = σ(logit W_(t−1) − η ∇ℓ)",
-        note="the gradient is taken at W_(t−1), where the paper prints W_t; the memory starts at "
-        f"one half. {_OPEN}{_CHUNKS}{COMMON}",
+        source_equation="W_t = σ(ln(W_t / (1 − W_t)) − η ∇ℓ(W_(t−1); k_t, v_t))  "
+        "(MIRAS section 5.2, variant 5)",
+        deviations=(
+            "The logit is that of W_(t−1); the paper prints W_t.",
+            "The logit decays by a gate α_t; the paper has no decay.",
+            "The memory starts at one half.",
+            "The sigmoid acts at the end of an inner batch.",
+            INNER_BATCHES,
+            *_OPEN,
+        ),
     ),
 )
 def sigmoid_bregman() -> tuple[Recipe, LayerOptions]:
@@ -99,16 +121,24 @@ def sigmoid_bregman() -> tuple[Recipe, LayerOptions]:
 @preset(
     "f-divergence memory",
     row=53,
-    rule="W_t = W_(t−1) ⊙ g(−ζ_t − η_t ∇ℓ(W_(t−1); k_t, v_t)),  g = (f')⁻¹,  ‖W_t‖₁ = c",
+    rule="W_t = W̄_t ⊙ g(−ζ_t − η_t ∇ℓ(W_(t−1); k_t, v_t)),  g = (f')⁻¹,  ‖W_t‖₁ = c,  "
+    "W̄_t = c W_(t−1)^(α_t) / ‖W_(t−1)^(α_t)‖₁",
     references=(MIRAS("eq. 18"),),
     fidelity=Fidelity(
         kind="exact",
         source="MIRAS eq. 18 with f = (√x − 1)², normalised per slice: each row a measure",
-        note="left open: f; eq. 18 has one sum over the whole matrix (axis='all'), and the paper "
-        "allows one per slice, whose mass c does not grow with the width; "
-        "ζ is found by bisection. The decay flattens the measure, W_(t−1)^α, as MIRAS's KL gate "
-        "does; c = 8; steps stay below 1 (below 4, outer gradients of 10⁴ ended a training). "
-        f"The rule is sequential: one token after the other. {_OPEN}{COMMON}",
+        source_equation="W_t = W_(t−1) ⊙ g(−ζ_t − η_t ∇ℓ(W_(t−1); k_t, v_t))  (MIRAS eq. 18)",
+        deviations=(
+            "f is (√x − 1)²; the paper leaves it open.",
+            (
+                "Each row is a measure of mass c = 8; eq. 18 has one sum over the whole "
+                "matrix (axis='all')."
+            ),
+            "The memory decays to W_(t−1)^(α_t), as under MIRAS's KL gate; eq. 18 has no decay.",
+            "ζ_t is found by bisection.",
+            "η_t is a gate between 0 and 1.",
+            *_OPEN,
+        ),
     ),
 )
 def f_divergence() -> tuple[Recipe, LayerOptions]:
@@ -125,7 +155,17 @@ def f_divergence() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="the gradient of MIRAS's robust loss ½‖e‖² + Δ‖e‖ + ½Δ²",
-        note=f"Δ is a gate. {_OPEN}{_CHUNKS}{COMMON}",
+        source_equation=(
+            "W_t = W_(t−1) − η ((M(W_(t−1), k_t) − v_t) k_tᵀ\n"
+            "                   + Δ (M(W_(t−1), k_t) − v_t) / ‖M(W_(t−1), k_t) − v_t‖_2 "
+            "k_tᵀ)  (MIRAS, after eq. 17)"
+        ),
+        deviations=(
+            "The memory decays by a gate α_t; the paper's update has no decay.",
+            "Δ_t is a gate; the paper's update has a constant.",
+            INNER_BATCHES,
+            *_OPEN,
+        ),
     ),
 )
 def value_robust() -> tuple[Recipe, LayerOptions]:
@@ -142,8 +182,17 @@ def value_robust() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="MIRAS eq. 12",
-        note="the sign is smoothed, e/√(e² + 0.01), so that values can be learned through it, and "
-        f"is that of the error at W_(t−1), where the paper prints W_t. {_OPEN}{_CHUNKS}{COMMON}",
+        source_equation="W_t = W_t − η_t Sign(W_t k_t − v_t) k_tᵀ  (MIRAS eq. 12)",
+        deviations=(
+            "The memory decays by a gate α_t; eq. 12 has no decay.",
+            (
+                "The sign is smoothed to e/√(e² + 0.01), so that values can be learned "
+                "through it; the paper takes tanh(αe)."
+            ),
+            "The error is that of W_(t−1); eq. 12 prints W_t.",
+            INNER_BATCHES,
+            *_OPEN,
+        ),
     ),
 )
 def value_less() -> tuple[Recipe, LayerOptions]:

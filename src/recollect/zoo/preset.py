@@ -57,33 +57,51 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True)
 class Fidelity:
-    """How close a preset is to its source.
+    """How close a system is to its source.
 
     Attributes:
-        kind: ``"exact"``, ``"approximation"`` or ``"reconstruction"`` (the paper leaves something
+        kind: ``"exact"``, ``"approximation"`` or ``"reconstruction"`` (the source leaves something
             open).
-        source: the equation that it follows.
-        note: what was left open or chosen, and what the layer around the memory does differently.
+        source: the equation that the system follows, as in ``"ATLAS eqs. 12–13"``.
+        source_equation: that equation as it is printed, with paper and number behind each line.
+            Empty if the system's ``rule`` is the printed equation up to notation.
+        deviations: each difference from the source, and each choice that the source leaves open, in
+            the recipe and in the layer around it. One sentence each.
+
+    Raises:
+        RecipeError: an unknown kind, or deviations that are no tuple of texts.
 
     Examples:
         >>> print(rc.zoo.get("linear_attention").fidelity.kind)
         exact
-        >>> print(rc.zoo.Fidelity(kind="exact", source="TTR eq. 24"))
-        exact, from TTR eq. 24
+        >>> print(rc.zoo.get("ffn_relu").fidelity)
+        exact, from AM eq. 14
+        >>> print(rc.zoo.Fidelity(kind="exact", source="1", deviations=("It has no gate.",)))
+        exact, from 1
+        - It has no gate.
     """
 
     kind: str
     source: str
-    note: str = ""
+    source_equation: str = ""
+    deviations: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise RecipeError(
                 f"Fidelity(kind=...) must be one of {', '.join(KINDS)}, not {self.kind!r}"
             )
+        texts = isinstance(self.deviations, tuple) and all(
+            isinstance(item, str) for item in self.deviations
+        )
+        if not texts:
+            raise RecipeError(
+                f"Fidelity(deviations=...) must be a tuple of sentences, not {self.deviations!r}"
+            )
 
     def __str__(self) -> str:
-        return f"{self.kind}, from {self.source}" + (f": {self.note}" if self.note else "")
+        lines = [f"{self.kind}, from {self.source}", *(f"- {item}" for item in self.deviations)]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +112,7 @@ class Preset:
         name: as in `names`.
         title: what the system is called.
         recipe, options: what it is.
-        rule: its write rule in the paper's form.
+        rule: the write rule that it computes, in the source's letters.
         family: the file it lives in.
         row: its number in the table of architectures.
         references, fidelity: whose it is, and how faithful.
@@ -172,7 +190,11 @@ class Preset:
             title=f"{self.title} with {said}",
             recipe=self.recipe.but(**changes),
             rule="",
-            fidelity=Fidelity(kind="reconstruction", source=self.name, note=f"with {said}"),
+            fidelity=Fidelity(
+                kind="reconstruction",
+                source=self.name,
+                deviations=(f"The recipe has {said}.",),
+            ),
             summary="",
         )
 
@@ -180,12 +202,13 @@ class Preset:
         recipe = [(name, [getattr(self.recipe, name).brief]) for name in CHOICES]
         rows = [
             ("rule", [self.rule]),
+            ("printed", self.fidelity.source_equation.splitlines()),
             *recipe,
             *equations_of(self),
-            ("fidelity", [str(self.fidelity)]),
+            ("fidelity", str(self.fidelity).splitlines()),
             ("from", [str(reference) for reference in self.references]),
         ]
-        code = ("rule", *CHOICES, *(name for name, _ in equations_of(self)))
+        code = ("rule", "printed", *CHOICES, *(name for name, _ in equations_of(self)))
         return facts(f"`{self.name}`: {self.title}", rows, equations=code)
 
 
@@ -243,7 +266,7 @@ class Hybrid:
             ("rule", [self.rule]),
             ("layers", [", ".join(dict(self.layers))] if len(self.layers) > 1 else []),
             ("composes", [line for _, mixer in self.layers for line in mixer.equations]),
-            ("fidelity", [str(self.fidelity)]),
+            ("fidelity", str(self.fidelity).splitlines()),
             ("from", [str(reference) for reference in self.references]),
         ]
         return facts(f"`{self.name}`: {self.title}", rows, equations=("rule", "composes"))
@@ -284,7 +307,7 @@ def preset(
     Args:
         title: what the system is called.
         row: its number in the table of architectures.
-        rule: its write rule in the paper's form.
+        rule: the write rule that it computes, in the source's letters.
         references: whose it is.
         fidelity: how close the recipe is to its source.
 

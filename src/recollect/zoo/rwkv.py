@@ -41,8 +41,10 @@ _BARE = LayerOptions(conv=0, conv_activation="none", qk_norm="none")
     fidelity=Fidelity(
         kind="exact",
         source="Finch's time mixing: w = exp(−exp(·)) low-rank, bonus u, shifts from the token",
-        note="each gate's shift has its own low-rank map from z_t; the norm of the output is RMS "
-        "per head instead of group norm, and no convolution or norm of keys, as there",
+        deviations=(
+            "The shift of each gate has a low-rank map of its own.",
+            "The output norm is RMS per head; the authors have a group norm.",
+        ),
     ),
 )
 def rwkv6() -> tuple[Recipe, LayerOptions]:
@@ -67,9 +69,11 @@ def rwkv6() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="the official recurrence: erase −κ̂, a ⊙ κ̂; w = exp(−e^(−1/2) σ(·)), k̃ and κ̂ of k",
-        note="MIRAS and ATLAS print two other forms; MIRAS's is this one at κ̂ = k, a = β α. Values "
-        "are not mixed with the first layer's, the output norm is RMS per head instead of group "
-        "norm, and its gate SiLU",
+        deviations=(
+            "MIRAS and ATLAS print two other forms; MIRAS's is this one at κ̂ = k and a = β α.",
+            "Values are not mixed with those of the first layer.",
+            "The output norm is RMS per head and its gate SiLU; the authors have a group norm.",
+        ),
     ),
 )
 def rwkv7() -> tuple[Recipe, LayerOptions]:

@@ -12,12 +12,14 @@ __all__ = [
     "AM",
     "ATLAS",
     "BEYOND",
-    "COMMON",
+    "COMMON_LAYER",
     "FORGETFUL",
-    "HALF",
+    "HALF_LOSS",
+    "INNER_BATCHES",
+    "KEY_OVERLAP",
     "MIRAS",
     "NEARLY_ALL",
-    "NORMALISED",
+    "NORMALIZED_STEPS",
     "REPEATED",
     "SILENT",
     "SLOW",
@@ -25,6 +27,7 @@ __all__ = [
     "TTR",
     "TTT",
     "UNDER_A_NORM",
+    "limited_rate",
 ]
 
 
@@ -82,11 +85,35 @@ def TTT(where: str) -> Reference:
     )
 
 
-HALF = "our loss is half of the printed one, which is a factor of the step"
-COMMON = (
-    "the layer around the memory is the common one (short convolution, unit queries and keys, "
-    "output norm and gate), so that recipes are compared and not their surroundings"
+# Deviations that several presets share: one sentence each.
+HALF_LOSS = "The loss has a factor ½ that the source does not print."
+COMMON_LAYER = (
+    "The layer around the memory is the common one: short convolution, unit queries and keys, "
+    "output norm and gate."
 )
+INNER_BATCHES = "Gradients are taken at the start of inner batches of 16 tokens."
+NORMALIZED_STEPS = (
+    "Each gradient is scaled by ρ, so that η_t = 1 corrects the error of its association "
+    "(Polyak's step where the loss is not squared)."
+)
+KEY_OVERLAP = "r_t reduces η_t by the overlap of the key with earlier keys of the inner batch."
+
+
+def limited_rate(rate: GateOptions) -> str:
+    """Return the deviation that a rate in units of the stability limit is.
+
+    Args:
+        rate: options of the gate, in the unit ``"share"``.
+    """
+    low = 0.0 if rate.low is None else rate.low
+    high = 1.0 if rate.high is None else rate.high
+    init = 0.5 if rate.init is None else rate.init
+    return (
+        f"η_t is the stability limit times a gate between {low:g} and {high:g} that starts at "
+        f"{init:g}."
+    )
+
+
 SLOW = GateOptions(init=math.log(0.999), spread=4.0)
 """Decays of deep memories start slow: 250 to 4000 tokens.
 
@@ -120,11 +147,3 @@ SILENT = 0.01
 """`LayerOptions.last_map` under a norm, which makes whatever the last map says as long as a value.
 From a hundredth the norm's ε halves that until something is written; where larger starts help and
 where they do not: `docs/design/steps.md`."""
-
-NORMALISED = (
-    "the gradient of every association is scaled by ρ, so that a rate of 1 corrects it (normalised "
-    "least mean squares through the network; Polyak's step where the loss is another), and η_t is "
-    "a share of the limit beyond which a repeated association diverges, one half at the start "
-    "unless told: how η_t is made is left to the layer, and none of its numbers is of a width; "
-    "r_t, where it stands, is what earlier keys of the inner batch leave of a rate"
-)

@@ -45,9 +45,15 @@ def _vector(decay: Decay, algorithm: GradientDescent) -> Recipe:
     fidelity=Fidelity(
         kind="exact",
         source="the recurrence of LRU; λ and √(1 − |λ|²) as there",
-        note="real and imaginary parts are channels i and i + D/2, B and C are the linear maps "
-        "before and after. Angles start as RoPE's instead of uniform, the feedthrough D is one "
-        "number per channel of v, and the layer has the common convolution and output gate",
+        deviations=(
+            "The angles start as those of RoPE; the authors draw them uniformly.",
+            "The feedthrough D is one number per channel of v.",
+            "The layer has the common convolution and output gate.",
+            (
+                "Channels i and i + D/2 are real and imaginary part; B and C are the linear "
+                "maps around the memory."
+            ),
+        ),
     ),
 )
 def lru() -> tuple[Recipe, LayerOptions]:
@@ -73,8 +79,13 @@ def lru() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="Griffin eqs. 1–4, c = 8, a = softplus(Λ)",
-        note="r and i are low-rank maps of the layer's input instead of block-diagonal ones of v, "
-        "and the gate of the block is SiLU instead of GeLU",
+        deviations=(
+            (
+                "r and i are low-rank maps of the layer's input; Griffin has block-diagonal "
+                "maps of v."
+            ),
+            "The gate of the block is SiLU; Griffin has GeLU.",
+        ),
     ),
 )
 def rg_lru() -> tuple[Recipe, LayerOptions]:
@@ -101,9 +112,16 @@ def rg_lru() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="Mamba's selective scan: Δ per value channel, A per entry, state size 16",
-        note="MIRAS prints a scalar decay, the paper one per entry. With one head k and q serve "
-        "all channels, as there. Δ comes from the layer's input, k and q from the convolution of "
-        "their own projections; as there no norms, D-skip, and a SiLU gate",
+        deviations=(
+            (
+                "MIRAS's table 1 prints a scalar decay; the preset has one per entry, as in "
+                "the Mamba paper."
+            ),
+            (
+                "Δ comes from the layer's input; k and q come from the convolution of their "
+                "own projections."
+            ),
+        ),
     ),
 )
 def mamba() -> tuple[Recipe, LayerOptions]:
@@ -133,8 +151,12 @@ def mamba() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="Mamba-2's recurrence, Δ_t = softplus(linear(x_t)), one learned a per head",
-        note="k and q of every head are its own (multi-value heads are kv_heads=1 turned round); "
-        "no norm of keys, D-skip per channel, output norm and SiLU gate",
+        deviations=(
+            (
+                "Every head has k and q of its own; Mamba-2 shares them between heads "
+                "(kv_heads=1 turned round)."
+            ),
+        ),
     ),
 )
 def mamba2() -> tuple[Recipe, LayerOptions]:

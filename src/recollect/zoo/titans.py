@@ -18,27 +18,31 @@ from recollect.zoo.preset import Fidelity, preset
 from recollect.zoo.sources import (
     ATLAS,
     BEYOND,
-    COMMON,
+    COMMON_LAYER,
     FORGETFUL,
-    HALF,
+    HALF_LOSS,
+    INNER_BATCHES,
+    KEY_OVERLAP,
     MIRAS,
-    NORMALISED,
+    NORMALIZED_STEPS,
     SILENT,
     TITANS,
     UNDER_A_NORM,
+    limited_rate,
 )
 
 __all__ = ["titans", "titans_minus", "titans_with_base"]
 
-_BATCHES = (
-    "gradients are taken at the start of inner batches of 16 tokens; "
-    f"{HALF}; {NORMALISED}; {COMMON}"
+_STEPS = (NORMALIZED_STEPS, KEY_OVERLAP, HALF_LOSS, INNER_BATCHES, COMMON_LAYER)
+_NORMED_MEMORY = (
+    "The memory is x + LN(W_1 gelu(W_2 x)), the equation of MIRAS 5.3; ATLAS eq. 42 prints no "
+    "layer norm, which appendix E mentions."
 )
-_OPEN = (
-    "left open: the memory is x + LN(W_1 gelu(W_2 x)), the equation of MIRAS 5.3; ATLAS's "
-    "appendix E says the layer norm in words and leaves it out of its equation, as eq. 42 does. "
-    f"{_BATCHES}"
+_TITANS_EQUATION = (
+    "M_t = α_t M_(t−1) + S_t  (ATLAS eq. 12)\n"
+    "S_t = θ_t S_(t−1) − η_t ∇ℓ(M_(t−1); k_t, v_t)  (ATLAS eq. 13)"
 )
+_SHARE = GateOptions(unit="share", init=0.35, low=0.1)
 
 
 @preset(
@@ -49,7 +53,12 @@ _OPEN = (
     fidelity=Fidelity(
         kind="reconstruction",
         source="ATLAS eqs. 12–13",
-        note=_OPEN,
+        source_equation=_TITANS_EQUATION,
+        deviations=(
+            _NORMED_MEMORY,
+            limited_rate(BEYOND),
+            *_STEPS,
+        ),
     ),
 )
 def titans() -> tuple[Recipe, LayerOptions]:
@@ -73,11 +82,17 @@ def titans() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="approximation",
         source="ATLAS eqs. 12–13, on a memory that is ours",
-        note="there is no inner norm. W̄ is learned and no memory: the memory W forgets towards "
-        "W̄, where in Titans all of the initial memory fades with what was written, and with it the "
-        "network that writes. So "
-        "it may forget from the start (α_t from 0.98), which is what text asks for. The share of "
-        f"the limit is at least a tenth (`docs/design/steps.md`); {_BATCHES}",
+        source_equation=_TITANS_EQUATION,
+        deviations=(
+            (
+                "The memory has learned weights W̄ that are not memory; only W is written "
+                "and decays, where all weights of titans decay."
+            ),
+            "The memory has no layer norm.",
+            "α_t starts near 0.98; that of titans starts near 0.999.",
+            limited_rate(_SHARE),
+            *_STEPS,
+        ),
     ),
 )
 def titans_with_base() -> tuple[Recipe, LayerOptions]:
@@ -90,7 +105,7 @@ def titans_with_base() -> tuple[Recipe, LayerOptions]:
     # Momentum keeps what is written: half of the limit was chosen where that was 2/b, this for 2/8.
     # A share that closes for some tokens before training knows what they are for stays closed.
     gates = {
-        "lr": GateOptions(unit="share", init=0.35, low=0.1),
+        "lr": _SHARE,
         "momentum": GateOptions(high=0.9, init=0.7),
         "log_decay": FORGETFUL,
     }
@@ -105,7 +120,12 @@ def titans_with_base() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="ATLAS eqs. 12–13 at θ = 0",
-        note=_OPEN,
+        source_equation="M_t = α_t M_(t−1) − η_t ∇ℓ(M_(t−1); k_t, v_t)  (ATLAS table 1, Titans–)",
+        deviations=(
+            _NORMED_MEMORY,
+            limited_rate(BEYOND),
+            *_STEPS,
+        ),
     ),
 )
 def titans_minus() -> tuple[Recipe, LayerOptions]:

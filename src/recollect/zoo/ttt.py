@@ -12,7 +12,7 @@ from recollect.choices.memory.maps import MLP
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import MIRAS, NEARLY_ALL, NORMALISED, TTT
+from recollect.zoo.sources import MIRAS, NEARLY_ALL, NORMALIZED_STEPS, TTT, limited_rate
 
 __all__ = ["ttt_linear", "ttt_mlp"]
 
@@ -20,15 +20,19 @@ _RULE = (
     "W_t = W° − τ_t Σ_(s≤t) η_s ρ_s ∇ℓ(W°; k_s, v_s),  ℓ = ½‖LN(f(k; W)) + k − v‖²,  "
     "τ_t = max(1/place(t) + o, 0)"
 )
-_NOTE = (
-    "the memory is f with its biases, layer norm inside and the key added back, so that what it "
-    "learns is v − k; W° is the memory at the start of the inner batch of 16, and τ averages over "
-    "the tokens of the batch so far, with a learned correction o per head and place (per place "
-    "only in the published code, where it may bring τ to 0; here it leaves at least a fifth of "
-    "the mean). Norm weights are learned, not memory. Keys have length √K, as in the published "
-    "code at its start, whose steps of at most {most} are plain; here "
-    f"{NORMALISED}; around the memory stands the common layer (short convolution, output norm and "
-    "gate) without its unit keys"
+_BEYOND_THE_LIMIT = GateOptions(unit="share", init=3.0, high=4.0)
+_DEVIATIONS = (
+    "The memory is f with biases, a layer norm and the key added: it learns v − k, as in TTT "
+    "section 2.7.",
+    "The weights of the norm are learned and are no memory.",
+    "W° is the memory at the start of the inner batch of 16 tokens.",
+    "τ_t averages over the tokens of the batch, as in the published code.",
+    "The learned correction o is one per head and position; the published code has one per "
+    "position.",
+    "τ_t keeps at least a fifth of the mean; the published code lets it reach 0.",
+    "Keys have length √K, as in the published code at its start.",
+    NORMALIZED_STEPS,
+    "The layer is the common one, without unit queries and keys.",
 )
 
 
@@ -55,7 +59,12 @@ def _ttt(memory: MLP, step: GateOptions, last_map: float = 1.0) -> tuple[Recipe,
     fidelity=Fidelity(
         kind="reconstruction",
         source="TTT section 2.7 and its published code",
-        note=_NOTE.format(most="1/K"),
+        source_equation="M_t = M_(t−1) − η ∇L(M_(t−1), x_t)  (MIRAS table 1)",
+        deviations=(
+            *_DEVIATIONS,
+            "Steps of the published code are plain and at most 1/K.",
+            limited_rate(_BEYOND_THE_LIMIT),
+        ),
     ),
 )
 def ttt_linear() -> tuple[Recipe, LayerOptions]:
@@ -63,8 +72,7 @@ def ttt_linear() -> tuple[Recipe, LayerOptions]:
     # Under a norm predictions are bounded, so that nothing diverges beyond the limit; and the norm
     # makes whatever its one map says as long as the key, so that it says nothing at first. Steps
     # that correct what the norm can reach are shorter than the limit counts on.
-    more = GateOptions(unit="share", init=3.0, high=4.0)
-    return _ttt(MLP(depth=1, norm="layer", biases=True), more, last_map=0.0)
+    return _ttt(MLP(depth=1, norm="layer", biases=True), _BEYOND_THE_LIMIT, last_map=0.0)
 
 
 @preset(
@@ -75,7 +83,12 @@ def ttt_linear() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="reconstruction",
         source="TTT section 2.7 and its published code",
-        note=_NOTE.format(most="0.1/K"),
+        source_equation="M_t = M_(t−1) − η ∇L(M_(t−1); k_t, v_t)  (MIRAS table 1)",
+        deviations=(
+            *_DEVIATIONS,
+            "Steps of the published code are plain and at most 0.1/K.",
+            limited_rate(NEARLY_ALL),
+        ),
     ),
 )
 def ttt_mlp() -> tuple[Recipe, LayerOptions]:

@@ -32,9 +32,10 @@ __all__ = ["mlstm"]
     fidelity=Fidelity(
         kind="exact",
         source="xLSTM eqs. 19–27, i = exp(·), f = sigmoid(·), keys divided by √K",
-        note="the stabiliser m_t is how it is computed, not what; the floor exp(−m_t) of the "
-        "stabilised memory is 1 here. The output gate is SiLU instead of a sigmoid, and the "
-        "convolution is on values too",
+        deviations=(
+            "The output gate is SiLU; xLSTM has a sigmoid.",
+            "The convolution is also on values.",
+        ),
     ),
 )
 def mlstm() -> tuple[Recipe, LayerOptions]:

@@ -162,7 +162,7 @@
         : near.length > 0 ? `One knob from ${beside}.` : "More than one knob from every system of the zoo.";
       this.problem.replaceChildren(...(error === null ? [] : [make("strong", {}, "These do not fit: "), error]));
       for (const choice of this.table.choices) this.showKnob(choice);
-      const origin = own === undefined ? [] : [["from", [own.source]], ["fidelity", [own.fidelity]]];
+      const origin = own === undefined ? [] : [["from", [own.source]], ["fidelity", own.fidelity]];
       this.said.replaceChildren(this.explained(lines === null ? null : [...lines, ...origin], error));
       this.code.textContent = this.table.python(this.recipe);
       const toml = this.table.toml(this.recipe);
