@@ -105,10 +105,24 @@ def test_a_table_fits_every_terminal(
             assert "left out" in found.stdout or "algorithm:" in found.stdout
 
 
-def test_no_column_is_left_out_where_no_terminal_is() -> None:
-    found = call("zoo").stdout
-    assert "left out" not in found and "…" not in found
-    assert "optimality" in found and "GradientDescent(batch=" in found.replace("\n", "")
+def test_the_zoo_in_a_pipe_has_120_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = call("zoo").stdout
+    assert max(map(cell_len, page.splitlines())) <= 120
+    assert "left out at 120 columns: memory, bias, retention, algorithm, has" in page
+    monkeypatch.setenv("COLUMNS", "300")
+    wide = call("zoo").stdout
+    assert "left out" not in wide and "…" not in wide
+    assert "optimality" in wide and "GradientDescent(batch=" in wide.replace("\n", "")
+
+
+def test_the_zoo_has_a_column_of_fidelity() -> None:
+    head, _, *rows = call("zoo").stdout.splitlines()
+    begin, end = head.index("fidelity"), head.index("write")
+    kinds = {row[:begin].split()[-1]: row[begin:end].strip() for row in rows if row[:2].strip()}
+    assert kinds["softmax_attention"] == "exact"
+    assert kinds["titans"] == "reconstruction"
+    assert kinds["atlas"] == "approximation"
+    assert kinds["samba"] == "reconstruction"
 
 
 def test_help_shows_every_text_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,8 @@ def test_gated_delta_net() -> None:
         "         training on a Hopper GPU with Triton 3.4 to 3.7.0: chunk_kda in place of "
         "chunk_gated_delta_rule, whose backward pass raises there",
         "         torch.compile may break the graph of rc.recall; a layer's call is one operation",
+        "fidelity exact: TTR eq. 41; 2 deviations, listed by "
+        "rc.zoo.find('gated_delta_net').fidelity",
         "needs    gate log_decay [B, T, H] ≤ 0",
         "         gate lr [B, T, H] ≥ 0",
         "state    W [64×64]: 16 KiB per row and head at K = V = 64",
@@ -332,6 +334,32 @@ def test_read() -> None:
     softmax = explain("softmax_attention")
     assert softmax.read == ("y_t = Σ_(i≤t) s(k_i, q_t) v_i / Σ_(i≤t) s(k_i, q_t)",)
     assert softmax.where == ("s(k, q) = exp(k·q/√K)",)
+
+
+def test_a_system_of_the_zoo_states_its_fidelity() -> None:
+    listed = "deviations, listed by rc.zoo.find"
+    expected = {
+        "softmax_attention": "exact: TTR eq. 50",
+        "dpfp": r"exact: Schlag et al\. .*\. The layer is the common one, without unit .*",
+        "titans": rf"reconstruction: ATLAS eqs\. 12–13; 7 {listed}\('titans'\)\.fidelity",
+        "atlas": rf"approximation: ATLAS eqs\. 32–33; \d+ {listed}\('atlas'\)\.fidelity",
+        "titans_mac": rf"reconstruction: Titans eqs\. 21–25; 5 {listed}\('titans_mac'\)\.fidelity",
+    }
+    for name, pattern in expected.items():
+        explanation = explain(name)
+        assert re.fullmatch(pattern, explanation.fidelity), explanation.fidelity
+        assert explanation.to_dict()["fidelity"] == explanation.fidelity
+        assert f"\nfidelity {explanation.fidelity}\n" in str(explanation)
+    assert explain(rc.zoo.find("titans_mac")).fidelity == explain("titans_mac").fidelity
+
+
+def test_a_changed_preset_states_the_change_and_a_recipe_no_fidelity() -> None:
+    titans = rc.zoo.get("titans")
+    changed = explain(titans.but(bias=bias.Huber()))
+    assert changed.fidelity == "reconstruction: titans. The recipe has bias = Huber()."
+    for plain in (explain(titans.recipe), explain(rc.blocks.Chain("gla", "titans"))):
+        assert plain.fidelity == ""
+        assert "\nfidelity" not in str(plain)
 
 
 # -- everything that is valid --------------------------------------------------------------------

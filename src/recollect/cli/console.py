@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from recollect.zoo.preset import Hybrid, Preset
 
 
-TABLE_COLUMNS = 200
-"""Columns of a table of long texts that no terminal bounds."""
-
 WIDE = 120
 """Columns of a page that no terminal bounds."""
 
@@ -33,18 +30,18 @@ INTERRUPTED = 130
 """Exit status after an interrupt, as shells have it."""
 
 
-def console_of_page(width: int = WIDE, *, stderr: bool = False) -> Page:
-    """The terminal, or a page so wide where there is none.
+def console_of_page(*, stderr: bool = False, bounded: bool = False) -> Page:
+    """The terminal, or a page of `WIDE` or ``COLUMNS`` columns without a terminal.
 
     Args:
-        width: of that page, in columns; what ``COLUMNS`` says comes first.
         stderr: whether it is the standard error.
+        bounded: whether tables leave out columns that do not fit the page without a terminal.
     """
     console = Page(stderr=stderr)
     if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
         return console
-    page = Page(stderr=stderr, width=width)
-    page.bounded = False
+    page = Page(stderr=stderr, width=WIDE)
+    page.bounded = bounded
     return page
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import recollect as rc
-from recollect.cli.console import TABLE_COLUMNS, console_of_page, print_json
+from recollect.cli.console import console_of_page, print_json
 from recollect.recipe.files import load_recipe
 from recollect.report.terminal import Column, TerminalTable, hung
 
@@ -28,28 +28,23 @@ def zoo(
         print_json(rows)
         return
     table = TerminalTable(columns=_ZOO_COLUMNS, rows=[_cells(row) for row in rows])
-    page = console_of_page(TABLE_COLUMNS)
-    table.print(page, elsewhere="--json")
+    table.print(console_of_page(bounded=True), elsewhere="--json")
     typer.echo("state at K = V = 64, per row and head; `recollect explain NAME` says more")
-    if not page.bounded:
-        typer.echo(
-            f"{page.width} columns, as in every pipe and file: COLUMNS=120 leaves out what does "
-            "not fit, and less -S scrolls"
-        )
 
 
 _SHOWN_CHOICES = ("memory", "bias", "retention", "algorithm")
 _ZOO_COLUMNS = (
-    Column(name="#", right=True, rank=4),
+    Column(name="#", right=True, rank=5),
     Column(name="name"),
-    Column(name="memory", least=12, rank=7),
-    Column(name="bias", least=12, rank=6),
-    Column(name="retention", least=12, rank=5),
-    Column(name="algorithm", least=12, rank=8),
-    Column(name="write", least=24, rank=2),
+    Column(name="fidelity", rank=2),
+    Column(name="memory", least=12, rank=8),
+    Column(name="bias", least=12, rank=7),
+    Column(name="retention", least=12, rank=6),
+    Column(name="algorithm", least=12, rank=9),
+    Column(name="write", least=24, rank=3),
     Column(name="state", rank=1),
-    Column(name="has", least=14, rank=9),
-    Column(name="engine", rank=3),
+    Column(name="has", least=14, rank=10),
+    Column(name="engine", rank=4),
 )
 
 
@@ -58,6 +53,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         str(row["row"]),
         row["name"],
+        row["fidelity"],
         *(row[choice].removesuffix("()") for choice in _SHOWN_CHOICES),
         "\n".join(row["write"]).replace(";   ", "\n"),
         row["state"],

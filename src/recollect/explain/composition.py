@@ -54,6 +54,7 @@ class Composition:
         layers: the mixers over the depth, by name; one where all layers are alike.
         parts: what is told of every recipe, by the names that lead to it joined with dots.
         costs: the price of every layer at K = V = 64, by name; ``None`` where an engine has none.
+        fidelity: of a system of the zoo, how close it is to its source; else empty.
 
     Examples:
         >>> found = rc.explain("titans_mac")
@@ -67,11 +68,13 @@ class Composition:
     layers: Mapping[str, Mixer]
     parts: Mapping[str, _Explained]
     costs: Mapping[str, Cost | None]
+    fidelity: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {
             "title": self.title,
+            "fidelity": self.fidelity,
             "layers": {name: mixer.to_dict() for name, mixer in self.layers.items()},
             "equations": {name: list(mixer.equations) for name, mixer in self.layers.items()},
             "parts": {name: part.to_dict() for name, part in self.parts.items()},
@@ -103,6 +106,7 @@ class Composition:
             if not isinstance(mixer, Leaf):
                 at = "" if alone else f"{name}: "
                 yield "composes", [f"{at}{_typed(mixer)}", *mixer.equations]
+        yield "fidelity", [self.fidelity] if self.fidelity else []
         for name, part in self.parts.items():
             yield "", [""]
             yield "part", [name]
@@ -157,7 +161,12 @@ def _typed(mixer: Mixer) -> str:
 
 
 def compose(
-    title: str, layers: Mapping[str, Mixer], parts: Mapping[str, _Explained], method: str
+    title: str,
+    layers: Mapping[str, Mixer],
+    parts: Mapping[str, _Explained],
+    method: str,
+    *,
+    fidelity: str = "",
 ) -> Composition:
     """Put together what is told of the recipes.
 
@@ -166,6 +175,7 @@ def compose(
         layers: the mixers by name.
         parts: what is told of each recipe.
         method: the engine that was asked for.
+        fidelity: how close a system of the zoo is to its source.
     """
     costs: dict[str, Cost | None] = {}
     for name, mixer in layers.items():
@@ -173,4 +183,4 @@ def compose(
             costs[name] = cost(mixer, K=_SIZE, V=_SIZE, method=method)
         except RecipeError:
             costs[name] = None
-    return Composition(title=title, layers=layers, parts=parts, costs=costs)
+    return Composition(title=title, layers=layers, parts=parts, costs=costs, fidelity=fidelity)

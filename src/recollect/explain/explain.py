@@ -82,6 +82,7 @@ class Explanation:
         refused: why each faster engine does not, by name.
         compiles: whether every call of this engine is inside one graph of `torch.compile`. Where
             none promises that, some recipes are: see docs/explain.md.
+        fidelity: of a preset, how close it is to its source; empty for a recipe.
         named: systems with the same recipe, sizes apart. ``of``: how many were looked at.
         gates, params: the numbers and tensors that `recollect.recall` asks for.
         units: by name, of the numbers that a layer states in a unit of its own: what the recipe's
@@ -126,6 +127,7 @@ class Explanation:
     cost: Cost | None
     ranks: str
     theory: tuple[str, ...] = ()
+    fidelity: str = ""
     units: Mapping[str, str] = field(default_factory=dict)
     products: str = ""
 
@@ -143,6 +145,7 @@ class Explanation:
             "backend": self.backend,
             "refused": {name: list(reasons) for name, reasons in self.refused.items()},
             "compiles": self.compiles,
+            "fidelity": self.fidelity,
             "named": [
                 {"name": n.name, "title": n.title, "row": n.row, "apart": dict(n.apart)}
                 for n in self.named
@@ -188,6 +191,7 @@ class Explanation:
         if self.products:
             refused.insert(0, f"products of {self.products}")
         yield "engine", [f"{self.engine} ({self.how})", *refused]
+        yield "fidelity", [self.fidelity] if self.fidelity else []
         if self.named and [n.name for n in self.named] != [self.title]:
             yield "named", [", ".join(map(str, self.named)), *self._beside()]
         elif not self.named:
@@ -275,7 +279,7 @@ def explain(
             for path, leaf in mixer.leaves.items():
                 key = path if len(mixers) == 1 else f"{name}.{path}" if path else name
                 parts[key] = _explained(leaf, method, precision)
-        return compose(title, mixers, parts, method)
+        return compose(title, mixers, parts, method, fidelity=_fidelity(recipe))
     return _explained(recipe, method, precision)
 
 
@@ -319,9 +323,25 @@ def _explained(recipe: object, method: str, precision: str | None) -> Explanatio
         cost=_price(resolved, method),
         ranks=str(way_of(resolved)),
         theory=findings(resolved, _SIZE, _SIZE),
+        fidelity=_fidelity(recipe),
         units=_units(resolved, options),
         products=_products(selection.engine, resolved, precision),
     )
+
+
+def _fidelity(system: object) -> str:
+    """Return how close a system of the zoo is to its source, empty for all else."""
+    from recollect.zoo.preset import Hybrid, Preset, find
+
+    system = find(system) if isinstance(system, str) else system
+    if not isinstance(system, Preset | Hybrid):
+        return ""
+    fidelity = system.fidelity
+    line, deviations = f"{fidelity.kind}: {fidelity.source}", fidelity.deviations
+    if len(deviations) > 1:
+        pointer = f"rc.zoo.find({system.name!r}).fidelity"
+        return f"{line}; {len(deviations)} deviations, listed by {pointer}"
+    return ". ".join((line, *deviations))
 
 
 _MULTIPLIED = {
