@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.contracts import generate
 from torch import Tensor
 
 import recollect as rc
+from recollect.engines.select import ENGINES
 
 GATED = rc.Recipe(retention=rc.retention.Decay(when="before"))
 RICH = rc.Recipe(
@@ -83,6 +85,7 @@ SHAPES: dict[str, tuple[str, Change]] = {
     "NaN in k": ("k has a NaN at row 1, token 2", lambda x: put(x, k=_poison(x.k))),
     "NaN in v": ("v has a NaN at row 1, token 2", lambda x: put(x, v=_poison(x.v))),
     "NaN in init": ("init has a NaN", lambda x: put(x, init=(_poison(x.init[0], 0),))),
+    "inf in init": ("init has an infinity", lambda x: put(x, init=(x.init[0] / 0.0,))),
     "shape of init": (r"must have shape \[2, 4, 4\]", lambda x: put(x, init=(x.init[0][:, :3],))),
     "number of maps": (r"1 map\(s\)", lambda x: put(x, init=(x.init[0], x.init[0]))),
 }
@@ -469,6 +472,45 @@ def test_infinities_are_refused_with_their_place(name: str) -> None:
     given[name][0, 1] = float("inf")
     with pytest.raises(ValueError, match="has an infinity at row 0, token 1"):
         rc.recall(rc.Recipe(), given["q"], given["k"], given["v"], {"lr": given["lr"]})
+
+
+UNREAD: dict[str, tuple[str, str, float]] = {
+    "a probe of the first token": ("delta_former", "probe", torch.inf),
+    "a probe of the first token, NaN": ("delta_former", "probe", torch.nan),
+    "a query of one key": ("softmax_attention", "q", torch.inf),
+    "a query of one key, NaN": ("softmax_attention", "q", torch.nan),
+    "a ridge": ("mesa_net", "ridge", torch.inf),
+    "a query of features that vanish": ("normalized_linear_attention", "q", -torch.inf),
+}
+"""Numbers that outputs may not need: a preset, and the tensor whose first number is replaced."""
+
+
+@pytest.mark.parametrize("what", UNREAD)
+def test_every_engine_refuses_what_an_output_does_not_need(what: str) -> None:
+    preset, name, value = UNREAD[what]
+    recipe = rc.zoo.get(preset).recipe
+    x = dataclasses.replace(generate.inputs(recipe, B=1, T=3, H=1, K=4, V=4), init=None)
+    {"q": x.q, **x.gates, **x.params}[name].view(-1)[0] = value
+    kind = "a NaN" if math.isnan(value) else "an infinity"
+    engines = [engine.name for engine in ENGINES if not engine.refuses(recipe)]
+    assert len(engines) > 1
+    for method in engines:
+        refuse(f"'?{name}'? has {kind}", recipe, x, method=method)
+
+
+def test_an_initial_memory_to_read_is_finite() -> None:
+    q = torch.randn(1, 3, 1, 4)
+    for value, name in ((torch.nan, "a NaN"), (-torch.inf, "an infinity")):
+        with pytest.raises(ValueError, match=f"init has {name}, and must be finite"):
+            rc.read(rc.Recipe(), q, init=torch.full((1, 4, 4), value))
+
+
+def test_decays_that_forget_everything_are_legal() -> None:
+    x = generate.inputs(GATED)
+    x.gates["log_decay"][:, 2] = -torch.inf
+    for method in ("auto", "reference"):
+        y, _ = generate.run(GATED, x, method=method)
+        assert bool(y.isfinite().all())
 
 
 @pytest.mark.parametrize("recipe", [3, None, rc.bias.L2()])

@@ -234,11 +234,11 @@ def test_a_value_robust_error_of_zero(method: str) -> None:
     v = W[:, :, 2].reshape(1, 1, 1, D).clone()
     radius = torch.full((1, 1, 1), 0.3, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v, W, radius)]
-    made = recipe("matrix", "value-robust", 1)
-    y, state = rc.recall(made, q, k, v, {"value_radius": radius}, init=W, method=method)
+    robust = recipe("matrix", "value-robust", 1)
+    y, state = rc.recall(robust, q, k, v, {"value_radius": radius}, init=W, method=method)
     assert state is not None
     assert torch.equal(state.weights[0][0], W)
-    found = torch.autograd.grad((y * weight).sum(), leaves)
+    slopes = torch.autograd.grad((y * weight).sum(), leaves)
     step = LR * q[0, 0, 0, 2]
     back = W[0].mT @ weight
     expected = [
@@ -248,5 +248,5 @@ def test_a_value_robust_error_of_zero(method: str) -> None:
         torch.outer(weight, q.flatten() - step * k.flatten()),
         torch.zeros(1, dtype=torch.float64),
     ]
-    for slope, want in zip(found, expected, strict=True):
+    for slope, want in zip(slopes, expected, strict=True):
         torch.testing.assert_close(slope.flatten(), want.flatten(), **TOL)

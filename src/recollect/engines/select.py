@@ -48,7 +48,7 @@ class Engine:
         read: outputs of queries that only read, given the numbers they ask with; ``None`` (or a
             result of ``None``) leaves it to the reference.
         shows_nan: whether a NaN that goes in always comes out (no comparison swallows it), so that
-            looking at the outputs is enough.
+            of a layer's decoded token only the outputs are checked.
         compiles: whether one graph of `torch.compile` holds a call, whatever the numbers are.
         follows: whether a compiled layer lets the compiler follow calls of a recipe with so many
             tokens (its sizes, the tokens), as it can; ``None`` lets it follow none, and hands each

@@ -33,6 +33,7 @@ FEW = 64
 
 __all__ = [
     "check_call",
+    "check_init",
     "check_params",
     "check_precision",
     "check_state",
@@ -342,6 +343,24 @@ def suspicious(tensors: Iterable[Tensor]) -> bool:
     return False
 
 
+def check_init(init: Init) -> None:
+    """Refuse an initial memory with NaN or infinities, on the CPU.
+
+    Raises:
+        ValueError: something else than finite tensors.
+    """
+    tensors = tensors_of(init)
+    if not suspicious(tensors):
+        return
+    for x in tensors:
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"init has {_not_finite(x)}, and must be finite: mend its source")
+
+
+def _not_finite(x: Tensor) -> str:
+    return "a NaN" if bool(x.isnan().any()) else "an infinity"
+
+
 def refuse_long(call: Call) -> None:
     """Refuse keys and queries whose features a normalised read would divide 0 by 0, on the CPU.
 
@@ -398,9 +417,9 @@ def refuse_nan(call: Call) -> None:
         bad = ~(x < torch.inf) if name.startswith("gate 'log_") else ~x.isfinite()
         if not bool(bad.any()):
             continue
-        what = "a NaN" if bool(x.isnan().any()) else "an infinity"
+        what = _not_finite(x)
         if name.startswith("param"):
-            raise ValueError(f"{name} has {what}: every output would be one; mend its source")
+            raise ValueError(f"{name} has {what}, and must be finite: mend its source")
         row, token = (bad.nonzero()[0, :2]).tolist()
         if call.places is not None:
             token = int(call.places[row, token])

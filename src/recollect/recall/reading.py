@@ -16,7 +16,13 @@ from recollect.engines.common.problem import Problem, resolve, state_dtype
 from recollect.engines.select import Engine
 from recollect.recall.arguments import named
 from recollect.recall.bound import Bound, bind
-from recollect.recall.checks import check_params, check_precision, check_state, tensors_of
+from recollect.recall.checks import (
+    check_init,
+    check_params,
+    check_precision,
+    check_state,
+    tensors_of,
+)
 from recollect.recall.lowering import lower
 from recollect.recall.modes import (
     leaves_inference,
@@ -60,7 +66,8 @@ def read(
 
     Raises:
         RecipeError: neither or both of ``state`` and ``init``; gates the read needs are missing.
-        ValueError: queries that do not fit the state, or something else in its place.
+        ValueError: queries that do not fit the state, or something else in its place; on the CPU,
+            an initial memory with NaN or infinities.
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 4, 2, 8)
@@ -84,6 +91,7 @@ def read(
     B, T, Hq, K = q.shape
     if state is None:
         assert init is not None
+        check_init(init)
         given = list(tensors_of(init))
         if not given:
             raise RecipeError("rc.read needs something to read, and init is empty")

@@ -23,6 +23,7 @@ from recollect.recall.bound import Bound, bind
 from recollect.recall.call import Call
 from recollect.recall.checks import (
     check_call,
+    check_init,
     check_values,
     refuse_long,
     refuse_nan,
@@ -104,8 +105,8 @@ def recall(
     Raises:
         RecipeError: gates or params missing, unknown or of the wrong shape; a method that cannot
             run.
-        ValueError: tensors whose shapes, devices or dtypes do not fit, or with NaN; an unknown
-            method or precision.
+        ValueError: tensors whose shapes, devices or dtypes do not fit, or, on the CPU, with NaN or
+            infinities (a log decay may be −inf); an unknown method or precision.
         RuntimeError: inside a transform of `torch.func`, or forward-mode derivatives.
 
     Examples:
@@ -163,9 +164,7 @@ def memorise(call: Call) -> tuple[Tensor, State | None]:
         return uncompiled(memorise, call)
     check_call(call)
     if call.init is not None:
-        starts = tensors_of(call.init)
-        if suspicious(starts) and any(bool(x.isnan().any()) for x in starts):
-            raise ValueError("init has a NaN: every output would be one; mend its source")
+        check_init(call.init)
     if call.cu_seqlens is not None:
         if call.init is not None:
             # Documents may be grouped by length below, so each takes its own start along.
@@ -208,7 +207,8 @@ def _run(call: Call) -> tuple[Tensor, State]:
             return decoded
     if not call.sure:
         check_values(at, call.gates, call.params)
-    if not engine.shows_nan:
+    by_outputs = call.sure and engine.shows_nan
+    if not by_outputs:
         refuse_nan(call)
     refuse_long(call)
     problem = _problem(call, rows=k.shape[0])
@@ -225,7 +225,7 @@ def _run(call: Call) -> tuple[Tensor, State]:
         after = _own(after, tensors_of(call.init))
     # Without padding the last token has read all of the memory, and what is wrong there shows.
     read = call.lengths is None and at.recipe.memory.read.when == "after"
-    if engine.shows_nan and suspicious((y,) if read else (y, *after.weights)):
+    if by_outputs and suspicious((y,) if read else (y, *after.weights)):
         refuse_nan(call)
     return y, after
 
@@ -279,6 +279,7 @@ def _run_packed(call: Call) -> tuple[Tensor, State] | None:
         return None
     if not call.sure:
         check_values(call.bound.sized, call.gates, call.params)
+    refuse_nan(call)
     refuse_long(call)
     problem = _problem(call, rows=borders.numel() - 1)
     problem = dataclasses.replace(problem, borders=borders, lengths=borders.diff(), packed=True)
