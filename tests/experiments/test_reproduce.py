@@ -8,6 +8,7 @@ import html
 import importlib
 import json
 import math
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -173,6 +174,19 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert reproduce(toy(nothing), out=tmp_path).results.seconds == run.results.seconds
     assert nothing == []
     assert len(reproduce(toy(nothing), out=tmp_path, fresh=True).results.records) == len(nothing)
+
+
+def test_a_broken_cell_is_named(tmp_path: Path) -> None:
+    reproduce(toy(), out=tmp_path)
+    cell = next((tmp_path / "toy").glob("cells/*/*.json"))
+    for text in ("[" * 100_000, "[1]", '{"values": {}, "x": 1}', '{"values": {"y": "z"}}'):
+        cell.write_text(text)
+        with pytest.raises(ValueError, match=f"{cell.name} is no measured cell"):
+            reproduce(toy(), out=tmp_path)
+    cell.unlink()
+    os.mkfifo(cell)
+    with pytest.raises(OSError, match="it is a pipe"):
+        reproduce(toy(), out=tmp_path)
 
 
 def test_more_seeds_measure_only_the_new_ones(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,10 @@ def test_rows_of_other_terms_are_no_table(tmp_path: Path, corpus: TextCorpus) ->
         write_rows_table(tmp_path)
     (tmp_path / "other.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
+        write_rows_table(tmp_path)
+    (tmp_path / "other.json").unlink()
+    os.mkfifo(tmp_path / "other.json")
+    with pytest.raises(OSError, match="it is a pipe"):
         write_rows_table(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,8 @@ FILES: dict[str, tuple[bytes, str]] = {
         b'[data]\ntrain = "a"\n[optimizer]\nsteps = 1' + b"0" * 400,
         "[optimizer] steps must be a whole number of at most 64 bits",
     ),
+    "a key of 50,000 parts": (b"a" + b".a" * 50_000 + b" = 1", "more than 32 dotted parts"),
+    "more than a MiB": (b"#" * (2**20 + 1), "at most 1,048,576 are read"),
     "5001 digits": (b"[optimizer]\nsteps = 1" + b"0" * 5000, "is not TOML"),
 }
 
@@ -174,6 +177,10 @@ def test_places_that_are_no_plan(tmp_path: Path) -> None:
     refuses(lambda: rc.lm.load_plan(tmp_path), "is a folder", error=ValueError)
     refuses(lambda: rc.lm.load_plan(tmp_path / "none.toml"), "there is no file", error=ValueError)
     refuses(lambda: rc.lm.load_plan("a\0b.toml"), "null byte", error=ValueError)
+    os.mkfifo(tmp_path / "pipe.toml")
+    refuses(lambda: rc.lm.load_plan(tmp_path / "pipe.toml"), "it is a pipe", error=ValueError)
+    (tmp_path / "device.toml").symlink_to("/dev/zero")
+    refuses(lambda: rc.lm.load_plan(tmp_path / "device.toml"), "or a device", error=ValueError)
     long = tmp_path / ("x" * 300 + ".toml")
     with pytest.raises(ValueError, match="File name too long"):
         rc.lm.load_plan(long)

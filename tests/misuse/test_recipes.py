@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 from tests.misuse.sentences import refuses
 
 import recollect as rc
+from recollect.recipe.toml_text import read_toml
 
 HUGE = 10**400
 
@@ -159,6 +163,10 @@ TOML: dict[str, tuple[str, tuple[str, ...]]] = {
     "a member outside": ('member = "L2"', ("no choice 'member'",)),
     "lists in lists": ("bias = " + "[" * 30_000 + "]" * 30_000, ("nested too deep",)),
     "a list of tables": ('[[bias]]\nmember = "L2"', ("Recipe(bias=...)",)),
+    "a key of 50,000 parts": (".".join("a" * 50_000) + " = 1", ("more than 32 dotted parts",)),
+    "a table of 50,000 parts": (f"[{'.'.join('a' * 50_000)}]", ("more than 32 dotted parts",)),
+    "parts in quotes": ('"a" . ' * 40 + "'a' = 1", ("more than 32 dotted parts",)),
+    "parts in a table in a line": (f"bias = {{{'a.' * 40}a = 1}}", ("more than 32 dotted parts",)),
 }
 
 
@@ -170,12 +178,34 @@ def test_toml_that_is_no_recipe(what: str, tmp_path: Path) -> None:
     refuses(lambda: rc.load_recipe(path), "mine.toml", *says, error=rc.RecipeError)
 
 
+DOTS = ".".join("a" * 40)
+
+
+@pytest.mark.parametrize("quote", ['"', "'", '"""', "'''"])
+def test_dots_in_toml_strings_and_comments_are_no_keys(quote: str) -> None:
+    text = f"x = {quote}{DOTS}{quote} # {DOTS}\ny.z = [1.5, {', '.join(['0.5'] * 99)}]"
+    assert read_toml(text) == tomllib.loads(text)
+
+
+def test_unclosed_toml_strings_are_read_once() -> None:
+    """A pattern that begins again at every quote would take minutes."""
+    for text in ('x = "' + '\\"' * 200_000, '"""' + '\\"""' * 100_000 + "\\", "a" * 400_000):
+        began = time.process_time()
+        with pytest.raises(ValueError, match="at "):
+            read_toml(text)
+        assert time.process_time() - began < 5
+
+
 def test_places_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "latin.json").write_bytes(b'{"bias": "\xe9"}')
     (tmp_path / "mine.yaml").write_text("bias: L2")
     (tmp_path / "plain").write_text("{}")
+    os.mkfifo("pipe.toml")
+    os.mkfifo("pipe.json")
+    (tmp_path / "device.json").symlink_to("/dev/zero")
+    (tmp_path / "large.json").write_text("{}" + " " * (2**20 - 1))
     cases: list[tuple[Any, str]] = [
         ("folder.toml", "Is a directory"),
         ("latin.json", "not UTF-8"),
@@ -183,6 +213,10 @@ def test_places_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("plain", "neither .json nor .toml"),
         ("none.json", "there is no file none.json"),
         ("", "neither .json nor .toml"),
+        ("pipe.toml", "pipe.toml cannot be read: it is a pipe"),
+        ("pipe.json", "pipe.json cannot be read: it is a pipe"),
+        ("device.json", "device.json cannot be read: it is a pipe, a socket or a device"),
+        ("large.json", "it has 1,048,577 bytes, and at most 1,048,576 are read"),
         ("a\0b.json", "null byte"),
         ("x" * 300 + ".json", "File name too long"),
         (3, "takes the path of a file, not int"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from recollect.report import write_atomic
+from recollect.report.files import check_regular, read_regular
 
 
 def test_it_makes_folders_and_replaces(tmp_path: Path) -> None:
@@ -29,6 +30,26 @@ def test_a_failed_write_leaves_the_old_file_and_no_rubbish(
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_checked_before_it_is_opened(tmp_path: Path) -> None:
+    path, pipe, device = tmp_path / "a.txt", tmp_path / "pipe", tmp_path / "device"
+    path.write_text("größer")
+    os.mkfifo(pipe)
+    device.symlink_to("/dev/zero")
+    (tmp_path / "link").symlink_to(path)
+    assert read_regular(tmp_path / "link", limit=8) == "größer"
+    for wrong, reason in (
+        (pipe, "it is a pipe"),
+        (device, "or a device: give a regular file"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "absent", "No such file"),
+    ):
+        with pytest.raises(OSError, match=reason) as caught:
+            check_regular(wrong)
+        assert Path(caught.value.filename) == wrong
+    with pytest.raises(OSError, match="it has 8 bytes, and at most 7 are read"):
+        read_regular(path, limit=7)
 
 
 def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from recollect.experiments.framework.experiment import Experiment
 from recollect.experiments.registry import EXPERIMENTS
 from recollect.recipe.json_text import read_json
-from recollect.report.files import write_atomic
+from recollect.report.files import read_regular, write_atomic
 from recollect.report.html import prose
 from recollect.report.shell import shell
 
@@ -26,7 +26,12 @@ def _runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     for name in EXPERIMENTS:
         path = folder / name / "results.json"
         if path.exists():
-            found.append((path.parent, read_json(path.read_text("utf-8"))))
+            try:
+                found.append((path.parent, read_json(read_regular(path))))
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} is not JSON ({error}): run the experiment again"
+                ) from None
     return found
 
 

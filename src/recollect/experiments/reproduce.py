@@ -26,7 +26,7 @@ from recollect.experiments.framework.run import Nobody, Run, Viewer, command_of
 from recollect.experiments.registry import EXPERIMENTS, PLANNED
 from recollect.recipe.json_text import read_json
 from recollect.report.environment import describe_environment
-from recollect.report.files import rescue, write_atomic
+from recollect.report.files import read_regular, rescue, write_atomic
 from recollect.report.ownership import owned_folder
 from recollect.report.signals import deferred
 
@@ -164,11 +164,7 @@ def _reproduced(
     except KeyboardInterrupt:
         interrupted = True  # the report shows what there is
     _kept(measured, folder)
-    records = tuple(
-        Record.from_dict(read_json(path.read_text("utf-8")))
-        for _, _, path in wanted
-        if path.exists()
-    )
+    records = tuple(_read(path) for _, _, path in wanted if path.exists())
     said = f"{lost[0]}; {len(lost)} of {len(wanted)} cells were lost so" if lost else ""
     if not records:
         raise ValueError(said) if lost and not interrupted else KeyboardInterrupt
@@ -188,6 +184,15 @@ def _reproduced(
     if lost and not interrupted:
         raise ValueError(f"{said}, and the same command tries them again; {folder} has the others")
     return run
+
+
+def _read(path: Path) -> Record:
+    try:
+        return Record.from_dict(read_json(read_regular(path)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no measured cell ({error}): delete it to measure that cell again"
+        ) from None
 
 
 def _written(record: Record) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 from recollect.choices.member import RecipeError
 from recollect.recipe.json_text import read_json
 from recollect.recipe.recipe import Recipe
+from recollect.recipe.toml_text import MAX_BYTES, read_toml
+from recollect.report.files import read_regular
 
 __all__ = ["load_recipe", "read_data"]
 
@@ -44,21 +45,21 @@ def load_recipe(path: str | PathLike[str]) -> Recipe:
 
 
 def read_data(path: str | PathLike[str]) -> Any:
-    """What a JSON or TOML file holds.
+    """Return the content of a JSON or TOML file.
 
     Args:
         path: of the file.
 
     Raises:
-        RecipeError: no such file, neither JSON nor TOML, or bad syntax.
+        RecipeError: no regular file, a size above 1 MiB, neither JSON nor TOML, or bad syntax.
     """
     path = Path(path)
-    readers: Mapping[str, Callable[[str], Any]] = {".json": read_json, ".toml": tomllib.loads}
+    readers: Mapping[str, Callable[[str], Any]] = {".json": read_json, ".toml": read_toml}
     suffix = path.suffix.lower()
     if suffix not in readers:
         raise RecipeError(f"{path} is neither .json nor .toml: a recipe is written in one of them")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, limit=MAX_BYTES)
     except FileNotFoundError:
         raise RecipeError(f"there is no file {path}") from None
     except UnicodeDecodeError:
@@ -68,6 +69,5 @@ def read_data(path: str | PathLike[str]) -> Any:
         raise RecipeError(f"{path} cannot be read: {reason}") from None
     try:
         return readers[suffix](text)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
-        raise RecipeError(f"{path} is not {suffix[1:].upper()}: {reason}") from None
+    except ValueError as error:
+        raise RecipeError(f"{path} is not {suffix[1:].upper()}: {error}") from None

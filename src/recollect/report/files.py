@@ -1,13 +1,56 @@
-"""Writing a file so that a reader sees the old one or the new one, never half of either."""
+"""Files, written so that a reader sees the old one or the new one, and checked before reading."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+LARGEST = 64 * 2**20
+"""Largest size in bytes of a JSON or TOML file that is read whole."""
+
+
+def check_regular(path: str | os.PathLike[str], *, limit: int | None = None) -> None:
+    """Check that a file is regular and not too large, before it is opened.
+
+    Opening a pipe would wait for a writer, and a device can fill the memory.
+
+    Args:
+        path: of the file; links are followed.
+        limit: largest size in bytes; any size when omitted.
+
+    Raises:
+        OSError: no file, a folder, a pipe, a socket, a device, or a file above the limit.
+    """
+    status = os.stat(path)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        reason = "it is a pipe, a socket or a device: give a regular file"
+        raise OSError(errno.EINVAL, reason, str(path))
+    if limit is not None and status.st_size > limit:
+        reason = f"it has {status.st_size:,} bytes, and at most {limit:,} are read"
+        raise OSError(errno.EFBIG, reason, str(path))
+
+
+def read_regular(path: str | os.PathLike[str], *, limit: int | None = LARGEST) -> str:
+    """Return the text of a regular UTF-8 file.
+
+    Args:
+        path: of the file.
+        limit: largest size in bytes; any size when ``None``.
+
+    Raises:
+        OSError: as `check_regular`, or the file cannot be read.
+        UnicodeDecodeError: it is not UTF-8 text.
+    """
+    check_regular(path, limit=limit)
+    return Path(path).read_text(encoding="utf-8")
 
 
 def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> Path:

@@ -11,6 +11,7 @@ from recollect.experiments.comparison.results import ModelRun, Sizes
 from recollect.experiments.comparison.training import Schedule
 from recollect.recipe.json_text import read_json
 from recollect.report.environment import Environment
+from recollect.report.files import LARGEST, check_regular
 
 __all__ = ["load_comparison"]
 
@@ -28,7 +29,7 @@ def load_comparison(folder: str | PathLike[str]) -> Comparison:
 
     Raises:
         ValueError: the file is no comparison, or one of another version.
-        OSError: there is no such file.
+        OSError: there is no such file, or no regular one.
 
     Examples:
         >>> sizes = rc.experiments.Sizes(
@@ -42,9 +43,9 @@ def load_comparison(folder: str | PathLike[str]) -> Comparison:
     """
     path = Path(folder)
     path = path / "results.json" if path.is_dir() else path
-    stored = path.read_bytes()
+    check_regular(path, limit=LARGEST)
     try:
-        data = read_json(stored.decode())
+        data = read_json(path.read_bytes())
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']!r}")
         return _comparison(data)

@@ -27,7 +27,7 @@ from recollect.layer.options import LayerOptions
 from recollect.recipe.json_text import read_json
 from recollect.recipe.recipe import Recipe
 from recollect.report.devices import find_device
-from recollect.report.files import rescue, write_atomic
+from recollect.report.files import read_regular, rescue, write_atomic
 from recollect.report.ownership import owned_folder
 from recollect.report.signals import deferred
 from recollect.tasks.text import TextCorpus, bigram_bits_per_byte, load_text
@@ -231,7 +231,7 @@ def _stands(path: Path, terms: Mapping[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        row = read_json(path.read_text(encoding="utf-8"))
+        row = read_json(read_regular(path))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; delete it to train it anew") from None
     if not isinstance(row, dict) or row.get("schema") != SCHEMA:

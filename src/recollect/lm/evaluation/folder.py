@@ -11,7 +11,7 @@ from typing import Any
 from recollect.lm.evaluation.local_tasks import local_tasks, local_version
 from recollect.lm.evaluation.results import SCHEMA, TaskResult
 from recollect.recipe.json_text import read_json
-from recollect.report.files import write_atomic
+from recollect.report.files import read_regular, write_atomic
 
 __all__ = ["earlier_groups", "finished", "keep"]
 
@@ -108,7 +108,7 @@ def _path(folder: Path, task: str) -> Path:
 
 
 def _data(path: Path) -> dict[str, Any]:
-    data = read_json(path.read_text(encoding="utf-8"))
+    data = read_json(read_regular(path))
     if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
         raise ValueError("it has another schema")
     return data

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from os import PathLike
@@ -27,6 +26,8 @@ from recollect.lm.training.plan_keys import (
     to_strings,
 )
 from recollect.lm.width.rules import BASE_WIDTH
+from recollect.recipe.toml_text import MAX_BYTES, read_toml
+from recollect.report.files import read_regular
 from recollect.wording import shown, word_for
 
 __all__ = [
@@ -424,7 +425,7 @@ def load_plan(path: str | PathLike[str]) -> TrainPlan:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, limit=MAX_BYTES)
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}") from None
     except IsADirectoryError:
@@ -435,10 +436,9 @@ def load_plan(path: str | PathLike[str]) -> TrainPlan:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{str(path)!r} cannot be read: {reason}") from None
     try:
-        data = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
-        raise ValueError(f"{path} is not TOML: {reason}") from None
+        data = read_toml(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
     try:
         return TrainPlan.from_dict(data, beside=str(path.parent))
     except ValueError as error:
