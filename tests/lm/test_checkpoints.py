@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -18,6 +19,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 from tests.lm.families import every_family, model, text
+from tests.misuse.mutations import named_twice
 from transformers import AutoModelForCausalLM
 
 from recollect.lm import CheckpointError, RecollectForCausalLM, RecollectModel
@@ -80,6 +82,19 @@ def header(**entry: object) -> Change:
         return struct.pack("<Q", len(written)) + written + data[8 + size :]
 
     return raw("model.safetensors", apply)
+
+
+def replaced_by_a_pipe(name: str) -> Change:
+    def apply(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return apply
+
+
+def replaced_by_a_device(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/dev/zero")
 
 
 def config(**fields: object) -> Change:
@@ -179,6 +194,19 @@ CORRUPTIONS: dict[str, tuple[Change, str]] = {
         recipe(lambda r: r["options"].update(ties=[{"target": "lr", "source": "log_decay"}])),
         "Tie needs rule",
     ),
+    "attribute of Python": (config(__class__=5), "config.json has the key '__class__'"),
+    "all attributes": (config(__dict__={"a": 1}), "config.json has the key '__dict__'"),
+    "method of Python": (config(__init__="x"), "config.json has the key '__init__'"),
+    "method of ours": (config(_check=5), "has no field '_check'"),
+    "attribute for generation": (
+        raw("generation_config.json", lambda b: b'{"__class__": 5}'),
+        "generation_config.json has the key '__class__'",
+    ),
+    "weight named twice": (raw("model.safetensors", named_twice), "'lm_head.weight' stands twice"),
+    "weights a pipe": (replaced_by_a_pipe("model.safetensors"), "it is a pipe, a socket or a"),
+    "weights a device": (replaced_by_a_device, "it is a pipe, a socket or a device"),
+    "manifest a pipe": (replaced_by_a_pipe("manifest.json"), "it is a pipe, a socket or a"),
+    "generation config a pipe": (replaced_by_a_pipe("generation_config.json"), "it is a pipe"),
     "generation config cut": (raw("generation_config.json", lambda b: b"{"), "is not JSON"),
 }
 

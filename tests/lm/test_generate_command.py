@@ -17,6 +17,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
 import transformers
+from tests.misuse.mutations import named_twice
+from tests.misuse.sentences import is_one_sentence
 from typer.testing import CliRunner
 
 import recollect as rc
@@ -25,6 +27,7 @@ from recollect.cli import generate as command
 from recollect.lm import RecollectConfig, RecollectForCausalLM
 from recollect.lm.data.tokenizers import byte_tokenizer, load_tokenizer
 from recollect.lm.hub import hub_options
+from recollect.lm.loading import load_saved
 
 TOKENS = ["--tokens", "6"]
 
@@ -301,6 +304,43 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="there is no such folder, and the hub gives no tokenizer"):
         load_tokenizer("some-org/nope")
     assert line.asked == 2
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[" * 100_000 + "]" * 100_000, "nested too deep"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested too deep"),
+        ("[1]", "Error: "),
+        ("", "Expecting value"),
+        ("pipe", "cannot be read: it is a pipe"),
+    ],
+    ids=["lists", "objects", "a list", "nothing", "a pipe"],
+)
+def test_a_broken_tokenizer_is_refused_in_one_sentence(
+    name: str, content: str, reason: str, saved: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(saved, folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name) if content == "pipe" else (folder / name).write_text(content)
+    _, why = run(folder, "--prompt", "a", code=2)
+    is_one_sentence(why.strip())
+    assert reason in why
+    with pytest.raises(ValueError, match=reason):
+        load_tokenizer(str(folder))
+
+
+def test_a_decoder_of_others_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
+    """A header that names a tensor twice, of which safetensors takes the last."""
+    sizes = {"vocab_size": 257, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(named_twice(path.read_bytes()))
+    with pytest.raises(ValueError, match="stands twice"):
+        load_saved(str(tmp_path), others=True)
 
 
 def test_a_folder_needs_no_hub_and_a_hub_that_answers_is_asked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from recollect.cli import app as cli
 
 PLAN = short_plan(steps=1)
+RESERVED = {"model_type": "recollect", "__class__": 5}
 
 
 @pytest.fixture
@@ -33,6 +35,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "twice.json").write_text('{"bias": {"member": "L2"}, "bias": {"member": "L2"}}')
     (tmp_path / "typo.json").write_text('{"memory": {"member": "Matriks"}}')
     (tmp_path / "deep.json").write_text("[" * 50_000 + "]" * 50_000)
+    (tmp_path / "dots.toml").write_text("a" + ".a" * 50_000 + " = 1")
+    os.mkfifo(tmp_path / "pipe.toml")
+    os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "latin.json").write_bytes(b'{"bias": "\xe9"}')
     (tmp_path / "raises.py").write_text("raise RuntimeError('not today')\n")
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit('gone')\n")
@@ -43,6 +48,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model" / "config.json").write_text("{")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "piped").mkdir()
+    (tmp_path / "piped" / "config.json").write_text(json.dumps({"model_type": "recollect"}))
+    os.mkfifo(tmp_path / "piped" / "model.safetensors")
+    (tmp_path / "reserved").mkdir()
+    (tmp_path / "reserved" / "config.json").write_text(json.dumps(RESERVED))
     (tmp_path / "runs" / "compare").mkdir(parents=True)
     (tmp_path / "runs" / "compare" / "notes.md").write_text("mine")
     monkeypatch.chdir(tmp_path)
@@ -61,6 +71,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "explain typo.json": ("did you mean 'Matrix'", "--import MODULE"),
     "explain deep.json": ("deep.json is not JSON", "too deep"),
     "explain latin.json": ("latin.json", "not UTF-8"),
+    "explain pipe.json": ("pipe.json cannot be read: it is a pipe",),
+    "explain dots.toml": ("dots.toml is not TOML", "more than 32 dotted parts"),
     "explain text.txt": ("neither .json nor .toml",),
     "explain ./nothing": ("neither .json nor .toml",),
     "explain run.toml": ("run.toml", "no choice"),
@@ -76,6 +88,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "compare --models gla,gla --task mqar": ("named twice",),
     "compare --models , --task mqar": ("at least one model",),
     "compare --models half.json --task mqar": ("half.json is not JSON",),
+    "compare --models pipe.toml --task mqar": ("pipe.toml cannot be read: it is a pipe",),
     "compare --models gla --task nope": ("unknown task 'nope'",),
     "compare --models gla --task mqar --steps 0": ("--steps must be", ">= 1"),
     "compare --models gla --task mqar --steps -3": ("--steps must be", "-3"),
@@ -110,6 +123,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "train none.toml": ("there is no file none.toml",),
     "train folder": ("folder is a folder", "TOML"),
     "train half.toml": ("half.toml is not TOML",),
+    "train pipe.toml": ("cannot be read: it is a pipe",),
+    "train dots.toml": ("dots.toml is not TOML", "more than 32 dotted parts"),
+    "plan pipe.toml": ("cannot be read: it is a pipe",),
     "train mine.json": ("mine.json is not TOML",),
     "train key.toml": ("'learning_rate'", "stands in [optimizer]"),
     "train wide.toml": ("[model] has", "smaller width"),
@@ -126,6 +142,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "generate folder": ("folder is no checkpoint", "config.json"),
     "generate model": ("config.json is not JSON",),
     "generate other": ("'llama'",),
+    "generate piped": ("piped/model.safetensors cannot be read: it is a pipe",),
+    "generate reserved": ("config.json has the key '__class__', which is no option",),
     "generate folder --tokens 0": ("--tokens must be at least 1",),
     "generate folder --temperature -1": ("--temperature must be",),
     "generate folder --temperature nan": ("--temperature must be",),

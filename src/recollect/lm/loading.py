@@ -6,12 +6,12 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from recollect.lm.data.tokenizers import byte_tokenizer
+from recollect.lm.data.tokenizers import byte_tokenizer, read_tokenizer
 from recollect.lm.hub import hub_options, offline
-from recollect.lm.model.checkpoint import check_json
+from recollect.lm.model.checkpoint import check_config, check_regular_files, check_safetensors
 from recollect.lm.model.model import RecollectForCausalLM
 from recollect.lm.swap_config import SWAPPED
 
@@ -103,13 +103,9 @@ def load_saved_tokenizer(checkpoint: str, model: Any) -> Any:
             "save its tokenizer beside the model (tokenizer.save_pretrained)"
         )
     try:
-        return AutoTokenizer.from_pretrained(
-            checkpoint, trust_remote_code=False, **hub_options(checkpoint)
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the tokenizer of {checkpoint} cannot be loaded: {_first(error)}"
-        ) from None
+        return read_tokenizer(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"the tokenizer of {checkpoint} cannot be loaded: {error}") from None
 
 
 def _model_class(folder: Path, *, others: bool) -> Any:
@@ -120,13 +116,16 @@ def _model_class(folder: Path, *, others: bool) -> Any:
     """
     if not (folder / "config.json").exists():  # on the hub, or the class says what is missing
         return AutoModelForCausalLM if others and not folder.is_dir() else RecollectForCausalLM
-    kind = check_json(folder / "config.json").get("model_type")
+    check_regular_files(folder)
+    kind = check_config(folder / "config.json").get("model_type")
     own = RecollectForCausalLM.config_class.model_type
     if kind not in (SWAPPED, own) and not others:
         raise ValueError(
             f"{folder} holds a model of type {kind!r}: generate takes one that recollect has "
             "trained, or a decoder whose layers rc.lm.replace_attention replaced"
         )
+    for path in folder.glob("*.safetensors"):  # which transformers reads with fewer checks
+        check_safetensors(path)
     if kind not in CONFIG_MAPPING:
         raise ValueError(
             f"{folder} holds a model of type {kind!r}, which transformers does not know; code that "

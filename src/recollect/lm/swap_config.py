@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from recollect.lm.model.checkpoint import AGAIN, CheckpointError
+from recollect.lm.model.checkpoint import AGAIN, CheckpointError, check_attributes
 from recollect.wording import shown
 
 __all__ = ["SWAPPED", "decoder_config", "record", "swapped_type"]
@@ -126,6 +126,7 @@ def decoder_config(data: Mapping[str, Any]) -> tuple[type[PretrainedConfig], dic
         or not all(isinstance(swap, Mapping) and set(swap) == wanted for swap in swaps)
     ):
         raise CheckpointError(f"{where} lacks its decoder or what replaced its layers: {AGAIN}")
+    check_attributes(where, inside)
     base = CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
     if base is None or not base.__module__.startswith("transformers."):
         raise CheckpointError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -12,8 +12,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from recollect.lm.hub import hub_options
+from recollect.lm.model.checkpoint import check_regular_files
 
-__all__ = ["END", "byte_tokenizer", "encode", "load_tokenizer", "train_bpe"]
+__all__ = ["END", "byte_tokenizer", "encode", "load_tokenizer", "read_tokenizer", "train_bpe"]
 
 END = "<|end|>"
 """Stands at the end of every document; where generation stops."""
@@ -77,10 +78,8 @@ def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTok
         raise ValueError(f"{key} {name!r}: there is no such folder")
     try:
         # Only options of its construction are saved with a tokenizer.
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, padding_side="left", trust_remote_code=False, **hub_options(name)
-        )
-    except (OSError, ValueError) as error:
+        tokenizer = read_tokenizer(name, padding_side="left")
+    except ValueError as error:
         if not Path(name).is_dir():
             raise ValueError(
                 f"{key} {name!r}: there is no such folder, and the hub gives no tokenizer of that "
@@ -91,8 +90,7 @@ def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTok
                 f"{key} {name!r}: this folder holds no tokenizer ({' or '.join(_FILES)}): save one "
                 "there with save_pretrained"
             ) from None
-        first = " ".join(str(error).split()).partition(". ")[0][:200]
-        raise ValueError(f"{key} {name!r}: its tokenizer cannot be loaded: {first}") from None
+        raise ValueError(f"{key} {name!r}: its tokenizer cannot be loaded: {error}") from None
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{key} {name!r} has a tokenizer without eos_token, which ends a document: set one "
@@ -101,6 +99,32 @@ def load_tokenizer(name: str, *, key: str = "[data] tokenizer") -> PreTrainedTok
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def read_tokenizer(name: str, **options: Any) -> Any:
+    """Return the tokenizer that transformers loads, whatever it is; no code of it is run.
+
+    Args:
+        name: of the folder, or on the hub.
+        options: of the tokenizer.
+
+    Raises:
+        ValueError: it cannot be loaded, with the reason alone.
+    """
+    if Path(name).is_dir():
+        check_regular_files(Path(name))
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, **options, **hub_options(name)
+        )
+    except ImportError:
+        raise
+    except RecursionError:
+        raise ValueError("a file of it is nested too deep") from None
+    except Exception as error:  # transformers and tokenizers check little in their files
+        reason = " ".join(str(error).split()).partition(". ")[0][:200]
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{kind}{reason}") from None
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:

@@ -15,13 +15,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from recollect.recipe.json_text import read_json
+from recollect.report.files import LARGEST, check_regular, read_regular
 
 __all__ = [
     "CheckpointError",
+    "check_attributes",
+    "check_config",
     "check_finite",
     "check_folder",
     "check_json",
     "check_names",
+    "check_regular_files",
+    "check_safetensors",
     "read_tensors",
 ]
 
@@ -45,14 +50,37 @@ class CheckpointError(ValueError):
     """
 
 
-def check_json(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file.
+def check_regular_files(folder: Path) -> None:
+    """Check that a folder holds regular files and folders alone, before others open them.
 
     Raises:
-        CheckpointError: no such file, no UTF-8, no JSON, or no mapping.
+        CheckpointError: a pipe, a socket or a device.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.exists() and not path.is_dir():
+            _check_regular(path)
+
+
+def _check_regular(path: Path) -> None:
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def check_json(path: Path, *, limit: int | None = LARGEST) -> dict[str, Any]:
+    """Return the mapping in a JSON file.
+
+    Args:
+        path: of the file.
+        limit: largest size in bytes; any size when ``None``.
+
+    Raises:
+        CheckpointError: no such file, no regular one, a larger one, no UTF-8, no JSON, or no
+            mapping.
     """
     try:
-        data = read_json(path.read_text(encoding="utf-8"))
+        data = read_json(read_regular(path, limit=limit))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}") from None
     except OSError as error:
@@ -64,6 +92,32 @@ def check_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} must hold a mapping, not a {type(data).__name__}: {AGAIN}")
     return data
+
+
+def check_config(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file whose keys become attributes.
+
+    Raises:
+        CheckpointError: as `check_json` and `check_attributes`.
+    """
+    data = check_json(path)
+    check_attributes(str(path), data)
+    return data
+
+
+def check_attributes(path: str, data: Mapping[str, Any]) -> None:
+    """Check that no key is an attribute that Python reserves, such as ``__class__``.
+
+    Args:
+        path: of the file, or a description of it.
+        data: the keys and their values.
+
+    Raises:
+        CheckpointError: naming the key.
+    """
+    for name in data:
+        if name.startswith("__"):
+            raise CheckpointError(f"{path} has the key {name[:60]!r}, which is no option: {AGAIN}")
 
 
 def check_folder(
@@ -94,7 +148,7 @@ def check_folder(
     files = _weights(folder)
     where = str(files[0] if len(files) == 1 else folder)
     for path in files:
-        for name, (kind, shape) in _header(path).items():
+        for name, (kind, shape) in check_safetensors(path).items():
             if kind not in REAL:
                 raise CheckpointError(
                     f"{path}: the weight {name!r} has type {kind}, and weights are floating-point "
@@ -162,11 +216,12 @@ def check_finite(where: str, named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, and its metadata.
+    """Return the tensors of a safetensors file, and its metadata.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: as `check_safetensors`.
     """
+    check_safetensors(path)
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
@@ -175,15 +230,25 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise _unreadable(path, error) from None
 
 
-def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of every tensor in a file, by name; the numbers are not read."""
+def check_safetensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return type and shape of every tensor in a file, by name; the numbers are not read.
+
+    Raises:
+        CheckpointError: no regular file, no whole safetensors file, or one that names a tensor
+            twice, of which safetensors takes the last without a word.
+    """
+    if path.exists():
+        _check_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
             parts = {name: file.get_slice(name) for name in names}
-            return {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in parts.items()}
-    except (SafetensorError, OSError, UnicodeDecodeError, RuntimeError) as error:
+            entries = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in parts.items()}
+        with path.open("rb") as raw:
+            read_json(raw.read(int.from_bytes(raw.read(8), "little")))
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise _unreadable(path, error) from None
+    return entries
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

@@ -19,7 +19,7 @@ from recollect.engines.select import select
 from recollect.fields import as_whole
 from recollect.layer.blocks import mlp_width
 from recollect.layer.options import LayerOptions
-from recollect.lm.model.checkpoint import check_json
+from recollect.lm.model.checkpoint import check_config
 from recollect.recipe.recipe import Recipe
 from recollect.wording import nearest, shown, word_for
 from recollect.zoo.preset import Hybrid, Preset, find
@@ -45,7 +45,6 @@ _INHERITED = frozenset(
     | {"experts_implementation", "per_layer_config", "quantization_config", "tokenizer_class"}
     | {"finetuning_task", "task_specific_params", "is_decoder", "cross_attention_hidden_size"}
 )
-
 Named = str | Preset | Hybrid | Mixer | Recipe | tuple[Recipe, LayerOptions]
 """What may stand for a layer: a zoo name, a preset, a mixer, or a recipe with its options."""
 
@@ -322,9 +321,9 @@ class RecollectConfig(PretrainedConfig):
         """As in transformers, of a file that is a mapping and names each key once.
 
         Raises:
-            CheckpointError: another file.
+            CheckpointError: another file, or a key that Python reserves.
         """
-        check_json(Path(json_file))
+        check_config(Path(json_file))
         return super()._dict_from_json_file(json_file)
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -349,9 +348,11 @@ def _heads(width: int) -> int:
 
 
 def _check_unknown(fields: Mapping[str, Any]) -> None:
-    """That the base class knows the fields that are not ours: a typing mistake is no attribute."""
+    """Check that the base class has the other fields: a typing mistake is no attribute."""
     for name in fields:
-        if name in _INHERITED or name.startswith("_"):
+        # transformers passes private names of its own, which replace nothing of the class.
+        private = name.startswith("_") and not name.startswith("__")
+        if name in _INHERITED or (private and not hasattr(RecollectConfig, name)):
             continue
         raise RecipeError(f"RecollectConfig has no field {name!r}: {nearest(name, _arguments())}")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recollect.lm.model.checkpoint import CheckpointError, check_json
+from recollect.report.files import check_regular
 
 __all__ = ["MANIFEST", "check_manifest", "of_model", "write_manifest"]
 
@@ -89,5 +90,6 @@ def check_manifest(
 
 
 def _digest(path: Path) -> str:
+    check_regular(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

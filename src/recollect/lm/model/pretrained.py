@@ -21,10 +21,11 @@ from recollect.lm.model.checkpoint import (
     INDEX,
     SINGLE,
     CheckpointError,
+    check_config,
     check_finite,
     check_folder,
-    check_json,
     check_names,
+    check_regular_files,
 )
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.manifest import MANIFEST, check_manifest, of_model, write_manifest
@@ -117,15 +118,16 @@ class StrictLoading:
 
     @classmethod
     def _check_folder(cls, folder: Path, **kwargs: Any) -> None:
-        """What can be said of a checkpoint without reading its numbers."""
-        written = check_json(folder / "config.json")
+        """Check a checkpoint as far as possible without reading its numbers."""
+        check_regular_files(folder)
+        data = check_config(folder / "config.json")
         if (folder / "generation_config.json").exists():
-            check_json(folder / "generation_config.json")
-        if "quantization_config" in written:
+            check_config(folder / "generation_config.json")
+        if "quantization_config" in data:
             return  # its weights have names and types of their own
         config = kwargs.get("config")
         if not isinstance(config, cls.config_class):
-            config = cls._configured(folder, written)
+            config = cls._configured(folder, data)
         try:
             kind: Any = cls
             with torch.device("meta"):
@@ -135,7 +137,7 @@ class StrictLoading:
                 f"{folder}: config.json asks for the impossible: {error}"
             ) from None
         partial = bool(kwargs.get("ignore_mismatched_sizes"))
-        saved, own = written.get("architectures") or [], {kind.__name__ for kind in cls.__mro__}
+        saved, own = data.get("architectures") or [], {kind.__name__ for kind in cls.__mro__}
         check_folder(
             folder,
             model,
