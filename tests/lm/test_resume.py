@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pickle
 import re
 import shutil
 import zipfile
@@ -12,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 from tests.lm.runs import assert_same, plan, write_text
-from tests.misuse.sentences import digests
+from tests.misuse.sentences import digests, refuses
 
 from recollect.lm import CheckpointError
 from recollect.lm.data.tokenizers import byte_tokenizer
+from recollect.lm.model.manifest import write_manifest
 from recollect.lm.training import Progress, train
 from recollect.lm.training.plan import TrainPlan
 from recollect.lm.training.resume import fingerprint
@@ -97,6 +101,48 @@ def test_a_checkpoint_whose_optimizer_was_harmed_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=f"checkpoint-2/{name} was cut short or altered"):
         resumed(text, tmp_path, two_steps, f"checkpoint-2/{name}", harm)
+
+
+class Foreign:
+    """A pickle of it makes a folder when it is loaded without care."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.place),)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize("kind", ["pickle", "archive", "list", "other state"])
+def test_a_state_of_others_with_its_checksum_is_refused(
+    name: str, kind: str, text: Path, tmp_path: Path, two_steps: Path
+) -> None:
+    run, trace = tmp_path / "run", tmp_path / "trace"
+    shutil.copytree(two_steps, run)
+    path = run / "checkpoint-2" / name
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps({"state": Foreign(trace)}))
+    else:
+        states = {"archive": {"state": Foreign(trace)}, "list": [1], "other state": {"state": {}}}
+        torch.save(states[kind], path)
+    write_manifest(path.parent)
+    stored = digests(path.parent)
+    refuses(
+        lambda: train(plan(text, run, optimizer={"steps": 4}), resume=True),
+        "checkpoint-2 holds the optimizer" if kind == "other state" else f"{name} holds no state",
+        "go on from the checkpoint before it",
+        error=CheckpointError,
+    )
+    assert not trace.exists() and digests(path.parent) == stored
+
+
+def test_a_pipe_in_a_checkpoint_is_refused(text: Path, tmp_path: Path, two_steps: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two_steps, run)
+    os.mkfifo(run / "checkpoint-2" / "adapter_config.json")
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json cannot be read: it is a pipe"):
+        train(plan(text, run, optimizer={"steps": 4}), resume=True)
 
 
 def zeroed(data: bytearray, path: Path) -> bytes:

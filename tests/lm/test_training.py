@@ -225,7 +225,7 @@ print(json.dumps(outputs))
 """
 
 
-def test_a_saved_tokenizer_pads_on_the_left(text: Path, tmp_path: Path, whole: Path) -> None:
+def test_a_saved_tokenizer_pads_on_the_left(whole: Path, text: Path, tmp_path: Path) -> None:
     """In a new process, greedy outputs of a batch are those of its prompts alone."""
     vocabulary = train_bpe([text.read_text()], 300).backend_tokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="<|end|>")

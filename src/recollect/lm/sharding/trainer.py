@@ -35,7 +35,7 @@ from recollect.lm.sharding.heads import Cut, model_cuts
 from recollect.lm.sharding.layout import Layout
 from recollect.lm.sharding.processes import patience
 from recollect.lm.sharding.tensor import check_heads, divide_by_heads
-from recollect.lm.training.atomic_checkpoints import AtomicTrainer
+from recollect.lm.training.atomic_checkpoints import AtomicTrainer, restoring
 from recollect.parallel.context import ContextParallel, context
 from recollect.parallel.models import check_model
 
@@ -207,9 +207,10 @@ class ShardedTrainer(AtomicTrainer):
         folder, model = Path(checkpoint), cast(nn.Module, self.model)
         optimizer = self._plain_optimizer()
         tensor = self.spread.layout.tensor
-        load_optimizer(folder, model, optimizer, self.spread.cuts, tensor=tensor)
         scheduler = cast(Any, self.lr_scheduler)
-        scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+        with restoring(checkpoint):
+            load_optimizer(folder, model, optimizer, self.spread.cuts, tensor=tensor)
+            scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
         for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate  # of the next step, as an optimizer's own state has it
 

@@ -20,11 +20,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import rotate_checkpoints
 
-from recollect.lm.model.checkpoint import CheckpointError, check_json
+from recollect.lm.model.checkpoint import CheckpointError, check_json, check_regular_files
 from recollect.lm.model.manifest import MANIFEST, check_manifest, write_manifest
 from recollect.lm.sharding.background import Background
 from recollect.lm.sharding.checkpoints import SHARDS, unwrapped
@@ -36,6 +38,7 @@ __all__ = [
     "clear_aside",
     "last_checkpoint",
     "place_folder",
+    "restoring",
 ]
 
 RECORD = "run.json"
@@ -96,6 +99,14 @@ class AtomicTrainer(Trainer):
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
         return os.path.join(folder, _ASIDE) if self._aside else folder
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with restoring(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with restoring(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.finish_saving()
@@ -210,14 +221,15 @@ def last_checkpoint(run: Path) -> Path | None:
 
 
 def check_resumable(checkpoint: Path) -> int:
-    """That every file of a checkpoint is as it was written, by its manifest.
+    """Check that every file of a checkpoint is as it was written, by its manifest.
 
     Returns:
-        How many files there are.
+        Number of files.
 
     Raises:
-        CheckpointError: naming the file that is gone, or was cut short or altered; a folder whose
-            name is not that of its step.
+        CheckpointError: naming the file that is gone, was cut short or altered, or is no regular
+            file; a file of torch that holds other objects than tensors and plain values; a folder
+            whose name is not that of its step.
     """
     advice = (
         f"{checkpoint.name} cannot be resumed; delete that folder to go on from the checkpoint "
@@ -227,11 +239,53 @@ def check_resumable(checkpoint: Path) -> int:
         raise CheckpointError(
             f"{checkpoint} lacks {MANIFEST}, which says how its files were written: {advice}"
         )
+    for folder in (checkpoint, checkpoint / SHARDS):
+        if folder.is_dir():
+            check_regular_files(folder)
     count = check_manifest(checkpoint, advice=advice)
-    step = check_json(checkpoint / "trainer_state.json").get("global_step")
+    for path in sorted(checkpoint.iterdir()):
+        if path.name.startswith(_OF_TORCH):
+            _check_pickle(path, advice)
+    # It grows with the run: a line for each step that is logged.
+    step = check_json(checkpoint / "trainer_state.json", limit=None).get("global_step")
     if checkpoint.name != f"checkpoint-{step}":
         raise CheckpointError(f"{checkpoint} holds step {step}, which its name denies: {advice}")
     return count
+
+
+def _check_pickle(path: Path, advice: str) -> None:
+    """Check that a file of torch holds a mapping of tensors and plain values; no code of it runs.
+
+    The tensors are mapped from the disk, and their numbers are not read.
+    """
+    try:
+        with safe_globals():
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # bytes that are no pickle raise anything
+        raise CheckpointError(
+            f"{path} holds no state of a run ({type(error).__name__}): {advice}"
+        ) from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds no state of a run: {advice}")
+
+
+@contextlib.contextmanager
+def restoring(checkpoint: str | None) -> Iterator[None]:
+    """Explain a state that a run cannot continue from.
+
+    Raises:
+        CheckpointError: in place of an error of torch or the Trainer.
+    """
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{checkpoint} holds the optimizer, schedule or random numbers of another run "
+            f"({type(error).__name__}: {error}): delete the folder to go on from the checkpoint "
+            "before it"
+        ) from error
 
 
 @contextlib.contextmanager
