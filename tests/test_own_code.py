@@ -80,6 +80,46 @@ def test_an_output_of_the_wrong_size(gives: Callable[..., Any], found: str) -> N
     )
 
 
+MUST_RETURN = "must return W, a tensor of the shape and dtype of A"
+EXPECTED = "here (2, 3, 4, 5) of torch.float32, not"
+LINKS: dict[str, tuple[Callable[..., Any], str]] = {
+    "nothing": (lambda self, A, gates: None, f"{MUST_RETURN}, not NoneType"),
+    "a number": (lambda self, A, gates: 1.0, f"{MUST_RETURN}, not float"),
+    "reduced": (lambda self, A, gates: A.sum(-1), f"{MUST_RETURN}, {EXPECTED} (2, 3, 4) of"),
+    "transposed": (lambda self, A, gates: A.mT, f"{EXPECTED} (2, 3, 5, 4) of"),
+    "wider": (lambda self, A, gates: A.double(), f"{EXPECTED} (2, 3, 4, 5) of torch.float64"),
+    "detached": (lambda self, A, gates: A.detach().tanh(), "carries no gradient"),
+    "constant": (lambda self, A, gates: torch.zeros_like(A), "carries no gradient"),
+    "over the batch": (lambda self, A, gates: A / (1 + A.norm()), "reduce over the last two axes"),
+    "over the heads": (
+        lambda self, A, gates: A / (1 + A.norm(dim=1, keepdim=True)),
+        "next to the maps of other sequences and heads",
+    ),
+    "in place": (lambda self, A, gates: A.clamp_(-1, 1), "changes A in place"),
+    "undeclared": (
+        lambda self, A, gates: A * gates["radius"],
+        "reads the number 'radius', and it declares none: declare it as a field",
+    ),
+    "one argument": (lambda self, A: A.tanh(), "must take (A, gates), not (A)"),
+}
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_wrong_link_is_refused(name: str) -> None:
+    link, says = LINKS[name]
+    refused(rc.member(type("OwnLink", (rc.retention.Retention,), {"link": link})), says)
+
+
+def test_a_link_that_raises_is_left_to_its_own_call() -> None:
+    def link(self: Any, A: torch.Tensor, gates: Any) -> torch.Tensor:
+        return torch.linalg.matrix_exp(A)  # of square maps only, and the trial's are not
+
+    cls = rc.member(type("OwnLink", (rc.retention.Retention,), {"link": link}))
+    recipe = rc.Recipe(retention=cls())
+    y, _ = rc.MemoryLayer(16, 2, recipe)(torch.randn(1, 3, 16))
+    assert y.shape == (1, 3, 16)
+
+
 def test_features_of_another_number_than_declared() -> None:
     def phi(self: Any, x: Any, params: Any, side: Any, position: Any) -> Any:
         return torch.cat([x, x], -1)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import recollect as rc
-from recollect.choices.bias.per_association import sample_numbers
+from recollect.choices.trial import sample_numbers
 
 Values = Mapping[str, Tensor]
 

@@ -8,7 +8,9 @@ call will say. That it asks for a number which nobody declared is said, because 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import inspect
+import math
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -16,9 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect.fields import as_whole
+from recollect.fields import Range, as_whole
 
-__all__ = ["Handed", "check_forward", "check_phi", "check_shapes", "outside", "tried", "undeclared"]
+__all__ = [
+    "Handed",
+    "accepts",
+    "check_forward",
+    "check_link",
+    "check_phi",
+    "check_shapes",
+    "outside",
+    "sample_numbers",
+    "tried",
+    "undeclared",
+]
 
 SIZE = 4
 Shapes = tuple[tuple[int, ...], ...]
@@ -193,3 +206,99 @@ def _vectors(y: Any, what: str, shape: tuple[int, ...], said: str) -> str | None
         return None
     found = f"{tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
     return f"{what} must return a tensor {said}, here {tuple(shape)}, and not {found}"
+
+
+def check_link(retention: Any) -> str | None:
+    """Return the fault of a retention's `link` in one sentence, or ``None``.
+
+    Args:
+        retention: the retention, whose `link` is tried on six maps.
+    """
+    return tried(_link, retention)
+
+
+@lru_cache(maxsize=512)
+def _link(retention: Any) -> str | None:
+    with outside():
+        leading, what = (2, 3), f"{retention.title}.link"
+        dtype = torch.get_default_dtype()
+        numbers = sample_numbers(retention, (*leading, 1), 1)
+        gates = Handed({name: x.to(dtype) for name, x in numbers.items()})
+        g = torch.Generator().manual_seed(0)
+        maps = torch.randn(*leading, SIZE, SIZE + 1, generator=g, dtype=dtype)
+        if type(maps) is not Tensor:
+            raise RuntimeError("a mode without numbers")
+        A = maps.clone().requires_grad_().clone()  # no leaf, so that a change in place is seen
+        if not accepts(retention.link, A, gates):
+            return f"{what} must take (A, gates), not {inspect.signature(retention.link)}"
+        try:
+            W = retention.link(A, gates)
+            own_gates = {name: x[1:, 2:] for name, x in gates.items()}
+            single_map = retention.link(maps[1:, 2:].clone(), own_gates)
+        except Exception:
+            return undeclared(gates, what)
+        must = f"{what} must return W, a tensor of the shape and dtype of A"
+        if not isinstance(W, Tensor):
+            return f"{must}, not {type(W).__name__}"
+        if W.shape != maps.shape or W.dtype != dtype:
+            expected = f"{tuple(maps.shape)} of {dtype}"
+            return f"{must}, here {expected}, not {tuple(W.shape)} of {W.dtype}"
+        if not torch.equal(A, maps):
+            return f"{what} changes A in place: return W as a new tensor and leave A as it is"
+        if not W.requires_grad:
+            return (
+                f"{what} carries no gradient: write it in operations that autograd follows from A "
+                "to W, without detach, item or no_grad"
+            )
+        tolerance = math.sqrt(torch.finfo(dtype).eps)
+        if not torch.allclose(W[1:, 2:], single_map, tolerance, tolerance, equal_nan=True):
+            return (
+                f"{what} gives a map another W alone than next to the maps of other sequences and "
+                "heads: reduce over the last two axes of A only, with keepdim=True"
+            )
+    return None
+
+
+def accepts(function: Callable[..., object], *arguments: object) -> bool:
+    """Whether a function accepts the arguments; true if it states no signature."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a scripted function
+        return True
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def sample_numbers(
+    member: Any, leading: tuple[int, ...], V: int, seed: int = 0
+) -> dict[str, Tensor]:
+    """Numbers of a bias or a retention inside their ranges: ``[*leading, 1 or V]`` by name.
+
+    Args:
+        member: the bias or retention.
+        leading: axes of the associations.
+        V: value channels.
+        seed: of the draw.
+    """
+    g = torch.Generator().manual_seed(seed)
+    numbers = {
+        name: torch.full((*leading, 1), value, dtype=torch.float64)
+        for name, value in member.constants().items()
+    }
+    for item in (*member.gates(), *member.params()):
+        start = item.init[0] if isinstance(item.init, tuple) else item.init
+        u = torch.rand(*leading, V if item.axes else 1, generator=g, dtype=torch.float64)
+        log = item.name in member.logs()
+        value = start + u * (_inside(item.range, start) - start)
+        numbers[f"log_{item.name}" if log else item.name] = value.log() if log else value
+    return numbers
+
+
+def _inside(span: Range, start: float) -> float:
+    """Another number of an interval: up to one beyond ``start``, or halfway to the border."""
+    if span.high is None or span.high > start:
+        return start + (1.0 if span.high is None else min(1.0, (span.high - start) / 2))
+    return start - (1.0 if span.low is None else min(1.0, (start - span.low) / 2))

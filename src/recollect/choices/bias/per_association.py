@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from recollect.choices.trial import Handed, outside, tried, undeclared
+from recollect.choices.trial import Handed, accepts, outside, sample_numbers, tried, undeclared
 
 if TYPE_CHECKING:
-    from recollect.choices.fields import Range
     from recollect.choices.member import Member
 
-__all__ = ["check_returns", "sample_numbers"]
+__all__ = ["check_returns"]
 
 LEADING, V = (2, 3), 4
 ALONE = slice(1, 2), slice(2, 3)
@@ -59,15 +58,8 @@ def _wrong(
     what: str,
 ) -> str | None:
     p, v, numbers = given
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a function that states none, such as a scripted one
-        signature = None
-    try:
-        if signature is not None:
-            signature.bind(p, v, numbers)
-    except TypeError:
-        return f"must take (prediction, value, gates), not {signature}"
+    if not accepts(function, p, v, numbers):
+        return f"must take (prediction, value, gates), not {inspect.signature(function)}"
     handed = Handed(numbers)
     p, v = p.clone().requires_grad_(), v.clone().requires_grad_(name == "error")
     try:
@@ -98,35 +90,3 @@ def _wrong(
             f"{wanted}, each of its own prediction and value only"
         )
     return None
-
-
-def sample_numbers(
-    bias: Member, leading: tuple[int, ...], V: int, seed: int = 0
-) -> dict[str, Tensor]:
-    """A bias's numbers as they arrive, inside their ranges: ``[*leading, 1 or V]`` by name.
-
-    Args:
-        bias: whose numbers.
-        leading: axes of the associations.
-        V: value channels.
-        seed: of the draw.
-    """
-    g = torch.Generator().manual_seed(seed)
-    found = {
-        name: torch.full((*leading, 1), value, dtype=torch.float64)
-        for name, value in bias.constants().items()
-    }
-    for item in (*bias.gates(), *bias.params()):
-        start = item.init[0] if isinstance(item.init, tuple) else item.init
-        u = torch.rand(*leading, V if item.axes else 1, generator=g, dtype=torch.float64)
-        log = item.name in bias.logs()
-        value = start + u * (_inside(item.range, start) - start)
-        found[f"log_{item.name}" if log else item.name] = value.log() if log else value
-    return found
-
-
-def _inside(span: Range, start: float) -> float:
-    """Another number of an interval: up to one beyond ``start``, or halfway to the border."""
-    if span.high is None or span.high > start:
-        return start + (1.0 if span.high is None else min(1.0, (span.high - start) / 2))
-    return start - (1.0 if span.low is None else min(1.0, (start - span.low) / 2))

@@ -13,6 +13,7 @@ from recollect.choices.equation_terms import Term, Terms, render_sum
 from recollect.choices.fields import Gate, Param, Range, option, quantity
 from recollect.choices.gradients import leaves_of
 from recollect.choices.member import Member, RecipeError, member
+from recollect.choices.trial import check_link
 
 if TYPE_CHECKING:
     from recollect.choices.questions import RecipeLike
@@ -56,6 +57,8 @@ class Retention(Member):
             raise RecipeError(
                 f"{self.title}(decay=...) must be retention.Decay(...), not {held.title}"
             )
+        if type(self).link is not Retention.link and (wrong := check_link(self)):
+            raise RecipeError(wrong)
 
     def link(self, A: Tensor, gates: Values) -> Tensor:
         """W = link(A) of one map, ``[..., out, in]``; gates come as ``[..., 1, 1]``.
