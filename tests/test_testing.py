@@ -48,7 +48,28 @@ def test_every_choice_has_a_member_outside_of_the_package() -> None:
 
 @pytest.mark.parametrize("cls", OUTSIDE, ids=lambda cls: cls.__name__)
 def test_a_member_written_outside_of_the_package_passes(cls: type[Member]) -> None:
-    rc.testing.check_member(cls, count=3)
+    report = rc.testing.check_member(cls, count=3)
+    assert report.member == f"{cls.choice}.{cls.__name__}"
+    assert {*report.passed, *report.skipped} == {*report.checks}
+    recipes = {check.subject for check in report.passed if " in Recipe(" in check.subject}
+    assert len(recipes) in (2, 3)  # two draws may be one recipe
+
+
+def test_a_report_lists_what_was_checked_and_what_was_skipped() -> None:
+    report = rc.testing.check_member(rc.bias.L2, count=2)
+    names = {check.name for check in report.passed}
+    assert "affine and separable are true of error" in names
+    assert any(name.startswith("error is autograd's gradient of loss") for name in names)
+    assert "engine linear agrees with the reference" in names
+    skipped = {check.skipped for check in report.skipped}
+    assert "algorithm.GradientDescent does not solve for all of the past" in skipped
+    lines = str(report).splitlines()
+    assert lines[0] == f"bias.L2: passed {len(report.passed)} checks"
+    assert f"skipped {len(report.skipped)} checks" in lines
+    # A bias without an affine error skips what L2 passes.
+    huber = rc.testing.check_member(rc.bias.Huber, count=1)
+    reasons = {check.name: check.skipped for check in huber.checks}
+    assert reasons["affine and separable are true of error"] == "it declares neither"
 
 
 @pytest.mark.parametrize("name", ["delta_net", "softmax_attention", "titans"])

@@ -4,13 +4,14 @@ The library's own are held to the same functions. They need torch only, take sec
 AssertionError with one sentence that names the member, preset or engine and what is false.
 
 Examples:
-    >>> rc.testing.check_member(rc.bias.L2, count=1)
+    >>> rc.testing.check_member(rc.bias.L2, count=1).member
+    'bias.L2'
 """
 
 from __future__ import annotations
 
 from recollect.testing.engines import check_engine
-from recollect.testing.members import check_member
+from recollect.testing.members import Check, MemberReport, check_member
 from recollect.testing.presets import check_preset
 
-__all__ = ["check_engine", "check_member", "check_preset"]
+__all__ = ["Check", "MemberReport", "check_engine", "check_member", "check_preset"]

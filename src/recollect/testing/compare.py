@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from recollect.testing.inputs import Inputs
 __all__ = [
     "error",
     "gradients",
+    "label",
     "loss",
     "parts",
     "random_cuts",
@@ -36,6 +37,12 @@ def require(holds: object, sentence: str) -> None:
     """Raise AssertionError with the sentence unless it holds, also under ``python -O``."""
     if not holds:
         raise AssertionError(sentence)
+
+
+def label(check: Callable[..., object]) -> str:
+    """Return the first line of a check's docstring as plain text."""
+    line = (check.__doc__ or check.__name__).partition("\n")[0]
+    return line.replace("`", "").removesuffix(".")
 
 
 def run(recipe: Recipe, x: Inputs, **options: Any) -> tuple[Tensor, State]:

@@ -54,7 +54,7 @@ def _whole(weights: ContextWeights, queries: slice, keys: slice) -> Tensor:
     return found.expand(1, 1, 1, *size)[0, 0, 0]
 
 
-def check_context(context: Context) -> None:
+def check_context(context: Context) -> str | None:
     """The weights of `over` are the same piece by piece, and ``signed`` and ``hard`` are true."""
     title = context.title
     gates = {gate.name for gate in context.gates()}
@@ -62,11 +62,11 @@ def check_context(context: Context) -> None:
     for name in unknown:
         raise AssertionError(f"{title} reads the gate {name!r}, which it does not ask for")
     if context.kernel is not None:
-        return
+        return "its kernel gives the weights"
     visible = _visible(context)
     weights = context.over(visible)
     if weights is None:
-        return
+        return "its associations all have weight 1"
     T = visible.q.shape[1]
     past = torch.ones(T, T, dtype=torch.bool).tril()
     whole = _whole(weights, slice(0, T), slice(0, T))
@@ -91,3 +91,4 @@ def check_context(context: Context) -> None:
             f"{title} declares of_key, and what is left of its log weights depends on the key by "
             f"{wrong:.1e}",
         )
+    return None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from recollect.choices.fields import Gate, Param
 from recollect.choices.member import Member, RecipeError
 from recollect.engines.select import ENGINES
 from recollect.recipe.recipe import CHOICES, Recipe
-from recollect.testing.compare import error, require, run
+from recollect.testing.compare import error, label, require, run
 from recollect.testing.declared import (
     check_data,
     check_fields,
@@ -27,7 +29,9 @@ from recollect.testing.inputs import Inputs, ill_posed, small_inputs
 from recollect.testing.recipes import ENGINE, check_recipe
 from recollect.testing.structure import check_structure
 
-__all__ = ["check_member", "check_numbers_are_read"]
+__all__ = ["Check", "MemberReport", "check_member", "check_numbers_are_read"]
+
+Result = TypeVar("Result")
 
 TRIES = 600
 """Draws of recipes that a member may need until enough of them are valid."""
@@ -39,13 +43,79 @@ ENOUGH = 6
 """Recipes in which each entry of a number is tried by itself."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One check of `check_member` that passed or was skipped.
+
+    Attributes:
+        name: the property that was checked.
+        subject: the member, or the recipe with it, that was checked.
+        skipped: reason for which the check does not apply; ``None`` if it passed.
+
+    Examples:
+        >>> import recollect as rc
+        >>> rc.testing.Check(name="affine is true of error", subject="bias.L2()").skipped is None
+        True
+    """
+
+    name: str
+    subject: str
+    skipped: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MemberReport:
+    """Result of `check_member`: the checks that passed, and those that were skipped.
+
+    Attributes:
+        member: the member's name.
+        checks: every check, in the order in which they were made.
+
+    Examples:
+        >>> import recollect as rc
+        >>> report = rc.testing.check_member(rc.bias.DotProduct, count=1)
+        >>> report.member, report.passed[0].name[:32], len(report.skipped) > 0
+        ('bias.DotProduct', 'Members are frozen, hashable dat', True)
+        >>> print(str(report)[:23])
+        bias.DotProduct: passed
+    """
+
+    member: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> tuple[Check, ...]:
+        """Checks that passed."""
+        return tuple(check for check in self.checks if check.skipped is None)
+
+    @property
+    def skipped(self) -> tuple[Check, ...]:
+        """Checks that do not apply, each with the reason."""
+        return tuple(check for check in self.checks if check.skipped is not None)
+
+    def __repr__(self) -> str:
+        return f"<MemberReport of {self.member}: {len(self.passed)} passed>"
+
+    def __str__(self) -> str:
+        passed = Counter(check.name for check in self.passed)
+        lines = [f"{self.member}: passed {len(self.passed)} checks"]
+        lines += [f"{count:5} × {name}" for name, count in passed.items()]
+        lines.append(f"skipped {len(self.skipped)} checks")
+        for name, count in Counter(check.name for check in self.skipped).items():
+            reasons = Counter(check.skipped for check in self.skipped if check.name == name)
+            reason, _ = reasons.most_common(1)[0]
+            others = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+            lines.append(f"{count:5} × {name}: {reason}{others}")
+        return "\n".join(lines)
+
+
 def check_member(
     cls: type[Member],
     *,
     recipes: Sequence[Recipe] = (),
     count: int = 10,
     also: Sequence[type[Member]] = (),
-) -> None:
+) -> MemberReport:
     """Hold a member of anybody's package to what the library's own are held to.
 
     It is data: frozen, hashable, the same after JSON, with a sentence for every value it refuses.
@@ -62,13 +132,18 @@ def check_member(
         count: how many recipes are drawn.
         also: further members of yours that its slots and its recipes may be filled with.
 
+    Returns:
+        The checks that passed, and those that do not apply with the reason. Its ``str`` is a table.
+
     Raises:
         AssertionError: what is false, in one sentence that names the member.
         RecipeError: it is no member.
 
     Example:
         >>> import recollect as rc
-        >>> rc.testing.check_member(rc.bias.L2, count=2)
+        >>> report = rc.testing.check_member(rc.bias.L2, count=2)
+        >>> {check.skipped for check in report.checks if check.name.startswith("affine")}
+        {None}
     """
     if not (isinstance(cls, type) and issubclass(cls, Member)) or "__dataclass_fields__" not in (
         cls.__dict__
@@ -76,12 +151,19 @@ def check_member(
         raise RecipeError(
             f"check_member takes the class of a member, decorated with @rc.member, not {cls!r}"
         )
-    pool = Pool(also=(cls, *also))
+    pool, checks = Pool(also=(cls, *also)), list[Check]()
+
+    def add(subject: str, results: Sequence[tuple[str, str | None]]) -> None:
+        checks.extend(Check(name=n, subject=subject, skipped=reason) for n, reason in results)
+
     for check in (check_data, check_keywords, check_fields):
         _naming(named(cls), lambda check=check: check(cls, pool))
-    for made in variants(cls, 8, pool):
-        _naming(made.title, lambda made=made: check_numbers(made))
-        _naming(f"{cls.choice}.{made.brief}", lambda made=made: check_structure(made))
+        add(named(cls), [(label(check), None)])
+    for instance in variants(cls, 8, pool):
+        subject = f"{cls.choice}.{instance.brief}"
+        _naming(instance.title, lambda instance=instance: check_numbers(instance))
+        add(subject, [(label(check_numbers), None)])
+        add(subject, _naming(subject, lambda instance=instance: check_structure(instance)))
     drawn = list(itertools.islice(pool.holding(cls, TRIES), max(count, 2 * FEW)))
     for recipe in recipes:
         held = any(type(part) is cls for part in parts_of(recipe))
@@ -91,20 +173,26 @@ def check_member(
         f"{named(cls)} stands in no valid recipe among {TRIES} draws: hand recipes=[...] that hold "
         "it, or refuse less in requires",
     )
-    check_numbers_are_read(cls, [*recipes, *drawn], pool)
+    add(named(cls), check_numbers_are_read(cls, [*recipes, *drawn], pool))
     for index, recipe in enumerate([*recipes, *drawn[:count]]):
         where = f"{named(cls)} in {_brief(recipe)}"
-        _naming(where, lambda recipe=recipe, index=index: check_recipe(recipe, index))
+        add(where, _naming(where, lambda recipe=recipe, i=index: check_recipe(recipe, i)))
         if not ill_posed(recipe):
-            _naming(where, lambda recipe=recipe, index=index: _engines(recipe, index))
+            add(where, _naming(where, lambda recipe=recipe, i=index: _engines(recipe, i)))
+    return MemberReport(member=named(cls), checks=tuple(checks))
 
 
-def _engines(recipe: Recipe, index: int) -> None:
-    """Every engine that accepts a recipe agrees with the reference."""
-    x = tame(recipe, small_inputs(recipe, index))
+def _engines(recipe: Recipe, index: int) -> list[tuple[str, str | None]]:
+    """Check that every engine that accepts a recipe agrees with the reference."""
+    x, checks = tame(recipe, small_inputs(recipe, index)), list[tuple[str, str | None]]()
     for engine in ENGINES:
-        if engine.name != "reference" and not engine.refuses(recipe):
-            agree(recipe, x, engine.name, ENGINE, chunk_size=2 + index % 4)
+        if engine.name != "reference":
+            reasons = engine.refuses(recipe)
+            if not reasons:
+                agree(recipe, x, engine.name, ENGINE, chunk_size=2 + index % 4)
+            reason = "; ".join(reasons) or None
+            checks.append((f"engine {engine.name} agrees with the reference", reason))
+    return checks
 
 
 def _brief(recipe: Recipe) -> str:
@@ -117,10 +205,10 @@ def _brief(recipe: Recipe) -> str:
     return f"Recipe({', '.join(said)})"
 
 
-def _naming(what: str, check: Callable[[], None]) -> None:
+def _naming(what: str, check: Callable[[], Result]) -> Result:
     """Run a check; whatever it raises becomes an AssertionError that names the member."""
     try:
-        check()
+        return check()
     except Exception as problem:
         said = " ".join(str(problem).split()) or "an assertion fails"
         if not isinstance(problem, AssertionError):
@@ -159,7 +247,7 @@ class _Number:
 
 def check_numbers_are_read(
     cls: type[Member], recipes: Sequence[Recipe], pool: Pool | None = None
-) -> None:
+) -> list[tuple[str, str | None]]:
     """Every gate and param that a member declares matters, and along its axes each entry does.
 
     A number is changed, and the outputs of the reference must change, in at least one recipe. One
@@ -171,6 +259,9 @@ def check_numbers_are_read(
         cls: the member's class.
         recipes: that hold it.
         pool: where further recipes come from while a number was asked for only a few times.
+
+    Returns:
+        One check for each number, and the reason if it was skipped.
 
     Raises:
         AssertionError: the number that nothing reads, or the axes that are ignored.
@@ -190,9 +281,13 @@ def check_numbers_are_read(
         y = _outputs(recipe, x)
         for name, item in asked.items():
             _try(numbers.setdefault(name, _Number(axes=item.axes)), recipe, x, y, item)
+    checks: list[tuple[str, str | None]] = []
     for name, number in numbers.items():
+        check = f"the number {name} changes outputs"
         if number.recipes < FEW and not number.moves:
-            continue  # too few to say
+            checks.append((check, f"only {number.recipes} of the recipes have it"))
+            continue
+        checks.append((check, None))
         require(
             number.moves,
             f"{named(cls)} declares the number {name!r}, and nothing reads it: no output changes "
@@ -203,6 +298,7 @@ def check_numbers_are_read(
             f"{named(cls)} declares the number {name!r} with axes {number.axes}, and ignores them: "
             "no output changes when its entries change places or one by one",
         )
+    return checks
 
 
 def _asked(cls: type[Member], recipe: Recipe) -> Iterator[Gate | Param]:

@@ -18,13 +18,13 @@ from recollect.testing.inputs import draw_param
 __all__ = ["check_memory"]
 
 
-def check_memory(memory: Memory) -> None:
+def check_memory(memory: Memory) -> str | None:
     """``linear`` is W x and nothing else; a ``chain`` its maps and bases, activation, ``finish``.
 
     A memory that needs no initial weights learns from zeros.
     """
     if memory.degree is not None:
-        return
+        return "it keeps associations and has no weights"
     if memory.has_field("read"):  # how it is read is not what it is
         memory = dataclasses.replace(memory, read=Read())  # type: ignore[call-arg]
     title = memory.title
@@ -53,7 +53,7 @@ def check_memory(memory: Memory) -> None:
             f"{title} declares needs_init=False, and a memory of zeros has no gradient",
         )
     if not isinstance(memory, Stack):
-        return
+        return None
     biases = any(one.bias for one in memory.maps(4, 4))
     require(
         memory.biases == biases, f"{title} declares biases={memory.biases}, and its maps do not"
@@ -106,3 +106,4 @@ def check_memory(memory: Memory) -> None:
         f"{title} declares residual={memory.residual}, and what the raw key adds is {wrong:.1e} "
         "off",
     )
+    return None

@@ -15,6 +15,7 @@ from recollect.state.state import State
 from recollect.testing.compare import (
     error,
     gradients,
+    label,
     parts,
     random_cuts,
     require,
@@ -34,7 +35,7 @@ SPLIT = 1e-10
 ENGINE = 1e-9
 
 
-def check_recipe(recipe: Recipe, index: int = 0) -> None:
+def check_recipe(recipe: Recipe, index: int = 0) -> list[tuple[str, str | None]]:
     """Hold one recipe to everything that any valid recipe promises, in float64.
 
     Finite; the same split anywhere, masked, packed, written to a state and back; its outer gradient
@@ -44,6 +45,9 @@ def check_recipe(recipe: Recipe, index: int = 0) -> None:
     Args:
         recipe: what is checked.
         index: of the random inputs, sizes and cuts.
+
+    Returns:
+        The name of each check, and the reason if it was skipped.
 
     Raises:
         AssertionError: what does not hold, in one sentence.
@@ -60,18 +64,24 @@ def check_recipe(recipe: Recipe, index: int = 0) -> None:
     for name, tensor in slopes.items():
         require(torch.isfinite(tensor).all(), f"the gradient of {name} is not finite")
 
-    if ill_posed(recipe):
-        return  # finite; the rest is as exact as the draw's conditioning, see tests/engines
+    checks: list[tuple[str, str | None]] = [("outputs and gradients are finite", None)]
+    if ill_posed(recipe):  # the rest is as exact as the draw's conditioning, see tests/engines
+        rest = "splits, masks, packing, reading, states and engines agree"
+        return [*checks, (rest, "slopes are fitted without a ridge")]
 
     cuts = random_cuts(x.T, index)
     same(split(recipe, x, cuts), (y, state), SPLIT, f"split at {cuts}")
+    checks.append(("outputs and state are equal for any split", None))
 
-    _check_slopes(recipe, x, index)
+    checks.append((label(_check_slopes), _check_slopes(recipe, x, index)))
     _check_masked(recipe, x, index, "reference")
+    checks.append((label(_check_masked), None))
     _check_packed(recipe, x, index)
-    _check_read(recipe, x, y, state)
-    _check_states(recipe, x, y, state, cuts[0])
+    checks.append((label(_check_packed), None))
+    checks.append((label(_check_read), _check_read(recipe, x, y, state)))
+    checks.append((label(_check_states), _check_states(recipe, x, y, state, cuts[0])))
     _check_dtypes(recipe, x)
+    checks.append((label(_check_dtypes), None))
     again = Recipe.from_json(recipe.to_json())
     alike = again == recipe and hash(again) == hash(recipe)
     require(alike and again.to_json() == recipe.to_json(), "JSON gives back another recipe")
@@ -81,6 +91,7 @@ def check_recipe(recipe: Recipe, index: int = 0) -> None:
     if simple != recipe:
         twin = run(simple, _for(simple, x), method="reference")[0]
         require(error(twin, y) < SPLIT, "the canonical form computes something else")
+    checks.append(("JSON gives the recipe back, and its canonical form computes as much", None))
 
     engine = select(recipe).engine.name
     if engine != "reference":
@@ -90,6 +101,8 @@ def check_recipe(recipe: Recipe, index: int = 0) -> None:
         wrong, name = worst(slopes3, slopes)
         require(wrong < ENGINE, f"the gradient of {name} by engine {engine} is off by {wrong:.1e}")
         _check_masked(recipe, x, index, "auto")
+    only = "the reference is the only engine" if engine == "reference" else None
+    return [*checks, ("the engine that recall chooses agrees with the reference", only)]
 
 
 def kinked(recipe: Recipe) -> bool:
@@ -103,17 +116,17 @@ def read_gates(recipe: Recipe) -> set[str]:
     return names | {name for part in recipe.context.within for name in part.reads}
 
 
-def _check_slopes(recipe: Recipe, x: Inputs, index: int) -> None:
+def _check_slopes(recipe: Recipe, x: Inputs, index: int) -> str | None:
     """The outer gradient of the outputs is their slope in a random direction."""
     if kinked(recipe):
-        return
+        return "a gradient in it replaces a slope"
     g = torch.Generator().manual_seed(index)
     leaves = x.leaves()
     y, _ = run(recipe, leaves, method="reference")
     weights = torch.randn(y.shape, generator=g, dtype=y.dtype)
     named = {n: a for n, a in leaves.tensors().items() if a.numel()}
     if not y.requires_grad:
-        return
+        return "outputs have no gradient"
     slopes = torch.autograd.grad(
         (y * weights).sum(), list(named.values()), allow_unused=True, materialize_grads=True
     )
@@ -134,7 +147,7 @@ def _check_slopes(recipe: Recipe, x: Inputs, index: int) -> None:
     for h in (1e-4, 1e-6, 1e-8, 1e-9):
         ratio = (at(-2 * h) - 8 * at(-h) + 8 * at(h) - at(2 * h)) / (12 * h)
         if abs(found - ratio) < 1e-5 * max(1.0, abs(ratio), size):
-            return
+            return None
     raise AssertionError(
         f"the outer gradient is {found:.8g} in a direction in which the outputs' slope is "
         f"{ratio:.8g}"
@@ -158,7 +171,7 @@ def _check_packed(recipe: Recipe, x: Inputs, index: int) -> None:
         require(torch.equal(twin, y), "packed documents with a memory each give other outputs")
 
 
-def _check_read(recipe: Recipe, x: Inputs, y: torch.Tensor, state: State) -> None:
+def _check_read(recipe: Recipe, x: Inputs, y: torch.Tensor, state: State) -> str | None:
     """Reading without writing is the last output; causal=False is reading after everything."""
     how = recipe.memory.read
     delayed = recipe.at_border or recipe.algorithm.every == "batch"
@@ -167,7 +180,7 @@ def _check_read(recipe: Recipe, x: Inputs, y: torch.Tensor, state: State) -> Non
     if inverse is not None and inverse.ridge == "refreshed":
         delayed |= x.T % inverse.every == 0
     if how.when == "before" or how.bonus != 0.0 or delayed:
-        return  # what the last token read is not what stands after it
+        return "the last token reads another memory than the final one"
     gates = {name: x.gates[name] for name in read_gates(recipe)}
     found = read(recipe, x.q, gates=gates, state=state, params=x.params)
     wrong = error(found[:, -1:], y[:, -1:])
@@ -176,16 +189,17 @@ def _check_read(recipe: Recipe, x: Inputs, y: torch.Tensor, state: State) -> Non
         late, _ = run(recipe, x, causal=False)
         wrong = error(late, found)
         require(wrong < SPLIT, f"causal=False is off by {wrong:.1e} from reading afterwards")
+    return None
 
 
-def _check_states(recipe: Recipe, x: Inputs, y: torch.Tensor, state: State, cut: int) -> None:
-    """States carry the outer gradient, and survive being written, repeated, and begun anew."""
+def _check_states(recipe: Recipe, x: Inputs, y: torch.Tensor, state: State, cut: int) -> str | None:
+    """States carry the outer gradient, and survive being written, repeated, and reset."""
     found: list[tuple[torch.Tensor, ...]] = []
     for leaves, cuts in ((x.leaves(), []), (x.leaves(), [cut])):
         out, _ = split(recipe, leaves, cuts)
         named = list(leaves.tensors().values())
         if not out.requires_grad:
-            return
+            return "outputs have no gradient"
         found.append(
             torch.autograd.grad(
                 out.square().sum(), named, allow_unused=True, materialize_grads=True
@@ -209,6 +223,7 @@ def _check_states(recipe: Recipe, x: Inputs, y: torch.Tensor, state: State, cut:
     require(error(again, y) < ENGINE, "outputs after a reset are off")
     size = sum(a.numel() * a.element_size() for a in state.tensors())
     require(state.nbytes == size, "a state's nbytes are not those of its tensors")
+    return None
 
 
 def _check_dtypes(recipe: Recipe, x: Inputs) -> None:

@@ -8,21 +8,22 @@ the false claim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from recollect.choices.algorithm.base import Algorithm, Step
 from recollect.choices.bias.base import Bias
-from recollect.choices.bias.per_association import sample_numbers
 from recollect.choices.context.base import Context
 from recollect.choices.features.base import Features, Kernel
 from recollect.choices.member import Member
 from recollect.choices.memory.base import Memory
 from recollect.choices.retention.base import Retention
+from recollect.choices.trial import sample_numbers
 from recollect.recipe.recipe import Recipe
-from recollect.testing.compare import require
+from recollect.testing.compare import label, require
 from recollect.testing.contexts import check_context
 from recollect.testing.declared import normal, off
 from recollect.testing.inputs import draw_param
@@ -37,22 +38,27 @@ __all__ = [
 ]
 
 
-def check_structure(made: Member) -> None:
-    """What a member declares of itself is true; see `CHECKS` for what is asked of each choice.
+def check_structure(instance: Member) -> list[tuple[str, str | None]]:
+    """Check that the declarations of a member are true.
+
+    Returns:
+        The name of each check in `CHECKS` that applies, and the reason if it was skipped.
 
     Raises:
         AssertionError: the member and the claim that is false.
     """
-    for kind, checks in CHECKS.items():
-        if isinstance(made, kind):
-            for check in checks:
-                check(made)
+    return [
+        (label(check), check(instance))
+        for kind, checks in CHECKS.items()
+        if isinstance(instance, kind)
+        for check in checks
+    ]
 
 
 # -- bias --------------------------------------------------------------------------------------
 
 
-def check_bias_gradients(bias: Bias) -> None:
+def check_bias_gradients(bias: Bias) -> str | None:
     """`error` is autograd's gradient of `loss`, and both are the central finite difference."""
     count, V, h = 40, 3, 1e-6
     p, v = normal(count, V, seed=1), normal(count, V, seed=2)
@@ -60,7 +66,7 @@ def check_bias_gradients(bias: Bias) -> None:
     found = bias.error(p, v, gates)
     if not bias.states_loss:
         require(torch.isfinite(found).all(), f"{bias.title}: error is not finite")
-        return
+        return "it defines no loss to compare error with"
     point = p.clone().requires_grad_()
     (slope,) = torch.autograd.grad(bias.loss(point, v, gates).sum(), point)
     wrong = off(found, slope)
@@ -73,10 +79,13 @@ def check_bias_gradients(bias: Bias) -> None:
         near = (p - v)[:, j].abs() > 1e-3
         wrong = off(found[near, j], ratio[near], 1e-5)
         require(not wrong, f"{bias.title}: error is not the slope of loss, but {wrong:.1e} off")
+    return None
 
 
-def check_affinity(bias: Bias) -> None:
+def check_affinity(bias: Bias) -> str | None:
     """``affine`` and ``separable`` are true of `error`."""
+    if bias.affine is None and not bias.separable:
+        return "it declares neither"
     p, v, gates = normal(20, 3, seed=1), normal(20, 3, seed=2), sample_numbers(bias, (20,), 3, 3)
     found = bias.error(p, v, gates)
     if bias.affine is not None:
@@ -96,12 +105,13 @@ def check_affinity(bias: Bias) -> None:
             f"{bias.title} declares separable, and the error of one value channel depends on the "
             "prediction of another",
         )
+    return None
 
 
-def check_target(bias: Bias) -> None:
+def check_target(bias: Bias) -> str | None:
     """``target`` is where the loss is least: no error points away from it."""
     if bias.target is None:
-        return
+        return "it declares no target"
     p, v = normal(60, 3, seed=1), normal(60, 3, seed=2)
     error = bias.error(p, v, sample_numbers(bias, (60,), 3, 3))
     least = float(((p - bias.target * v) * error).sum(-1).detach().min())
@@ -110,6 +120,7 @@ def check_target(bias: Bias) -> None:
         f"{bias.title} declares target={bias.target:g}, and an error points away from "
         f"{bias.target:g}·value: ⟨prediction − {bias.target:g}·value, error⟩ = {least:.1e}",
     )
+    return None
 
 
 def check_perfect_prediction(bias: Bias) -> None:
@@ -158,6 +169,12 @@ def check_link(retention: Retention, size: float = 1.0) -> None:
         )
 
 
+def check_links(retention: Retention) -> None:
+    """The link is finite and differentiable for small and large entries, and A if not linked."""
+    for size in LINK_SIZES:
+        check_link(retention, size)
+
+
 def check_link_gradients(retention: Retention) -> None:
     """The link's gradient is its slope."""
     A, direction, h = normal(3, 4, seed=1), normal(3, 4, seed=2), 1e-6
@@ -172,8 +189,10 @@ def check_link_gradients(retention: Retention) -> None:
     require(close, f"{retention.title}: link has gradient {found:.8g} and slope {ratio:.8g}")
 
 
-def check_gain(retention: Retention) -> None:
+def check_gain(retention: Retention) -> str | None:
     """``steepest`` bounds the link's slope, and `gain` is positive, the same in both forms."""
+    if retention.steepest is None and not retention.additive:
+        return "it declares neither steepest nor additive"
     title, gates, L = retention.title, _link_gates(retention), retention.steepest
     A, B = normal(20, 3, 4, seed=1), normal(20, 3, 4, seed=2)
     if L is not None:
@@ -184,7 +203,7 @@ def check_gain(retention: Retention) -> None:
             f"{title} declares steepest={L:g}, and its link moves W {ratio:.3g} times as far as A",
         )
     if not retention.additive:
-        return
+        return None
     h, delta = normal(5, 4, seed=3), normal(5, 3, seed=4)
     G = delta.unsqueeze(-1) * h.unsqueeze(-2)
     found = retention.gain(A[0], G, gates)
@@ -193,12 +212,13 @@ def check_gain(retention: Retention) -> None:
     fast = retention.rank_one_gain(A[0], h, delta, gates)
     wrong = 0.0 if fast is None else off(fast, found)
     require(not wrong, f"{title}: rank_one_gain of δ and h is not the gain of δhᵀ, {wrong:.1e} off")
+    return None
 
 
-def check_advance(retention: Retention) -> None:
-    """Where ``additive`` is declared, `advance` is α A + step."""
+def check_advance(retention: Retention) -> str | None:
+    """`advance` is α A + step if ``additive`` is declared."""
     if not retention.additive:
-        return
+        return "it declares additive=False"
     A, step, decay = normal(2, 3, 4, seed=1), normal(2, 3, 4, seed=2), -normal(2, 1, 1).abs()
     for log_decay, kept in ((None, A), (decay, decay.exp() * A)):
         wrong = off(retention.advance(A, step, log_decay, _link_gates(retention)), kept + step)
@@ -207,16 +227,17 @@ def check_advance(retention: Retention) -> None:
             f"{retention.title} declares additive, which is A_t = α A_(t−1) + step, and its "
             f"advance is {wrong:.1e} off",
         )
+    return None
 
 
 # -- algorithm ---------------------------------------------------------------------------------
 
 
-def check_recursion(algorithm: Algorithm) -> None:
+def check_recursion(algorithm: Algorithm) -> str | None:
     """`momentum_of` is the linear recursion that `update` takes, on the slots that it declares."""
     title, of = algorithm.title, algorithm.momentum_of
     if algorithm.condenses or algorithm.solves:
-        return
+        return "it solves in closed form"
     g, write = normal(1, 1, 3, 4, seed=1), normal(1, 1, 3, 4, seed=2)
     old = {
         name: normal(1, 1, *algorithm.slot_shape(name, (3, 4)), seed=3).abs()
@@ -231,7 +252,7 @@ def check_recursion(algorithm: Algorithm) -> None:
     require(shapes == kept, f"{title}: update gives other slots than {algorithm.slots} declares")
     require(step.shape == g.shape, f"{title}: update gives a step of another shape than gradients")
     if of is None:
-        return
+        return "it declares momentum_of=None, so only shapes were compared"
     require(algorithm.linear, f"{title} declares momentum_of={of!r} and linear=False")
     if of == "none":
         wrong, how = off(step, -lr * g), "−η g"
@@ -245,6 +266,7 @@ def check_recursion(algorithm: Algorithm) -> None:
         not wrong,
         f"{title} declares momentum_of={of!r}, which is {how}, and its update is {wrong:.1e} off",
     )
+    return None
 
 
 # -- features ----------------------------------------------------------------------------------
@@ -311,10 +333,10 @@ def check_features(features: Features) -> None:
 
 LINK_SIZES = (0.0, 1e-8, 1.0, 30.0)
 
-CHECKS = {
+CHECKS: dict[type[Member], tuple[Callable[[Any], str | None], ...]] = {
     Bias: (check_bias_gradients, check_affinity, check_target, check_perfect_prediction),
     Retention: (
-        *(lambda made, size=size: check_link(made, size) for size in LINK_SIZES),
+        check_links,
         check_link_gradients,
         check_gain,
         check_advance,
