@@ -24,7 +24,7 @@ pytest.importorskip("matplotlib")
 
 from recollect.cli.compare import _show
 from recollect.cli.progress import CompareDisplay
-from recollect.experiments import Schedule, Sizes, compare, save_comparison
+from recollect.experiments import Schedule, Sizes, compare, read_corpus, save_comparison
 from recollect.experiments.comparison.jobs import Job, run_jobs
 from recollect.experiments.comparison.report import measured_on, options_table, reach, table
 from recollect.experiments.comparison.results import DEFAULTS, ModelRun, Nobody
@@ -187,6 +187,58 @@ def test_all_models_can_have_the_same_layer_options(text: str) -> None:
     assert bare.value != gated.value and gated.parameters > bare.parameters
     with pytest.raises(ValueError, match="layer_options must be 'preset' or 'same', not 'alike'"):
         run(["gla"], ["text"], text, layer_options="alike")
+
+
+def test_a_text_is_read_as_train_reads_it(text: str, tmp_path: Path) -> None:
+    """One file, several files, a pattern, a folder and JSON lines of the same paragraphs."""
+    paragraphs = Path(text).read_text().split("\n\n")
+    half = len(paragraphs) // 2
+    for number, part in enumerate((paragraphs[:half], paragraphs[half:])):
+        (tmp_path / f"{number}.txt").write_text("\n\n".join(part))
+    lines = tmp_path / "lines"
+    lines.mkdir()
+    rows = "\n".join(json.dumps({"id": i, "body": x}) for i, x in enumerate(paragraphs))
+    (lines / "all.jsonl").write_text(rows)
+    (lines / "notes.csv").write_text("no text")
+    one = rc.tasks.load_text(text)
+    two = [str(tmp_path / f"{number}.txt") for number in (0, 1)]
+    for given in (text, Path(text), two, str(tmp_path / "?.txt")):
+        assert read_corpus(given).sha256 == one.sha256
+    assert read_corpus(lines, column="body").sha256 == one.sha256
+    assert read_corpus([*two, str(lines)], column="body").sha256 == one.sha256, "no paragraph twice"
+    by_path, by_folder = (run(["gla"], ["text"], x) for x in (text, two))
+    assert by_folder.text["source"] == ", ".join(two)
+    assert by_path.runs[0].value == by_folder.runs[0].value
+    with pytest.raises(ValueError, match=r"text: '.*/none' finds no file \(in a folder: \.txt"):
+        read_corpus(str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"all.jsonl:1: no field 'text'; its fields are: id, body"):
+        read_corpus(lines)
+
+
+def test_the_command_takes_several_texts_and_a_column(text: str, tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from recollect.cli import build
+
+    rows = [json.dumps({"body": x}) for x in Path(text).read_text().split("\n\n")]
+    for number, part in enumerate((rows[:70], rows[70:])):
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(part))
+    small = {"steps": 2, "width": 16, "depth": 1, "heads": 2, "length": 32, "batch": 2}
+    sizes = [part for name, size in small.items() for part in (f"--{name}", str(size))]
+    texts = [part for number in range(2) for part in ("--text", str(tmp_path / f"{number}.jsonl"))]
+    given = ["compare", "--models", "gla", *sizes, "--out", str(tmp_path / "out"), *texts]
+    found = CliRunner().invoke(build(), [*given, "--column", "body", "--json"])
+    assert found.exit_code == 0, found.output
+    stored = json.loads((tmp_path / "out" / "results.json").read_text())["text"]
+    assert stored["sha256"] == rc.tasks.load_text(text).sha256
+    refused = CliRunner().invoke(build(), given)
+    assert refused.exit_code == 2
+    assert "its fields are: body (name one as --column); repair it\n" in refused.stderr
+    none = CliRunner().invoke(build(), [*given, "--text", "nowhere"])
+    assert "--text: 'nowhere' finds no file" in none.stderr
+    alone = CliRunner().invoke(build(), ["compare", "--models", "gla", "--column", "body"])
+    assert "--column names a field of --text or --dataset" in alone.stderr
 
 
 def test_a_report_lists_the_options_that_differ(text: str, tmp_path: Path) -> None:

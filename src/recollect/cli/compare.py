@@ -48,11 +48,19 @@ def compare(
     ],
     task: Annotated[list[str], typer.Option(help="text, mqar, capacity.")] = ["text"],  # noqa: B006
     text: Annotated[
-        str | None, typer.Option(help="A text file of your own, of the task text.")
+        list[str] | None,
+        typer.Option(
+            help="Texts of your own, for the task text: files (.txt, .jsonl, .parquet), folders, "
+            "patterns; give it again for more."
+        ),
     ] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(help="A hub dataset with a 'text' column, in place of --text."),
+        typer.Option(help="A hub dataset, in place of --text."),
+    ] = None,
+    column: Annotated[
+        str | None,
+        typer.Option(help="Field that holds the text of a JSON line or a row; default: text."),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per model.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
@@ -99,15 +107,17 @@ def compare(
     """Train models at equal parameters and tokens, and report."""
     import recollect.experiments as experiments
     from recollect.experiments.comparison.results import DEFAULTS
-    from recollect.experiments.comparison.tasks import check_text_is_read
+    from recollect.experiments.comparison.tasks import check_text_is_read, read_corpus
     from recollect.lm.data.streaming import stream_text
 
     chosen = [stated(name.strip()) for name in models.split(",") if name.strip()]
-    if text is not None and dataset is not None:
+    if text and dataset is not None:
         raise ValueError("--text and --dataset exclude each other: give one text")
+    if column is not None and not text and dataset is None:
+        raise ValueError("--column names a field of --text or --dataset: give one of them")
     with worded({"corpus": "--dataset", "text": "--text", "tasks": "--task"}):
-        check_text_is_read(task, text=text, corpus=dataset)
-    corpus = None if dataset is None else stream_text(dataset)
+        check_text_is_read(task, text=text or None, corpus=dataset)
+    corpus = None if dataset is None else stream_text(dataset, column=column or "text")
     sizes = {
         name: DEFAULTS[name].but(
             steps=steps,
@@ -131,6 +141,9 @@ def compare(
         raise ValueError("--seeds and --rows exclude each other: a row is of one seed")
     place = out if rows is None else rows
     check_writable(place)
+    if text:
+        with worded({"text": "--text", "column": "--column"}):
+            corpus = read_corpus(text, column=column or "text")
     console = console_of_page(stderr=as_json)
     display = CompareDisplay(console, models=len(chosen) * max(1, seeds), tasks=len(set(task)))
     command = shlex.join(["recollect", *sys.argv[1:]])
@@ -142,7 +155,6 @@ def compare(
                 rows,
                 sizes=sizes["text"],
                 parameters=parameters,
-                text=text,
                 corpus=corpus,
                 seed=seed,
                 method=method,
@@ -159,7 +171,6 @@ def compare(
         result = experiments.compare(
             chosen,
             task,
-            text=text,
             corpus=corpus,
             sizes=sizes,
             seed=seed,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from recollect.experiments.comparison.results import ModelRun, Sizes, Watcher
     from recollect.experiments.comparison.stored import load_comparison
     from recollect.experiments.comparison.table import add_rows, write_rows_table
+    from recollect.experiments.comparison.tasks import read_corpus
     from recollect.experiments.comparison.training import Schedule
 from recollect.wording import suggests
 
@@ -57,6 +58,7 @@ __all__ = [
     "load_comparison",
     "published",
     "published_names",
+    "read_corpus",
     "reproduce",
     "save_comparison",
     "write_rows_table",
@@ -73,6 +75,7 @@ _TRAINING = {
     "load_comparison": "comparison.stored",
     "add_rows": "comparison.table",
     "write_rows_table": "comparison.table",
+    "read_corpus": "comparison.tasks",
     "Schedule": "comparison.training",
 }
 

@@ -107,15 +107,35 @@ def load_text(path: str | PathLike[str] | None = None) -> TextCorpus:
     raw = path.read_bytes()
     if not raw.strip():
         raise ValueError(f"load_text: {path} is empty")
-    if b"\0" in raw:
-        raise ValueError(f"load_text: {path} holds zero bytes, so it is binary; give a text file")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"load_text: {path} is not UTF-8 at byte {error.start}; convert it to UTF-8 first"
         ) from None
-    return _split(_paragraphs(text), source=str(path), limit=None)
+    return split_documents([text], source=str(path))
+
+
+def split_documents(documents: Iterable[str], *, source: str) -> TextCorpus:
+    """Split documents into a training and a held-out part, as `load_text` splits a file.
+
+    Args:
+        documents: texts.
+        source: where the documents come from, in words.
+
+    Raises:
+        ValueError: they are too short to split, or hold zero bytes.
+    """
+
+    def paragraphs() -> Iterator[str]:
+        for text in documents:
+            if "\0" in text:
+                raise ValueError(
+                    f"load_text: {source} holds zero bytes, so it is binary; give a text file"
+                )
+            yield from _paragraphs(text)
+
+    return _split(paragraphs(), source=source, limit=None)
 
 
 def default_source() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 from recollect.blocks.mixers import Leaf, Mixer, mixer_of
@@ -16,7 +17,13 @@ from recollect.experiments.comparison.results import (
     Sizes,
     Watcher,
 )
-from recollect.experiments.comparison.tasks import RECALLS, TASKS, check_text_is_read, measured
+from recollect.experiments.comparison.tasks import (
+    RECALLS,
+    TASKS,
+    check_text_is_read,
+    measured,
+    read_corpus,
+)
 from recollect.fields import held, whole
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.config import RecollectConfig
@@ -102,7 +109,7 @@ def compare(
     models: Sequence[Named] | str | Preset | Hybrid,
     tasks: Sequence[str] | str = TASKS,
     *,
-    text: str | None = None,
+    text: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None,
     corpus: TextCorpus | None = None,
     sizes: Mapping[str, Sizes] | Sizes | None = None,
     seed: int = 0,
@@ -120,9 +127,9 @@ def compare(
         models: zoo names, presets, or ``(name, recipe)``, ``(name, recipe, options)`` or ``(name,
             mixer)`` of your own.
         tasks: out of `TASKS`; one stands for a list of one, as a name does among ``models``.
-        text: path of a text of your own, for the task text; the default is the documentation
-            installed with Python.
-        corpus: a text already loaded, instead of ``text``.
+        text: texts of your own, for the task text, as `read_corpus` takes them; the default is the
+            documentation installed with Python.
+        corpus: a text already read, instead of ``text``.
         sizes: per task, in place of `DEFAULTS`; where there is one task, its sizes alone will do.
         seed: of initial weights, examples and their order; 0 to 2³² − 1.
         seeds: how many; every model is trained anew with ``seed``, ``seed`` + 1, ... and reported
@@ -194,7 +201,7 @@ def compare(
     interrupted = False
     try:
         if "text" in every:
-            corpus = corpus or load_text(text)
+            corpus = corpus or (load_text() if text is None else read_corpus(text))
             bigram = bigram_bits_per_byte(corpus)
             facts = {"source": corpus.source, "sha256": corpus.sha256}
         for task, size in every.items():

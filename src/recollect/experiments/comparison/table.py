@@ -22,7 +22,7 @@ from recollect.experiments.comparison.compare import Named, compare, named, name
 from recollect.experiments.comparison.comparison import Comparison
 from recollect.experiments.comparison.jobs import training_environment
 from recollect.experiments.comparison.results import ModelRun, Nobody, Sizes, Watcher
-from recollect.experiments.comparison.tasks import MEASURED
+from recollect.experiments.comparison.tasks import MEASURED, read_corpus
 from recollect.layer.options import LayerOptions
 from recollect.recipe.json_text import read_json
 from recollect.recipe.recipe import Recipe
@@ -47,7 +47,7 @@ def add_rows(
     *,
     sizes: Sizes,
     parameters: int,
-    text: str | None = None,
+    text: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None,
     corpus: TextCorpus | None = None,
     seed: int = 0,
     method: str = "auto",
@@ -95,7 +95,7 @@ def add_rows(
         return _added(
             models,
             Path(folder),
-            corpus or load_text(text),
+            corpus or (load_text() if text is None else read_corpus(text)),
             sizes=sizes,
             parameters=parameters,
             seed=seed,

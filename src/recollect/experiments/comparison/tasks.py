@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 
 import torch
 from torch import Tensor, nn
 
 from recollect.experiments.comparison.results import Sizes
+from recollect.lm.data.sources import Source, find_files
 from recollect.tasks.mqar import IGNORE, MqarConfig, mqar
-from recollect.tasks.text import TextCorpus, batches, heldout_windows
-from recollect.wording import word_for
+from recollect.tasks.text import TextCorpus, batches, heldout_windows, split_documents
+from recollect.wording import word_for, worded
 
 __all__ = [
     "MEASURED",
@@ -23,6 +25,7 @@ __all__ = [
     "check_text_is_read",
     "compare_task",
     "measured",
+    "read_corpus",
 ]
 
 
@@ -92,6 +95,34 @@ def check_text_is_read(tasks: Sequence[str], **texts: object) -> None:
                 f"{others}: add the task text, compare on it in a run of its own, or leave {said} "
                 "out"
             )
+
+
+@worded({"text": "text", "column": "column", "bad_lines": ""})
+def read_corpus(
+    text: str | PathLike[str] | Sequence[str | PathLike[str]], *, column: str = "text"
+) -> TextCorpus:
+    r"""Read texts as `recollect train` reads them, and split them for the task text.
+
+    Args:
+        text: text files, ``.jsonl`` and ``.parquet``: names, folders and patterns.
+        column: field of a JSON line or a Parquet row that holds its text.
+
+    Raises:
+        ValueError: no file, a line or row that cannot be read, or texts that are too short.
+
+    Examples:
+        >>> import json
+        >>> from pathlib import Path
+        >>> letters = "abcdefghijklmnop"
+        >>> lines = [f"The {a}{b} is near the {b}{a}. It waits." for a in letters for b in letters]
+        >>> _ = Path("lines.jsonl").write_text("\n".join(json.dumps({"text": x}) for x in lines))
+        >>> rc.experiments.read_corpus("*.jsonl").source
+        '*.jsonl'
+    """
+    patterns = [text] if isinstance(text, str | PathLike) else list(text)
+    names = [str(pattern) for pattern in patterns]
+    source = Source(files=find_files(names, key="text"), column=column)
+    return split_documents(source, source=", ".join(names))
 
 
 def compare_task(task: str, size: Sizes, seed: int, corpus: TextCorpus | None) -> CompareTask:

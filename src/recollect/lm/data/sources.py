@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recollect.recipe.json_text import read_json
+from recollect.wording import word_for
 
 __all__ = ["BadLines", "HubDocuments", "Source", "find_files"]
 
@@ -36,10 +37,9 @@ class BadLines:
             ValueError: unless lines are skipped.
         """
         if not self.skip:
-            raise ValueError(
-                f'{where}: {reason}; repair it, or set bad_lines = "skip" in [data] to go on '
-                "without such lines"
-            )
+            setting = word_for("bad_lines", 'bad_lines = "skip" in [data]')
+            skip = f", or set {setting} to go on without such lines" if setting else ""
+            raise ValueError(f"{where}: {reason}; repair it{skip}")
         self.count += 1
         message = f"{where}: {reason}"
         if len(self.examples) < 10 and message not in self.examples:
@@ -111,7 +111,7 @@ class Source:
             if self.column not in file.schema_arrow.names:
                 raise ValueError(
                     f"{path} has no column {self.column!r}; it has "
-                    f"{', '.join(file.schema_arrow.names)}: name one as column in [data]"
+                    f"{', '.join(file.schema_arrow.names)}: name one as {_column()}"
                 )
             number = 0
             for group in range(file.num_row_groups):
@@ -136,13 +136,17 @@ def _texts(row: Any, column: str, where: str, bad: BadLines) -> Iterator[str]:
         bad.note(where, f"a {type(row).__name__}, not an object with {column!r}")
     elif column not in row:
         fields = ", ".join(map(str, row)) or "none"
-        bad.note(where, f"no field {column!r}; its fields are: {fields}")
+        bad.note(where, f"no field {column!r}; its fields are: {fields} (name one as {_column()})")
     elif not isinstance(row[column], str):
         bad.note(where, f"{column!r} is of type {type(row[column]).__name__}, not text")
     elif not _encodes(row[column]):
         bad.note(where, f"{column!r} has half of a surrogate pair, which is no character")
     elif row[column]:
         yield row[column]
+
+
+def _column() -> str:
+    return word_for("column", "column in [data]")
 
 
 def _encodes(text: str) -> bool:
@@ -155,7 +159,11 @@ def _encodes(text: str) -> bool:
 
 
 def find_files(patterns: Sequence[str], *, key: str) -> tuple[Path, ...]:
-    """Files of names, folders and patterns, each pattern's in order of their names.
+    """Return the files of names, folders and patterns, each pattern's in order of their names.
+
+    Args:
+        patterns: names, folders and patterns.
+        key: in ``[data]`` that has them, for a message.
 
     Raises:
         ValueError: a pattern that finds nothing.
@@ -171,7 +179,8 @@ def find_files(patterns: Sequence[str], *, key: str) -> tuple[Path, ...]:
             here = sorted(Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
         if not here:
             raise ValueError(
-                f"[data] {key}: {pattern!r} finds no file (in a folder: {', '.join(_KINDS)})"
+                f"{word_for(key, f'[data] {key}')}: {pattern!r} finds no file (in a folder: "
+                f"{', '.join(_KINDS)})"
             )
         files += here
     return tuple(dict.fromkeys(files))
