@@ -202,8 +202,8 @@ def test_a_text_is_read_as_train_reads_it(text: str, tmp_path: Path) -> None:
     (lines / "notes.csv").write_text("no text")
     one = rc.tasks.load_text(text)
     two = [str(tmp_path / f"{number}.txt") for number in (0, 1)]
-    for given in (text, Path(text), two, str(tmp_path / "?.txt")):
-        assert read_corpus(given).sha256 == one.sha256
+    for paths in (text, Path(text), two, str(tmp_path / "?.txt")):
+        assert read_corpus(paths).sha256 == one.sha256
     assert read_corpus(lines, column="body").sha256 == one.sha256
     assert read_corpus([*two, str(lines)], column="body").sha256 == one.sha256, "no paragraph twice"
     by_path, by_folder = (run(["gla"], ["text"], x) for x in (text, two))
@@ -227,48 +227,48 @@ def test_the_command_takes_several_texts_and_a_column(text: str, tmp_path: Path)
     small = {"steps": 2, "width": 16, "depth": 1, "heads": 2, "length": 32, "batch": 2}
     sizes = [part for name, size in small.items() for part in (f"--{name}", str(size))]
     texts = [part for number in range(2) for part in ("--text", str(tmp_path / f"{number}.jsonl"))]
-    given = ["compare", "--models", "gla", *sizes, "--out", str(tmp_path / "out"), *texts]
-    found = CliRunner().invoke(build(), [*given, "--column", "body", "--json"])
-    assert found.exit_code == 0, found.output
+    arguments = ["compare", "--models", "gla", *sizes, "--out", str(tmp_path / "out"), *texts]
+    finished = CliRunner().invoke(build(), [*arguments, "--column", "body", "--json"])
+    assert finished.exit_code == 0, finished.output
     stored = json.loads((tmp_path / "out" / "results.json").read_text())["text"]
     assert stored["sha256"] == rc.tasks.load_text(text).sha256
-    refused = CliRunner().invoke(build(), given)
+    refused = CliRunner().invoke(build(), arguments)
     assert refused.exit_code == 2
     assert "its fields are: body (name one as --column); repair it\n" in refused.stderr
-    none = CliRunner().invoke(build(), [*given, "--text", "nowhere"])
+    none = CliRunner().invoke(build(), [*arguments, "--text", "nowhere"])
     assert "--text: 'nowhere' finds no file" in none.stderr
-    alone = CliRunner().invoke(build(), ["compare", "--models", "gla", "--column", "body"])
-    assert "--column names a field of --text or --dataset" in alone.stderr
+    column_only = CliRunner().invoke(build(), ["compare", "--models", "gla", "--column", "body"])
+    assert "--column names a field of --text or --dataset" in column_only.stderr
 
 
 def test_a_report_lists_the_options_that_differ(text: str, tmp_path: Path) -> None:
     """Between these presets: the short convolution, the norms, the gate and the rotation."""
     names = ["gated_delta_net", "softmax_attention"]
     result = run(names, ["text"], text)
-    found = options_table(result, "text")
-    assert found is not None
-    gated, attention = (dict(zip(found.columns, row, strict=True)) for row in found.rows)
+    options = options_table(result, "text")
+    assert options is not None
+    gated, attention = (dict(zip(options.columns, row, strict=True)) for row in options.rows)
     presets = [rc.zoo.get(name).options for name in names]
     differing = {
         field.name
         for field in dataclasses.fields(rc.LayerOptions)
         if getattr(presets[0], field.name) != getattr(presets[1], field.name)
     }
-    assert {*found.columns[2:]} == differing >= {"conv", "output_gate"}
+    assert {*options.columns[2:]} == differing >= {"conv", "output_gate"}
     assert (gated["conv"], gated["output_gate"], gated["rope"]) == ("4", "silu", None)
     assert (attention["conv"], attention["output_gate"]) == ("0", None)
     assert attention["rope"] == "10000.0"
     page = save_comparison(result, tmp_path)["report"].read_text()
     assert "Layer options in which the models differ" in page and "--layer-options same" in page
-    again = rc.experiments.load_comparison(tmp_path)
-    assert options_table(again, "text") == found
+    loaded = rc.experiments.load_comparison(tmp_path)
+    assert options_table(loaded, "text") == options
     console = Console(file=io.StringIO(), width=200)
     _show(console, result)
     assert isinstance(console.file, io.StringIO)
     assert "Layer options in which" in console.file.getvalue()
     alike = run(names, ["text"], text, layer_options="same")
-    left = options_table(alike, "text")
-    assert left is not None and {*left.columns[2:]} == {"qk_norm", "rope"}
+    remaining = options_table(alike, "text")
+    assert remaining is not None and {*remaining.columns[2:]} == {"qk_norm", "rope"}
     assert options_table(run(["gated_delta_net", "delta_net"], ["text"], text), "text") is None
 
 

@@ -63,14 +63,21 @@ def test_a_row_with_the_same_layer_options_is_another_row(
 ) -> None:
     """Both rows of softmax attention remain in one table; Gated DeltaNet is not trained twice."""
     rows(["gated_delta_net", "softmax_attention"], tmp_path, corpus)
-    made = rows(["gated_delta_net", "softmax_attention"], tmp_path, corpus, layer_options="same")
-    assert made is not None
-    assert [run.model for run in made.runs] == ["softmax_attention-same"]
+    result = rows(["gated_delta_net", "softmax_attention"], tmp_path, corpus, layer_options="same")
+    assert result is not None
+    assert [run.model for run in result.runs] == ["softmax_attention-same"]
     options = [
         json.loads((tmp_path / f"softmax_attention{end}.json").read_text())["options"]
         for end in ("", "-same")
     ]
     assert [(one["conv"], one["output_gate"]) for one in options] == [(0, "none"), (4, "silu")]
+    page = (tmp_path / "README.md").read_text()
+    cells = {line.split(" | ")[0]: line.split(" | ") for line in page.splitlines()}
+    (column,) = (i for i, name in enumerate(cells["| model"]) if name == "layer options")
+    assert cells["| `softmax_attention`"][column] == (
+        "conv = 0, conv_activation = none, output_norm = none, output_gate = none"
+    )
+    assert cells["| `softmax_attention-same`"][column] == ""
 
 
 @pytest.mark.slow

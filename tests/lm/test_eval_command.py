@@ -140,13 +140,13 @@ def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         task = OWN_TASK.format(name=name, function=function, scores=scores)
         (folder / f"{name}.yaml").write_text(task)
 
-    class Own(lm_eval.tasks.TaskManager):
+    class WithOwnTasks(lm_eval.tasks.TaskManager):
         def __init__(self, include_path: str, include_defaults: bool, metadata: Any) -> None:
             paths = [include_path, str(folder)]
             super().__init__(include_path=paths, include_defaults=False, metadata=metadata)
 
     _manager.cache_clear()
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", Own)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", WithOwnTasks)
     monkeypatch.setattr("recollect.lm.evaluation.names.hub_answers", lambda: False)
     yield
     _manager.cache_clear()
@@ -171,9 +171,9 @@ def test_a_task_of_its_own_error_is_named_and_the_others_run(
     assert list(data["failures"]) == ["own_broken", "own_unreachable", "own_unscored"]
     report = (out / "report.html").read_text()
     assert "own_broken was not measured" in report
-    again, errors = run(run_folder, *options, "--json", code=1)
+    printed, errors = run(run_folder, *options, "--json", code=1)
     assert errors.count("measured before") == 2
-    assert list(json.loads(again)["failures"]) == list(data["failures"])
+    assert list(json.loads(printed)["failures"]) == list(data["failures"])
     _, errors = run(run_folder, "--tasks", "own_broken", "--out", tmp_path / "none", code=2)
     assert errors == "recollect eval: task own_broken cannot be loaded: KeyError: 'choices'\n"
 

@@ -491,9 +491,9 @@ def test_a_task_that_needs_the_hub_does_not_stop_the_others(
     with pytest.raises(ValueError, match=needs):
         rc.lm.evaluate(model, ["arc_easy"], context=600, **how)
     assert not (tmp_path / "tasks").exists()
-    found = rc.lm.evaluate(model, ["arc_easy", "local_babi_1"], context=600, **how)
-    assert [one.task for one in found.tasks] == ["local_babi_1"]
-    assert list(found.failures) == ["arc_easy"] and found.failures["arc_easy"].startswith(needs)
+    result = rc.lm.evaluate(model, ["arc_easy", "local_babi_1"], context=600, **how)
+    assert [one.task for one in result.tasks] == ["local_babi_1"]
+    assert list(result.failures) == ["arc_easy"] and result.failures["arc_easy"].startswith(needs)
     with pytest.raises(ValueError, match=r"there is no task 'arc_esy'; did you mean 'arc_easy'\?"):
         rc.lm.evaluate(model, ["arc_esy"], **how)
     _manager.cache_clear()
@@ -516,9 +516,9 @@ def test_no_code_of_the_hub_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
             "doc_to_target": "{{answer}}",
             "metric_list": [{**extra, "aggregation": "mean", "higher_is_better": True}],
         }
-        found = load(manager, [spec], context=600)  # type: ignore[list-item]
-        assert f"takes the metric {extra['metric']} as code of" in found.failures[name]
-        assert not found.tasks
+        loaded = load(manager, [spec], context=600)  # type: ignore[list-item]
+        assert f"takes the metric {extra['metric']} as code of" in loaded.failures[name]
+        assert not loaded.tasks
     assert fetched == []
 
 

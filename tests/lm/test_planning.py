@@ -279,11 +279,11 @@ def parsed(command: str) -> tuple[int, int, dict[str, Any]]:
     program, *words = shlex.split(command)
     nodes = processes = 1
     if program == "torchrun":
-        given = get_args_parser().parse_args(words)
-        assert given.module and given.training_script == "recollect.cli"
-        assert given.standalone or given.rdzv_endpoint
-        nodes, processes = parse_min_max_nnodes(given.nnodes)[1], int(given.nproc_per_node)
-        words = given.training_script_args
+        launcher = get_args_parser().parse_args(words)
+        assert launcher.module and launcher.training_script == "recollect.cli"
+        assert launcher.standalone or launcher.rdzv_endpoint
+        nodes, processes = parse_min_max_nnodes(launcher.nnodes)[1], int(launcher.nproc_per_node)
+        words = launcher.training_script_args
     else:
         assert program == "recollect"
     commands = cast(click.Group, typer.main.get_command(build()))
@@ -304,10 +304,10 @@ def test_the_launch_is_of_all_devices_also_where_one_holds_the_run(
     # Rows of two tokens and one head leave few meshes to count.
     run = plan(model={"heads": 1}, data={"context": 2}, optimizer={"batch": 48})
     options: dict[str, Any] = {"devices": devices, "per_node": per_node, "file": str(file)}
-    found = estimate(run, config_of(run), memory=2**40, **options)
-    assert found.smallest is not None and found.smallest.way.devices == 1
-    assert found.launch is not None
-    line, command = found.launch
+    estimated = estimate(run, config_of(run), memory=2**40, **options)
+    assert estimated.smallest is not None and estimated.smallest.way.devices == 1
+    assert estimated.launch is not None
+    line, command = estimated.launch
     assert parsed(command)[:2] == (nodes, processes)
     assert parsed(command)[2]["config"] == file
     tables = run.to_dict()
@@ -344,8 +344,8 @@ def test_the_assumptions_of_the_time_are_marked(tmp_path: Path) -> None:
     page = CliRunner().invoke(build(), ["plan", str(file)]).output
     assert "time        no estimate, because [run] device is a CPU" in page
     assert "TFLOP/s" not in page and "no run has confirmed" not in page
-    found = CliRunner().invoke(build(), ["plan", str(file), "--json"]).output
-    assert json.loads(found)["seconds"] is None
+    data = CliRunner().invoke(build(), ["plan", str(file), "--json"]).output
+    assert json.loads(data)["seconds"] is None
 
 
 def test_a_mesh_whose_weights_an_old_torch_gathers_wrongly_is_refused(

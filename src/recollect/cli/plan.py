@@ -149,20 +149,20 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds >= 60 else f"{max(seconds, 0.1):.2g} s"
 
 
-def _duration(found: Estimate, run: TrainPlan, several: str) -> Iterator[str]:
+def _duration(estimated: Estimate, run: TrainPlan, devices: str) -> Iterator[str]:
     """Yield the time of the run with its assumptions, a line each."""
     from recollect.lm.planning.estimate import SHARE
     from recollect.report.units import readable
 
-    if found.seconds is None:
+    if estimated.seconds is None:
         yield "no estimate, because [run] device is a CPU"
         return
-    yield f"{_time(found.seconds)} for {found.tokens:,} tokens on {several}, assuming that"
-    an_h100 = found.peak == _H100 * 1e12
+    yield f"{_time(estimated.seconds)} for {estimated.tokens:,} tokens on {devices}, assuming that"
+    an_h100 = estimated.peak == _H100 * 1e12
     whose = ", an H100's in dense bfloat16 (--peak for another device)" if an_h100 else " (--peak)"
-    yield f"each states {readable(found.peak, 'FLOP/s')}{whose}"
-    unconfirmed = ", an assumption that no run has confirmed" if found.share == SHARE else ""
-    yield f"and reaches {found.share:.3g} of it (--share){unconfirmed}"
+    yield f"each states {readable(estimated.peak, 'FLOP/s')}{whose}"
+    unconfirmed = ", an assumption that no run has confirmed" if estimated.share == SHARE else ""
+    yield f"and reaches {estimated.share:.3g} of it (--share){unconfirmed}"
     if an_h100 and not run.run.bf16:
         yield "though this run multiplies in float32, which is slower: bf16 = true in [run]"
 

@@ -100,11 +100,11 @@ def _found(result: Evaluation, papers: Sequence[Beside]) -> str:
     """Two sentences: what was asked, and how it stands to the papers."""
     documents = sum(one.documents for one in result.tasks)
     empty = [one.task for one in result.tasks if not one.finite]
-    lost = f" ({', '.join(empty)} gave no finite number)" if empty else ""
+    missing = f" ({', '.join(empty)} gave no finite number)" if empty else ""
     if result.failures:
-        lost += f", and {', '.join(result.failures)} failed"
+        missing += f", and {', '.join(result.failures)} failed"
     count = f"{len(result.tasks)} task{'' if len(result.tasks) == 1 else 's'}"
-    first = f"{result.model} was asked {documents:,} documents of {count}{lost}."
+    first = f"{result.model} was asked {documents:,} documents of {count}{missing}."
     if not papers:
         return f"{first} No paper that is kept here reports these tasks."
     below = {

@@ -74,27 +74,40 @@ def _state(run: Mapping[str, Any]) -> str:
 
 
 def _language_model(name: str, results: Path) -> Measured | None:
-    data = _read(results / "language_models" / f"{name}.json")
-    if data is None:
+    paths = {
+        layers: results / "language_models" / f"{name}{suffix}.json"
+        for layers, suffix in (("the preset's", ""), ("`--layer-options same`", "-same"))
+    }
+    stored = {layers: data for layers, path in paths.items() if (data := _read(path)) is not None}
+    if not stored:
         return None
-    run, terms = data["run"], data["terms"]
-    row = (
+    first = next(iter(stored.values()))
+    run, terms = first["run"], first["terms"]
+    return Measured(
+        title="A language model at equal parameters and tokens",
+        columns=(
+            *("layer options", "bits per byte", "byte bigram", "parameters"),
+            *("state per sequence", "CPU minutes"),
+        ),
+        rows=tuple((layers, *_cells(data)) for layers, data in stored.items()),
+        note=(
+            f"Held-out text after {run['tokens']:,} training bytes; {terms['depth']} layers of "
+            f"width {terms['width']}, {terms['heads']} heads, rows of {terms['length']} bytes, "
+            f"seed {terms['seed']}. {_where(first['environment'])}. "
+            "[Beside the others, and the command](../results/language_models/README.md)."
+        ),
+    )
+
+
+def _cells(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the numbers of a row of the language models."""
+    run = data["run"]
+    return (
         f"{run['value']:.3f}",
         f"{data['bigram']:.3f}",
         f"{run['parameters']:,}",
         _state(run),
         f"{run['cpu_seconds'] / 60:.1f}" if run.get("cpu_seconds") else "–",
-    )
-    return Measured(
-        title="A language model at equal parameters and tokens",
-        columns=("bits per byte", "byte bigram", "parameters", "state per sequence", "CPU minutes"),
-        rows=(row,),
-        note=(
-            f"Held-out text after {run['tokens']:,} training bytes; {terms['depth']} layers of "
-            f"width {terms['width']}, {terms['heads']} heads, rows of {terms['length']} bytes, "
-            f"seed {terms['seed']}. {_where(data['environment'])}. "
-            "[Beside the others, and the command](../results/language_models/README.md)."
-        ),
     )
 
 

@@ -121,7 +121,7 @@ def split_documents(documents: Iterable[str], *, source: str) -> TextCorpus:
 
     Args:
         documents: texts.
-        source: where the documents come from, in words.
+        source: name of the documents, for messages and reports.
 
     Raises:
         ValueError: they are too short to split, or hold zero bytes.

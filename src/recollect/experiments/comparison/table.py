@@ -18,7 +18,7 @@ from typing import Any
 
 from recollect.blocks.files import read_mixer
 from recollect.blocks.mixers import Leaf, Mixer
-from recollect.experiments.comparison.compare import Named, compare, named, named_alike
+from recollect.experiments.comparison.compare import SHARED, Named, compare, named, named_alike
 from recollect.experiments.comparison.comparison import Comparison
 from recollect.experiments.comparison.jobs import training_environment
 from recollect.experiments.comparison.results import ModelRun, Nobody, Sizes, Watcher
@@ -338,11 +338,15 @@ def _page(rows: Sequence[dict[str, Any]]) -> str:
         "summed over its threads; minutes are the clock's, of training alone, on a machine that "
         "other work may have shared.",
         "",
+        "Layer options are those of the short convolution, token shift, value skip, output norm "
+        "and output gate that differ from `--layer-options same`. Those of a hybrid are the "
+        "options of any of its layers. A model `NAME-same` was trained with that option.",
+        "",
         "| model | bits per byte | parameters | heads | state, bytes per sequence | threads "
-        "| CPU minutes | minutes | commit |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| CPU minutes | minutes | layer options | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *(_line(row) for row in rows),
-        f"| byte bigram | {first['bigram']:.3f} | | | | | | | |",
+        f"| byte bigram | {first['bigram']:.3f} | | | | | | | | |",
         "",
         *(
             ["† The preset has other defaults since: the row is that of its older ones.", ""]
@@ -355,6 +359,20 @@ def _page(rows: Sequence[dict[str, Any]]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _differing(row: Mapping[str, Any]) -> str:
+    """Return the `SHARED` options of a row's layers that differ from the defaults."""
+    default = LayerOptions()
+    layers: Mapping[str, Any] = row["layers"] if "layers" in row else {"": _layer(row)}
+    leaves = [leaf for layer in layers.values() for leaf in read_mixer(layer).leaves.values()]
+    cells = [
+        f"{name} = {value}"
+        for name in SHARED
+        for value in dict.fromkeys(getattr(leaf.options, name) for leaf in leaves)
+        if value != getattr(default, name)
+    ]
+    return ", ".join(cells)
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -378,6 +396,7 @@ def _line(row: Mapping[str, Any]) -> str:
         str(environment["threads"]),
         minutes,
         f"{run['seconds'] / 60:.1f}",
+        _differing(row),
         environment["commit"][:8],
     )
     return f"| {' | '.join(cells)} |"

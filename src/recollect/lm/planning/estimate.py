@@ -24,6 +24,7 @@ activations what its layers gather or hand over (`along`). A batch is what all p
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -225,9 +226,9 @@ def estimate(
     ranks = [rank_of(plan, config, way, counted=counted) for way in _ways(devices)]
 
     def first(sizes: Iterable[int]) -> Rank | None:
-        tried = (way for size in sizes for way in _ways(size))
-        found = (rank_of(plan, config, way, counted=counted) for way in tried)
-        return next((rank for rank in found if rank.fits(memory)), None)
+        layouts = itertools.chain.from_iterable(map(_ways, sizes))
+        estimates = (rank_of(plan, config, layout, counted=counted) for layout in layouts)
+        return next((rank for rank in estimates if rank.fits(memory)), None)
 
     sizes = _sizes(plan.optimizer.batch, devices)
     smallest, largest = first(sizes), first(reversed(sizes))
