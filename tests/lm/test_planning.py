@@ -11,7 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
-import click
 import typer.main
 from rich.console import Console
 from tests.lm.runs import gathers
@@ -286,9 +285,9 @@ def parsed(command: str) -> tuple[int, int, dict[str, Any]]:
         words = launcher.training_script_args
     else:
         assert program == "recollect"
-    commands = cast(click.Group, typer.main.get_command(build()))
-    name, train, rest = commands.resolve_command(click.Context(commands), words)
-    assert name == "train" and train is not None
+    commands: Any = typer.main.get_command(build())
+    name, train, rest = commands.resolve_command(typer.Context(commands), words)
+    assert name == "train"
     return nodes, processes, train.make_context("train", rest).params
 
 

@@ -24,19 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 SIZES = (
-    *("width", "depth", "heads", "key-dim", "parameters"),
-    *(
-        "layer-options",
-        "steps",
-        "tokens",
-        "batch",
-        "length",
-        "lr",
-        "jobs",
-        "seed",
-        "seeds",
-        "device",
-    ),
+    *("width", "depth", "heads", "key-dim", "parameters", "layer-options"),
+    *("steps", "tokens", "batch", "length", "lr", "jobs", "seed", "seeds", "device"),
 )
 """Options with which a model or its training may be refused."""
 
