@@ -1,7 +1,6 @@
 """Entry point of the ``recollect`` command: an interrupt while it is being imported ends it.
 
-It stands beside the package because importing anything of the package takes seconds, most of them
-torch's. Nothing has begun by then, so there is nothing to finish or to keep.
+It is next to the package, so that an interrupt during the import of the package is handled too.
 """
 
 from __future__ import annotations
@@ -12,17 +11,20 @@ import sys
 from importlib.util import find_spec
 from types import FrameType
 
-__all__ = ["MISSING", "main"]
+__all__ = ["MISSING", "leave", "main"]
 
 MISSING = (
     "recollect's commands need typer and rich: pip install typer rich, or in its checkout "
     'pip install -e ".[cli]"'
 )
-"""What is said where the extra [cli] is missing; before torch is imported, which takes seconds."""
+"""Message if the extra [cli] is missing."""
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    # No exception: halfway through an import it would come out as another one, with a traceback.
+def leave(number: int, frame: FrameType | None) -> None:
+    """End the process after a signal that came during an import.
+
+    No exception is raised: the import might turn it into another one.
+    """
     try:
         os.write(2, b"recollect: interrupted\n")
     finally:
@@ -35,7 +37,7 @@ def _refused(sentence: str) -> int:
 
 
 def main() -> None:
-    """Import the command line and run it; in a folder that is gone, torch cannot be imported."""
+    """Import the command line and run it."""
     if not all(map(find_spec, ("typer", "rich"))):
         sys.exit(MISSING)
     try:
@@ -44,7 +46,7 @@ def main() -> None:
         sys.exit(_refused("the working folder is gone: change to one that is there"))
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # with nohup, or as a shell's job, it is ignored
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, leave)
     from recollect.cli.app import main as run
 
     if before is signal.default_int_handler:

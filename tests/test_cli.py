@@ -54,11 +54,106 @@ def test_version() -> None:
 def test_a_function_of_the_library_is_no_command_and_is_named() -> None:
     found = CliRunner().invoke(cli.build(), ["diagnose"], env={"COLUMNS": "200"})
     assert found.exit_code == 2
-    assert "No such command 'diagnose'. In Python it is a function: rc.diagnose(layer, x)" in (
+    assert "No such command 'diagnose'. In Python it is rc.diagnose: see help(rc.diagnose)." in (
         found.stderr
     )
     other = CliRunner().invoke(cli.build(), ["annotations"], env={"COLUMNS": "200"}).stderr
-    assert "No such command 'annotations'" in other and "function" not in other
+    assert "No such command 'annotations'" in other and "Python" not in other
+
+
+WITHOUT_TORCH = """
+import contextlib, io, json, sys
+import recollect_command
+from recollect.cli.app import COMMANDS
+
+names = [command.__name__ for command in COMMANDS]
+calls = [[*x] for name in names for x in ((name, "--help"), (name, "--no-such-option"))]
+for call in [*calls, *json.load(sys.stdin)]:
+    sys.argv = ["recollect", *call]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            recollect_command.main()
+            code = 0
+        except SystemExit as leave:
+            code = leave.code or 0
+    loaded = [name for name in ("torch", "transformers") if name in sys.modules]
+    print(json.dumps([call, code, out.getvalue(), err.getvalue(), loaded]))
+"""
+"""Runs calls in one process: the help of every command, a wrong option of each, and more."""
+
+REFUSED_WITHOUT_TORCH = {
+    "nope": "No such command",
+    "recall": "In Python it is rc.recall",
+    "explain": "Missing argument",
+    "explain gated_delta_nt": "did you mean gated_delta_net or",
+    "explain xyz": "recollect zoo lists all",
+    "explain none.json": "there is no file none.json",
+    "zoo --family": "requires an argument",
+    "sizes --models glaa": "did you mean gla",
+    "compare --models gla,glaa": "did you mean gla",
+    "compare --models gla --steps x": "Invalid value",
+    "compare --models none.toml": "there is no file none.toml",
+    "train none.toml": "there is no file none.toml",
+    "plan none.toml": "there is no file none.toml",
+    "plan none.toml --devices 0": "--devices must be at least 1",
+    "coordinates none.toml": "there is no file none.toml",
+    "coordinates none.toml --widths a": "--widths must be numbers",
+    "export none out": "there is no file none",
+    "generate folder --tokens 0": "--tokens must be at least 1",
+    "generate folder --device tpu": "--device tpu is not here",
+    "eval": "name a model and --tasks",
+    "eval folder --tasks x --device tpu": "--device tpu is not here",
+    "reproduce": "name one experiment",
+    "bench --suite nope": "there is no suite",
+    "bench --rounds 0": "--rounds must be at least 1",
+    "page --systems glaa": "did you mean gla",
+    "zoo --import nobody_has_this": "no module nobody_has_this",
+}
+
+
+def test_help_version_sizes_and_refusals_do_not_import_torch(tmp_path: Path) -> None:
+    """Importing it takes seconds of processor time."""
+    printed = [[], ["--help"], ["--version"], ["sizes"], ["sizes", "--json"]]
+    calls = [*printed, *(line.split() for line in REFUSED_WITHOUT_TORCH)]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        input=json.dumps(calls),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "200", "PYTHONPATH": str(Path(rc.__file__).parents[1])},
+    )
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == 2 * len(cli.COMMANDS) + len(calls)
+    for call, code, out, err, loaded in results:
+        assert loaded == [], call
+        words = REFUSED_WITHOUT_TORCH.get(" ".join(call), "No such option")
+        if call in printed[1:] or call[-1:] == ["--help"]:
+            assert code == 0 and out, call
+        elif call:
+            assert code == 2 and words in err, (call, err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_stored_sizes_are_those_that_are_counted() -> None:
+    pytest.importorskip("transformers")
+    stored = json.loads(call("sizes", "--json").stdout)
+    counted = describe._sizes(list(stored[0]["parameters"]))
+    assert stored == counted, "store the new counts in src/recollect/cli/sizes.json"
+    titans = json.loads(call("sizes", "--json", "--models", "titans").stdout)
+    assert [row["parameters"] for row in titans] == [
+        {"titans": row["parameters"]["titans"]} for row in counted
+    ]
+
+
+def test_names_in_the_source_of_the_zoo_are_those_that_are_registered() -> None:
+    from recollect.cli.console import _zoo_names
+
+    registered = (*rc.zoo.names(), *rc.zoo.hybrids())
+    ours = [name for name in registered if rc.zoo.find(name).family in dir(rc.zoo)]
+    assert sorted(_zoo_names()) == sorted(ours)
 
 
 def test_zoo_lists_every_architecture() -> None:
@@ -253,7 +348,7 @@ def test_explain_as_json() -> None:
 def test_explain_a_json_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(RECIPE.to_json(), encoding="utf-8")
-    assert cli.load_recipe(path) == RECIPE
+    assert rc.load_recipe(path) == RECIPE
     assert call("explain", str(path)).stdout == f"{rc.explain(RECIPE)}\n"
 
 
@@ -270,7 +365,7 @@ per = "value"
 def test_explain_a_toml_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.TOML"
     path.write_text(TOML, encoding="utf-8")
-    assert cli.load_recipe(path) == RECIPE
+    assert rc.load_recipe(path) == RECIPE
     assert "huber_0.5(W k_t − v_t)" in call("explain", str(path)).stdout
 
 
@@ -338,7 +433,7 @@ def test_without_typer_one_sentence_says_what_to_install() -> None:
 NEEDS_TRANSFORMERS = (
     ("compare", "--models", "retnet"),
     ("train", "run.toml"),
-    ("sizes",),
+    ("sizes", "--models", "gla"),
     ("generate", "folder"),
     ("eval", "folder", "--tasks", "local_text"),
     ("bench", "--suite", "train"),
@@ -381,6 +476,8 @@ def test_the_list_of_experiments_needed_transformers(tmp_path: Path) -> None:
 
 
 def test_a_missing_extra_was_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.toml").touch()
+    monkeypatch.chdir(tmp_path)
     found = without_transformers(*NEEDS_TRANSFORMERS)
     for (command, *_), (code, _, said) in zip(NEEDS_TRANSFORMERS, found, strict=True):
         assert code == 2

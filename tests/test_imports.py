@@ -168,6 +168,28 @@ def test_the_package_itself_uses_no_old_path() -> None:
             importlib.import_module(name)
 
 
+def test_the_package_imports_its_names_on_first_use() -> None:
+    """And the modules `recall`, `cost` and `explain` do not replace the functions."""
+    code = (
+        "import sys, recollect as rc; print('torch' in sys.modules);"
+        "import recollect.recall.checks, recollect.cost, recollect.explain.diagnose;"
+        "print([f.__module__ for f in (rc.recall, rc.cost, rc.explain)]);"
+        "print(rc.load_recipe.__module__, rc.zoo.get('gla').name, sorted(rc.__all__) == dir(rc))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(SRC.parent)},
+    )
+    assert done.stdout.splitlines() == [
+        "False",
+        "['recollect.recall.recall', 'recollect.blocks.cost', 'recollect.explain.explain']",
+        "recollect.recipe.files gla True",
+    ]
+
+
 def test_the_compiler_is_imported_by_those_who_compile() -> None:
     """It takes as long as torch itself: `import recollect` had doubled."""
     code = "import sys, recollect; print([m for m in sys.modules if m == 'torch._dynamo'])"

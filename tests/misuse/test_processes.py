@@ -59,17 +59,26 @@ except BaseException:
 """
 
 
-@pytest.mark.parametrize("command", ["zoo", "train", "generate"])
-def test_an_interrupt_while_importing(command: str, place: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        ("zoo", signal.SIGINT),
+        ("zoo", signal.SIGTERM),
+        ("train run.toml", signal.SIGINT),
+        ("generate folder", signal.SIGINT),
+    ],
+)
+def test_an_interrupt_while_importing(command: str, number: signal.Signals, place: Path) -> None:
     (place / "torch").mkdir()
     (place / "torch" / "__init__.py").write_text(SHADOW)
     before = digests(place)
     path = os.pathsep.join([str(place), str(Path(rc.__file__).parents[1])])
-    with begun(command, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1", place=place) as process:
+    environment = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    with begun(*command.split(), **environment, place=place) as process:
         heard(process.stdout, "importing")
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         out, said = process.communicate()
-    assert (process.returncode, out, said) == (130, "", "recollect: interrupted\n")
+    assert (process.returncode, out, said) == (128 + number, "", "recollect: interrupted\n")
     assert digests(place) == before
 
 

@@ -8,6 +8,7 @@ like the recipes themselves, so it is compared, hashed and saved like them.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from recollect.layer.options import LayerOptions, Options
 from recollect.recipe.recipe import Recipe
 from recollect.wording import shown
 
-__all__ = ["Leaf", "Mixer", "Stream", "mixer_of", "names_mean"]
+__all__ = ["Leaf", "Mixer", "Stream", "mixer_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +151,8 @@ def mixer_of(value: Any) -> Mixer:
         >>> rc.blocks.mixer_of(rc.Recipe()).kind
         'leaf'
     """
-    if isinstance(value, str) and _lookup is not None:
-        value = _lookup(value)
+    if isinstance(value, str):  # mixers do not depend on the zoo: a name imports it
+        value = importlib.import_module("recollect.zoo").find(value)
     if isinstance(value, Mixer):
         return value
     if isinstance(value, Recipe):
@@ -168,19 +169,6 @@ def mixer_of(value: Any) -> Mixer:
         "a mixer is given as a zoo name, a preset, an rc.Recipe, (recipe, options) or one of "
         f"rc.blocks, not {shown(value)}"
     )
-
-
-_lookup: Callable[[str], Any] | None = None
-
-
-def names_mean(lookup: Callable[[str], Any]) -> None:
-    """Say what names mean where a mixer is taken: mixers know no zoo.
-
-    Args:
-        lookup: what may stand for a mixer, by its name; raises a `RecipeError` where there is none.
-    """
-    global _lookup
-    _lookup = lookup
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,16 +13,17 @@ import functools
 import inspect
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import recollect as rc
 from recollect.choices.member import RecipeError
-from recollect.recipe.files import load_recipe
 from recollect.recipe.modules import import_modules
 from recollect.report.ranks import is_of_all, rank, speaks, world_size
-from recollect.report.signals import ENDINGS, endings_interrupt, received
-from recollect_command import MISSING
+from recollect.report.signals import ENDINGS, Ended, answered, received
+from recollect_command import MISSING, leave
 
 if TYPE_CHECKING:
     import typer
@@ -54,7 +55,7 @@ if typer is not None:
         *(coordinates, page),
     )
 
-__all__ = ["COMMANDS", "build", "load_recipe", "main"]
+__all__ = ["COMMANDS", "build", "main"]
 
 _UNREGISTERED = (
     "import the module that defines it (its class carries @rc.member) before loading this recipe"
@@ -108,7 +109,7 @@ def build() -> typer.Typer:
 
 
 def _commands() -> Any:
-    """The group of commands; of a name that is a function of the library it says so."""
+    """The group of commands; its refusal of an unknown one names the library's own of that name."""
     from typer.core import TyperGroup
 
     class Commands(TyperGroup):
@@ -116,12 +117,9 @@ def _commands() -> Any:
             try:
                 return super().resolve_command(ctx, args)
             except Exception as error:  # a UsageError of typer's own click, or of click's
-                called = getattr(rc, args[0], None) if args[0] in rc.__all__ else None
-                said = getattr(error, "message", None)
-                if inspect.isfunction(called) and said is not None:
-                    takes = inspect.signature(called).parameters.values()
-                    given = ", ".join(one.name for one in takes if one.default is one.empty)
-                    text = f"{said} In Python it is a function: rc.{args[0]}({given})."
+                message = getattr(error, "message", None)
+                if args[0] in rc.__all__ and message is not None:
+                    text = f"{message} In Python it is rc.{args[0]}: see help(rc.{args[0]})."
                     setattr(error, "message", text)  # noqa: B010  # which Exception itself has not
                 raise
 
@@ -154,7 +152,7 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
 
         name = command.__name__
         received.clear()
-        with endings_interrupt():
+        with _interrupts():
             try:
                 import_modules(imports)
                 command(*args, **options)
@@ -188,6 +186,27 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
     taken = {name: x.annotation for name, x in given.parameters.items()}
     run.__annotations__ = {**command.__annotations__, **taken, "imports": _imports()}
     return run
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Inside, signals that end a process interrupt the command.
+
+    During an import they end the process: torch would turn the interrupt into another exception.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        caller = frame
+        while caller is not None:
+            if caller.f_code.co_filename.startswith("<frozen importlib"):
+                leave(number, frame)
+            caller = caller.f_back
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Ended(number)
+
+    with answered((signal.SIGINT,), interrupt), answered(ENDINGS, interrupt, default=True):
+        yield
 
 
 def _which(error: Exception) -> str:

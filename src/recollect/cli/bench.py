@@ -58,9 +58,6 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Time implementations alternately in one run, beside the device's own ceiling."""
-    from recollect.benchmarks.harness import run
-    from recollect.benchmarks.suites.registry import SUITES, chosen_cases, document, ratios
-
     if suite not in _NAMES:
         raise ValueError(f"there is no suite {suite!r}; there are {', '.join(_NAMES)}")
     for name, number in (("rounds", rounds), ("length", length), ("heads", heads), ("size", size)):
@@ -78,6 +75,9 @@ def bench(
     if suite == "memory":
         _bench_memory(names, save, as_json)
         return
+    from recollect.benchmarks.harness import run
+    from recollect.benchmarks.suites.registry import SUITES, chosen_cases, document, ratios
+
     chosen = SUITES[suite]
     said = {"T": length, "H": heads, "K": size, "V": size}
     given = {name: number for name, number in said.items() if number is not None}

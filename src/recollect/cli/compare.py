@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import rich.console
 import typer
 
-from recollect.cli.console import INTERRUPTED, check_writable, console_of_page, said, stated
+from recollect.cli.console import (
+    INTERRUPTED,
+    check_models,
+    check_writable,
+    console_of_page,
+    said,
+    stated,
+)
 from recollect.cli.progress import CompareDisplay
 from recollect.report.ownership import owned_folder
 from recollect.report.terminal import Column, TerminalTable
@@ -94,12 +101,14 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Train models at equal parameters and tokens, and report."""
+    names = [name.strip() for name in models.split(",") if name.strip()]
+    check_models(names)
     import recollect.experiments as experiments
     from recollect.experiments.comparison.results import DEFAULTS
     from recollect.experiments.comparison.tasks import check_text_is_read, read_corpus
     from recollect.lm.data.streaming import stream_text
 
-    chosen = [stated(name.strip()) for name in models.split(",") if name.strip()]
+    chosen = [stated(name) for name in names]
     if text and dataset is not None:
         raise ValueError("--text and --dataset exclude each other: give one text")
     if column is not None and not text and dataset is None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import difflib
 import json
 import os
 import select
 import sys
 import tempfile
+from collections.abc import Iterable
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import typer
 from rich.console import Console
 
 from recollect.choices.member import RecipeError
-from recollect.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from recollect.layer.options import LayerOptions
+    from recollect.recipe.recipe import Recipe
     from recollect.zoo.preset import Hybrid, Preset
 
 
@@ -119,6 +122,7 @@ def stated(name: str) -> Preset | Hybrid | tuple[str, Recipe] | tuple[str, Recip
     """
     from recollect.layer.options import LayerOptions
     from recollect.recipe.files import load_recipe, read_data
+    from recollect.recipe.recipe import Recipe
     from recollect.zoo.preset import find
 
     path = Path(name)
@@ -134,9 +138,57 @@ def stated(name: str) -> Preset | Hybrid | tuple[str, Recipe] | tuple[str, Recip
         raise RecipeError(f"{path}: {error}") from None
 
 
+# The next two checks come before torch is imported, which takes seconds.
+
+
+def check_models(names: Iterable[str]) -> None:
+    """Refuse names that the zoo does not have, and recipe files that do not exist.
+
+    Raises:
+        RecipeError: such a name or file.
+    """
+    # A module of ``--import`` may have registered presets: then the zoo itself checks the names.
+    known = None if "recollect.zoo" in sys.modules else _zoo_names()
+    for name in names:
+        if Path(name).suffix.lower() in (".json", ".toml"):
+            check_exists(Path(name))
+        elif known is not None and name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else "recollect zoo lists all"
+            raise RecipeError(f"the zoo has no architecture named {name!r}; {hint}")
+
+
+def check_exists(path: Path) -> None:
+    """Refuse a file that does not exist.
+
+    Raises:
+        RecipeError: there is no such file.
+    """
+    if not os.path.lexists(path):
+        raise RecipeError(f"there is no file {path}")
+
+
+def _zoo_names() -> list[str]:
+    """Names of all presets and hybrids, read from the decorators in the source of the zoo."""
+    return [
+        node.name
+        for file in resources.files("recollect").joinpath("zoo").iterdir()
+        if file.name.endswith(".py")
+        for node in ast.parse(file.read_text("utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+        for call in node.decorator_list
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("preset", "hybrid")
+    ]
+
+
 def check_device(device: str) -> None:
     """That ``--device`` is one that torch sees."""
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.is_available():
+            return
+    if device != "cpu":
         raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
 
 

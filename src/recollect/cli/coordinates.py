@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recollect.cli.console import console_of_page, print_json
+from recollect.cli.console import check_exists, console_of_page, print_json
 
 if TYPE_CHECKING:
     from recollect.lm.width.coordinates import Coordinate, Coordinates
@@ -38,10 +38,6 @@ def coordinates(
 
     Exit status 1: a slope over the width is steeper than the tolerance.
     """
-    from recollect.lm.training.plan import load_plan
-    from recollect.lm.width.of_plan import check_plan
-    from recollect.recipe.modules import import_modules
-
     for name, number in (("steps", steps), ("seeds", seeds), ("depth", depth)):
         if number is not None and number < 1:
             raise ValueError(f"--{name} must be at least 1, not {number}")
@@ -49,11 +45,17 @@ def coordinates(
         raise ValueError(f"--parametrization must be standard or mup, not {parametrization!r}")
     if not 0 < tolerance < 10:
         raise ValueError(f"--tolerance must be above 0 and below 10, not {tolerance}")
+    sizes = None if widths is None else _numbers(widths)
+    check_exists(config)
+    from recollect.lm.training.plan import load_plan
+    from recollect.lm.width.of_plan import check_plan
+    from recollect.recipe.modules import import_modules
+
     run = load_plan(config)
     import_modules(run.imports, beside=run.beside, said="import")
     found = check_plan(
         run,
-        widths=None if widths is None else _numbers(widths),
+        widths=sizes,
         steps=steps,
         seeds=seeds,
         depth=depth,

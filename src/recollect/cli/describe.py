@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import recollect as rc
-from recollect.cli.console import console_of_page, print_json
-from recollect.recipe.files import load_recipe
+from recollect.cli.console import check_models, console_of_page, print_json
 from recollect.report.terminal import Column, TerminalTable, hung
 
 
@@ -143,9 +144,13 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a recipe solves, how it moves, and which engine runs it."""
+    of_file = "." in name or "/" in name
+    if Path(name).suffix.lower() in (".json", ".toml") or not of_file:
+        check_models([name])
     # A name of the zoo stays one, whatever files lie around.
-    of_file = name not in (*rc.zoo.names(), *rc.zoo.hybrids()) and ("." in name or "/" in name)
-    recipe = load_recipe(Path(name)) if of_file else name
+    if name in (*rc.zoo.names(), *rc.zoo.hybrids()):
+        of_file = False
+    recipe = rc.load_recipe(Path(name)) if of_file else name
     explained = rc.explain(recipe, method=method, precision=precision)
     if as_json:
         print_json(explained.to_dict())
@@ -161,25 +166,18 @@ def sizes(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the papers' sizes with their learning rates, and the parameters that models have."""
-    from recollect.lm.model.counts import count_parameters
-    from recollect.lm.model.paper_sizes import PAPER_SIZES, paper_config
-
     names = [name.strip() for name in models.split(",") if name.strip()]
-    rows = []
-    for size in PAPER_SIZES.values():
-        counts = {name: count_parameters(paper_config(size.name, name)) for name in names}
-        rows.append((size, counts))
-    if as_json:
-        data = [
-            {
-                **asdict(size),
-                "parameters": {
-                    name: {**parts, "total": sum(parts.values())} for name, parts in counts.items()
-                },
-            }
-            for size, counts in rows
+    check_models(names)
+    stored = json.loads(resources.files("recollect.cli").joinpath("sizes.json").read_text("utf-8"))
+    if set(names) <= set(stored[0]["parameters"]):  # without torch
+        rows = [
+            {**size, "parameters": {name: size["parameters"][name] for name in names}}
+            for size in stored
         ]
-        typer.echo(json.dumps(data, indent=2))
+    else:
+        rows = _sizes(names)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
         return
     columns = [Column(name="papers' name")]
     facts = (("layers", 4), ("width", 3), ("heads", 5), ("lr", 2), ("tokens", 1))
@@ -189,12 +187,26 @@ def sizes(
         columns=columns,
         rows=[
             [
-                *(size.name, str(size.depth), str(size.width), str(size.heads), f"{size.lr:g}"),
-                f"{size.tokens / 1e9:g}B",
-                *(f"{sum(parts.values()):,}" for parts in counts.values()),
+                *(size["name"], str(size["depth"]), str(size["width"]), str(size["heads"])),
+                f"{size['lr']:g}",
+                f"{size['tokens'] / 1e9:g}B",
+                *(f"{parts['total']:,}" for parts in size["parameters"].values()),
             ]
-            for size, counts in rows
+            for size in rows
         ],
     )
     table.print(console_of_page(), elsewhere="--json")
     typer.echo("parameters with 32,000 tokens of vocabulary, an MLP of 8/3 and an untied output")
+
+
+def _sizes(names: Sequence[str]) -> list[dict[str, Any]]:
+    """The papers' sizes, with the parameters of each model by part."""
+    from recollect.lm.model.counts import count_parameters
+    from recollect.lm.model.paper_sizes import PAPER_SIZES, paper_config
+
+    rows = []
+    for size in PAPER_SIZES.values():
+        counts = {name: count_parameters(paper_config(size.name, name)) for name in names}
+        totals = {name: {**parts, "total": sum(parts.values())} for name, parts in counts.items()}
+        rows.append({**asdict(size), "parameters": totals})
+    return rows

@@ -52,10 +52,9 @@ def eval(  # noqa: A001
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Measure a language model on lm-eval's tasks, and on local ones that need no network."""
-    from recollect.lm.evaluation.evaluate import evaluate
-    from recollect.lm.evaluation.local_tasks import local_tasks
-
     if list_all:
+        from recollect.lm.evaluation.local_tasks import local_tasks
+
         typer.echo(json.dumps(local_tasks(), indent=2) if as_json else "\n".join(local_tasks()))
         return
     if not model or not tasks:
@@ -68,6 +67,7 @@ def eval(  # noqa: A001
 
     from recollect.experiments.evaluation_page import save_evaluation_page
     from recollect.experiments.framework.beside import beside
+    from recollect.lm.evaluation.evaluate import evaluate
 
     logging.disable_progress_bar()
     page, progress = console_of_page(), _Progress(console_of_page(stderr=True))

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from recollect.cli.console import check_exists
+
 __all__ = ["export"]
 
 
@@ -17,6 +19,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the model goes.")],
 ) -> None:
     """Put a checkpoint's shards together: weights as safetensors, with tokenizer and config."""
+    check_exists(checkpoint)
     from recollect.lm.sharding.export import export_model
 
     found = export_model(checkpoint, out)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recollect.cli.console import INTERRUPTED, ready, said
+from recollect.cli.console import INTERRUPTED, check_device, ready, said
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,8 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Write on from a prompt with a saved model, and say how large its cache is."""
+    _check(tokens, temperature, top_p, top_k, beams)
+    check_device(device)
     import torch
     from transformers import TextStreamer
     from transformers.utils import logging
@@ -64,9 +66,6 @@ def generate(
     from recollect.lm.model.cache import cache_of
     from recollect.lm.model.model import RecollectForCausalLM
 
-    _check(tokens, temperature, top_p, top_k, beams)
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"--device {device} is not here: use cpu, or cuda where torch sees a GPU")
     logging.disable_progress_bar()
     prompt = _prompt(prompt)
     model, tokenizer = load_saved(checkpoint)

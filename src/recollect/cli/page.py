@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-import recollect as rc
-from recollect.cli.console import check_writable, console_of_page
+from recollect.cli.console import check_models, check_writable, console_of_page
 
 __all__ = ["page"]
 
@@ -20,11 +19,13 @@ def page(
     ] = "",
 ) -> None:
     """Write the page of six knobs: recipes to turn, explained, beside a memory at work."""
+    names = [name.strip() for name in systems.split(",") if name.strip()]
+    check_models(names)
     from rich.progress import Progress
 
+    import recollect as rc
     from recollect.page import save
 
-    names = [name.strip() for name in systems.split(",") if name.strip()]
     for name in names:
         rc.zoo.get(name)  # an unknown one is refused before the folder is made
     check_writable(out)

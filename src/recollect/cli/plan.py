@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recollect.cli.console import console_of_page, print_json
+from recollect.cli.console import check_exists, console_of_page, print_json
 
 if TYPE_CHECKING:
     from recollect.lm.planning.estimate import Estimate, Rank
@@ -38,19 +38,19 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate what a run takes before you rent devices: memory of each, time, the launch."""
-    from recollect.lm.planning.estimate import SHARE, config_of, estimate
-    from recollect.lm.training.plan import load_plan
-    from recollect.recipe.modules import import_modules
-
     size = _bytes(memory)
-    share = SHARE if share is None else share
     for name, number in (("devices", devices), ("per-node", per_node)):
         if number < 1:
             raise ValueError(f"--{name} must be at least 1, not {number}")
     if not 0 < peak < math.inf:
         raise ValueError(f"--peak must be above 0 and finite, not {peak}")
-    if not 0 < share <= 1:
+    if share is not None and not 0 < share <= 1:
         raise ValueError(f"--share must be above 0 and at most 1, not {share}")
+    check_exists(config)
+    from recollect.lm.planning.estimate import SHARE, config_of, estimate
+    from recollect.lm.training.plan import load_plan
+    from recollect.recipe.modules import import_modules
+
     run = load_plan(config)
     import_modules(run.imports, beside=run.beside, said="import")
     found = estimate(
@@ -59,7 +59,7 @@ def plan(
         devices=devices,
         memory=size,
         peak=peak * 1e12,
-        share=share,
+        share=SHARE if share is None else share,
         file=str(config),
         per_node=per_node,
     )

@@ -39,6 +39,9 @@ def reproduce(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Draw a figure or table of the papers from this library, and judge its claims."""
+    if not list_all and every == bool(name):
+        raise ValueError("name one experiment, or give --all; --list names them")
+    check_device(device)
     from recollect.experiments.framework.price import plan
     from recollect.experiments.gallery import save_gallery
     from recollect.experiments.registry import EXPERIMENTS, PLANNED
@@ -55,11 +58,8 @@ def reproduce(
         else:
             _list(console, rows, PLANNED)
         return
-    if every == bool(name):
-        raise ValueError("name one experiment, or give --all; --list names them")
     wanted = rows if every else [chosen(name)]
     _known_scale(scale)
-    check_device(device)
     if scale == "paper" and not launch:
         plans = [
             plan(row, "paper", seeds=seeds, jobs=jobs, device=device, out=str(out))

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recollect.cli.console import INTERRUPTED, console_of_page, said
+from recollect.cli.console import INTERRUPTED, check_exists, console_of_page, said
 from recollect.cli.progress import TrainDisplay
-from recollect.report.ranks import is_first
+from recollect.report.ranks import is_first, world_size
 from recollect.wording import worded
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def train(
 
     Under torchrun or accelerate launch the processes share the run, and the first one speaks.
     """
+    if world_size() == 1:  # several processes refuse a plan together
+        check_exists(config)
     from recollect.lm.sharding.processes import join, together
     from recollect.lm.training.interrupts import Interrupted
     from recollect.lm.training.train import train as run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -15,7 +16,6 @@ __all__ = [
     "StatesRecipe",
     "TakesRecipe",
     "named_system",
-    "names_stand_for",
     "recipe_of",
     "takes_recipe",
 ]
@@ -47,27 +47,14 @@ class TakesRecipe(Protocol[P, R]):
         ...
 
 
-_lookup: Callable[[str], StatesRecipe] | None = None
-
-
-def names_stand_for(lookup: Callable[[str], StatesRecipe]) -> None:
-    """Say what names mean: recipes know no zoo, and whoever has one hands it in.
-
-    Args:
-        lookup: the system of a name, which has its recipe; raises a `RecipeError` where there is
-            none.
-    """
-    global _lookup
-    _lookup = lookup
-
-
 def named_system(given: object) -> object:
     """The system that a name stands for; anything but a name as it is.
 
     Raises:
         RecipeError: a name that nothing has.
     """
-    return _lookup(given) if isinstance(given, str) and _lookup is not None else given
+    # Recipes do not depend on the zoo: it is imported when a name is looked up.
+    return importlib.import_module("recollect.zoo").get(given) if isinstance(given, str) else given
 
 
 def takes_recipe(function: Callable[Concatenate[Recipe, P], R]) -> TakesRecipe[P, R]:

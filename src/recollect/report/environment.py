@@ -7,8 +7,10 @@ import platform
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ def describe_environment(device: torch.device | str | None = None) -> Environmen
     Args:
         device: where the work runs; by default a GPU if there is one, else the CPU.
     """
+    import torch
+
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)

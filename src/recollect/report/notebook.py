@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
+import importlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-__all__ = ["Rows", "equations_by", "equations_of", "facts", "grid", "prose"]
+__all__ = ["Rows", "equations_of", "facts", "grid", "prose"]
 
 Rows = Iterable[tuple[str, Sequence[str]]]
 """A label and the lines beside it."""
@@ -78,19 +79,10 @@ def _table(title: str, head: str, body: Iterable[str]) -> str:
     return f"<table>{said}{head}<tbody>{''.join(body)}</tbody></table>"
 
 
-_equations: Callable[[object], Rows] | None = None
-
-
-def equations_by(explain: Callable[[object], Rows]) -> None:
-    """Say how a recipe's equations are made: recipes do not know their own explanations.
-
-    Args:
-        explain: rows of equations of a recipe.
-    """
-    global _equations
-    _equations = explain
-
-
 def equations_of(recipe: object) -> Rows:
-    """The equations of a recipe; none where nobody can make them."""
-    return () if _equations is None else _equations(recipe)
+    """The equations of a recipe; none if the recipe has no explanation."""
+    # Recipes do not depend on their explanations: these are imported when a notebook shows one.
+    try:
+        return importlib.import_module("recollect.explain").explain(recipe).equations
+    except ValueError:  # a RecipeError
+        return ()

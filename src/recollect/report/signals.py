@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-__all__ = ["ENDINGS", "Ended", "answered", "deferred", "endings_interrupt", "received"]
+__all__ = ["ENDINGS", "Ended", "answered", "deferred", "received"]
 
 ENDINGS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 """What a scheduler, a shutdown or a terminal that closes sends."""
@@ -61,17 +61,6 @@ def answered(
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-@contextmanager
-def endings_interrupt() -> Iterator[None]:
-    """Inside, signals that end a process raise `Ended`."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Ended(number)
-
-    with answered(ENDINGS, end, default=True):
-        yield
 
 
 @contextmanager
