@@ -108,7 +108,6 @@ REFUSED_WITHOUT_TORCH = {
     "bench --suite nope": "there is no suite",
     "bench --rounds 0": "--rounds must be at least 1",
     "page --systems glaa": "did you mean gla",
-    "zoo --import nobody_has_this": "no module nobody_has_this",
 }
 
 

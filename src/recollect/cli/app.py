@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import recollect as rc
 from recollect.choices.member import RecipeError
-from recollect.recipe.modules import import_modules
 from recollect.report.ranks import is_of_all, rank, speaks, world_size
 from recollect.report.signals import ENDINGS, Ended, answered, received
 from recollect_command import MISSING, leave
@@ -154,7 +153,10 @@ def _plainly(command: Callable[..., None]) -> Callable[..., None]:
         received.clear()
         with _interrupts():
             try:
-                import_modules(imports)
+                if imports:
+                    from recollect.recipe.modules import import_modules
+
+                    import_modules(imports)
                 command(*args, **options)
                 if sys.stdout is not None:  # closed from the beginning
                     sys.stdout.flush()
