@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from recollect.experiments import compare, reproduce
     from recollect.explain.diagnose import Diagnosis, Fault, diagnose
     from recollect.explain.explain import Explanation, explain
+    from recollect.explain.trace import Trace, trace
     from recollect.layer import LayerState, MemoryLayer
     from recollect.layer.options import GateOptions, LayerOptions, Tie
     from recollect.recall.reading import read
@@ -75,6 +76,7 @@ __all__ = [
     "State",
     "StaticDecoder",
     "Tie",
+    "Trace",
     "algorithm",
     "bias",
     "blocks",
@@ -105,6 +107,7 @@ __all__ = [
     "tasks",
     "testing",
     "theory",
+    "trace",
     "watch_solves",
     "zoo",
 ]
@@ -130,6 +133,7 @@ _SOURCES = {
     "State": "state.state",
     "StaticDecoder": "decoder",
     "Tie": "layer.options",
+    "Trace": "explain.trace",
     "compare": "experiments",
     "cost": "blocks.cost",
     "diagnose": "explain.diagnose",
@@ -147,6 +151,7 @@ _SOURCES = {
     "reproduce": "experiments",
     "select": "engines.select",
     "slot": "choices.fields",
+    "trace": "explain.trace",
     "watch_solves": "engines.least_squares.conjugate_gradient",
 }
 """Module of each public name.

@@ -207,15 +207,30 @@ class MemoryLayer(RecipeNumbers):
         lengths: Tensor | None = None,
         borders: Tensor | None = None,
     ) -> Associations:
-        """What tokens ``x`` memorise and ask, as `recollect.recall` takes it.
+        """Return the queries, keys, values and gates that the layer makes of tokens.
 
-        Rows are without padding, or padded on the right only.
+        They are the arguments of `recollect.recall`, after the projections, the convolution,
+        rotations and norms.
 
         Args:
             x: tokens ``[B, T, d_model]``.
             state: of the tokens before.
-            lengths: real tokens per row ``[B]``, where rows are padded.
-            borders: ``[N + 1]`` borders of N documents packed in one row.
+            lengths: real tokens per sequence ``[B]``, if sequences are padded on the right.
+            borders: ``[N + 1]`` boundaries of N documents packed in one sequence.
+
+        Returns:
+            ``q [B, T, heads, K]``, ``k [B, T, kv_heads, K]``, ``v [B, T, kv_heads, V]``, ``gates``
+            and ``params`` by name. Keys and values are ``[B, T, kv_heads, n, ·]`` if a token has
+            n > 1 associations.
+
+        Examples:
+            >>> layer = rc.zoo.get("gated_delta_net").build(d_model=8, heads=2)
+            >>> inputs = layer.associations(torch.randn(1, 6, 8))
+            >>> inputs.k.shape, sorted(inputs.gates)
+            (torch.Size([1, 6, 2, 4]), ['log_decay', 'lr'])
+            >>> y, state = rc.recall(layer, inputs.q, inputs.k, inputs.v, inputs.gates)
+            >>> rc.read(layer, inputs.k[:, :1], state=state).shape  # the first value, read back
+            torch.Size([1, 1, 2, 4])
         """
         options, n = self.options, self.recipe.associations
         seen, last = self.streams(x, state, lengths, borders)

@@ -18,14 +18,23 @@ __all__ = ["Associations", "LayerState"]
 
 @dataclass(kw_only=True)  # made for every decoded token: frozen ones take five times as long
 class Associations:
-    """What a layer hands to its memory, and what it needs afterwards.
+    """The inputs of a layer's memory, and the tensors that the layer needs after it was read.
+
+    T tokens have n associations each; with n = 1 the axis of n is missing.
 
     Attributes:
-        q, k, v, gates, params: as `recollect.recall` takes them.
-        plain: the values before any rotation. phase: the rotation's angles.
-        gated: what the output gate sees.
-        conv, turned, shift: what the next call continues from: the convolution's tail, the last
-            angle, the last token.
+        q: queries ``[B, T, Hq, K]`` of Hq heads.
+        k: keys ``[B, T, H, (n,) K]`` of H memories.
+        v: values ``[B, T, H, (n,) V]``.
+        gates: numbers of each token by name, ``[B, T, H, (n,) ...]``, as `recollect.recall` takes
+            them.
+        params: learned numbers by name, as `recollect.recall` takes them.
+        plain: values before any rotation, of the shape of ``v``.
+        phase: angles of the rotation of a complex decay, or ``None``.
+        gated: input of the output gate ``[B, T, d_model]``.
+        conv: last inputs of the short convolution, or ``None``.
+        turned: last angles of a complex decay, or ``None``.
+        shift: last token of the token shift, or ``None``.
     """
 
     q: Tensor
