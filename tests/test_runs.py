@@ -222,6 +222,42 @@ def test_bench_times_a_few_of_a_suite(tmp_path: Path) -> None:
     assert "has no 'glla'" in refused.stderr
 
 
+def test_bench_times_a_recipe_of_a_file(tmp_path: Path) -> None:
+    file, path = tmp_path / "mine.toml", tmp_path / "mine.json"
+    file.write_text('[bias]\nmember = "Huber"\n')
+    result = invoke("bench", "--recipe", str(file), "--batch", "2", "--save", str(path), *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "Recipe(bias=Huber())" in result.stdout
+    data = json.loads(path.read_text())
+    assert data["recipe"]["bias"]["member"] == "Huber"
+    assert [data["shape"][name] for name in "BTHKV"] == [2, 32, 1, 8, 8]
+    assert len(data["timings"]) == 9
+    assert "training: recipe / SDPA" in path.with_suffix(".html").read_text()
+    named = invoke("bench", "--recipe", "delta_net", "--json", *SMALL)
+    assert json.loads(named.stdout)["title"] == "delta_net"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--recipe", "missing.toml"), "there is no file missing.toml"),
+        (("--recipe", "delta_nat"), "no architecture named 'delta_nat'; did you mean delta_net"),
+        (("--recipe", "titans_mac"), "several recipes in one layer"),
+        (("--recipe", "delta_net", "--suite", "linear"), "--recipe and --suite exclude each other"),
+        (("--recipe", "delta_net", "--only", "gla"), "--recipe and --only exclude each other"),
+        (("--recipe", "delta_net", "--batch", "0"), "--batch must be at least 1, not 0"),
+        (("--batch", "2"), "--batch is an option of --recipe"),
+    ],
+)
+def test_bench_of_a_recipe_refuses_in_one_sentence(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    result = invoke("bench", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_the_help_of_bench_names_every_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     said = CliRunner().invoke(build(), ["bench", "--help"]).output

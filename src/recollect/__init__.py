@@ -22,6 +22,7 @@ from recollect.wording import suggests
 
 if TYPE_CHECKING:
     from recollect import blocks, experiments, lm, parallel, tasks, testing, theory, zoo
+    from recollect.benchmarks.recipe import bench
     from recollect.blocks.cost import cost
     from recollect.choices import algorithm, bias, context, features, memory, retention
     from recollect.choices.fields import (
@@ -78,6 +79,7 @@ __all__ = [
     "Tie",
     "Trace",
     "algorithm",
+    "bench",
     "bias",
     "blocks",
     "compare",
@@ -134,6 +136,7 @@ _SOURCES = {
     "StaticDecoder": "decoder",
     "Tie": "layer.options",
     "Trace": "explain.trace",
+    "bench": "benchmarks.recipe",
     "compare": "experiments",
     "cost": "blocks.cost",
     "diagnose": "explain.diagnose",

@@ -112,7 +112,7 @@ def test_a_stage_that_breaks_leaves_the_others_alone(
     monkeypatch.setattr(script, "STAGES", made)
     monkeypatch.setattr(parts, "_GRACE", 0.2)
     monkeypatch.setattr(
-        "recollect.benchmarks.gpu.readme._PARTS", {x.name: lambda found: [] for x in made}
+        "recollect.benchmarks.gpu.readme._PARTS", {x.name: lambda _: [] for x in made}
     )
     assert script.main(["--out", "out"]) == 1
     said = capsys.readouterr().out
@@ -177,7 +177,7 @@ def test_a_stage_aside_ends_before_one_that_is_timed(
     )
     monkeypatch.setattr(script, "STAGES", made)
     monkeypatch.setattr(
-        "recollect.benchmarks.gpu.readme._PARTS", {x.name: lambda found: [] for x in made}
+        "recollect.benchmarks.gpu.readme._PARTS", {x.name: lambda _: [] for x in made}
     )
     assert script.main(["--out", "out"]) == 0
     said = capsys.readouterr().out

@@ -49,6 +49,7 @@ def run(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
     left_out: dict[str, str] | None = None,
+    timer: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] | None = None,
 ) -> BenchResult:
     """Time the cases alternately.
@@ -70,6 +71,8 @@ def run(
         left_out: where it is given, cases that cannot be made or called are left out and put there
             with the reason, in place of ending the run. The first that can be is then the baseline
             if the baseline itself is among them.
+        timer: clock in seconds. `time.process_time` leaves out the time that other programs take of
+            the processor, and adds up the time of all threads.
         progress: called after each round with the rounds done and the rounds in all.
 
     Returns:
@@ -93,7 +96,7 @@ def run(
     made: list[Case] = []
     for case in (*cases, *probes):
         try:
-            works.append(_prepare(case, device, warmup, min_seconds))
+            works.append(_prepare(case, device, warmup, min_seconds, timer))
             made.append(case)
         except Exception as error:
             if left_out is None or case in probes:
@@ -115,7 +118,7 @@ def run(
         shuffler.shuffle(order)
         for index in order:
             work = works[index]
-            seconds[index].append(_clock(work.call, work.calls, device) / work.calls)
+            seconds[index].append(_clock(work.call, work.calls, device, timer) / work.calls)
         if progress is not None:
             progress(done + 1, rounds)
 
@@ -154,27 +157,35 @@ class _Work:
     peak: int | None
 
 
-def _prepare(case: Case, device: torch.device, warmup: int, min_seconds: float) -> _Work:
+def _prepare(
+    case: Case,
+    device: torch.device,
+    warmup: int,
+    min_seconds: float,
+    timer: Callable[[], float],
+) -> _Work:
     call = case.make()
     for _ in range(warmup):
         call()
     peak = _peak(call, device)
-    once = _clock(call, 1, device)
-    return _Work(call=call, calls=max(1, math.ceil(min_seconds / max(once, 1e-7))), peak=peak)
+    seconds = max(_clock(call, 1, device, timer), 1e-7)
+    return _Work(call=call, calls=max(1, math.ceil(min_seconds / seconds)), peak=peak)
 
 
-def _clock(call: Callable[[], object], calls: int, device: torch.device) -> float:
+def _clock(
+    call: Callable[[], object], calls: int, device: torch.device, timer: Callable[[], float]
+) -> float:
     """Seconds that so many calls take, from an idle device to an idle device."""
     collecting = gc.isenabled()
     gc.disable()
     try:
         _wait(device)
-        start = time.perf_counter()
+        start = timer()
         for _ in range(calls):
             call()
         _wait(device)
         # A clock of coarse resolution may not have moved; no rate is infinite.
-        return max(time.perf_counter() - start, 1e-9)
+        return max(timer() - start, 1e-9)
     finally:
         if collecting:
             gc.enable()

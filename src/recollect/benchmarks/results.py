@@ -18,7 +18,7 @@ from recollect.report.terminal import Column, TerminalTable
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["BenchResult", "Case", "Ceiling", "Timing", "summarise"]
+__all__ = ["BenchResult", "Case", "Ceiling", "Timing", "duration", "summarise"]
 
 SCHEMA = 1
 """Version of the JSON that :meth:`BenchResult.to_json` writes."""
@@ -153,8 +153,8 @@ class BenchResult:
         return [
             [
                 t.name,
-                _duration(t.median),
-                f"{_duration(t.lower)} … {_duration(t.upper)}",
+                duration(t.median),
+                f"{duration(t.lower)} … {duration(t.upper)}",
                 f"{t.ratio:.3g}",
                 _or_dash(t.flops, lambda v: f"{v / 1e9:.3g}"),
                 _or_dash(t.bytes, lambda v: f"{v / 1e6:.3g}"),
@@ -293,7 +293,8 @@ def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:
     return lower, median, upper
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time with three digits and its unit."""
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from recollect.cli.console import check_device, console_of_page
+from recollect.cli.console import check_device, console_of_page, named_or_loaded
 from recollect.cli.progress import BenchDisplay
 
 __all__ = ["bench"]
@@ -28,6 +28,7 @@ _NAMES = (
     "local",
     "linear",
     "matrix",
+    "presets",
     "rows",
     "train",
     "memory",
@@ -38,33 +39,60 @@ _CONTEXT = 512  # tokens of a row of the suite ``train``, where nothing is said
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help=f"What to time: {', '.join(_NAMES)}.")] = "linear",
-    rounds: Annotated[int, typer.Option(help="Rounds; every case once in each.")] = 7,
+    suite: Annotated[
+        str | None, typer.Option(help=f"What to time: {', '.join(_NAMES)}; linear.")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_FILE",
+            help="Time an architecture, or a .json/.toml recipe, next to gated_delta_net and SDPA.",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds; every case once in each. 7, of --recipe 5.")
+    ] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            help="T, tokens; 4096, of titans 256, local 1024, train 512, gpu 2048 to 65536."
+            help="T, tokens; 4096, of titans 256, local 1024, train and presets 512, "
+            "gpu 2048 to 65536, --recipe 512."
         ),
     ] = None,
-    heads: Annotated[int | None, typer.Option(help="H, memories; 8, of titans 1.")] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="H, memories; 8, of presets and --recipe 4, of titans 1.")
+    ] = None,
     size: Annotated[int | None, typer.Option(help="K = V, channels per head; 64.")] = None,
     only: Annotated[
         str, typer.Option(help="A few of the suite's names, separated by commas, and the baseline.")
     ] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    batch: Annotated[int | None, typer.Option(help="B, batch size; of --recipe only, 1.")] = None,
     save: Annotated[
         Path | None, typer.Option(help="Where to store the result as JSON, a page beside it.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Time implementations alternately in one run, beside the device's own ceiling."""
+    if recipe is not None and (suite is not None or only):
+        other = "--only" if suite is None else "--suite"
+        raise ValueError(f"--recipe and {other} exclude each other: leave one of them out")
+    if recipe is None and batch is not None:
+        raise ValueError("--batch is an option of --recipe: leave it out, or name a recipe")
+    suite = suite or "linear"
     if suite not in _NAMES:
         raise ValueError(f"there is no suite {suite!r}; there are {', '.join(_NAMES)}")
-    for name, number in (("rounds", rounds), ("length", length), ("heads", heads), ("size", size)):
+    numbers = {"rounds": rounds, "length": length, "heads": heads, "size": size, "batch": batch}
+    for name, number in numbers.items():
         if number is not None and number < 1:
             raise ValueError(f"--{name} must be at least 1, not {number}")
     check_device(device)
     _check_place(save)
+    if recipe is not None:
+        keys = {"rounds": rounds, "T": length, "H": heads, "K": size, "V": size, "B": batch}
+        _bench_recipe(recipe, {k: n for k, n in keys.items() if n}, device, save, as_json)
+        return
+    rounds = rounds or 7
     names = [name.strip() for name in only.split(",") if name.strip()]
     if suite == "gpu":
         _bench_gpu(names, device, rounds, (length, heads, size), save, as_json)
@@ -79,9 +107,9 @@ def bench(
     from recollect.benchmarks.suites.registry import SUITES, chosen_cases, document, ratios
 
     chosen = SUITES[suite]
-    said = {"T": length, "H": heads, "K": size, "V": size}
-    given = {name: number for name, number in said.items() if number is not None}
-    shape = replace(chosen.shape, device=device, **given)
+    keys = {"T": length, "H": heads, "K": size, "V": size}
+    sizes = {name: number for name, number in keys.items() if number is not None}
+    shape = replace(chosen.shape, device=device, **sizes)
     cases = chosen_cases(chosen, shape, names)
     with BenchDisplay(console_of_page(stderr=True), suite, rounds) as display:
         result = run(
@@ -90,6 +118,7 @@ def bench(
             min_seconds=chosen.min_seconds,
             rounds=rounds,
             device=device,
+            timer=chosen.timer,
             progress=display.count,
         )
     extra = ratios(chosen, shape, result)
@@ -101,6 +130,24 @@ def bench(
     result.print(console_of_page())
     for what, ratio in extra.items():
         typer.echo(f"{what}: {ratio:.2f}")
+    _told(save, data)
+
+
+def _bench_recipe(
+    name: str, sizes: Mapping[str, int], device: str, save: Path | None, as_json: bool
+) -> None:
+    """One recipe next to its peers."""
+    from recollect.benchmarks.recipe import bench as bench_recipe
+
+    timed = named_or_loaded(name)
+    with BenchDisplay(console_of_page(stderr=True), name, sizes.get("rounds", 5)) as display:
+        result = bench_recipe(timed, device=device, progress=display.count, **sizes)
+    data = result.to_dict()
+    if as_json:
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        _save(save, data)
+        return
+    typer.echo(str(result))
     _told(save, data)
 
 

@@ -181,6 +181,23 @@ def _zoo_names() -> list[str]:
     ]
 
 
+def named_or_loaded(name: str) -> str | Recipe:
+    """The name of an architecture, or the recipe in the file of this name.
+
+    A name of the zoo stays a name, even where a file is called the same.
+
+    Raises:
+        RecipeError: no such file, or no recipe in it.
+    """
+    is_path = "." in name or "/" in name
+    if not is_path or Path(name).suffix.lower() in (".json", ".toml"):
+        check_models([name])
+    from recollect.recipe.files import load_recipe
+    from recollect.zoo.preset import hybrids, names
+
+    return load_recipe(name) if is_path and name not in (*names(), *hybrids()) else name
+
+
 def check_device(device: str) -> None:
     """That ``--device`` is one that torch sees."""
     if device == "cuda":

@@ -6,13 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import recollect as rc
-from recollect.cli.console import check_models, console_of_page, print_json
+from recollect.cli.console import check_models, console_of_page, named_or_loaded, print_json
 from recollect.report.terminal import Column, TerminalTable, hung
 
 
@@ -144,14 +143,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a recipe solves, how it moves, and which engine runs it."""
-    of_file = "." in name or "/" in name
-    if Path(name).suffix.lower() in (".json", ".toml") or not of_file:
-        check_models([name])
-    # A name of the zoo stays one, whatever files lie around.
-    if name in (*rc.zoo.names(), *rc.zoo.hybrids()):
-        of_file = False
-    recipe = rc.load_recipe(Path(name)) if of_file else name
-    explained = rc.explain(recipe, method=method, precision=precision)
+    explained = rc.explain(named_or_loaded(name), method=method, precision=precision)
     if as_json:
         print_json(explained.to_dict())
     else:

@@ -361,9 +361,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: of the command line.
     """
-    given = Asked.of(arguments, prog="python -m recollect.benchmarks.gpu.speed", seconds=600.0)
-    sizes = TINY if given.tiny else FULL
-    for line in lines(measure(given.device, sizes, seconds=given.seconds, keep=given.keep)):
+    options = Asked.of(arguments, prog="python -m recollect.benchmarks.gpu.speed", seconds=600.0)
+    sizes = TINY if options.tiny else FULL
+    for line in lines(measure(options.device, sizes, seconds=options.seconds, keep=options.keep)):
         print(line)
 
 

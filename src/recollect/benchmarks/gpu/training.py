@@ -240,8 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: of the command line.
     """
-    given = Asked.of(arguments, prog="python -m recollect.benchmarks.gpu.training", seconds=300.0)
-    data = measure_training(given.device, seconds=given.seconds, tiny=given.tiny, keep=given.keep)
+    options = Asked.of(arguments, prog="python -m recollect.benchmarks.gpu.training", seconds=300.0)
+    data = measure_training(
+        options.device, seconds=options.seconds, tiny=options.tiny, keep=options.keep
+    )
     print(
         f"{data['model']['parameters']:,} parameters, {data['tokens_per_second']:,.0f} tokens a "
         f"second, {data['ceiling_share']:.1%} of the products' rate, loss {data['loss']:.3f}"

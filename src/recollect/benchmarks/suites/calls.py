@@ -27,6 +27,7 @@ __all__ = [
     "NO_NORM",
     "Shape",
     "gates_of",
+    "init_of",
     "local_case",
     "params_of",
     "recall_case",
@@ -97,12 +98,19 @@ def params_of(recipe: Recipe, shape: Shape) -> dict[str, Tensor]:
     )
 
 
-def _init_of(recipe: Recipe, shape: Shape, *, grad: bool) -> list[Tensor] | None:
-    """A deep memory's first weights, which a layer learns; ``None`` of those that begin at zero."""
+def init_of(recipe: Recipe, shape: Shape, *, grad: bool) -> list[Tensor] | None:
+    """A deep memory's first weights, which a layer learns; ``None`` of those that begin at zero.
+
+    A memory that keeps rows starts without any.
+    """
     if not recipe.needs_init():
         return None
+    widths = (shape.K, *recipe.row_widths(shape.V)) if recipe.dual else ()
+    empty = [
+        torch.zeros(shape.H, 0, size, device=shape.device, requires_grad=grad) for size in widths
+    ]
     generator = torch.Generator(shape.device).manual_seed(3)
-    return [
+    return empty + [
         (torch.randn(shape.H, *one, generator=generator, device=shape.device) * one[-1] ** -0.5)
         .detach()
         .requires_grad_(grad)
@@ -114,12 +122,14 @@ NO_NORM = "titans without its norm"
 """The plain perceptron under Titans' rule: what the fused walk serves, and no preset is."""
 
 
-def recipe_of(name: str) -> Recipe:
-    """A preset's recipe, or that of `NO_NORM`.
+def recipe_of(name: str | Recipe) -> Recipe:
+    """A preset's recipe, or that of `NO_NORM`; a recipe is returned as it is.
 
     Args:
-        name: of it.
+        name: name of a preset, or a recipe.
     """
+    if isinstance(name, Recipe):
+        return name
     if name != NO_NORM:
         return get(name).recipe
     titans = get("titans").recipe
@@ -128,12 +138,17 @@ def recipe_of(name: str) -> Recipe:
 
 
 def recall_case(
-    name: str, label: str, shape: Shape, *, backward: bool = False, method: str = "auto"
+    name: str | Recipe,
+    label: str,
+    shape: Shape,
+    *,
+    backward: bool = False,
+    method: str = "auto",
 ) -> Case:
-    """A zoo recipe through `recollect.recall`, forward or forward and backward.
+    """A recipe through `recollect.recall`, forward or forward and backward.
 
     Args:
-        name: of the preset, or `NO_NORM`. label: of the case. shape: of the call.
+        name: of the preset, `NO_NORM`, or a recipe. label: of the case. shape: of the call.
         backward: whether gradients of all inputs are taken.
         method: as in `recollect.recall`.
     """
@@ -142,7 +157,7 @@ def recall_case(
     def make() -> Callable[[], object]:
         q, k, v = tensors(shape, grad=backward, n=recipe.associations)
         gates, params = gates_of(recipe, shape, grad=backward), params_of(recipe, shape)
-        init = _init_of(recipe, shape, grad=backward)
+        init = init_of(recipe, shape, grad=backward)
 
         def forward() -> Tensor:
             y, _ = recall(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,9 +13,20 @@ from recollect.benchmarks.suites import kernel as dual_suite
 from recollect.benchmarks.suites.calls import Shape, local_case, recall_case, sdpa_case
 from recollect.benchmarks.suites.deep import memory_case, own_case, titans_case
 from recollect.benchmarks.suites.least_squares import conjugate_case, step_case
+from recollect.choices import algorithm, bias, context, memory, retention
+from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import get, names
 
-__all__ = ["SUITES", "Shape", "Suite", "chosen_cases", "document", "ratios"]
+__all__ = [
+    "MOST_FLOPS",
+    "SUITES",
+    "Shape",
+    "Suite",
+    "chosen_cases",
+    "document",
+    "measured_recipes",
+    "ratios",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +41,7 @@ class Suite:
         min_seconds: how long one case is called in one round; long where cases of milliseconds
             alternate with some that sweep the caches for a second.
         shape: sizes where the command says none.
+        timer: clock of the harness.
     """
 
     about: str
@@ -37,6 +50,7 @@ class Suite:
     pairs: Callable[[Shape], list[tuple[str, str, str]]]
     min_seconds: float = 0.02
     shape: Shape = field(default_factory=Shape)
+    timer: Callable[[], float] = time.perf_counter
 
 
 _SHALLOW = ("linear_attention", "retnet", "gla", "delta_net", "gated_delta_net", "longhorn")
@@ -162,6 +176,41 @@ def _local_pairs(shape: Shape) -> list[tuple[str, str, str]]:
     return [("dense / conjugate gradients", "dense", "conjugate gradients")]
 
 
+MOST_FLOPS = 10**12
+"""FLOPs of a call above which the suite ``presets`` leaves a recipe out."""
+
+_HUBER = Recipe(bias=bias.Huber())
+_OWN_RECIPES: dict[str, Recipe] = {
+    "Huber": _HUBER,
+    "Huber in inner batches": _HUBER.but(algorithm=algorithm.GradientDescent(batch=16)),
+    "Huber with a window and a decay": _HUBER.but(
+        context=context.Window(size=4), retention=retention.Decay(when="before")
+    ),
+    "Lp with a link": Recipe(bias=bias.Lp(p=3), retention=retention.ElasticNet()),
+    "MLP": Recipe(memory=memory.MLP()),
+    "Muon": Recipe(algorithm=algorithm.Muon()),
+    "momentum with a decay per key": Recipe(
+        retention=retention.Decay(per="key"), algorithm=algorithm.Momentum()
+    ),
+}
+"""Recipes that no preset has, most of them token by token."""
+
+
+def measured_recipes() -> dict[str, tuple[Recipe, str]]:
+    """Recipe and method of every case of the suite ``presets``, by name."""
+    recipes = {name: get(name).recipe for name in names()} | _OWN_RECIPES
+    measured = {name: (recipe, "auto") for name, recipe in recipes.items()}
+    return {**measured, "delta_net by the reference": (get("delta_net").recipe, "reference")}
+
+
+def _preset_cases(shape: Shape) -> list[Case]:
+    cases = [
+        recall_case(recipe, name, shape, method=method)
+        for name, (recipe, method) in measured_recipes().items()
+    ]
+    return [case for case in cases if (case.flops or 0) <= MOST_FLOPS]
+
+
 def _row_cases(shape: Shape) -> list[Case]:
     sizes = (shape.B, shape.T, shape.H, shape.K, shape.V)
     cases = [sdpa_case("sdpa", shape), *(dual_suite.case(name, sizes) for name in dual_suite.NAMES)]
@@ -260,6 +309,14 @@ SUITES: dict[str, Suite] = {
         baseline="gated_delta_net",
         pairs=_matrix_pairs,
     ),
+    "presets": Suite(
+        about="processor time of every preset, and of recipes that run token by token",
+        cases=_preset_cases,
+        baseline="gated_delta_net",
+        pairs=lambda shape: [],
+        shape=Shape(T=512, H=4),
+        timer=time.process_time,
+    ),
     "rows": Suite(
         about="memories over a kernel's features against SDPA, DeltaFormer against its loop",
         cases=_row_cases,
@@ -309,4 +366,6 @@ def document(
     """A finished suite as JSON-ready data: sizes, timings, ceilings, ratios, device, commit."""
     sizes = {key: str(value) for key, value in shape.__dict__.items() if key == "dtype"}
     sizes |= {key: value for key, value in shape.__dict__.items() if key != "dtype"}
-    return {"suite": name, "shape": sizes, **json.loads(result.to_json()), "ratios": extra}
+    timer = SUITES[name].timer.__name__
+    data = {"suite": name, "timer": timer, "shape": sizes}
+    return {**data, **json.loads(result.to_json()), "ratios": extra}
