@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
 from tests.contracts import generate
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect as rc
@@ -216,6 +219,119 @@ def test_an_engine_without_a_price_was_priced_as_the_reference(
     said = rc.explain(R())
     assert (said.engine, said.cost) == ("mine", None)
     assert "no price for the engine 'mine'" in said.state[0]
+
+
+# -- sequential steps and time ---------------------------------------------------------------------
+
+HUBER = R(bias=bias.Huber())
+WINDOWED = R(
+    bias=bias.Huber(), context=context.Window(size=4), retention=retention.Decay(when="before")
+)
+PER_KEY = R(retention=retention.Decay(per="key"), algorithm=algorithm.Momentum())
+STEPS: dict[str, tuple[rc.Recipe, str, float]] = {
+    "attention": (PRESETS["softmax_attention"], "auto", 0),
+    "chunks": (PRESETS["gated_delta_net"], "auto", 1 / CHUNK),
+    "token by token": (HUBER, "auto", 1),
+    "inner batches": (HUBER.but(algorithm=algorithm.GradientDescent(batch=16)), "auto", 1 / 16),
+    "a first token that settles": (PRESETS["memora"], "auto", 2 / 16),
+    "weights of every token": (PRESETS["moneta_exact"], "auto", 1),
+    "momentum and a decay per key": (PER_KEY, "auto", 1),
+    "the reference": (R(), "reference", 1),
+    "sub-steps": (
+        R(bias=bias.Huber(), algorithm=algorithm.GradientDescent(steps=2)),
+        "reference",
+        2,
+    ),
+}
+
+
+def operations(recipe: rc.Recipe, T: int, **options: object) -> int:
+    """Operations that a call dispatches to torch, without views."""
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, function: object, types: object, args: tuple = (), kwargs: dict | None = None
+        ) -> object:
+            if not any(x.alias_info and not x.alias_info.is_write for x in schema(function)):
+                self.count += 1
+            return function(*args, **(kwargs or {}))  # type: ignore[operator]
+
+    def schema(function: object) -> list[torch.Argument]:
+        return function._schema.returns  # type: ignore[attr-defined]
+
+    x = generate.inputs(recipe, B=1, T=T, H=1, G=1, K=8, V=8, dtype=torch.float32)
+    with Counter() as counter, torch.no_grad():
+        generate.run(recipe, x, **options)
+    return counter.count
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_operations_grow_with_the_sequential_steps(name: str) -> None:
+    recipe, method, per_token = STEPS[name]
+    T = CHUNK
+    steps = [cost(recipe, T=n, K=8, V=8, method=method).sequential_steps for n in (T, 2 * T)]
+    assert steps[1] - steps[0] == per_token * T
+    counts = [operations(recipe, n, method=method) for n in (T, 2 * T)]
+    if per_token:
+        assert 1 <= (counts[1] - counts[0]) / (per_token * T) < 500
+    else:
+        assert (counts[0], steps[0]) == (counts[1], 1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "steps"),
+    [
+        (HUBER, ("algorithm.batch=16",), 256),
+        (WINDOWED, ("algorithm.batch=16", "retention.when='after'"), 256),
+        (PER_KEY, ("retention.per='head'",), 4096 // CHUNK),
+        (R(algorithm=algorithm.Muon()), ("algorithm.batch=16", "algorithm.every='batch'"), 256),
+        (PRESETS["moneta_exact"], ("retention.every='batch'",), 256),
+    ],
+)
+def test_the_change_that_makes_a_recipe_parallel(
+    recipe: rc.Recipe, changes: tuple[str, ...], steps: int
+) -> None:
+    price = cost(recipe)
+    assert price.sequential_steps == 4096
+    form = price.parallel_form
+    assert form is not None
+    assert (form.changes, form.sequential_steps) == (changes, steps)
+    assert form.relative_time < price.relative_time / 4
+    # As a user would make the change in a file.
+    data = recipe.to_dict()
+    for change in changes:
+        choice, _, field = change.partition(".")
+        name, _, value = field.partition("=")
+        data[choice] = {**data[choice], name: ast.literal_eval(value)}
+    changed = rc.Recipe.from_dict(data)
+    assert 3 * operations(changed, 64) < operations(recipe, 64)
+
+
+def test_parallel_recipes_have_no_change_to_make() -> None:
+    for name in ("gated_delta_net", "softmax_attention", "titans", "rls"):
+        assert cost(PRESETS[name]).parallel_form is None
+    assert cost(HUBER, T=1).parallel_form is None
+    assert cost(HUBER, T=0).sequential_steps == 0
+
+
+def test_the_pace_in_words() -> None:
+    assert cost(R(retention=retention.Decay(when="before"))).relative_time == 1.0
+    lines = cost(WINDOWED).pace
+    assert lines[0] == "4096 sequential steps: one token after another"
+    assert re.fullmatch(r"about \d+ × the time of Gated DeltaNet on a CPU .an estimate.", lines[1])
+    assert re.fullmatch(
+        r"256 steps and about [\d.]+ × with algorithm.batch=16, retention.when='after', which is "
+        "another layer",
+        lines[2],
+    )
+    assert all(line in str(rc.explain(WINDOWED)) for line in lines)
+    assert cost(PRESETS["softmax_attention"]).pace[0] == "1 sequential step: all tokens at once"
+    assert cost(PRESETS["titans"]).pace[0] == "256 sequential steps: for 4096 tokens"
+    assert "sequential steps" in str(rc.explain("titans_mac"))
+    parts = [cost(PRESETS["titans"]), rc.cost("titans_mac")]
+    assert parts[0].sequential_steps < parts[1].sequential_steps
 
 
 # -- state ---------------------------------------------------------------------------------------

@@ -85,8 +85,9 @@ def lines(found: rc.Explanation, *labels: str) -> list[str]:
 
 def without_numbers(text: str) -> list[str]:
     """Lines, without the count of architectures (it grows) and the FLOPs (chunks are tuned)."""
-    kept = (line for line in text.split("\n") if not line.startswith("cost "))
-    return [re.sub(r"none of the \d+", "none", line) for line in kept]
+    tuned = re.compile(r"cost |\s+(\d+ sequential step|about \S+ × the time|\d+ steps and about)")
+    lines = (line for line in text.split("\n") if not tuned.match(line))
+    return [re.sub(r"none of the \d+", "none", line) for line in lines]
 
 
 # -- what an explanation looks like --------------------------------------------------------------

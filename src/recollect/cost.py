@@ -27,25 +27,56 @@ Engines ``least_squares``, ``kernel`` and ``deep``: see ``cost.py`` in their pac
 Engine ``reference``, per token: the c associations of the window forward (2·weights), back to the
 weights (2·weights) and through every map but the first (2·weights), and G reads (2·weights).
 Newton–Schulz adds, per step and matrix with sides s ≤ l, 4 s²l + 2 s³.
+
+The time on a CPU is estimated from these counts::
+
+    seconds = CALL + FLOPs / RATE + bytes of states / BANDWIDTH + steps × seconds of a step
+
+The engine states the seconds of a step. The constants fit the processor times of all presets at
+three sizes, and ``results/bench/presets*-cpu.json`` checks them. Only ratios of times are shown.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from recollect.choices.member import RecipeError
+from recollect.choices.retention import Decay
 from recollect.engines.common.kernel_rows_cost import row_bytes
-from recollect.engines.common.sizes import Sizes, numel_of
-from recollect.engines.select import ENGINES, select
+from recollect.engines.common.sizes import Counted, Sizes, numel_of
+from recollect.engines.fewer_steps import fewer_steps
+from recollect.engines.select import ENGINES, Selection, select
 from recollect.fields import held, whole
 from recollect.recipe.argument import takes_recipe
+from recollect.recipe.recipe import Recipe
 from recollect.report.units import readable
 
-if TYPE_CHECKING:
-    from recollect.recipe.recipe import Recipe
+__all__ = ["BASELINE", "Cost", "ParallelForm", "cost", "reading"]
 
-__all__ = ["Cost", "cost", "reading"]
+BASELINE = Recipe(retention=Decay(when="before"))
+"""Gated DeltaNet, whose time other recipes are compared with."""
+
+CALL, RATE, BANDWIDTH = 8e-4, 4e10, 2e9
+"""Seconds of a call, FLOP/s, and bytes/s of states, on one thread of a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelForm:
+    """A change of a recipe that runs one token after another, to one with fewer steps.
+
+    The changed recipe defines another layer.
+
+    Attributes:
+        changes: fields that change, as ``choice.field=value``.
+        sequential_steps: number of dependent steps after the change.
+        relative_time: estimated time after the change, as in `Cost`.
+    """
+
+    changes: tuple[str, ...]
+    sequential_steps: int
+    relative_time: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +93,14 @@ class Cost:
         grows: bytes that every further token adds to the state; 0 for constant states.
         moved: bytes that must be moved at the least: inputs, outputs, and states where they leave
             the processor (every chunk's start, or every token's).
+        sequential_steps: number of dependent steps of the forward pass on a CPU. The operations of
+            a step need the result of the step before: T where tokens run one after another, T /
+            batch for inner batches, T / chunk for chunks, 1 where all tokens run at once.
+        cpu_seconds: estimated time of the forward pass on one thread of a CPU. Only ratios of such
+            times are meaningful on another machine.
+        relative_time: ``cpu_seconds`` over those of Gated DeltaNet at equal sizes.
+        parallel_form: the change that makes a recipe parallel whose tokens run one after another;
+            ``None`` for other recipes, and where no change that is tried does.
         notes: what is dear about this recipe, and what these numbers rest on.
 
     Examples:
@@ -79,6 +118,10 @@ class Cost:
     state: dict[str, int]
     grows: int
     moved: int
+    sequential_steps: int
+    cpu_seconds: float
+    relative_time: float
+    parallel_form: ParallelForm | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -102,6 +145,24 @@ class Cost:
         """Whether the state grows with the sequence."""
         return self.grows > 0
 
+    @property
+    def pace(self) -> tuple[str, ...]:
+        """Sentences on the sequential steps, the estimated time, and the parallel form."""
+        T, steps = self.sizes["T"], self.sequential_steps
+        order = "one token after another" if steps >= T else f"for {T} tokens"
+        order = "all tokens at once" if steps <= 1 else order
+        lines = [
+            f"{steps} sequential step{'s' * (steps != 1)}: {order}",
+            f"{_multiple(self.relative_time)} the time of Gated DeltaNet on a CPU (an estimate)",
+        ]
+        if self.parallel_form is not None:
+            form = self.parallel_form
+            lines.append(
+                f"{form.sequential_steps} steps and {_multiple(form.relative_time)} with "
+                f"{', '.join(form.changes)}, which is another layer"
+            )
+        return tuple(lines)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {
@@ -116,6 +177,10 @@ class Cost:
             "state_bytes": self.state_bytes,
             "state_grows_per_token": self.grows,
             "moved": self.moved,
+            "sequential_steps": self.sequential_steps,
+            "cpu_seconds": self.cpu_seconds,
+            "relative_time": self.relative_time,
+            "parallel_form": None if self.parallel_form is None else asdict(self.parallel_form),
             "notes": list(self.notes),
         }
 
@@ -132,6 +197,7 @@ class Cost:
             *((f"state {name}", readable(size, "B")) for name, size in self.state.items()),
             ("state", f"{readable(self.state_bytes, 'B')}{grows}"),
             ("moved", f"{readable(self.moved, 'B')} (at least)"),
+            *(("time", line) for line in self.pace),
             *(("note", note) for note in self.notes),
         ]
         width = max(len(name) for name, _ in rows)
@@ -187,34 +253,79 @@ def cost(
         raise ValueError(f"dtype_bytes must be 2, 4 or 8, not {dtype_bytes}")
     selection = select(recipe, method)
     s = Sizes.of(recipe, K=K, V=V, H=H, T=T, B=B, G=G)
-    state_size = 8 if dtype_bytes == 8 else 4
     if selection.engine.cost is None:
         priced = [e.name for e in ENGINES if e.cost is not None and not e.refuses(recipe)]
         raise RecipeError(
             f"rc.cost has no price for the engine {selection.engine.name!r}, which runs this "
             f"recipe: name one that states its cost, method={' or '.join(map(repr, priced))}"
         )
-    forward, decode, borders, notes = selection.engine.cost(recipe, s)
-    lifts = recipe.features.flops(K) * (s.n + G) * H if recipe.features.finite else 0
-    forward, decode = {"features": lifts * T, **forward}, decode + lifts
-    forward = {name: flops * B for name, flops in forward.items() if flops}
+    counted = selection.engine.cost(recipe, s)
+    baseline = _baseline_seconds(s, dtype_bytes)
+    price = _priced(recipe, selection, counted, s, dtype_bytes, baseline)
+    change = fewer_steps(recipe, s) if 1 < T <= counted.steps else None
+    if change is None:
+        return price
+    changed, changes, fewer = change
+    faster = _priced(changed, select(changed), fewer, s, dtype_bytes, baseline)
+    form = ParallelForm(
+        changes=changes,
+        sequential_steps=faster.sequential_steps,
+        relative_time=faster.relative_time,
+    )
+    return replace(price, parallel_form=form)
+
+
+def _baseline_seconds(s: Sizes, dtype_bytes: int) -> float:
+    """Estimated time of `BASELINE` at the sizes of another recipe; 0 if its engine has no price."""
+    selection = select(BASELINE)
+    if selection.engine.cost is None:
+        return 0.0
+    sizes = Sizes.of(BASELINE, K=s.K, V=s.V, H=s.H, T=s.T, B=s.B, G=s.G)
+    counted = selection.engine.cost(BASELINE, sizes)
+    return _priced(BASELINE, selection, counted, sizes, dtype_bytes, 1.0).cpu_seconds
+
+
+def _priced(
+    recipe: Recipe,
+    selection: Selection,
+    counted: Counted,
+    s: Sizes,
+    dtype_bytes: int,
+    baseline: float,
+) -> Cost:
+    """The price of a call from what its engine counts."""
+    state_size = 8 if dtype_bytes == 8 else 4
+    lifts = recipe.features.flops(s.K) * (s.n + s.G) * s.H if recipe.features.finite else 0
+    forward = {"features": lifts * s.T, **counted.forward}
+    forward = {name: flops * s.B for name, flops in forward.items() if flops}
     factored = recipe.solves_from_gram and selection.engine.name == "kernel"
     state, grows = _state(recipe, s, dtype_bytes, state_size, factored=factored)
     weights = state.get("memory", 0) + state.get("algorithm", 0)
     gates = sum(s.numel(gate.axes) for gate in recipe.gates())
-    inputs = B * T * H * (s.n * (K + V) + G * (K + V) + gates)
+    inputs = s.B * s.T * s.H * ((s.n + s.G) * (s.K + s.V) + gates)
+    states = 2 * counted.states * weights
+    seconds = CALL + sum(forward.values()) / RATE + states / BANDWIDTH
+    seconds += counted.steps * counted.step_seconds
     return Cost(
         engine=selection.engine.name,
         how=selection.how,
-        sizes={"B": B, "T": T, "H": H, "G": G, "K": K, "V": V, "F": s.F},
+        sizes={"B": s.B, "T": s.T, "H": s.H, "G": s.G, "K": s.K, "V": s.V, "F": s.F},
         forward=forward,
         training=3 * sum(forward.values()),
-        decode=decode * B,
+        decode=(counted.decode + lifts) * s.B,
         state=state,
         grows=grows,
-        moved=inputs * dtype_bytes + 2 * borders * weights,
-        notes=notes,
+        moved=inputs * dtype_bytes + states,
+        sequential_steps=counted.steps,
+        cpu_seconds=seconds,
+        relative_time=seconds / baseline if baseline else math.nan,
+        notes=counted.notes,
     )
+
+
+def _multiple(ratio: float) -> str:
+    """A multiple with two digits."""
+    return f"about {float(f'{ratio:.2g}'):g} ×"
 
 
 @takes_recipe

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recollect.blocks.mixers import Leaf, Mixer, Stream, mixer_of
-from recollect.cost import Cost, reading
+from recollect.cost import BASELINE, Cost, reading
 from recollect.cost import cost as cost_of_recipe
 from recollect.fields import as_whole
 
@@ -94,7 +94,8 @@ def cost(recipe: Any, *, T: int = 4096, B: int = 1, **sizes: Any) -> Cost:
         return cost_of_recipe(recipe, T=T, B=B, **sizes)
     forward: dict[str, int] = {}
     state: dict[str, int] = {}
-    training = decode = grows = moved = 0
+    training = decode = grows = moved = steps = 0
+    seconds = 0.0
     hows, notes = list[str](), list[str]()
     for found in streams(mixer, T):
         recipe, stream = found.leaf.recipe, found.stream
@@ -118,8 +119,11 @@ def cost(recipe: Any, *, T: int = 4096, B: int = 1, **sizes: Any) -> Cost:
         if not stream.fresh:
             grows += round(held.grows * (1 + bool(stream.asks)) * stream.per_token)
         moved += price.moved
+        steps += price.sequential_steps
+        seconds += price.cpu_seconds
         hows.append(f"{found.name}: {held.engine} ({held.how})")
         notes += [f"{found.name}: {note}" for note in held.notes]
+    baseline = cost_of_recipe(BASELINE, T=T, B=B, **{**sizes, "method": "auto"})
     return Cost(
         engine=type(mixer).__name__,
         how="; ".join(hows),
@@ -134,6 +138,9 @@ def cost(recipe: Any, *, T: int = 4096, B: int = 1, **sizes: Any) -> Cost:
         state=state,
         grows=grows,
         moved=moved,
+        sequential_steps=steps,
+        cpu_seconds=seconds,
+        relative_time=seconds / baseline.cpu_seconds,
         notes=tuple(notes),
     )
 

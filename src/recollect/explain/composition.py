@@ -146,6 +146,7 @@ class Composition:
                 f"{at}{token} per token and head, {decode} to decode one, at K = V = {_SIZE}, "
                 f"T = {price.sizes['T']}"
             )
+            yield from (f"{at}{line}" for line in price.pace)
 
 
 def _typed(mixer: Mixer) -> str:

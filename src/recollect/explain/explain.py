@@ -233,6 +233,7 @@ class Explanation:
         decode = readable(self.cost.decode, "FLOP")
         sizes = f"K = V = {_SIZE}, T = {self.cost.sizes['T']}"
         yield f"{token} per token and head, {decode} to decode one, at {sizes}"
+        yield from self.cost.pace
         yield from self.cost.notes
 
 

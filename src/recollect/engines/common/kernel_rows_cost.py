@@ -32,7 +32,7 @@ def row_bytes(recipe: Recipe, s: Sizes, state_size: int) -> int:
 
 
 def kernel_rows_flops(recipe: Recipe, s: Sizes) -> Counted:
-    """FLOPs of one row by part, of one decoded token after T, borders, and notes."""
+    """Operations of one call, token by token: an engine with fewer steps replaces them."""
     T = s.T * recipe.associations
     affine, probe, b = recipe.bias.affine, recipe.bias.probe, recipe.algorithm.batch
     before, upto = T * (T - 1) // 2, T * (T + 1) // 2
@@ -43,7 +43,8 @@ def kernel_rows_flops(recipe: Recipe, s: Sizes) -> Counted:
         measure = 2 * (keys * s.K + s.V) * s.H if sees else 0
         read = 2 * s.G * (s.K + s.V) * s.H
         parts = {"system": measure * before, "attention": read * upto}
-        return parts, measure * T + read * (T + 1), 0, notes
+        token = measure * T + read * (T + 1)
+        return Counted(forward=parts, decode=token, steps=T, step_seconds=0.0, notes=notes)
     M, c = sum(recipe.row_widths(s.V)), recipe.context.horizon or 1
     moving = 2 if recipe.algorithm.slots else 1
     w = sum(out * inp for out, inp in recipe.shapes(s.K, s.V))
@@ -61,7 +62,14 @@ def kernel_rows_flops(recipe: Recipe, s: Sizes) -> Counted:
     token = measure * T + read * (T + 1) + maps + behind
     replay = (measure * T + maps) * (b - 1) // 2
     more = ("decoding replays the open inner batch, half of it on average",) if b > 1 else ()
-    return parts, token + replay, -(-T // b), (*notes, *more)
+    return Counted(
+        forward=parts,
+        decode=token + replay,
+        steps=T,
+        step_seconds=0.0,
+        states=-(-T // b),
+        notes=(*notes, *more),
+    )
 
 
 def reading_of_rows(recipe: Recipe, s: Sizes, queries: int) -> int:

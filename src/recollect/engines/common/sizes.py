@@ -67,8 +67,25 @@ def numel_of(shape: tuple[int, ...]) -> int:
     return size
 
 
-Counted = tuple[dict[str, int], int, int, tuple[str, ...]]
-"""FLOPs of one row by part, of one decoded token, states that cross a border, notes."""
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """The operations that an engine counts for one call.
+
+    Attributes:
+        forward: FLOPs of one sequence by part.
+        decode: FLOPs of one more token of one sequence.
+        steps: dependent steps of a forward pass on a CPU: each needs the result of the step before.
+        step_seconds: time that a step takes on a CPU besides its FLOPs and its memory traffic.
+        states: memories that are written to and read from main memory.
+        notes: sentences on what these numbers rest on.
+    """
+
+    forward: dict[str, int]
+    decode: int
+    steps: int
+    step_seconds: float
+    states: int = 0
+    notes: tuple[str, ...] = ()
 
 
 def reading_of_weights(recipe: Recipe, s: Sizes, queries: int) -> int:

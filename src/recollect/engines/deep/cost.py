@@ -14,9 +14,12 @@ from recollect.report.units import readable
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
+STEP_SECONDS, CHAIN_SECONDS = 5e-4, 1.2e-4
+"""As `Counted.step_seconds`: an inner batch or a token, and an inner batch of a chain of maps."""
+
 
 def flops(recipe: Recipe, s: Sizes) -> Counted:
-    """What a call takes, by inner batches: coefficients, or weights token by token."""
+    """Operations of one call, by inner batches: coefficients, or weights token by token."""
     memory = recipe.memory
     assert isinstance(memory, Stack)  # deep.refuses
     V = s.V + (memory.read.normalize != "none")
@@ -44,7 +47,17 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         )
     if b > 1:
         notes.append("decoding replays the open inner batch, half of it on average")
-    return parts, decode, -(-T // b), tuple(notes)
+    batches, built = -(-T // b), way(recipe) == "tokens"
+    # The first token of a batch that settles is a step of its own.
+    split = recipe.at_border and recipe.retention.settles_first and b > 1
+    return Counted(
+        forward=parts,
+        decode=decode,
+        steps=T if built else batches * (1 + split),
+        step_seconds=STEP_SECONDS if chain_of(recipe) is None else CHAIN_SECONDS,
+        states=T if built else batches,
+        notes=tuple(notes),
+    )
 
 
 def orthogonal(recipe: Recipe, maps: Sequence[LinearMap]) -> int:

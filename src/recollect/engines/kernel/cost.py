@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING
 from recollect.engines.common.kernel_rows_cost import kernel_rows_flops, reading_of_rows
 from recollect.engines.common.sizes import Counted, Sizes
 from recollect.engines.kernel import attention, local_regression
+from recollect.engines.kernel.delta_rule import BLOCK
+from recollect.engines.kernel.engine import inner_gradients
 from recollect.engines.kernel.pieces import PIECE, piece_size
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
 
+STEP_SECONDS = 4e-4
+"""As `Counted.step_seconds`: a block of tokens, or an iteration of a solver."""
+
+
 def flops(recipe: Recipe, s: Sizes) -> Counted:
-    """What a call takes, of the form that runs the recipe."""
+    """Operations of one call, of the form that runs the recipe."""
     if recipe.dual:
-        return kernel_rows_flops(recipe, s)
+        tokens = recipe.algorithm.batch if inner_gradients(recipe) else BLOCK
+        steps = -(-s.T * s.n // tokens)
+        return replace(kernel_rows_flops(recipe, s), steps=steps, step_seconds=STEP_SECONDS)
     return gram_flops(recipe, s) if recipe.solves_from_gram else local_flops(recipe, s)
 
 
@@ -37,14 +45,14 @@ def reading(recipe: Recipe, s: Sizes, queries: int) -> int:
     kept = recipe.context.keeps
     seen = s.T if kept is None else min(kept, s.T)
     # A decoded token reads what is kept and its own association: one more than is kept.
-    return local_flops(recipe, replace(s, T=seen - 1))[1] * queries if seen else 0
+    return local_flops(recipe, replace(s, T=seen - 1)).decode * queries if seen else 0
 
 
 STEPS = 8  # of conjugate gradients, where nothing is known of their number
 
 
 def local_flops(recipe: Recipe, s: Sizes) -> Counted:
-    """FLOPs of one row by part, of one decoded token after T, 0, and notes."""
+    """Operations of one call that attends to associations as they are: all tokens at once."""
     horizon, rows, heads = recipe.context.horizon, s.B * s.H * s.G, s.H * s.G
     names = [part.title for part in recipe.context.within]
     context, band, first = recipe.context, horizon, 0
@@ -76,7 +84,13 @@ def local_flops(recipe: Recipe, s: Sizes) -> Counted:
     notes: list[str] = []
     if horizon is None and not (banded and exponent is not None):
         notes.append("every token is compared with all before it: twice the tokens, four times")
-    return forward, decode, 0, tuple(notes)
+    return Counted(
+        forward=forward,
+        decode=decode,
+        steps=min(1, s.T),
+        step_seconds=STEP_SECONDS,
+        notes=tuple(notes),
+    )
 
 
 def _polynomial(recipe: Recipe, s: Sizes, last: int) -> Counted:
@@ -98,7 +112,13 @@ def _polynomial(recipe: Recipe, s: Sizes, last: int) -> Counted:
         else f"conjugate gradients, counted with {steps} steps; {D} at most in exact arithmetic"
     )
     notes = (f"{D} slopes per value channel: {how}",)
-    return forward, ((each + solve) * last + own) * heads, 0, notes
+    return Counted(
+        forward=forward,
+        decode=((each + solve) * last + own) * heads,
+        steps=min(s.T, 1 if dense else steps),
+        step_seconds=STEP_SECONDS,
+        notes=notes,
+    )
 
 
 def gram_flops(recipe: Recipe, s: Sizes) -> Counted:
@@ -119,4 +139,10 @@ def gram_flops(recipe: Recipe, s: Sizes) -> Counted:
         "cubic: twice the tokens, eight times; and the factor takes T² numbers per head",
         "a decoded token adds a row to the factor, and copies it",
     )
-    return forward, token * s.H, 0, notes
+    return Counted(
+        forward=forward,
+        decode=token * s.H,
+        steps=min(1, s.T),
+        step_seconds=STEP_SECONDS,
+        notes=notes,
+    )

@@ -10,9 +10,12 @@ from recollect.engines.linear.cost import simple_chunk_flops
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
+STEP_SECONDS = 1e-5
+"""As `Counted.step_seconds`: a chunk of the recursion, or of one product with the systems."""
+
 
 def flops(recipe: Recipe, s: Sizes) -> Counted:
-    """What a call takes, by the recursion or by conjugate gradients; F³/3 for a factor."""
+    """Operations of one call, by the recursion or by conjugate gradients; F³/3 for a factor."""
     algorithm, F, V, H, T, G = recipe.algorithm, s.F, s.V, s.H, s.T, s.G
     read, write = 2 * G * F * V, 2 * F * V
     inverse = algorithm.inverse
@@ -32,24 +35,39 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
             border = 2 * F**3 + 2 * F * F * V
             chunk["borders"] = border * C // every + 2 * C * F * F + 2 * C * C * (F + V)
         step = (4 * F * F + 2 * F * F + 2 * write + read) * H
-        return {name: n * N * H for name, n in chunk.items()}, step, N, ()
+        return Counted(
+            forward={name: n * N * H for name, n in chunk.items()},
+            decode=step,
+            steps=N,
+            step_seconds=STEP_SECONDS,
+            states=N,
+        )
     kind = "" if inverse.kind == "exact" else inverse.kind
     attend = simple_chunk_flops(F, V, 64, 64 * G, sees=False)
     product = sum(simple_chunk_flops(F, F, 64, 64 * G, sees=False).values())
     N = -(-T // 64) if T else 0
     parts = {"read": sum(attend.values()) * N * H}
     notes: tuple[str, ...] = ()
-    step = 2 * write + read
+    step, steps = 2 * write + read, N
     if kind == "spectral":
         parts["eigenvectors"] = 10 * F**3 * T * H
         step += 10 * F**3
+        steps = T  # the Gram matrix of every token is made of the one before
     elif kind == "conjugate_gradient" or not kind:
         count = inverse.steps if kind else 30
         parts["products"] = product * N * H * count
         step += 2 * F * F * (1 + G * count)
+        steps *= 1 + count
         if not kind:
             notes = ("counted as 30 iterations; they stop at the tolerance (rc.watch_solves)",)
-    return parts, step * H, N, notes
+    return Counted(
+        forward=parts,
+        decode=step * H,
+        steps=steps,
+        step_seconds=STEP_SECONDS,
+        states=N,
+        notes=notes,
+    )
 
 
 def reading(recipe: Recipe, s: Sizes, queries: int) -> int:

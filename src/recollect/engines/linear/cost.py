@@ -7,14 +7,21 @@ from typing import TYPE_CHECKING
 from recollect.engines.common.sizes import Counted, Sizes, reading_of_weights
 from recollect.engines.linear.chunked import chunk_length
 from recollect.engines.linear.engine import per_value_systems, scans
-from recollect.engines.linear.scan import GROUP
+from recollect.engines.linear.scan import Cut
 
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
+STEP_SECONDS, SOLVE_SECONDS = 1e-5, 2.5e-5
+"""As `Counted.step_seconds`: a few products of a chunk, without and with a triangular solve."""
+SCAN_SECONDS, ENTRY_SECONDS = 4.3e-6, 2e-9
+"""As `Counted.step_seconds`: a step of a scan, and each entry of all memories in it."""
+TOKEN_SECONDS = 6e-5
+"""As `Counted.step_seconds`: a token of `recollect.engines.linear.recurrent`."""
+
 
 def flops(recipe: Recipe, s: Sizes) -> Counted:
-    """What a call takes, in chunks, as a scan, or token by token; see `recollect.cost`."""
+    """Operations of one call, in chunks, as a scan, or token by token; see `recollect.cost`."""
     affine, decay, algorithm = recipe.bias.affine, recipe.retention.decay, recipe.algorithm
     assert affine is not None  # linear.refuses
     if scans(recipe):
@@ -37,7 +44,14 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
     token = _token(F, V, c, s.G, sees=sees, probe=probe, apart=apart) * heads
     if moving and per != "head":
         notes.append("decay per channel with momentum runs token by token")
-        return {"tokens": token * s.T}, token, T, tuple(notes)
+        return Counted(
+            forward={"tokens": token * s.T},
+            decode=token,
+            steps=T,
+            step_seconds=TOKEN_SECONDS,
+            states=T,
+            notes=tuple(notes),
+        )
     over_values = per in ("value", "key_value") and not sees
     simple = not (moving or probe or c > 1 or over_values)
 
@@ -54,7 +68,14 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
     forward = {name: n * N * heads for name, n in chunk(C).items()}
     bonus, first = _read_extras(recipe, s)
     forward["read"] += bonus * s.T + first
-    return forward, token + bonus + first, N, tuple(notes)
+    return Counted(
+        forward=forward,
+        decode=token + bonus + first,
+        steps=N,
+        step_seconds=SOLVE_SECONDS if sees else STEP_SECONDS,
+        states=N,
+        notes=tuple(notes),
+    )
 
 
 def _read_extras(recipe: Recipe, s: Sizes) -> tuple[int, int]:
@@ -70,8 +91,15 @@ def _scan(recipe: Recipe, s: Sizes) -> Counted:
     token = 0 if recipe.memory.diagonal else 2 * s.G * s.F * s.V * s.H + bonus
     first = 0 if recipe.memory.diagonal else first
     notes = ("the scan is elementwise, about 6 operations per entry and token, not counted here",)
-    groups = -(-s.T // max(16, GROUP // (s.H * s.weights))) if s.T else 0
-    return {"read": token * s.T + first}, token + first, groups, notes
+    cut = Cut.of(s.B * s.H * s.weights, s.T, None, cpu=True)
+    return Counted(
+        forward={"read": token * s.T + first},
+        decode=token + first,
+        steps=cut.steps,
+        step_seconds=SCAN_SECONDS + ENTRY_SECONDS * s.B * s.H * s.weights,
+        states=len(cut.groups()),
+        notes=notes,
+    )
 
 
 def _token(F: int, V: int, c: int, G: int, *, sees: bool, probe: bool, apart: bool) -> int:

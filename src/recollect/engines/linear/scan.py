@@ -28,7 +28,7 @@ from torch import Tensor
 
 from recollect.choices.gradients import HandWritten, again
 
-__all__ = ["GROUP", "ScanInputs", "scan"]
+__all__ = ["GROUP", "Cut", "ScanInputs", "scan"]
 
 GROUP = 1 << 18
 """Entries of the states of a group on a CPU: 1 MB per intermediate."""
@@ -79,7 +79,7 @@ def scan(
         return x.u.new_zeros(B, T, H, x.q.shape[3], V), x.A
     # −inf times a scale of 0 would be NaN.
     decay = x.decay.clamp_min(-1e30) if log else x.decay
-    cut = _Cut.of(B * H * V * x.k.shape[-1], T, chunk_size, cpu=x.u.device.type == "cpu")
+    cut = Cut.of(B * H * V * x.k.shape[-1], T, chunk_size, cpu=x.u.device.type == "cpu")
     q, k, u = x.q.transpose(0, 1), x.k.transpose(0, 1), x.u.transpose(0, 1)  # time first
     plan, x = _Plan(cut=cut, log=log), ScanInputs(x.A, q, k, u, decay.transpose(0, 1), x.scale)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x.tensors()):
@@ -90,7 +90,7 @@ def scan(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cut:
+class Cut:
     """How T tokens are cut: groups of ``group`` tokens, blocks of ``block``."""
 
     T: int
@@ -98,7 +98,7 @@ class _Cut:
     block: int
 
     @classmethod
-    def of(cls, entries: int, T: int, chunk_size: int | None, *, cpu: bool) -> _Cut:
+    def of(cls, entries: int, T: int, chunk_size: int | None, *, cpu: bool) -> Cut:
         group = min(T, max(16, GROUP // entries)) if cpu else T
         if chunk_size is not None:
             block = min(chunk_size, group)
@@ -112,6 +112,16 @@ class _Cut:
         """First and last token of each group."""
         return [(s, min(s + self.group, self.T)) for s in range(0, self.T, self.group)]
 
+    @property
+    def steps(self) -> int:
+        """Number of dependent steps: the tokens of a block, then a step from block to block."""
+        total = 0
+        for start, stop in self.groups():
+            for first, last in self.blocks(stop - start):
+                inside = min(self.block, last - first)
+                total += inside + ((last - first) // inside if inside < last - first else 0)
+        return total
+
     def blocks(self, tokens: int) -> list[tuple[int, int]]:
         """Runs of whole blocks of one length inside a group: the whole ones, then the rest."""
         whole = tokens - tokens % self.block
@@ -120,7 +130,7 @@ class _Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    cut: _Cut
+    cut: Cut
     log: bool
 
     def alpha(self, decay: Tensor, scale: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from recollect.choices.algorithm.muon import newton_schulz_flops
@@ -13,16 +14,33 @@ from recollect.report.units import readable
 if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
 
+STEP_SECONDS = 1.2e-3
+"""As `Counted.step_seconds`: a token with its inner gradient by autograd."""
+
 
 def flops(recipe: Recipe, s: Sizes) -> Counted:
-    """What a call takes, token by token."""
+    """Operations of one call, token by token."""
     if recipe.dual:
-        return kernel_rows_flops(recipe, s)
+        return replace(kernel_rows_flops(recipe, s), step_seconds=STEP_SECONDS)
+
+    def counted(
+        forward: dict[str, int], decode: int, *notes: str, states: int = s.T, steps: int = s.T * s.n
+    ) -> Counted:
+        return Counted(
+            forward=forward,
+            decode=decode,
+            steps=steps,
+            step_seconds=STEP_SECONDS,
+            states=states,
+            notes=notes,
+        )
+
     if recipe.nonparametric or recipe.solves_from_gram:
         each = 2 * (s.K + s.V) * s.H * s.G
         horizon = recipe.context.horizon
         pairs = sum(min(t, horizon or t) for t in range(1, s.T + 1))
-        return {"attention": each * pairs}, each * min(s.T + 1, horizon or s.T + 1), 0, ()
+        decode = each * min(s.T + 1, horizon or s.T + 1)
+        return counted({"attention": each * pairs}, decode, states=0)
     first = sum(numel_of(shape) for shape in _firsts(recipe, s))
     fixed = 1 + (isinstance(recipe.memory, Stack) and recipe.memory.fixed_products)
     forward, pulled = fixed * 2 * s.weights, fixed * 2 * (s.weights - first)
@@ -33,13 +51,15 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
         token = sum(each.values()) + s.G * 2 * F * V
         parts = {name: n * s.T * s.H for name, n in each.items()}
         parts["read"] = s.G * 2 * F * V * s.T * s.H
-        return parts, token * s.H, s.T, ("every token solves a dense system",)
+        return counted(parts, token * s.H, "every token solves a dense system")
     if recipe.context.horizon is None:
         steps = recipe.algorithm.steps
         past = (forward + backward) * steps * s.H
         pairs = s.T * (s.T + 1) // 2
         parts = {"write": past * pairs, "read": read * s.T * s.H}
-        return parts, past * (s.T + 1) + read * s.H, s.T, ("every token solves from the origin",)
+        decode = past * (s.T + 1) + read * s.H
+        note = "every token solves from the origin"
+        return counted(parts, decode, note, steps=s.T * steps)
     passes = 2 if recipe.algorithm.splits else 1
     write = s.c * (forward + backward) * passes * s.n
     if recipe.algorithm.searches:
@@ -63,8 +83,7 @@ def flops(recipe: Recipe, s: Sizes) -> Counted:
     decode = token + replayed * (recipe.algorithm.batch - 1) // 2
     if recipe.algorithm.batch > 1:
         notes.append("decoding replays the open inner batch, half of it on average")
-    counted = {name: n * s.T * s.H for name, n in parts.items()}
-    return counted, decode, s.T, tuple(notes)
+    return counted({name: n * s.T * s.H for name, n in parts.items()}, decode, *notes)
 
 
 def reading(recipe: Recipe, s: Sizes, queries: int) -> int:

@@ -1,0 +1,70 @@
+"""The smallest change of a recipe with which an engine runs it in fewer sequential steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from recollect.choices.member import RecipeError
+from recollect.engines.common.sizes import Counted, Sizes
+from recollect.engines.select import select
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["fewer_steps"]
+
+CHANGES = (
+    ("algorithm", "batch", 16),
+    ("algorithm", "every", "batch"),
+    ("retention", "when", "after"),
+    ("retention", "every", "batch"),
+    ("retention", "per", "head"),
+)
+"""Choice, field and value of the changes that are tried, alone and together."""
+
+
+def fewer_steps(recipe: Recipe, sizes: Sizes) -> tuple[Recipe, tuple[str, ...], Counted] | None:
+    """Return the recipe with the fewest steps among those with the fewest changes.
+
+    Args:
+        recipe: the recipe to change.
+        sizes: sizes of the call.
+
+    Returns:
+        The changed recipe, its changes as Python text, and what its engine counts. ``None`` where
+        no change that is tried leads to fewer steps than one per token.
+    """
+    open_changes = [
+        change
+        for change in CHANGES
+        if getattr(getattr(recipe, change[0]), change[1], change[2]) != change[2]
+    ]
+    for count in range(1, len(open_changes) + 1):
+        candidates = [
+            (changed, texts, counted)
+            for changes in itertools.combinations(open_changes, count)
+            for changed, texts, counted in _counted(recipe, changes, sizes)
+            if counted.steps < sizes.T
+        ]
+        if candidates:
+            return min(candidates, key=lambda one: one[2].steps)
+    return None
+
+
+def _counted(
+    recipe: Recipe, changes: tuple[tuple[str, str, object], ...], sizes: Sizes
+) -> Iterator[tuple[Recipe, tuple[str, ...], Counted]]:
+    """The changed recipe with its counts, if such a recipe exists."""
+    members = {choice: getattr(recipe, choice) for choice, _, _ in changes}
+    try:
+        for choice, name, value in changes:
+            members[choice] = replace(members[choice], **{name: value})
+        changed = recipe.but(**members)
+        engine = select(changed).engine
+    except (RecipeError, TypeError, ValueError):  # a field that is derived, or a refused value
+        return
+    if engine.cost is not None:
+        yield changed, tuple(f"{c}.{n}={v!r}" for c, n, v in changes), engine.cost(changed, sizes)
