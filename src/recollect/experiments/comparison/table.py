@@ -322,8 +322,8 @@ def _page(rows: Sequence[dict[str, Any]]) -> str:
         f"weight decay {schedule['weight_decay']:g}, clipping at {schedule['clip']:g}, peak "
         f"learning rate {schedule['lr']:g} after a warm-up over {schedule['warmup']:.0%} of the "
         f"steps, then a cosine to 0; float32, seed {terms['seed']}. Each row is at its preset's "
-        "own defaults but for the layer options of `NAME-same`, nothing is tuned per row. Keys have K = width / heads channels where no "
-        "other K is told.",
+        "own defaults but for the layer options of `NAME-same`, nothing is tuned per row. "
+        "Keys have K = width / heads channels where no other K is told.",
         "",
         f"Made by `{first['command']}`; a command with other `--models`, "
         "and `--heads` or `--key-dim` of their own, adds rows."
