@@ -64,6 +64,16 @@ class Squash(retention.Retention):
 
 
 @rc.member
+class Shrink(retention.Retention):
+    """A link with a gate."""
+
+    shrinkage: float | str = rc.quantity("token", at_least=0, init=0.1, letter="c")
+
+    def link(self, A: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
+        return A / (1 + gates["shrinkage"])
+
+
+@rc.member
 class Doubled(algorithm.Algorithm):
     """An update of one's own."""
 
@@ -125,10 +135,11 @@ def test_moneta() -> None:
     found = explain(MONETA)
     assert lines(found, "problem", "write", "read") == [
         "problem  min  ‖k_t + LN(W1 gelu(W2 k_t)) − v_t‖_3^3",
-        "write    A_t = Diag(α_t) A_(t−1) − η_t ∇ℓ(W°; k_t, v_t),   W_t = A_t / ‖A_t‖_4^2",
-        "         W° = W at the start of the inner batch of 16; the link acts at its end",
+        "write    A_t = Diag(α_t) A_(t−1) − η_t ∇ℓ(W°; k_t, v_t)",
+        "         W° = A° / ‖A°‖_4^2: A at the start of the inner batch of 16",
         "read     y_t = q_t + LN(W1 gelu(W2 q_t))",
-        "         inside the batch W_t is W° decayed plus the steps, without the link",
+        "         W_t: W° before the first token of the inner batch, then moved as A_t is, without "
+        "the link",
     ]
     reasons = {name: why[0] for name, why in found.refused.items()}
     assert reasons["linear"] == "memory.MLP is not linear in its parameters"
@@ -280,6 +291,13 @@ GOLDEN: dict[str, tuple[rc.Recipe, tuple[str, ...]]] = {
     ),
     "a link of one's own": (
         R(retention=Squash(), **LINEAR), ("A_t = A_(t−1) + v_t k_tᵀ,   W_t = squash(A_t)",),
+    ),
+    "a link of one's own with a gate": (
+        R(retention=Shrink()),
+        (
+            "A_t = A_(t−1) − η_t (W° k_t) k_tᵀ + η_t v_t k_tᵀ,   W_t = shrink(A_t, c_t)",
+            "W° = shrink(A_(t−1), c_t)",
+        ),
     ),
     "an update of one's own": (
         R(algorithm=Doubled()),

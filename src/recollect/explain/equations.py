@@ -5,6 +5,8 @@ Every line is made of what the members say about themselves (`recollect.choices.
 
 from __future__ import annotations
 
+import re
+
 from recollect.choices.algorithm.share import EPS, by_keys, together
 from recollect.choices.equation_terms import (
     Gradient,
@@ -134,13 +136,14 @@ def write_rule(recipe: Recipe) -> tuple[str, ...]:
         return _full_pass(recipe)
     if algorithm.reduce == "mean":
         return _averaged(recipe)
-    rebuilt = retention.linked or not retention.additive
-    W, A = memory.letter, "A" if retention.linked and retention.additive else memory.letter
+    linked = retention.linked and retention.additive
+    W, A = memory.letter, "A" if linked else memory.letter
     several = recipe.associations > 1
     at = "tj" if several else "t"
     old, new = (f"{A}_(t,j−1)", f"{A}_(t,j)") if several else (f"{A}_(t−1)", f"{A}_t")
     vector, decay = memory.diagonal, retention.decay
-    point = f"{W}°" if algorithm.batch > 1 else f"{W}_(t,j−1)" if several else f"{W}_(t−1)"
+    at_start = algorithm.batch > 1 or (_has_link_gates(recipe) and not several)
+    point = f"{W}°" if at_start else f"{W}_(t,j−1)" if several else f"{W}_(t−1)"
     if decay is not None and decay.when == "before":
         point = str(decay.on(point, at, vector=vector))
     if recipe.bias.probe is not None:
@@ -154,18 +157,22 @@ def write_rule(recipe: Recipe) -> tuple[str, ...]:
         equations += _at_border(recipe, step, A)
     else:
         moves = retention.moves(old, new, step, at=at, vector=vector)
-        if rebuilt and retention.linked and retention.additive:
-            moves = (f"{moves[0]},   {W}_t = {retention.text()}", *moves[1:])
+        if linked and not recipe.at_border:
+            read = f"{W}_(t,j)" if several else f"{W}_t"
+            moves = (f"{moves[0]},   {read} = {_link(recipe, new)}", *moves[1:])
         equations += [";   ".join((*lines, *moves))] if len(lines) == 1 else moves
         equations = equations[1:] if len(lines) == 1 else equations
     if several:
         n = recipe.associations
-        equations.append(f"j = 1..{n};   {A}_(t,0) = {A}_(t−1),   {A}_t = {A}_(t,{n})")
+        ends = [f"{A}_(t,0) = {A}_(t−1)", f"{A}_t = {A}_(t,{n})"]
+        if linked and not recipe.at_border:
+            ends += [f"{W}_(t,0) = {_link(recipe, f'{A}_(t−1)')}", f"{W}_t = {W}_(t,{n})"]
+        equations.append(f"j = 1..{n};   {',   '.join(ends)}")
         if decay is not None:
             equations.append("the decay acts on the first sub-step")
     equations += [*_rate(recipe), *_left(recipe), *_share(recipe, point)]
     equations += _undivided(recipe)
-    equations += _borders(recipe, " ".join(equations))
+    equations += _start(recipe, " ".join((*equations, *read_rule(recipe))))
     return tuple(equations)
 
 
@@ -238,17 +245,34 @@ def _undivided(recipe: Recipe) -> list[str]:
     ]
 
 
-def _borders(recipe: Recipe, text: str) -> list[str]:
-    """What W° is, and when the link acts."""
+def _has_link_gates(recipe: Recipe) -> bool:
+    """Whether the link has gates, which are those of the token whose error is taken."""
+    retention = recipe.retention
+    decay = {gate.name for gate in retention.decay.gates()} if retention.decay else set[str]()
+    has_gates = any(gate.name not in decay for gate in retention.gates())
+    return retention.linked and retention.additive and has_gates
+
+
+def _link(recipe: Recipe, state: str, at: str = "_t") -> str:
+    """The link of a state, with the gates of the token ``at``."""
+    return re.sub(r"_t\b", at, recipe.retention.text().replace("A_t", state))
+
+
+def _start(recipe: Recipe, text: str) -> list[str]:
+    """W°, the weights at which errors are taken, where the equations ``text`` have it."""
     W, b, retention = recipe.memory.letter, recipe.algorithm.batch, recipe.retention
-    if b == 1:
+    if f"{W}°" not in text:
         return []
-    first = f"{W}° = {W} at the start of the inner batch of {b}"
-    if recipe.at_border:
-        if retention.settles_first:
-            return [f"{first}, and link(A) after its first token; the link acts at its end"]
-        return [f"{first}; the link acts at its end"]
-    return [first] if f"{W}°" in text else []
+    gated = _has_link_gates(recipe)
+    if b == 1:
+        return [f"{W}° = {_link(recipe, 'A_(t−1)')}"]
+    start = f"at the start of the inner batch of {b}"
+    if not (gated or recipe.at_border or (retention.linked and recipe.algorithm.every == "batch")):
+        return [f"{W}° = {W} {start}"]
+    line = f"{W}° = {_link(recipe, 'A°', '°')}: A {start}"
+    line += ", gates of its first token" if gated else ""
+    first = recipe.at_border and retention.settles_first
+    return [f"{line}; from its second token on, A after the first" if first else line]
 
 
 def _at_border(recipe: Recipe, step: Terms, A: str) -> list[str]:
@@ -261,8 +285,6 @@ def _at_border(recipe: Recipe, step: Terms, A: str) -> list[str]:
         Term(tuple(f.replace("η_t", "η̄") for f in term.factors), term.coefficient) for term in step
     )
     line = f"{A}_t = {render_sum((decayed, *moved))} at the last token of the inner batch"
-    if retention.linked:
-        line += f",   {W}_t = {retention.text()}"
     bars = [] if decay is None or not isinstance(decay.rate, str) else ["α_b = Π α_t"]
     bars += ["η̄ = mean η_t"] if any("η̄" in f for t in moved for f in t.factors) else []
     over = [f"{', '.join(bars)} over the inner batch; tokens in it read {W}°"] if bars else []
@@ -325,7 +347,10 @@ def read_rule(recipe: Recipe) -> tuple[str, ...]:
     if recipe.algorithm.every == "batch":
         line = line.replace(f"{W}_t", f"{W}°")
     elif recipe.at_border:
-        notes.append(f"inside the batch {W}_t is {W}° decayed plus the steps, without the link")
+        first = f"{W}° before the first token"
+        if recipe.retention.settles_first:
+            first = f"{_link(recipe, 'A_t')} at the first token"
+        notes.append(f"{W}_t: {first} of the inner batch, then moved as A_t is, without the link")
     return (f"y_t = {line}", *notes)
 
 

@@ -177,7 +177,12 @@ class Retention(Member):
 
     def text(self) -> str:
         """The link as it is written in an equation; empty for the identity."""
-        return f"{type(self).__name__.lower()}(A_t)" if self.linked else ""
+        if not self.linked:
+            return ""
+        fields = (self.field_of(name) for name, _, _ in self._quantities())
+        symbols = (self.symbol(field) for field in fields if field is not None)
+        letters = [symbol for symbol in symbols if isinstance(symbol, str)]
+        return f"{type(self).__name__.lower()}({', '.join(('A_t', *letters))})"
 
     def moves(
         self, old: str, new: str, step: Terms, *, at: str = "t", vector: bool = False
