@@ -97,8 +97,8 @@ def evaluate(text: str, names: dict[str, Any]) -> Any:
         name = match[0].removesuffix("ᵀ")
         if name in FUNCTIONS or name == "n":  # of a norm already translated
             return match[0]
-        found = f"N[{name!r}]"
-        return f"T({found})" if match[0].endswith("ᵀ") else found
+        entry = f"N[{name!r}]"
+        return f"T({entry})" if match[0].endswith("ᵀ") else entry
 
     text = re.sub(r"‖([^‖]*)‖(?:_([\d.]+))?", r"norm(\1;\2)", text)
     text = re.sub(r"\|([^|]*)\|", r"abs(\1)", text)
@@ -108,13 +108,14 @@ def evaluate(text: str, names: dict[str, Any]) -> Any:
     text = text.replace("⊙", "@").replace("·", "*")
     text = re.sub(r"(?<=[\])])\s*(?=[A-Za-z(])", " * ", text)
     text = re.sub(r"(?<=[\])\d])\s+(?=[A-Za-z(\d])", " * ", text)
-    return eval(text, {"__builtins__": {}}, {**FUNCTIONS, "N": names})
+    functions = {**FUNCTIONS, **names.get("functions", {})}
+    return eval(text, {"__builtins__": {}}, {**functions, "N": names})
 
 
-def functions_of(where: tuple[str, ...]) -> dict[str, Any]:
+def functions_of(legend: list[str]) -> dict[str, Any]:
     """Functions that the legend defines, such as soft(z, τ)."""
-    found: dict[str, Any] = {}
-    for line in where:
+    functions: dict[str, Any] = {}
+    for line in legend:
         match = re.fullmatch(r"(\w+)\((\w), (\w)\) = (.*)", line)
         if match:
             _, *letters, body = match.groups()
@@ -123,19 +124,18 @@ def functions_of(where: tuple[str, ...]) -> dict[str, Any]:
             def function(
                 *xs: Any, letters: list[str] = letters, body: str = body, constants: Any = constants
             ) -> Any:
-                given = {x: Symbol(value(v)) for x, v in zip(letters, xs, strict=True)}
-                return evaluate(body, {**constants, **given})
+                arguments = {x: Symbol(value(v)) for x, v in zip(letters, xs, strict=True)}
+                return evaluate(body, {**constants, **arguments})
 
-            found[match[1]] = function
-    return found
+            functions[match[1]] = function
+    return functions
 
 
 def printed_outputs(recipe: rc.Recipe, inputs: dict[str, Tensor], T: int) -> Tensor:
     """Outputs [T, V] of one head by the printed rule, from a memory of zeros."""
-    found = rc.explain(recipe)
-    write, read, where = ([x.replace("−", "-") for x in part] for part in
-                          (found.write, found.read, found.where))  # fmt: skip
-    FUNCTIONS.update(functions_of(where))
+    printed = rc.explain(recipe)
+    blocks = (printed.write, printed.read, printed.where)
+    write, read, legend = ([line.replace("−", "-") for line in block] for block in blocks)
     b, several = recipe.algorithm.batch, recipe.associations > 1
     new, old = ("_(t,j)", "_(t,j-1)") if several else ("_t", "_(t-1)")
     equations = [x for line in write for x in re.split(",   |;   ", line) if " = " in x]
@@ -143,17 +143,17 @@ def printed_outputs(recipe: rc.Recipe, inputs: dict[str, Tensor], T: int) -> Ten
     moves = {x: y for x, y in rules.items() if x.endswith(new)}
     start = rules.get("W°", "").partition(": A at the start")[0]
     reads = next((x for x in read if x.startswith("W_t: ")), "")  # how W moves inside a batch
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"functions": functions_of(legend)}
 
     def of_token(t: int, suffix: str, j: int | None = None) -> dict[str, Symbol]:
-        found = {x: y[t] if j is None or x not in "kvη" else y[t, j] for x, y in inputs.items()}
-        return {x + suffix: Symbol(y.unsqueeze(-1) if y.dim() else y) for x, y in found.items()}
+        token = {x: y[t] if j is None or x not in "kvη" else y[t, j] for x, y in inputs.items()}
+        return {x + suffix: Symbol(y.unsqueeze(-1) if y.dim() else y) for x, y in token.items()}
 
     zero = torch.zeros(inputs["v"].shape[-1], inputs["k"].shape[-1], dtype=torch.float64)
     A = S = W = Symbol(zero)
     linked = f"A{new}" in moves
     if linked and f"W{new}" in moves:
-        W = evaluate(moves[f"W{new}"], {f"A{new}": A, **of_token(0, "_t")})
+        W = evaluate(moves[f"W{new}"], {**names, f"A{new}": A, **of_token(0, "_t")})
     outputs = []
     for t in range(T):
         names.update(of_token(t, "_t"))
@@ -170,15 +170,15 @@ def printed_outputs(recipe: rc.Recipe, inputs: dict[str, Tensor], T: int) -> Ten
                 names["A°"] = A
             if start and not start.startswith("W at the start"):
                 names["W°"] = evaluate(start, names)
-            for left, right in moves.items():
-                names[left] = evaluate(right, names)
+            for name, rule in moves.items():
+                names[name] = evaluate(rule, names)
             A, S = names[f"A{new}" if linked else f"W{new}"], names.get("S_t", S)
             if reads:
                 names["A_(t-1)"] = W if t % b else names["W°"]
                 names["W_t"] = evaluate(moves["A_t"], names)
                 first = re.match(r"W_t: (\S+) at the first token", reads)
                 if first and t % b == 0:
-                    names["W_t"] = evaluate(first[1], {"A_t": A})
+                    names["W_t"] = evaluate(first[1], names)
             W = names["W_t" if reads else f"W{new}"]
         names["W_t"] = W
         outputs.append(value(evaluate(read[0].removeprefix("y_t = "), names)).flatten())
@@ -191,16 +191,16 @@ LETTERS = {"lr": "η", "log_decay": "α", "momentum": "θ", "tau": "τ", "radius
 def check(recipe: rc.Recipe, T: int = 7, K: int = 3, V: int = 2) -> None:
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(*shape: int) -> Tensor:
+    def random(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
     n, sizes = recipe.associations, recipe.axes(K, V)
     several = [n] if n > 1 else []
-    q, k, v = drawn(1, T, 1, K), drawn(1, T, 1, *several, K), 2 * drawn(1, T, 1, *several, V)
+    q, k, v = random(1, T, 1, K), random(1, T, 1, *several, K), 2 * random(1, T, 1, *several, V)
     gates: dict[str, Tensor] = {}
     for gate in recipe.gates():
         lead = several if recipe.per_association(gate) else []
-        x = drawn(1, T, 1, *lead, *(sizes[axis] for axis in gate.axes)).sigmoid()
+        x = random(1, T, 1, *lead, *(sizes[axis] for axis in gate.axes)).sigmoid()
         gates[gate.name] = x.log() if gate.name == "log_decay" else x
     y, _ = rc.recall(recipe, q, k, v, gates, method="reference")
     inputs = {"q": q[0, :, 0], "k": k[0, :, 0], "v": v[0, :, 0]}

@@ -49,7 +49,6 @@ class Engine:
             result of ``None``) leaves it to the reference.
         shows_nan: whether a NaN that goes in always comes out (no comparison swallows it), so that
             of a layer's decoded token only the outputs are checked.
-        compiles: whether one graph of `torch.compile` holds a call, whatever the numbers are.
         follows: whether a compiled layer lets the compiler follow calls of a recipe with so many
             tokens (its sizes, the tokens), as it can; ``None`` lets it follow none, and hands each
             over as one operation (`recollect.recall.one_operation`).
@@ -68,7 +67,6 @@ class Engine:
     reading: Callable[[Recipe, Sizes, int], int] | None = None
     read: Callable[[Problem, Mapping[str, Tensor]], Tensor | None] | None = None
     shows_nan: bool = False
-    compiles: bool = False
     rounded: bool = False
     inner_gradients: Callable[[Recipe], bool] = lambda recipe: True
     plan: Callable[[SizedRecipe], Any] | None = None

@@ -80,8 +80,6 @@ class Explanation:
         backend: the operator of flash-linear-attention that takes the place of the engine's
             products on CUDA, or why none does.
         refused: why each faster engine does not, by name.
-        compiles: whether every call of this engine is inside one graph of `torch.compile`. Where
-            none promises that, some recipes are: see docs/explain.md.
         fidelity: of a preset, how close it is to its source; empty for a recipe.
         named: systems with the same recipe, sizes apart. ``of``: how many were looked at.
         gates, params: the numbers and tensors that `recollect.recall` asks for.
@@ -116,7 +114,6 @@ class Explanation:
     how: str
     backend: str
     refused: Mapping[str, tuple[str, ...]]
-    compiles: bool
     named: tuple[Named, ...]
     of: int
     gates: tuple[Gate, ...]
@@ -144,7 +141,6 @@ class Explanation:
             "how": self.how,
             "backend": self.backend,
             "refused": {name: list(reasons) for name, reasons in self.refused.items()},
-            "compiles": self.compiles,
             "fidelity": self.fidelity,
             "named": [
                 {"name": n.name, "title": n.title, "row": n.row, "apart": dict(n.apart)}
@@ -185,9 +181,6 @@ class Explanation:
         yield "where", list(self.where)
         refused = [f"not {name}: {reasons[0]}" for name, reasons in self.refused.items()]
         refused += self.backend.splitlines()
-        if not self.compiles:
-            said = "torch.compile may break the graph of rc.recall; a layer's call is one operation"
-            refused.append(said)
         if self.products:
             refused.insert(0, f"products of {self.products}")
         yield "engine", [f"{self.engine} ({self.how})", *refused]
@@ -313,7 +306,6 @@ def _explained(recipe: object, method: str, precision: str | None) -> Explanatio
         how=selection.how,
         backend=_backend(resolved, method),
         refused={name: tuple(reasons) for name, reasons in selection.refused.items()},
-        compiles=selection.engine.compiles,
         named=matches,
         of=of,
         gates=resolved.gates(),
