@@ -338,6 +338,12 @@ def test_explain_by_name() -> None:
     assert "engine   reference" in forced
 
 
+def test_explain_in_full() -> None:
+    output = call("explain", "titans", "--full").stdout
+    assert output == f"{rc.explain('titans', full=True)}\n"
+    assert "\n         ρ_t = max(0, ⟨" in output
+
+
 def test_explain_as_json() -> None:
     data = json.loads(call("explain", "retnet", "--json").stdout)
     assert {match["name"] for match in data["named"]} == {"retnet", "lightning_attention"}

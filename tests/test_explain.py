@@ -444,7 +444,7 @@ def test_systems_with_one_recipe_are_named_together() -> None:
     same = {"softmax_attention", "qk_norm_attention", "ffn_normalized"}
     assert names("softmax_attention") == same
     apart = {match.name: dict(match.apart) for match in explain("ffn_normalized").named}
-    assert apart["ffn_normalized"]["persistent"] == 4.0
+    assert apart["ffn_normalized"] == {"qk_norm": "none", "persistent": 4.0, "joined": True}
     gla = R(bias=bias.DotProduct(), retention=retention.Decay(per="key"),
             algorithm=algorithm.GradientDescent(lr=1.0))  # fmt: skip
     assert "gla" in names(gla)
@@ -508,16 +508,16 @@ def test_what_a_recipe_needs() -> None:
 
 def test_units_of_a_layers_numbers_are_told() -> None:
     """A share, 1/place and √V, where the layer's options state a number in them."""
-    share = "a layer's is a share s_t of the stability limit, η_t = s_t · "
+    rate = "in a layer η_t = s_t · {}, s_t times the stability limit"
     said = {
-        "titans": {"lr": share + "2 (1 − θ_t) / 8"},
+        "titans": {"lr": rate.format("2 (1 − θ_t) / 8")},
         "ttt_linear": {
-            "lr": share + "2",
-            "offset": "a layer's is counted in 1/place of the inner batch, at least -0.8/place",
+            "lr": rate.format("2"),
+            "offset": "in a layer in multiples of 1/place in the inner batch, at least -0.8",
         },
         "yaad": {
-            "lr": share + "2 / 8",
-            "threshold": "a layer's is counted in √V, the length of a value",
+            "lr": rate.format("2 / 8"),
+            "threshold": "in a layer in multiples of √V, the length of a value",
         },
         "gla": {},
     }
@@ -525,6 +525,37 @@ def test_units_of_a_layers_numbers_are_told() -> None:
         found = rc.explain(name)
         assert found.units == wanted
         assert all(f"; {unit}" in str(found) for unit in wanted.values())
+
+
+NORMALISED = [name for name in rc.zoo.names() if rc.zoo.get(name).recipe.algorithm.normalizes]
+
+
+@pytest.mark.parametrize("name", [*NORMALISED, "atlas", "titans_mac"])
+def test_normalised_steps_are_described_and_unfolded(name: str) -> None:
+    """The scales of a step are words with a link by default, and equations in full."""
+    short, full = (
+        explain(name, full=full)
+        if name in rc.zoo.names()
+        else explain(name, full=full).parts["memory"]
+        for full in (False, True)
+    )
+    letters = set(re.findall(r"r_t|ρ_\w+|λ_t", " ".join(short.write)))
+    assert letters
+    described = {line.partition(":")[0] for line in short.where}
+    assert letters <= described
+    defined = {line.partition(" = ")[0] for line in full.write}
+    assert letters <= defined and not letters & {x.partition(" = ")[0] for x in short.write}
+    assert ("v̂" in str(short)) == ("v̂" in "".join(full.write))
+    assert (
+        max(map(len, (*short.problem.split("\n"), *short.write, *short.read))) <= 91
+    )  # and a label
+    link = next(line for line in short.where if "docs/" in line).rpartition("docs/")[2]
+    page, _, anchor = link.partition("#")
+    headings = re.findall(r"^#+ (.*)$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert anchor in [heading.lower().replace(" ", "-") for heading in headings]
+    assert set(short.where) - {line for line in short.where if "full=True" in line} <= set(
+        full.where
+    )
 
 
 def test_method_is_explained_as_asked() -> None:

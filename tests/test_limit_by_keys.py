@@ -262,6 +262,6 @@ def test_what_does_not_add_up_is_refused(algorithm: rc.Algorithm, why: str) -> N
 
 
 def test_it_is_told() -> None:
-    told = rc.explain(RECIPES["momentum"])
-    assert "η_t r_t ρ_t" in told.write[0]
-    assert "r_t = max(0, u_t),   u_t = 1 − Σ_j |cos(k_t, k_j)| u_j / 4" in told.write[1]
+    write = rc.explain(RECIPES["momentum"], full=True).write
+    assert "η_t r_t ρ_t" in write[0]
+    assert "r_t = max(0, u_t),   u_t = 1 − Σ_j |cos(k_t, k_j)| u_j / 4" in write[1]

@@ -869,6 +869,6 @@ def test_it_is_data_and_says_itself() -> None:
     assert still.canonical().algorithm == GD(normalize=True)
     muon = rc.Recipe(memory=memory.MLP(), algorithm=algorithm.Muon(newton_steps=0, normalize=True))
     assert rc.Recipe.from_json(muon.to_json()) == muon == muon.canonical()
-    assert any(line.startswith("λ_t = max(0, −") for line in rc.explain(muon).write)
-    assert any(line.startswith("ρ_t = ⟨") for line in rc.explain(recipe).write)
+    assert any(line.startswith("λ_t = max(0, −") for line in rc.explain(muon, full=True).write)
+    assert any(line.startswith("ρ_t = ⟨") for line in rc.explain(recipe, full=True).write)
     assert "scales gradients" in rc.select(STRUCTURES["steps"]).refused["linear"][0]

@@ -96,7 +96,10 @@ def test_lines_that_are_too_long_hang_below_their_text() -> None:
     )
     assert hung(text, None) == text == hung(text, 200)
     lines = hung(text, 30).splitlines()
-    assert lines[:2] == ["engine   linear (triangular", "         solve)"]
+    assert lines[:2] == ["engine   linear (triangular", "           solve)"]
     assert max(map(len, lines)) <= 30
     assert " ".join(" ".join(lines).split()) == " ".join(text.split()), "nothing is lost"
     assert all(line.startswith("  ") for line in hung(text, 12).splitlines()[1:3])
+    equations = "write    S = S − η g;   W = α W + S\n         W° = W"
+    assert hung(equations, 34) == equations.replace(";   ", ";\n         ")
+    assert hung("part\n\nstate", 20) == "part\n\nstate"

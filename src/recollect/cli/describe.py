@@ -140,10 +140,15 @@ def explain(
     precision: Annotated[
         str | None, typer.Option(help="And this precision of products: float32, tf32 or bf16.")
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Print the equations of normalised steps, too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a recipe solves, how it moves, and which engine runs it."""
-    explained = rc.explain(named_or_loaded(name), method=method, precision=precision)
+    explained = rc.explain(
+        named_or_loaded(name), method=method, precision=precision, full=full
+    )
     if as_json:
         print_json(explained.to_dict())
     else:

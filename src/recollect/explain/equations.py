@@ -120,8 +120,13 @@ def _probed(recipe: Recipe, point: str) -> tuple[Terms, Terms]:
     return (erase,), (write,)
 
 
-def write_rule(recipe: Recipe) -> tuple[str, ...]:
-    """How the memory moves at time t, one equation per line."""
+def write_rule(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
+    """Return the equations by which the memory moves at time t, one per line.
+
+    Args:
+        recipe: the recipe.
+        full: whether the scales of normalised steps have their equations, which `legend` describes.
+    """
     memory, retention, algorithm = recipe.memory, recipe.retention, recipe.algorithm
     if recipe.nonparametric:
         drop = "" if recipe.history is None else f", drop (k_i, v_i) of i ≤ t−{recipe.history}"
@@ -135,7 +140,7 @@ def write_rule(recipe: Recipe) -> tuple[str, ...]:
     if recipe.context.horizon is None:
         return _full_pass(recipe)
     if algorithm.reduce == "mean":
-        return _averaged(recipe)
+        return _averaged(recipe, full=full)
     linked = retention.linked and retention.additive
     W, A = memory.letter, "A" if linked else memory.letter
     several = recipe.associations > 1
@@ -170,7 +175,7 @@ def write_rule(recipe: Recipe) -> tuple[str, ...]:
         equations.append(f"j = 1..{n};   {',   '.join(ends)}")
         if decay is not None:
             equations.append("the decay acts on the first sub-step")
-    equations += [*_rate(recipe), *_left(recipe), *_share(recipe, point)]
+    equations += [*_rate(recipe), *(_step_scales(recipe, point) if full else [])]
     equations += _undivided(recipe)
     equations += _start(recipe, " ".join((*equations, *read_rule(recipe))))
     return tuple(equations)
@@ -184,20 +189,44 @@ def _rate(recipe: Recipe) -> list[str]:
     return [f"η_t = {algorithm.rate_text(recipe.features.lift('k_t'), affine[0])}"]
 
 
-def _left(recipe: Recipe) -> list[str]:
-    """r_t, where a batch measures its limit by its keys."""
-    if not by_keys(recipe.algorithm):
+def _step_index(recipe: Recipe) -> str:
+    """The index of the associations that a normalised step measures."""
+    algorithm = recipe.algorithm
+    if algorithm.searches:
+        return "i" if algorithm.every == "batch" else _index(recipe)
+    return "s" if algorithm.reduce == "mean" else _index(recipe)
+
+
+def _step_symbols(recipe: Recipe, *, full: bool) -> list[str]:
+    """Descriptions of the scales of normalised steps, and their place in the documentation."""
+    algorithm, i, lines = recipe.algorithm, _step_index(recipe), list[str]()
+    if by_keys(algorithm):
+        lines.append(
+            "r_t: in [0, 1], shortens the step of a key that overlaps earlier keys of its batch"
+        )
+    if algorithm.normalizes:
+        lines.append(f"ρ_{i}: scale at which a step of η = 1 corrects the error of association {i}")
+    if algorithm.searches:
+        lines.append("λ_t: length of the step that leaves the smallest errors of its context")
+    if not lines:
         return []
-    return [
-        "r_t = max(0, u_t),   u_t = 1 − Σ_j |cos(k_t, k_j)| u_j / "
-        f"{together(recipe.algorithm)} over the earlier tokens j of the inner batch"
-    ]
+    if recipe.memory.bounded:
+        lines.append(f"v̂_{i}: attainable target, the output closest to v_{i} that the norm allows")
+    letters = ", ".join(line.partition("_")[0] for line in lines)
+    hint = "" if full else f"equations of {letters}: full=True or --full; "
+    return [*lines, f"{hint}reasons: docs/explain.md#normalised-steps"]
 
 
-def _share(recipe: Recipe, point: str) -> list[str]:
-    """ρ of an association, where its gradient is scaled by it; λ of a searched step."""
+def _step_scales(recipe: Recipe, point: str) -> list[str]:
+    """The equations of the scales of normalised steps: r, ρ and λ."""
+    lines: list[str] = []
+    if by_keys(recipe.algorithm):
+        lines.append(
+            "r_t = max(0, u_t),   u_t = 1 − Σ_j |cos(k_t, k_j)| u_j / "
+            f"{together(recipe.algorithm)} over the earlier tokens j of the inner batch"
+        )
+    i = _step_index(recipe)
     if recipe.algorithm.searches:
-        i = "i" if recipe.algorithm.every == "batch" else _index(recipe)
         x, eps = recipe.features.lift(f"k_{i}"), format_number(EPS)
         prediction = recipe.memory.at(x, raw=f"k_{i}", W=point)
         target, bounds = recipe.bias.target or 1.0, []
@@ -205,18 +234,18 @@ def _share(recipe: Recipe, point: str) -> list[str]:
         if recipe.memory.bounded:
             error = f"{prediction} − v̂_{i}"
             value = recipe.memory.within(str(Term((f"v_{i}",), target)), f"k_{i}")
-            bounds = [f"v̂_{i} = {value}"]
+            bounds = f"v̂_{i} = {value}".split(",   ")
         moved = f"|∂_D M(k_{i})|²"
         total = "Σ_i γ_i " if i == "i" else ""
         return [
+            *lines,
             f"λ_t = max(0, −{total}⟨{error}, ∂_D M(k_{i})⟩) / {total}({moved} + {eps}‖D‖²), "
             f"D = the step at rate 1, ∂_D M at {point}",
             *bounds,
         ]
     if not recipe.algorithm.normalizes:
-        return []
-    memory, i = recipe.memory, "s" if recipe.algorithm.reduce == "mean" else _index(recipe)
-    x, W = recipe.features.lift(f"k_{i}"), memory.letter
+        return lines
+    memory, x, W = recipe.memory, recipe.features.lift(f"k_{i}"), recipe.memory.letter
     prediction, target = memory.at(x, raw=f"k_{i}", W=point), recipe.bias.target or 1.0
     error = render_sum((Term((prediction,)), Term((f"v_{i}",), -target)))
     value = str(Term((f"v_{i}",), target))
@@ -228,9 +257,9 @@ def _share(recipe: Recipe, point: str) -> list[str]:
     above, bounds = f"⟨{error}, e_{i}⟩", []
     if memory.bounded:
         above = f"max(0, ⟨{prediction} − v̂_{i}, e_{i}⟩)"
-        bounds = [f"v̂_{i} = {memory.within(value, f'k_{i}')}"]
+        bounds = f"v̂_{i} = {memory.within(value, f'k_{i}')}".split(",   ")
     below = f"{size} + {format_number(EPS)}‖e_{i}‖²"
-    return [f"ρ_{i} = {above} / ({below}),   e_{i} = ∂ℓ_{i}/∂M at {point}", *bounds]
+    return [*lines, f"ρ_{i} = {above} / ({below}),   e_{i} = ∂ℓ_{i}/∂M at {point}", *bounds]
 
 
 def _undivided(recipe: Recipe) -> list[str]:
@@ -291,7 +320,7 @@ def _at_border(recipe: Recipe, step: Terms, A: str) -> list[str]:
     return [line, *(over or [f"tokens in the inner batch of {b} read {W}°"])]
 
 
-def _averaged(recipe: Recipe) -> tuple[str, ...]:
+def _averaged(recipe: Recipe, *, full: bool) -> tuple[str, ...]:
     """TTT's mean over the open inner batch."""
     algorithm, W, b = recipe.algorithm, recipe.memory.letter, recipe.algorithm.batch
     x = recipe.features.lift("k_s")
@@ -305,7 +334,7 @@ def _averaged(recipe: Recipe) -> tuple[str, ...]:
     return (
         f"{W}_t = {W}° − τ_t Σ_(s≤t) {gradient}",
         f"τ_t = {tau}; {W}° and s begin with the inner batch of {b}",
-        *_share(recipe, f"{W}°"),
+        *(_step_scales(recipe, f"{W}°") if full else ()),
     )
 
 
@@ -392,10 +421,15 @@ def _attend(recipe: Recipe) -> str:
     return f"y_t = {total} v_i" + (f" / {total}" if normalized else "")
 
 
-def legend(recipe: Recipe) -> tuple[str, ...]:
-    """What the members' symbols mean."""
+def legend(recipe: Recipe, *, full: bool = False) -> tuple[str, ...]:
+    """Return descriptions of the symbols in the equations.
+
+    Args:
+        recipe: the recipe.
+        full: as in `write_rule`.
+    """
     notes = [note for part in recipe.members() for note in part.notes()]
-    if recipe.algorithm.normalizes and recipe.retention.steepest is None:
+    if full and recipe.algorithm.normalizes and recipe.retention.steepest is None:
         notes.append("gain(G): what a step of A along G does to W, ⟨G, J G⟩ with J = ∂W/∂A")
     decay = recipe.retention.decay
     if not recipe.nonparametric and not recipe.memory.linear:
@@ -408,7 +442,7 @@ def legend(recipe: Recipe) -> tuple[str, ...]:
             notes.append("channels of values decay in the last map, other maps decay by their mean")
         if recipe.algorithm.per_value:
             notes.append("rates of value channels act in the last map, other maps take their mean")
-    return tuple(dict.fromkeys(notes))
+    return tuple(dict.fromkeys((*_step_symbols(recipe, full=full), *notes)))
 
 
 def map_names(recipe: Recipe) -> list[str]:

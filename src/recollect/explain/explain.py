@@ -232,25 +232,36 @@ class Explanation:
 
 @overload
 def explain(
-    recipe: Recipe | _Preset, *, method: str = "auto", precision: str | None = None
+    recipe: Recipe | _Preset,
+    *,
+    method: str = "auto",
+    precision: str | None = None,
+    full: bool = False,
 ) -> Explanation: ...
 @overload
 def explain(
-    recipe: Mixer | _Hybrid, *, method: str = "auto", precision: str | None = None
+    recipe: Mixer | _Hybrid,
+    *,
+    method: str = "auto",
+    precision: str | None = None,
+    full: bool = False,
 ) -> Composition: ...
 @overload
-def explain(recipe: str, *, method: str = "auto", precision: str | None = None) -> Any: ...
+def explain(
+    recipe: str, *, method: str = "auto", precision: str | None = None, full: bool = False
+) -> Any: ...
 
 
 def explain(
-    recipe: Any, *, method: str = "auto", precision: str | None = None
+    recipe: Any, *, method: str = "auto", precision: str | None = None, full: bool = False
 ) -> Explanation | Composition:
-    """What a recipe solves, how it moves, and how it runs; of a composition, all of its recipes.
+    """Explain the problem, the update and the engine of a recipe, or of all recipes of a mixer.
 
     Args:
         recipe: a recipe, a mixer, the name of an architecture of the zoo, or a preset.
-        method: explain as if this engine had been asked for.
-        precision: and this precision of products, as for `recollect.recall`.
+        method: engine to explain, as for `recollect.recall`.
+        precision: precision of products to explain, as for `recollect.recall`.
+        full: whether the scales of normalised steps are equations, and not descriptions alone.
 
     Raises:
         RecipeError: an unknown name, or a method that cannot run the recipe.
@@ -272,9 +283,9 @@ def explain(
         for name, mixer in mixers.items():
             for path, leaf in mixer.leaves.items():
                 key = path if len(mixers) == 1 else f"{name}.{path}" if path else name
-                parts[key] = _explained(leaf, method, precision)
+                parts[key] = _explained(leaf, method, precision, full=full)
         return compose(title, mixers, parts, method, fidelity=_fidelity(recipe))
-    return _explained(recipe, method, precision)
+    return _explained(recipe, method, precision, full=full)
 
 
 def _composed(recipe: object) -> tuple[str, dict[str, Mixer]] | None:
@@ -290,8 +301,8 @@ def _composed(recipe: object) -> tuple[str, dict[str, Mixer]] | None:
     return None
 
 
-def _explained(recipe: object, method: str, precision: str | None) -> Explanation:
-    """Of one recipe."""
+def _explained(recipe: object, method: str, precision: str | None, *, full: bool) -> Explanation:
+    """Explain one recipe."""
     title, options, resolved = _resolve(recipe)
     selection = select(resolved, method)
     matches, of = named(resolved, options)
@@ -299,9 +310,9 @@ def _explained(recipe: object, method: str, precision: str | None) -> Explanatio
         title=title,
         recipe=resolved,
         problem=objective(resolved),
-        write=write_rule(resolved),
+        write=write_rule(resolved, full=full),
         read=read_rule(resolved),
-        where=legend(resolved),
+        where=legend(resolved, full=full),
         engine=selection.engine.name,
         how=selection.how,
         backend=_backend(resolved, method),
@@ -370,14 +381,13 @@ def _units(recipe: Recipe, options: LayerOptions | None) -> dict[str, str]:
         own = GateOptions() if options is None else options.gate(one.name)
         unit = own.unit_of(one.name, recipe)
         if unit == "share":
-            found[one.name] = (
-                f"a layer's is a share s_t of the stability limit, η_t = s_t · {step_limit(recipe)}"
-            )
+            limit = step_limit(recipe)
+            found[one.name] = f"in a layer η_t = s_t · {limit}, s_t times the stability limit"
         elif unit == "mean":
-            least = "" if own.low is None else f", at least {own.low:g}/place"
-            found[one.name] = f"a layer's is counted in 1/place of the inner batch{least}"
+            bound = "" if own.low is None else f", at least {own.low:g}"
+            found[one.name] = f"in a layer in multiples of 1/place in the inner batch{bound}"
         elif unit == "rms":
-            found[one.name] = "a layer's is counted in √V, the length of a value"
+            found[one.name] = "in a layer in multiples of √V, the length of a value"
     return found
 
 

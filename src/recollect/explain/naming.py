@@ -9,7 +9,7 @@ from typing import Any
 
 from recollect.choices.fields import domain
 from recollect.choices.member import Member
-from recollect.layer.options import LayerOptions
+from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import CHOICES, Recipe
 
 __all__ = ["PROPERTIES", "Named", "fingerprint", "named", "properties"]
@@ -32,7 +32,7 @@ class Named:
 
     Attributes:
         row: its number in the table of architectures.
-        apart: the layer options in which the systems named together differ.
+        apart: the layer options in which the systems named together differ, without defaults.
         options: whether its layer has options of its own, which the recipe does not carry.
     """
 
@@ -121,7 +121,7 @@ def named(recipe: Recipe, options: LayerOptions | None = None) -> tuple[tuple[Na
             name=preset.name,
             title=preset.title,
             row=preset.row,
-            apart={key: f[key] for key in differ if f.get(key) is not None},
+            apart={key: f[key] for key in differ if key in f and f[key] != _default(key)},
             options=preset.options != LayerOptions(),
         )
         for preset, f in zip(same, flat, strict=True)
@@ -138,5 +138,15 @@ def _leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
+def _default(key: str) -> Any:
+    """The default of a layer option, or of a field of its gates."""
+    options = LayerOptions() if not key.startswith("gates.") else GateOptions()
+    return options.to_dict()[key.rpartition(".")[2]]
+
+
 def _plain(value: Any) -> str:
+    """The text of an option; of ties, their rules."""
+    if isinstance(value, list):
+        ties: list[Mapping[str, str]] = value
+        return " and ".join(f"{tie['target']} by {tie['rule']}" for tie in ties)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -6,6 +6,7 @@ them. Where not even what must stay fits, each row becomes a list of all that it
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,32 +20,36 @@ __all__ = ["Column", "TerminalTable", "hung"]
 
 
 def hung(text: str, width: int | None, *, indent: int = 9) -> str:
-    """Lines that are too long go on below, under where their text begins; words stay whole.
+    """Wrap lines that are too long, with a hanging indent; words stay whole.
+
+    Equations that share a line, which three spaces separate, go on lines of their own.
 
     Args:
         text: lines whose first words are labels of one width.
-        width: columns of the terminal; ``None``, or none of them, leaves the text as it is.
-        indent: of the text behind those labels; less where the terminal is as narrow.
+        width: number of columns of the terminal; ``None`` or 0 leaves the text unwrapped.
+        indent: number of columns of the labels; 0 where the terminal is narrow.
 
     Examples:
         >>> from recollect.report.terminal import hung
         >>> print(hung("engine   one that runs all of it", 24))
         engine   one that runs
-                 all of it
+                   all of it
     """
     if width is None or width < 1:
         return text
-    behind = " " * (indent if width > 3 * indent else 2)
-    return "\n".join(
-        textwrap.fill(
-            line,
-            width,
-            subsequent_indent=behind,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in text.splitlines()
-    )
+    indent = indent if width > 3 * indent else 0
+    lines: list[str] = []
+    for line in text.splitlines():
+        parts = [line] if len(line) <= width else re.split(r"(?<=[,;]) {3}", line)
+        for part in (parts[0], *(" " * indent + rest for rest in parts[1:])):
+            lines += textwrap.wrap(
+                part,
+                width,
+                subsequent_indent=" " * (indent + 2),
+                break_long_words=False,
+                break_on_hyphens=False,
+            ) or [""]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)

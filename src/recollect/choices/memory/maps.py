@@ -256,7 +256,7 @@ class _Perceptron(Stack):
             f"x = {x}",
             *([f"c = {center}"] if center else []),
         ]
-        return ", ".join(says)
+        return ",   ".join(says)
 
     def _wrap(self, network: str, raw: str) -> str:
         norm = {None: "{}", "layer": "LN({})", "rms": "RMS({})"}[self.norm].format(network)
