@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import re
+import warnings
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from tests.contracts import generate
 
 import recollect as rc
+from recollect.recipe.recipe import CHOICES
 
 ROWS = {
     1: "softmax_attention",
@@ -117,6 +121,98 @@ def test_a_fidelity_that_cannot_be_is_refused() -> None:
         rc.zoo.Fidelity(kind="exact", source="eq. 1", deviations="The rate is 1.")  # type: ignore[arg-type]
 
 
+def replaced(name: str, count: int) -> list[tuple[rc.zoo.Preset, set[str]]]:
+    """A preset with one of its choices replaced, and the options that a warning names."""
+    rng, changed = random.Random(name), []
+    for _ in range(count):
+        choice = rng.choice(CHOICES)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                member = generate.draw_member(rng, rng.choice(generate.members(choice)))
+                preset = rc.zoo.get(name).but(**{choice: member})
+            except rc.RecipeError:
+                continue
+        assert len(caught) <= 1
+        changed.append((preset, {x for one in caught for x in reset_by(one)}))
+    return changed
+
+
+def reset_by(warning: warnings.WarningMessage) -> list[str]:
+    """The options that a warning names."""
+    assert issubclass(warning.category, UserWarning)
+    return str(warning.message).partition("do not fit: ")[2].partition(";")[0].split(", ")
+
+
+def options_of(preset: rc.zoo.Preset) -> dict[str, object]:
+    """Its options by name, gates apart."""
+    fields = vars(preset.options)
+    gates = {f"gates[{name!r}]": gate for name, gate in dict(preset.options.gates).items()}
+    return {**{name: x for name, x in fields.items() if name != "gates"}, **gates}
+
+
+def size_of(recipe: rc.Recipe) -> tuple[int, int]:
+    """K and V that fit a recipe: pairs of channels, and as many as features where it says so."""
+    K = next((K for K in (14, 16) if recipe.axes(K, K).get("F", 2) % 2 == 0), 14)
+    return K, recipe.axes(K, K)["F"] if recipe.memory.diagonal else K
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_preset_with_another_choice_has_a_layer(count: int) -> None:
+    """Whatever `but` accepts, `build` accepts and `explain` explains."""
+    for name in rc.zoo.names():
+        for preset, reset in replaced(name, count):
+            K, V = size_of(preset.recipe)
+            preset.build(2 * K, 2, head_dim=K, value_dim=V)
+            text = str(rc.explain(preset))
+            assert " None" not in text, text
+            options, changed = options_of(rc.zoo.get(name)), options_of(preset)
+            differ = {key for key in options if options[key] != changed.get(key)}
+            assert {key.partition(" ")[0] for key in differ} <= {x.partition(" ")[0] for x in reset}
+            assert all(option in preset.fidelity.deviations[-1] for option in reset)
+
+
+DESCENT = rc.algorithm.GradientDescent(normalize=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "options"),
+    [
+        ("titans", {"algorithm": rc.algorithm.Adam()}, ["gates['momentum']", "gates['lr']"]),
+        ("titans", {"algorithm": rc.algorithm.Momentum()}, ["gates['lr']"]),
+        ("gla", {"retention": rc.retention.Keep()}, ["gates['log_decay']"]),
+        ("hgrn2", {"retention": rc.retention.Decay()}, ["ties (k by complement)"]),
+        ("lru", {"bias": rc.bias.Huber()}, ["phase"]),
+        ("omega_net", {"memory": rc.memory.Matrix()}, ["gates['norm_weight']", "last_map"]),
+        ("delta_product", {"algorithm": DESCENT}, ["gates['lr']"]),  # 0 to 2 in another unit
+        ("retnet_xpos", {"retention": rc.retention.Decay(rate="static")}, ["gates['decay']"]),
+    ],
+)  # fmt: skip
+def test_a_warning_names_the_options_that_are_reset(
+    name: str, changes: dict[str, rc.Member], options: list[str]
+) -> None:
+    with pytest.warns(UserWarning, match="layer options") as caught:
+        preset = rc.zoo.get(name).but(**changes)
+    assert reset_by(caught[0]) == options
+    assert caught[0].filename == __file__
+    y, _ = preset.build(16, 2)(torch.randn(1, 5, 16))
+    assert y.isfinite().all()
+
+
+def test_a_system_without_a_layer_for_a_choice_is_refused() -> None:
+    with pytest.raises(rc.RecipeError, match="reads learned pairs"):
+        rc.zoo.get("ffn_normalized").but(memory=rc.memory.LocalPolynomial())
+
+
+def test_options_that_do_not_fit_are_not_explained() -> None:
+    titans = rc.zoo.get("titans")
+    leaf = rc.blocks.Leaf(
+        recipe=titans.recipe.but(algorithm=rc.algorithm.Momentum()), options=titans.options
+    )
+    with pytest.raises(rc.RecipeError, match="unit='share' needs steps"):
+        rc.explain(leaf)
+
+
 @pytest.mark.parametrize("name", [n for n in rc.zoo.names() if rc.zoo.get(n).row >= 44])
 def test_a_repeated_token_does_not_make_a_deep_memory_diverge(name: str) -> None:
     """All keys of an inner batch are equal, and their steps add up."""
@@ -186,7 +282,9 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 def test_a_system_changed_by_one_choice_keeps_the_options_of_its_layer() -> None:
     """The recipe alone has none: its layer takes steps of another size."""
     titans = rc.zoo.get("titans")
-    mine = titans.but(bias=rc.bias.Huber())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mine = titans.but(bias=rc.bias.Huber())
     assert mine.recipe == titans.recipe.but(bias=rc.bias.Huber())
     layer = mine.build(d_model=16, heads=2)
     assert layer.options == titans.options != rc.MemoryLayer(16, 2, mine.recipe).options

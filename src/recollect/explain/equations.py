@@ -3,6 +3,8 @@
 Every line is made of what the members say about themselves (`recollect.choices.equation_terms`).
 """
 
+# More than 400 lines: the equations of problem, write and read share their terms and symbols.
+
 from __future__ import annotations
 
 import re

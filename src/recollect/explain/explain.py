@@ -30,6 +30,7 @@ from recollect.engines.select import Engine, select
 from recollect.explain.composition import Composition, compose
 from recollect.explain.equations import legend, map_names, objective, read_rule, write_rule
 from recollect.explain.naming import PROPERTIES, Named, fingerprint, named, properties
+from recollect.layer.checks import check_options
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.parallel.ways import way_of
 from recollect.recipe.limit import step_limit
@@ -264,7 +265,8 @@ def explain(
         full: whether the scales of normalised steps are equations, and not descriptions alone.
 
     Raises:
-        RecipeError: an unknown name, or a method that cannot run the recipe.
+        RecipeError: an unknown name, a method that cannot run the recipe, or layer options that do
+            not fit it.
         ValueError: an unknown precision.
 
     Examples:
@@ -304,6 +306,8 @@ def _composed(recipe: object) -> tuple[str, dict[str, Mixer]] | None:
 def _explained(recipe: object, method: str, precision: str | None, *, full: bool) -> Explanation:
     """Explain one recipe."""
     title, options, resolved = _resolve(recipe)
+    if options is not None:
+        check_options(resolved, options)
     selection = select(resolved, method)
     matches, of = named(resolved, options)
     return Explanation(

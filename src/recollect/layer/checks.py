@@ -1,20 +1,25 @@
 """Checks of a `MemoryLayer`: sizes, options, tokens, and states of other layers."""
 
+# More than 400 lines: all checks of a layer, and the options that fit a recipe.
+
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recollect.choices.devices import autocasts
-from recollect.choices.fields import Param
+from recollect.choices.fields import Gate, Param
 from recollect.choices.member import RecipeError
 from recollect.choices.memory.base import Stack
 from recollect.fields import as_whole
 from recollect.layer.options import GateOptions, LayerOptions
+from recollect.layer.rotation import phase_misfit
 from recollect.layer.state import LayerState
-from recollect.layer.ties import check_ties
+from recollect.layer.ties import tie_misfits
 from recollect.recall.arguments import DENSE, check_borders, check_mask, layout
 from recollect.recipe.argument import named_system, recipe_of
 from recollect.recipe.limit import step_limit
@@ -28,6 +33,7 @@ __all__ = [
     "check_sizes",
     "check_state",
     "check_tokens",
+    "fit_options",
     "stated_layer",
 ]
 
@@ -137,89 +143,214 @@ def check_heads(d_model: int, heads: int, *, divide: bool = True, instead: str =
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Misfit:
+    """An option that does not fit a recipe.
+
+    Attributes:
+        option: name of the option.
+        reason: message of the error.
+        remedy: the options with this one reset to its default; ``None`` where no default fits.
+    """
+
+    option: str
+    reason: str
+    remedy: LayerOptions | None
+
+
 def check_options(recipe: Recipe, options: LayerOptions) -> None:
-    """Names in the options that the recipe knows nothing of, and ties that cannot be."""
-    names = [item.name for item in (*recipe.gates(), *recipe.params())]
-    for name, _ in options.gates:
-        if name not in names:
-            raise RecipeError(
-                f"LayerOptions(gates=...) names {name!r}, which this recipe does not ask for; "
-                f"it asks for: {', '.join(sorted(names)) or 'none'}"
-            )
-    check_ties(recipe, options)
-    _check_units(recipe, options)
+    """Check that options fit a recipe.
+
+    Raises:
+        RecipeError: an option does not fit.
+    """
+    for misfit in _misfits(recipe, options):
+        raise RecipeError(misfit.reason)
+
+
+def fit_options(
+    recipe: Recipe, options: LayerOptions, previous: Recipe
+) -> tuple[LayerOptions, tuple[str, ...]]:
+    """Reset the options that do not fit a recipe, and return the names of those options.
+
+    Values of a gate are reset, too, where its default unit differs between the recipes.
+
+    Args:
+        recipe: the recipe that options must fit.
+        options: the options of a layer of ``previous``.
+        previous: the recipe that the options were written for.
+
+    Raises:
+        RecipeError: an option does not fit, and no default replaces it.
+    """
+    names: dict[str, None] = {}
+    declared = {item.name for item in (*recipe.gates(), *recipe.params())}
+    for name, gate_options in dict(options.gates).items():
+        units = {gate_options.unit_of(name, one) for one in (previous, recipe)}
+        fitted = _without_unit(options, name)
+        if name in declared and len(units) > 1 and fitted != options:
+            names[f"gates[{name!r}]"] = None
+            options = fitted
+    while (misfit := next(_misfits(recipe, options), None)) is not None:
+        if misfit.remedy is None:
+            raise RecipeError(misfit.reason)
+        names[misfit.option] = None
+        options = misfit.remedy
+    return options, tuple(names)
+
+
+def _misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
+    """Options that do not fit a recipe. Each holds for options without the misfits before it."""
+    yield from _gate_misfits(recipe, options)
+    for tie, reason in tie_misfits(recipe, options):
+        yield Misfit(
+            option=f"ties ({tie.target} by {tie.rule})",
+            reason=reason,
+            remedy=replace(options, ties=tuple(one for one in options.ties if one != tie)),
+        )
+    yield from _unit_misfits(recipe, options)
+    resets: list[tuple[str, dict[str, Any]]] = []
     if recipe.associations > 1 and (options.skip or options.qk == "ones"):
-        raise RecipeError(
+        reason = (
             "LayerOptions(skip=..., qk=...) speak of one association per token, and this "
             f"recipe takes {recipe.associations}"
         )
+        resets.append((reason, {"skip": False, "qk": "input"}))
     made_of_maps = isinstance(recipe.memory, Stack) and recipe.features.finite
     if options.last_map != 1 and not (made_of_maps and recipe.needs_init()):
-        raise RecipeError(
+        reason = (
             f"LayerOptions(last_map={options.last_map:g}) is about initial weights that are drawn, "
             "of a memory made of linear maps (memory.MLP, memory.GatedMLP) without a base, and "
             "this recipe has none: leave it out"
         )
+        resets.append((reason, {"last_map": 1.0}))
     if options.memory_scale != 1 and recipe.learns_init and not recipe.needs_init():
-        raise RecipeError(
+        reason = (
             f"LayerOptions(memory_scale={options.memory_scale:g}) is about initial weights that "
             f"are drawn, and {recipe.memory.title} begins with zeros here: leave it out"
         )
+        resets.append((reason, {"memory_scale": 1.0}))
+    if options.phase != "none" and (reason := phase_misfit(recipe, options)) is not None:
+        resets.append((reason, {"phase": "none"}))
+    for reason, defaults in resets:
+        remedy = replace(options, **defaults)
+        yield Misfit(option=", ".join(defaults), reason=reason, remedy=remedy)
+    if options.persistent and (not recipe.nonparametric or recipe.memory.degree != 0):
+        yield Misfit(
+            option="persistent",
+            reason="LayerOptions(persistent=...) reads learned pairs, and "
+            f"{recipe.memory.title} is written: use memory.LocalConstant()",
+            remedy=None,
+        )
 
 
-def _check_units(recipe: Recipe, options: LayerOptions) -> None:
-    """Whether what is stated in a unit is a number that has it."""
-    for name, own in dict(options.gates).items():
-        if own.unit in (None, "own"):
-            continue
-        if own.unit == "rms":
-            _check_lengths(recipe, name, own)
-            continue
-        if own.unit == "mean":
-            declared = next(one for one in (*recipe.gates(), *recipe.params()) if one.name == name)
-            averaged = name == "offset" and recipe.algorithm.reduce == "mean"
-            if not averaged or declared.axes != ("b",):
-                raise RecipeError(
-                    f"options of {name!r}: unit='mean' is 1/place, which only a correction "
-                    "'offset' of averaged steps with one value per place of the inner batch "
-                    "(axes 'b') is added to: leave unit out"
-                )
-            continue
-        if name != "lr":
-            raise RecipeError(
-                f"options of {name!r}: unit='share' is a share of the stability limit of steps, "
-                "which only the rate 'lr' has: leave unit out"
+def _gate_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
+    """Options of gates and params that the recipe does not have, or has of another kind."""
+    declared = {item.name: item for item in (*recipe.gates(), *recipe.params())}
+    for name, gate_options in dict(options.gates).items():
+        option, item = f"gates[{name!r}]", declared.get(name)
+        if item is None:
+            yield Misfit(
+                option=option,
+                reason=f"LayerOptions(gates=...) names {name!r}, which this recipe does not ask "
+                f"for; it asks for: {', '.join(sorted(declared)) or 'none'}",
+                remedy=_with_gate(options, name, None),
             )
-        title = recipe.algorithm.title
-        if step_limit(recipe) is None:
-            raise RecipeError(
-                f"options of {name!r}: unit='share' needs steps measured by the error that they "
-                f"correct, and {title} takes plain ones: give it normalize=True, or leave unit out"
+        elif isinstance(item, Param) and gate_options.source == "input":
+            other = "; give the member 'token' for one value per token" * item.per_token
+            yield Misfit(
+                option=option,
+                reason=f"options of {name!r}: {item.owner} holds it for all tokens, so its "
+                f"source is 'learned' or 'fixed'{other}",
+                remedy=_with_gate(options, name, replace(gate_options, source=None)),
             )
-        if name not in {gate.name for gate in recipe.gates()}:
-            raise RecipeError(
-                f"options of {name!r}: unit='share' follows the token's momentum and window, and "
-                f"{title} holds one rate for all tokens: use lr='token' (with source='learned' the "
-                "share is still one number per head)"
+        elif gate_options.schedule == "xpos" and not item.axes:
+            yield Misfit(
+                option=option,
+                reason=f"options of {name!r}: schedule='xpos' is for decays of an even number of "
+                "channels, as Decay(per='key') has",
+                remedy=_with_gate(options, name, replace(gate_options, schedule=None)),
             )
 
 
-def _check_lengths(recipe: Recipe, name: str, own: GateOptions) -> None:
-    """Whether a number stated in √V may have any length, and begins at one."""
+def _with_gate(options: LayerOptions, name: str, gate_options: GateOptions | None) -> LayerOptions:
+    """Options with those of one gate in place of its own, or without any."""
+    gates = {key: value for key, value in dict(options.gates).items() if key != name}
+    if gate_options is not None:
+        gates[name] = gate_options
+    return replace(options, gates=gates)
+
+
+def _without_unit(options: LayerOptions, name: str) -> LayerOptions:
+    """Options without the values of a gate that its unit states."""
+    gate_options = options.gate(name)
+    gate_options = replace(gate_options, unit=None, squash=None, low=None, high=None, init=None)
+    return _with_gate(options, name, gate_options)
+
+
+def _unit_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[Misfit]:
+    """Numbers that are stated in a unit that they do not have."""
+    for name, gate_options in dict(options.gates).items():
+        if (reason := _unit_misfit(recipe, name, gate_options)) is not None:
+            remedy = _without_unit(options, name)
+            yield Misfit(
+                option=f"gates[{name!r}]", reason=f"options of {name!r}: {reason}", remedy=remedy
+            )
+
+
+def _unit_misfit(recipe: Recipe, name: str, gate_options: GateOptions) -> str | None:
+    """The reason why a number does not have the unit of its options."""
+    if gate_options.unit in (None, "own"):
+        return None
     declared = next(one for one in (*recipe.gates(), *recipe.params()) if one.name == name)
+    title = recipe.algorithm.title
+    if gate_options.unit == "rms":
+        return _length_misfit(recipe, name, gate_options, declared)
+    if gate_options.unit == "mean":
+        averaged = name == "offset" and recipe.algorithm.reduce == "mean"
+        if averaged and declared.axes == ("b",):
+            return None
+        return (
+            "unit='mean' is 1/place, which only a correction 'offset' of averaged steps with one "
+            "value per place of the inner batch (axes 'b') is added to: leave unit out"
+        )
+    if name != "lr":
+        return (
+            "unit='share' is a share of the stability limit of steps, which only the rate 'lr' "
+            "has: leave unit out"
+        )
+    if step_limit(recipe) is None:
+        return (
+            f"unit='share' needs steps measured by the error that they correct, and {title} takes "
+            "plain ones: give it normalize=True, or leave unit out"
+        )
+    if isinstance(declared, Param):
+        return (
+            f"unit='share' follows the token's momentum and window, and {title} holds one rate for "
+            "all tokens: use lr='token' (with source='learned' the share is still one number per "
+            "head)"
+        )
+    return None
+
+
+def _length_misfit(
+    recipe: Recipe, name: str, gate_options: GateOptions, declared: Gate | Param
+) -> str | None:
+    """The reason why a number may not have any length, or does not start at one."""
     span, owner = declared.range, declared.owner
     if name not in recipe.bias.numbers or span.low not in (None, 0.0) or span.high is not None:
-        raise RecipeError(
-            f"options of {name!r}: unit='rms' is for numbers that a bias compares with values or "
-            f"errors, of any length, and {owner} takes {span}: leave unit out"
+        return (
+            "unit='rms' is for numbers that a bias compares with values or errors, of any length, "
+            f"and {owner} takes {span}: leave unit out"
         )
     drawn = isinstance(declared, Param) and declared.draw is not None
-    if own.schedule is not None or drawn or isinstance(declared.init, tuple):
-        who = "schedule" if own.schedule is not None else owner
-        raise RecipeError(
-            f"options of {name!r}: unit='rms' is for numbers that begin at one value, and {who} "
-            "gives several: leave unit out"
+    if gate_options.schedule is not None or drawn or isinstance(declared.init, tuple):
+        who = "schedule" if gate_options.schedule is not None else owner
+        return (
+            f"unit='rms' is for numbers that begin at one value, and {who} gives several: leave "
+            "unit out"
         )
+    return None
 
 
 def check_tokens(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from recollect.choices.member import RecipeError
 from recollect.choices.products import check_precision_name
 from recollect.engines.select import select
-from recollect.layer.checks import check_heads
+from recollect.layer.checks import check_heads, check_options
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
 from recollect.layer.state import LayerState
@@ -57,11 +57,7 @@ class FeedForward(nn.Module):
         super().__init__()
         check_precision_name(precision)
         self.precision = precision
-        if not recipe.nonparametric or recipe.memory.degree != 0:
-            raise RecipeError(
-                f"LayerOptions(persistent=...) reads learned pairs, and {recipe.memory.title} is "
-                "written: use memory.LocalConstant()"
-            )
+        check_options(recipe, options)
         plain = replace(_BARE, persistent=options.persistent, joined=options.joined)
         if options != plain:
             raise RecipeError(

@@ -301,12 +301,6 @@ class GateProjection(nn.Module):
         self.heads, self.depth = heads, depth
         gate = isinstance(declared, Gate)
         source = options.source or _source(declared)
-        if source == "input" and isinstance(declared, Param):
-            other = "; give the member 'token' for one value per token" * declared.per_token
-            raise RecipeError(
-                f"options of {declared.name!r}: {declared.owner} holds it for all tokens, so its "
-                f"source is 'learned' or 'fixed'{other}"
-            )
         several = isinstance(declared, Gate) and recipe.per_association(declared)
         inner = [sizes[axis] for axis in declared.axes]
         self.shape = (heads, *([recipe.associations] if several else []), *inner)

@@ -139,7 +139,7 @@ class MemoryLayer(RecipeNumbers):
         self.phase = None
         if options.phase != "none":
             size = self.value_dim if recipe.memory.diagonal else self.head_dim
-            check_phase(recipe, options, size)
+            check_phase(options, size)
             self.phase = Phase(options.phase, d_model=d_model, heads=self.kv_heads, size=size)
         self.shift = None
         if options.shift != "none":

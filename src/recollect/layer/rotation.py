@@ -28,33 +28,50 @@ from recollect.choices.member import RecipeError
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 
-__all__ = ["Phase", "angles", "check_phase", "positions", "rotate", "shares_angle", "turn"]
+__all__ = [
+    "Phase",
+    "angles",
+    "check_phase",
+    "phase_misfit",
+    "positions",
+    "rotate",
+    "shares_angle",
+    "turn",
+]
 
 BASE = 10000.0
 
 
-def check_phase(recipe: Recipe, options: LayerOptions, size: int) -> None:
-    """Recipes and options that a turning frame does not fit.
+def check_phase(options: LayerOptions, size: int) -> None:
+    """Check that angles fit the number of channels.
 
     Raises:
-        RecipeError: with what would.
+        RecipeError: the number is odd.
     """
-    me = f"LayerOptions(phase={options.phase!r})"
     if size % 2:
-        raise RecipeError(f"{me} turns pairs of channels and needs an even size, not {size}")
-    if not recipe.memory.linear or recipe.features != Identity():
         raise RecipeError(
+            f"LayerOptions(phase={options.phase!r}) turns pairs of channels and needs an even "
+            f"size, not {size}"
+        )
+
+
+def phase_misfit(recipe: Recipe, options: LayerOptions) -> str | None:
+    """The reason why angles do not fit a recipe, with a recipe that they fit."""
+    me = f"LayerOptions(phase={options.phase!r})"
+    if not recipe.memory.linear or recipe.features != Identity():
+        return (
             f"{me} turns the keys of a linear memory, which {recipe.memory.title} with "
             f"{recipe.features.title} is not: use memory.Matrix or Vector, and features.Identity()"
         )
     if recipe.bias.probe is not None or (
         recipe.retention.decay is not None and recipe.retention.decay.per == "entry"
     ):
-        raise RecipeError(f"{me} needs a decay that pairs of channels share, and no probe")
+        return f"{me} needs a decay that pairs of channels share, and no probe"
     if recipe.memory.diagonal and options.qk != "ones":
-        raise RecipeError(f"{me} with memory.Vector needs queries and keys of ones: set qk='ones'")
+        return f"{me} with memory.Vector needs queries and keys of ones: set qk='ones'"
     if recipe.memory.diagonal and recipe.bias.affine != (0.0, 1.0):
-        raise RecipeError(f"{me} with memory.Vector needs bias.DotProduct()")
+        return f"{me} with memory.Vector needs bias.DotProduct()"
+    return None
 
 
 class Phase(nn.Module):

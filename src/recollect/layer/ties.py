@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import torch
@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from recollect.choices.features.finite import Identity
 from recollect.choices.fields import Gate, Param
-from recollect.choices.member import RecipeError
 from recollect.layer.gates import GateProjection, scaled
 from recollect.layer.options import LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 
-__all__ = ["OWNED", "Ties", "check_ties"]
+__all__ = ["OWNED", "Ties", "tie_misfits"]
 
 OWNED = ("rate", "variance", "implicit")
 """Rules whose target has a number of its own, which the source then changes."""
@@ -24,24 +23,19 @@ NEARLY = 1 - 1e-6
 """Largest share of an entry that a diagonal erasure takes in one step: log 0 has no gradient."""
 
 
-def check_ties(recipe: Recipe, options: LayerOptions) -> None:
-    """Ties that a recipe does not allow.
-
-    Raises:
-        RecipeError: with what the rule needs.
-    """
+def tie_misfits(recipe: Recipe, options: LayerOptions) -> Iterator[tuple[Tie, str]]:
+    """Yield the ties that a recipe does not allow, each with the message of the error."""
     gates: dict[str, Gate | Param] = {gate.name: gate for gate in recipe.gates()}
     known = {**gates, **{param.name: param for param in recipe.params()}}
     for tie in options.ties:
         sources = ["k"] if tie.source == "k" else known
         if tie.source not in sources or tie.target not in [*known, "k"]:
-            raise RecipeError(
-                f"{tie} ties gates that this recipe does not have; it has: "
-                f"{', '.join(sorted(known)) or 'none'}"
-            )
+            message = f"{tie} ties gates that this recipe does not have; it has: "
+            yield tie, f"{message}{', '.join(sorted(known)) or 'none'}"
+            continue
         reason = _misfit(tie, recipe, gates, known)
         if reason is not None:
-            raise RecipeError(f"{tie} {reason}")
+            yield tie, f"{tie} {reason}"
 
 
 def _misfit(

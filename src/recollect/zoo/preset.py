@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from recollect.blocks.build import build
 from recollect.blocks.mixers import Mixer, mixer_of
 from recollect.choices.member import RecipeError
+from recollect.layer.checks import fit_options
 from recollect.layer.feed_forward import FeedForward, layer_of
 from recollect.layer.memory_layer import MemoryLayer
 from recollect.layer.options import LayerOptions
@@ -165,17 +167,21 @@ class Preset:
         return layer_of(d_model, heads, self.recipe, options, **overrides)
 
     def but(self, **changes: Any) -> Preset:
-        """This system with some choices of its recipe replaced, and its options as they are.
+        """Return this system with some choices of its recipe replaced.
 
-        A recipe alone has no options: ``preset.recipe.but(...)`` in a layer takes the default ones,
-        which are not what the system's authors or its measurements rest on.
+        Its layer options are kept. Those that do not fit the changed recipe are reset: options of
+        a gate that the recipe does not have, values in a unit that a gate does not have, and ties.
+        A warning names them, and so does ``fidelity``.
 
         Args:
             **changes: choices by name, as `Recipe.but` takes them.
 
         Raises:
-            RecipeError: a choice that there is not, or that does not fit the others; options of a
-                number that the changed recipe does not ask for are refused when a layer is built.
+            RecipeError: a choice is unknown or does not fit the others, or no layer of the system
+                has the changed recipe.
+
+        Warns:
+            UserWarning: layer options were reset.
 
         Examples:
             >>> mine = rc.zoo.get("titans").but(bias=rc.bias.Huber())
@@ -183,17 +189,27 @@ class Preset:
             ('Huber()', True)
             >>> layer = mine.build(d_model=16, heads=2)
         """
+        recipe = self.recipe.but(**changes)
+        options, reset = fit_options(recipe, self.options, self.recipe)
         said = ", ".join(f"{name} = {change.brief}" for name, change in changes.items())
+        deviations = [f"The recipe has {said}."]
+        if reset:
+            deviations.append(f"Layer options were reset: {', '.join(reset)}.")
+            warnings.warn(
+                f"{self.name} with {said} resets layer options that do not fit: "
+                f"{', '.join(reset)}; others are given by build(options=...)",
+                UserWarning,
+                stacklevel=2,
+            )
         return replace(
             self,
             name=f"{self.name}, {said}",
             title=f"{self.title} with {said}",
-            recipe=self.recipe.but(**changes),
+            recipe=recipe,
+            options=options,
             rule="",
             fidelity=Fidelity(
-                kind="reconstruction",
-                source=self.name,
-                deviations=(f"The recipe has {said}.",),
+                kind="reconstruction", source=self.name, deviations=tuple(deviations)
             ),
             summary="",
         )
