@@ -117,11 +117,11 @@ $(STAMP)-torch:
 	@touch $@
 
 $(STAMP)-demo: $(STAMP)-torch pyproject.toml
-	@echo 'setup: installing recollect[lm,cli,plot]'
+	@echo 'setup: installing recollect-layers[lm,cli,plot]'
 	@$(PIP) --editable '.[lm,cli,plot]'
 	@touch $@
 
 $(STAMP)-dev: $(STAMP)-torch pyproject.toml
-	@echo 'setup: installing recollect[lm,cli,plot,dev]'
+	@echo 'setup: installing recollect-layers[lm,cli,plot,dev]'
 	@$(PIP) --editable '.[lm,cli,plot,dev]'
 	@touch $@ $(STAMP)-demo

@@ -114,8 +114,8 @@ def test_gated_delta_net() -> None:
         "write    W_t = α_t W_(t−1) − η_t (α_t W_(t−1) k_t) k_tᵀ + η_t v_t k_tᵀ",
         "read     y_t = W_t q_t",
         "engine   linear (triangular solve)",
-        "         on CUDA with recollect[gpu]: chunk_gated_delta_rule of flash-linear-attention, "
-        "where products may be bf16, fp16 or TF32",
+        "         on CUDA with recollect-layers[gpu]: chunk_gated_delta_rule of flash-linear-"
+        "attention, where products may be bf16, fp16 or TF32",
         "         training on a Hopper GPU with Triton 3.4 to 3.7.0: chunk_kda in place of "
         "chunk_gated_delta_rule, whose backward pass raises there",
         "fidelity exact: TTR eq. 41; 2 deviations, listed by "

@@ -119,12 +119,39 @@ def link(name: str, site: Path) -> None:
             (site / top).symlink_to(here)
 
 
-def test_the_number_is_the_same_everywhere() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+def test_the_version_has_one_source_and_follows_the_last_release() -> None:
+    from packaging.version import Version
+
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    assert "version" not in pyproject["project"] and pyproject["project"]["dynamic"] == ["version"]
+    source = (ROOT / pyproject["tool"]["hatch"]["version"]["path"]).read_text("utf-8")
+    assert f'\n__version__ = "{rc.__version__}"\n' in source  # no metadata is asked for it
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.M)
-    assert cited is not None
-    assert rc.__version__ == project["version"] == cited[1]
-    assert f"## [{rc.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    releases = [heading for heading in headings if heading != "Unreleased"]
+    assert cited is not None and cited[1] == releases[0]
+    # Only the commit of a release has the version of a release.
+    unreleased = headings[0] == "Unreleased"
+    assert (Version(rc.__version__) > Version(releases[0])) == unreleased
+    assert Version(rc.__version__).is_devrelease == unreleased
+
+
+def test_the_distribution_has_a_name_of_its_own(archives: tuple[Path, Path]) -> None:
+    """Another project holds `recollect` on the package index, with an import of that name."""
+    for archive in archives:
+        assert archive.name.startswith(f"recollect_layers-{rc.__version__}")
+    with zipfile.ZipFile(archives[0]) as wheel:
+        metadata_text = wheel.read(next(n for n in wheel.namelist() if n.endswith("METADATA")))
+    assert b"\nName: recollect-layers\n" in metadata_text
+    assert f"\nVersion: {rc.__version__}\n".encode() in metadata_text
+    # No page, message or file of the build names an extra of the other project.
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no checkout of git, so there is no list of files")
+    for name in listed.stdout.splitlines():
+        if name.endswith((".py", ".md", ".toml", "Makefile")) and name != "CHANGELOG.md":
+            text = (ROOT / name).read_text("utf-8")
+            assert not re.search(r"\brecollect\[(lm|eval|cli|plot|gpu|dev)\b", text), name
 
 
 def test_the_supported_pythons_are_named() -> None:
@@ -132,7 +159,7 @@ def test_the_supported_pythons_are_named() -> None:
     least = project["requires-python"].removeprefix(">=")
     named = [x.rsplit(" ", 1)[1] for x in project["classifiers"] if re.search(r":: 3\.\d+$", x)]
     assert named[0] == least and ".".join(map(str, sys.version_info[:2])) in named
-    assert project["scripts"] == {project["name"]: "recollect_command:main"}  # as pipx run wants
+    assert project["scripts"] == {"recollect": "recollect_command:main"}
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(archives: tuple[Path, Path]) -> None:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from recollect.recipe.recipe import Recipe
     from recollect.state.state import State
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "ConvergenceWarning",

@@ -291,8 +291,8 @@ def test_methods() -> None:
 def test_explain_says_which_and_why() -> None:
     said = rc.explain("delta_net").backend
     assert said == (
-        "on CUDA with recollect[gpu]: chunk_delta_rule of flash-linear-attention, where products "
-        "may be bf16 or fp16; chunk_gated_delta_rule, where TF32\n"
+        "on CUDA with recollect-layers[gpu]: chunk_delta_rule of flash-linear-attention, where "
+        "products may be bf16 or fp16; chunk_gated_delta_rule, where TF32\n"
         "training on a Hopper GPU with Triton 3.4 to 3.7.0: chunk_kda in place of "
         "chunk_gated_delta_rule, whose backward pass raises there"
     )
@@ -415,7 +415,7 @@ def _bound(name: str, part: str) -> float:
 
 needs_triton = pytest.mark.skipif(
     not interprets() or importlib.util.find_spec("fla") is None,
-    reason="triton >= 3.6 or flash-linear-attention is not installed: pip install recollect[gpu]",
+    reason="triton >= 3.6 or flash-linear-attention is not installed: recollect-layers[gpu]",
 )
 
 

@@ -139,7 +139,8 @@ def measure(
     if device.type != "cuda":
         left_out["CUDA graphs, the fused walk, flash-linear-attention's operators"] = "no GPU"
     elif data["packages"]["flash-linear-attention"] is None:
-        left_out["flash-linear-attention's operators"] = "it is not installed: recollect[gpu]"
+        reason = "it is not installed: recollect-layers[gpu]"
+        left_out["flash-linear-attention's operators"] = reason
     keep(data)
     for name in names:
         if name in DECODED:

@@ -91,7 +91,7 @@ class Stage:
 
 _NO_CHECKOUT = "it is a part of the tests, which an installed package does not have"
 _NO_GPU = "there is no CUDA device"
-_NO_BACKEND = "flash-linear-attention and triton are not installed: install recollect[gpu]"
+_NO_BACKEND = "flash-linear-attention and triton are not installed: install recollect-layers[gpu]"
 
 
 def _tests(here: Here, result: Path, *files: str, workers: int = 0) -> list[str] | str:
@@ -240,7 +240,7 @@ def _compiled(found: Mapping[str, Any]) -> tuple[str, bool]:
 
 def _training(here: Here, result: Path) -> list[str] | str:
     if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed: install recollect[lm]"
+        return "transformers is not installed: install recollect-layers[lm]"
     return _module("recollect.benchmarks.gpu.training", here, result, 1 if here.tiny else 300)
 
 

@@ -65,7 +65,7 @@ class Offer:
         if not self.operators:
             return f"not {PACKAGE}: {self.reason}"
         half, single = _by_type(self.operators)
-        text = f"on CUDA with recollect[gpu]: {half.name} of {PACKAGE}"
+        text = f"on CUDA with recollect-layers[gpu]: {half.name} of {PACKAGE}"
         if not half.multiplies:
             return text
         if single is half:
@@ -211,7 +211,7 @@ def refusal(x: Tensor) -> str | None:
     if x.device.type not in DEVICES:
         return f"its kernels run on {' and '.join(sorted(DEVICES))}, not on {x.device.type}"
     if not installed():
-        return f"{PACKAGE} and triton are not installed: install recollect[gpu]"
+        return f"{PACKAGE} and triton are not installed: install recollect-layers[gpu]"
     if not lasts(x):
         return "its kernels are no part of a compiled graph"
     if not x.numel():
