@@ -1,5 +1,7 @@
 """The report of a comparison: one HTML page, its figures, a CSV table and JSON."""
 
+# More than 400 lines: the tables, captions and figures of one page, which only it uses.
+
 from __future__ import annotations
 
 import csv

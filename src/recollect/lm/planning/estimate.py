@@ -21,6 +21,8 @@ heads. ``context`` divides the tokens of a row: each rank then holds what ``fsdp
 activations what its layers gather or hand over (`along`). A batch is what all processes read.
 """
 
+# More than 400 lines: the memory, time and launch of a run, from the same counts.
+
 from __future__ import annotations
 
 import copy
