@@ -33,8 +33,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from recollect.blocks.compositions import Routed
 from recollect.blocks.cost import cost
 from recollect.blocks.mixers import Leaf, Mixer
@@ -255,7 +253,7 @@ def estimate(
 
 def _on_cpu(plan: TrainPlan) -> bool:
     """Whether a plan names a CPU as its device."""
-    return plan.run.device is not None and torch.device(plan.run.device).type == "cpu"
+    return plan.run.device is not None and plan.run.device.partition(":")[0] == "cpu"
 
 
 def _ways(devices: int) -> Iterator[Way]:
