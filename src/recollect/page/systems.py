@@ -270,7 +270,9 @@ def _systems(mixer: Mixer) -> list[str]:
 
 
 def _fenced(kind: str, text: str) -> list[str]:
-    return [f"```{kind}", *text.splitlines(), "```"]
+    """A block of code; one of kind ``text`` has the class of equations, whose lines are wrapped."""
+    info = "{ .text .equations }" if kind == "text" else kind
+    return [f"```{info}", *text.splitlines(), "```"]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
