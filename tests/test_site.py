@@ -14,7 +14,13 @@ from tests.page.browser import Browser, opened
 import recollect as rc
 
 ROOT = Path(__file__).parents[1]
-LOADED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src")}
+LOADED = {
+    ("script", "src"),
+    ("img", "src"),
+    ("iframe", "src"),
+    ("source", "src"),
+    ("source", "srcset"),
+}
 """What a browser fetches by itself when it shows a page; links of styles and icons besides."""
 
 pytestmark = pytest.mark.slow

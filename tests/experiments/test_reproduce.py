@@ -381,8 +381,9 @@ def test_the_command_runs_and_writes_a_gallery(tmp_path: Path) -> None:
     page = tmp_path / "docs" / "gallery.md"
     save_gallery_markdown(tmp_path, page, intro="Figures.")
     text = page.read_text("utf-8")
-    assert "](gallery/ttr-fig2.svg)" in text
-    assert (page.parent / "gallery" / "ttr-fig2.svg").exists()
+    for file in ("ttr-fig2.svg", "ttr-fig2-narrow.svg"):
+        assert f'="gallery/{file}"' in text
+        assert (page.parent / "gallery" / file).exists()
     assert save_gallery(tmp_path / "empty") is None
 
 

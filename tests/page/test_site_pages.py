@@ -171,6 +171,6 @@ def test_the_picture_shows_what_was_computed() -> None:
     assert all(a[at(1)] < 0.01 for a in held.values())
     end = {name: sum(y[-8:]) / 8 for name, y in changed.items()}
     assert min(end, key=end.__getitem__) == "solved, and forgetting"
-    light, dark = picture.draw(), picture.draw(dark=True)
-    assert light != dark
-    assert "<svg" in light and "http://www.w3.org/2000/svg" in light
+    drawing = picture.draw()
+    assert drawing.svg != drawing.narrow
+    assert "<svg" in drawing.svg and "http://www.w3.org/2000/svg" in drawing.narrow

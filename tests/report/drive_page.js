@@ -1,4 +1,5 @@
 // A small page as the reports write it, its table sorted and its curves read by the keyboard.
+globalThis.matchMedia = () => ({ matches: false, addEventListener() {} });
 const el = (tag, attributes, ...children) => {
   const node = new Element(tag);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);

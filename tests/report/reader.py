@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-VOID = {"meta", "img"}
+VOID = {"meta", "img", "source"}
 
 
 class Reader(HTMLParser):
@@ -24,7 +24,7 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.links += [value or "" for name, value in attrs if name in ("src", "srcset", "href")]
         self.ids += [value for name, value in attrs if name == "id"]
         if tag == "script":
             self.scripts.append(dict(attrs))

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import io
 import math
 import struct
 import sys
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,7 +12,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from recollect.report import FigureFiles, Series, bar_figure, line_figure
+from recollect.report import FigureFiles, Panel, Series, bar_figure, line_figure, panel_figure
 from recollect.report import figures as module
 from recollect.report.figures import log_ticks
 
@@ -34,6 +36,10 @@ def check(figure: FigureFiles) -> None:
     assert root.tag.endswith("svg")
     links = [v for e in root.iter() for k, v in e.attrib.items() if k.endswith("href")]
     assert all(link.startswith(("#", "data:")) for link in links), "nothing outside the file"
+    narrow = ElementTree.fromstring(figure.narrow)
+    assert float(narrow.attrib["width"].removesuffix("pt")) == pytest.approx(4.1 * 72)
+    for svg in (figure.svg, figure.narrow):
+        assert svg.count("@media (prefers-color-scheme: dark)") == 1
 
 
 @pytest.mark.parametrize("count", [1, 5, 12])
@@ -79,7 +85,7 @@ def test_no_two_lines_look_alike_even_in_grey() -> None:
         ["a name so long that it would take more than half of the figure's width on its own"],
     ],
 )
-def test_the_legend_is_inside_the_figure_and_off_the_axes(
+def test_the_legend_of_a_narrow_figure_is_inside_and_below_the_axes(
     names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
@@ -91,7 +97,7 @@ def test_the_legend_is_inside_the_figure_and_off_the_axes(
         axes = canvas.axes[0].get_window_extent()
         page = canvas.bbox
         inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= page.x1 and box.y1 <= page.y1
-        seen.append(inside and not box.overlaps(axes))
+        seen.append(inside and box.y1 <= axes.y0)
         return files
 
     monkeypatch.setattr(module, "figure_files", look)
@@ -100,13 +106,44 @@ def test_the_legend_is_inside_the_figure_and_off_the_axes(
     assert seen == [True]
 
 
-def test_saving_writes_both_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [["a", "softmax_attention"], [f"name {i}" for i in range(14)]])
+def test_the_legend_is_inside_the_figure_and_off_the_axes(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits: list[bool] = []
+
+    def look(canvas, axes):  # type: ignore[no-untyped-def]
+        canvas.savefig(io.BytesIO(), format="svg")
+        box = canvas.legends[0].get_window_extent()
+        page = canvas.bbox
+        inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= page.x1 and box.y1 <= page.y1
+        fits.append(inside and not box.overlaps(canvas.axes[0].get_window_extent()))
+
+    monkeypatch.setattr(module, "figure_files", look)
+    line_figure([Series(name=n, x=[1, 2], y=[1, 2]) for n in names], x="x", y="y", title="T")
+    assert fits == [True]
+
+
+def test_panels_of_a_narrow_figure_are_stacked() -> None:
+    panels = [Panel(y=f"y {i}", series=lines(2), title=f"panel {i}") for i in range(3)]
+    figure = panel_figure(panels, x="tokens", title="a title that is longer than a phone is wide")
+    wide = [plot.box for plot in figure.plots]
+    narrow = [plot.narrow_box for plot in figure.plots if plot.narrow_box is not None]
+    assert wide[0][1] == pytest.approx(wide[1][1], abs=0.01) and wide[0][0] < wide[1][0]
+    for (left, top, _, height), (other_left, other_top, _, _) in pairwise(narrow):
+        assert left == pytest.approx(other_left, abs=0.01) and top + height < other_top
+    assert len(narrow) == 3
+    assert [plot.title for plot in figure.plots] == ["panel 0", "panel 1", "panel 2"]
+
+
+def test_saving_writes_all_files(tmp_path: Path) -> None:
     figure = line_figure(lines(1), x="x", y="y", title="T")
     for name in ("v1.5", "v1.5.png"):
         png, svg = figure.save(tmp_path / name)
         assert (png.name, svg.name) == ("v1.5.png", "v1.5.svg")
         assert png.read_bytes() == figure.png
         assert svg.read_text("utf-8") == figure.svg
+        assert svg.with_name("v1.5-narrow.svg").read_text("utf-8") == figure.narrow
 
 
 def test_values_are_shortened() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import re
 from collections.abc import Iterator
@@ -11,9 +13,14 @@ import pytest
 from tests.page.browser import Browser, opened
 
 pytest.importorskip("matplotlib")
+from matplotlib.image import imread
 
 from recollect.report import Figure, Note, Report, Series, Table, line_figure
 
+FRAME = (
+    "(({left, top, width, height}) => ({left, top, width, height}))"
+    "(document.querySelector('.pointer').getBoundingClientRect())"
+)
 TEXT = "(selector) => [...document.querySelectorAll(selector)].map((x) => x.textContent)"
 
 
@@ -70,15 +77,35 @@ def test_a_heading_sorts_by_click_and_by_key(browser: Browser, page: Path) -> No
     assert browser.run("document.querySelectorAll('thead th')[1].ariaSort") == "descending"
 
 
-def test_curves_are_read_off_under_the_pointer(browser: Browser, page: Path) -> None:
-    browser.open(page, width=1280)
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_figure_of_a_narrow_screen_is_narrow_and_of_a_dark_page_dark(
+    browser: Browser, page: Path, dark: bool
+) -> None:
+    images = {}
+    for width in (1280, 390):
+        browser.open(page, width=width, dark=dark)
+        browser.run("document.querySelector('.drawing').scrollIntoView()")
+        images[width] = browser.run("document.querySelector('.drawing img').currentSrc")
+        frame = browser.run(FRAME)
+        assert frame["left"] + frame["width"] <= width and frame["width"] > 300
+        shot = browser.call("Page.captureScreenshot", format="png")["data"]
+        pixels = imread(io.BytesIO(base64.b64decode(shot)))[..., :3]
+        x, y = (round(frame[side]) for side in ("left", "top"))
+        figure = pixels[max(y, 0) :, x : x + round(frame["width"])][: round(frame["height"])]
+        mean = float(figure.mean())
+        assert mean < 0.3 if dark else mean > 0.7
+    assert images[1280] != images[390]
+
+
+@pytest.mark.parametrize(("width", "box"), [(1280, "box"), (390, "narrow_box")])
+def test_curves_are_read_off_under_the_pointer(
+    browser: Browser, page: Path, width: int, box: str
+) -> None:
+    browser.open(page, width=width)
     browser.run("document.querySelector('.drawing').scrollIntoView()")
-    frame = browser.run(
-        "(({left, top, width, height}) => ({left, top, width, height}))"
-        "(document.querySelector('.pointer').getBoundingClientRect())"
-    )
+    frame = browser.run(FRAME)
     plot = browser.run("JSON.parse(document.querySelector('.plots').textContent)[0]")
-    left, top, wide, high = plot["box"]
+    left, top, wide, high = plot[box]
     up = (math.log(10) - math.log(plot["y"]["low"])) / math.log(
         plot["y"]["high"] / plot["y"]["low"]
     )

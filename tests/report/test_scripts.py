@@ -173,21 +173,20 @@ def test_a_drawing_says_where_its_axes_lie() -> None:
     (plot,) = figure.plots
     assert plot.x.log and plot.y.log and plot.levels == {"level": 3.0}
     assert plot.curves[0].colour == plot.curves[1].colour == "#0072B2"
+    assert plot.narrow_box is not None and plot.narrow_box != plot.box
     # The drawing's own markers say where the points are: (2, 1) and (8, 10) of the first curve.
-    width, height = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', figure.svg)[0])
-    uses = re.findall(
-        r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #0072b2', figure.svg
-    )
-    drawn = [(float(x) / width, float(y) / height) for x, y in uses]
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        left, top, wide, high = plot.box
-        across = math.log(x / plot.x.low) / math.log(plot.x.high / plot.x.low)
-        up = math.log(y / plot.y.low) / math.log(plot.y.high / plot.y.low)
-        return left + wide * across, top + high * (1 - up)
-
-    for point in ((2, 1.0), (8, 10.0), (8, 2.0)):
-        assert any(at(*point) == pytest.approx(one, abs=2e-3) for one in drawn), point
+    for svg, box in ((figure.svg, plot.box), (figure.narrow, plot.narrow_box)):
+        width, height = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0])
+        uses = re.findall(
+            r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: #0072b2', svg
+        )
+        drawn = [(float(x) / width, float(y) / height) for x, y in uses]
+        left, top, wide, high = box
+        for x, y in ((2, 1.0), (8, 10.0), (8, 2.0)):
+            across = math.log(x / plot.x.low) / math.log(plot.x.high / plot.x.low)
+            up = math.log(y / plot.y.low) / math.log(plot.y.high / plot.y.low)
+            at = left + wide * across, top + high * (1 - up)
+            assert any(at == pytest.approx(one, abs=2e-3) for one in drawn), (x, y)
     several = panel_figure(
         [Panel(y="p", series=[line], title="one", log_x=True), Panel(y="q", series=[other], x="z")],
         x="x",

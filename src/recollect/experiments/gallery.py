@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from recollect.experiments.framework.experiment import Experiment
 from recollect.experiments.registry import EXPERIMENTS
 from recollect.recipe.json_text import read_json
 from recollect.report.files import read_regular, write_atomic
-from recollect.report.html import prose
+from recollect.report.html import embedded, picture, prose
 from recollect.report.shell import shell
 
 __all__ = ["save_gallery", "save_gallery_markdown"]
@@ -50,14 +49,20 @@ def save_gallery(folder: str | PathLike[str]) -> Path | None:
     return write_atomic(folder / "index.html", page)
 
 
+_FILES = ("figure.svg", "figure-narrow.svg")
+"""Drawings of a run: for a page, and for narrow screens."""
+
+
+def _read(path: Path) -> str:
+    """The text of a file; empty if it does not exist."""
+    return path.read_text("utf-8") if path.exists() else ""
+
+
 def _article(home: Path, data: dict[str, Any]) -> str:
     experiment = EXPERIMENTS[data["experiment"]]
     name = experiment.name
-    picture = ""
-    if (home / "figure.svg").exists():
-        inline = base64.b64encode((home / "figure.svg").read_bytes()).decode("ascii")
-        source = f"data:image/svg+xml;base64,{inline}"
-        picture = f'<img alt="{html.escape(experiment.title)}" src="{source}">'
+    wide, narrow = (embedded(_read(home / file)) for file in _FILES)
+    drawing = picture(experiment.title, wide, narrow) if wide else ""
     changed = _changed(experiment)
     claims = "".join(
         f"<li>{prose(c['claim'])} <strong>{html.escape(c['verdict'])}</strong>. "
@@ -70,7 +75,7 @@ def _article(home: Path, data: dict[str, Any]) -> str:
         f'<article id="{name}"><h2><a href="{name}/report.html">{name}</a>: '
         f"{prose(experiment.title)}</h2>\n"
         f'<p class="faint">{prose(data["source"])}; {html.escape(_where(data))}</p>\n'
-        f"{picture}<ul>\n{claims}</ul></article>\n"
+        f"{drawing}<ul>\n{claims}</ul></article>\n"
     )
 
 
@@ -145,10 +150,13 @@ def save_gallery_markdown(
     for home, data in found:
         experiment = EXPERIMENTS[data["experiment"]]
         lines += [f"## {experiment.name}", "", f"**{experiment.title}** ({data['source']})", ""]
-        if (home / "figure.svg").exists():
-            picture = Path(page.stem) / f"{experiment.name}.svg"
-            write_atomic(page.parent / picture, (home / "figure.svg").read_bytes())
-            lines += [f"![{experiment.title}]({picture.as_posix()})", ""]
+        paths = [""] * len(_FILES)
+        for index, (file, text) in enumerate((file, _read(home / file)) for file in _FILES):
+            if text:
+                paths[index] = f"{page.stem}/{file.replace('figure', experiment.name)}"
+                write_atomic(page.parent / paths[index], text)
+        if paths[0]:
+            lines += [picture(experiment.title, *paths), ""]
         changed = _changed(experiment)
         for claim in data["claims"]:
             line = f"- {claim['claim']} **{claim['verdict'].capitalize()}.** {claim['because']} "

@@ -66,7 +66,8 @@ def reproduce(
         seeds: how many, 0, 1, …; the configuration's number by default.
         jobs: processes; each has one thread when there are several. They begin by importing the
             main module again, so a script calls this under ``if __name__ == "__main__":``.
-        out: ``out/NAME`` gets results.json, results.csv, figure.png, figure.svg and report.html.
+        out: ``out/NAME`` gets results.json, results.csv, report.html, figure.png, figure.svg and
+            figure-narrow.svg.
         device: where models and tensors live.
         fresh: measures anew what an earlier run left.
         viewer: told about progress.

@@ -118,11 +118,11 @@ class Trace:
         names = self.associations
         n = len(names) // len(self.tokens)
         place = torch.arange(len(names))
-        own, last = place // n, len(self.tokens) - 1
-        columns = {"token": [str(t) for t in own.tolist()], "word": list(names)}
+        token, last = place // n, len(self.tokens) - 1
+        columns = {"token": [str(t) for t in token.tolist()], "word": list(names)}
         for title, table in (("cosine", self.cosine_similarity), ("error", self.relative_error)):
             means = table.mean(-1)
-            pairs = zip(means[own, place].tolist(), means[last].tolist(), strict=True)
+            pairs = zip(means[token, place].tolist(), means[last].tolist(), strict=True)
             columns[title] = [f"{short(a)} → {short(b)}" for a, b in pairs]
         return columns
 
@@ -146,7 +146,7 @@ class Trace:
         which = f"mean of {self.num_heads} heads" if head is None else f"head {head}"
         with new_canvas() as canvas:
             side = min(7.2, 2.4 + 0.22 * min(max(table.shape[:2]), MAX_LABELS))
-            canvas.set_size_inches(side + 0.8, side)
+            canvas.set_size_inches(side, side + 0.8)
             axes = canvas.subplots()
             image = axes.imshow(
                 shown.numpy(), cmap="PuOr", vmin=-1, vmax=1, aspect="auto", interpolation="none"
@@ -159,7 +159,8 @@ class Trace:
             axes.set_title(
                 title or self.recipe.memory.at("k_t"), loc="left", fontsize=11, fontweight="bold"
             )
-            canvas.colorbar(image, ax=axes, label=f"cosine similarity, {which}", fraction=0.05)
+            label = f"cosine similarity, {which}"
+            canvas.colorbar(image, ax=axes, label=label, location="bottom", fraction=0.04)
             return figure_files(canvas)
 
 

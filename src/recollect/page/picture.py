@@ -6,7 +6,6 @@ differ in one or two choices; nothing is trained, and nothing is drawn that was 
 
 from __future__ import annotations
 
-import io
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from recollect.choices import algorithm, bias, context, features, memory, retent
 from recollect.recall.reading import read
 from recollect.recall.recall import recall
 from recollect.recipe.recipe import Recipe
-from recollect.report.figures import Series, draw_line, new_canvas
+from recollect.report.figures import FigureFiles, Series, draw_line, figure_files, new_canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,9 +52,6 @@ RECIPES = {
     ),
 }
 """What is drawn, by name."""
-
-_INK = {False: "#24292f", True: "#dfe3e8"}
-_LINES = {False: "#0072B2", True: "#56B4E9"}
 
 
 def _error(found: Tensor, wanted: Tensor) -> Tensor:
@@ -118,53 +114,34 @@ def changing_map() -> dict[str, list[float]]:
     return made
 
 
-def draw(*, dark: bool = False) -> str:
-    """The picture as SVG with a transparent ground.
-
-    Args:
-        dark: for a dark page.
+def draw() -> FigureFiles:
+    """The picture, for a page and for narrow screens.
 
     Raises:
         ImportError: matplotlib is missing.
     """
     with new_canvas() as canvas:
-        import matplotlib
-
-        ink = _INK[dark]
-        style = {
-            **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), ink),
-            "axes.edgecolor": ink,
-            "axes.facecolor": "none",
-            "figure.facecolor": "none",
-            "savefig.facecolor": "none",
-        }
-        with matplotlib.rc_context(style):  # pyright: ignore[reportArgumentType]
-            canvas.set_size_inches(9.0, 4.0)
-            canvas.patch.set_alpha(0)
-            left, right = canvas.subplots(1, 2)
-            _panel(left, held_pairs(), list(PAIRS), dark)
-            _panel(right, changing_map(), list(range(1, LENGTH + 1)), dark)
-            left.axvline(WIDTH, color=ink, linestyle=":", linewidth=1.2)
-            left.text(WIDTH + 0.6, 1.5, "as many as features", fontsize=8.5)
-            right.axvline(CHANGE + 0.5, color=ink, linestyle=":", linewidth=1.2)
-            right.text(CHANGE + 2, 1.5, "another map", fontsize=8.5)
-            left.set_title("How much does it hold?", loc="left", fontsize=11, fontweight="bold")
-            right.set_title("What if the map changes?", loc="left", fontsize=11, fontweight="bold")
-            left.set_xlabel("pairs written into 16 × 16 numbers")
-            right.set_xlabel("tokens")
-            left.set_ylabel("error, read back")
-            right.set_ylabel("error of the next pair")
-            names = left.get_legend_handles_labels()
-            canvas.legend(*names, loc="outside lower center", ncols=2, handlelength=3.0)
-            made = io.StringIO()
-            canvas.savefig(made, format="svg", metadata={"Date": None, "Creator": None})
-    return made.getvalue()
+        canvas.set_size_inches(9.0, 4.0)
+        left, right = canvas.subplots(1, 2)
+        _panel(left, held_pairs(), list(PAIRS))
+        _panel(right, changing_map(), list(range(1, LENGTH + 1)))
+        left.axvline(WIDTH, color="0.2", linestyle=":", linewidth=1.2)
+        left.text(WIDTH + 0.6, 1.5, "as many as features", fontsize=8.5)
+        right.axvline(CHANGE + 0.5, color="0.2", linestyle=":", linewidth=1.2)
+        right.text(CHANGE + 2, 1.5, "another map", fontsize=8.5)
+        left.set_title("How much does it hold?", loc="left", fontsize=11, fontweight="bold")
+        right.set_title("What if the map changes?", loc="left", fontsize=11, fontweight="bold")
+        left.set_xlabel("pairs written into 16 × 16 numbers")
+        right.set_xlabel("tokens")
+        left.set_ylabel("error, read back")
+        right.set_ylabel("error of the next pair")
+        names = left.get_legend_handles_labels()
+        canvas.legend(*names, loc="outside lower center", ncols=2, handlelength=3.0)
+        return figure_files(canvas)
 
 
-def _panel(axes: Axes, curves: dict[str, list[float]], x: list[int], dark: bool) -> None:
+def _panel(axes: Axes, curves: dict[str, list[float]], x: list[int]) -> None:
     for place, (name, y) in enumerate(curves.items()):
         line = Series(name=name, x=x, y=y)
         draw_line(axes, line, place, marks=8, markersize=4.5, linewidth=1.7)
-        if dark and place == 0:  # the palette's blue is too dark on black
-            axes.lines[-1].set_color(_LINES[dark])
     axes.set_ylim(0, 1.6)

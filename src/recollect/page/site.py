@@ -17,7 +17,7 @@ from recollect.page.write import PAGE, render
 __all__ = ["on_config", "on_files"]
 
 _NONE = "# Results\n\nThis copy of the sources comes without measured results.\n"
-_PICTURES = ("assets/memories-light.svg", "assets/memories-dark.svg")
+_PICTURES = ("assets/memories.svg", "assets/memories-narrow.svg")
 _LINK = re.compile(r"\]\(([^)#:]+\.(?:png|svg))\)")
 
 
@@ -53,7 +53,8 @@ def on_files(files: Any, *, config: Any) -> Any:
 
     root = _root(config)
     made: dict[str, str] = {PAGE: render(), **system_pages(root / "results")}
-    made.update(zip(_PICTURES, (draw(), draw(dark=True)), strict=True))
+    drawing = draw()
+    made.update(zip(_PICTURES, (drawing.svg, drawing.narrow), strict=True))
     made.update(_results(root))
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))

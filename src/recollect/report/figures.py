@@ -1,17 +1,23 @@
 """Figures that a person can read: in colour, in grey, on a phone, in print.
 
+A figure is drawn twice: for a page, and for narrow screens with its panels stacked and its legend
+below. Where a page is dark, both turn dark: a style inside the SVG inverts its lightness.
+
 Each series has a colour of a palette that colour-blind readers can tell apart (Okabe and Ito 2008),
 and a marker and a line style of its own, so that colour is never the only difference. Matplotlib is
 imported when a figure is drawn, and no window or global state is touched.
 """
 
+# More than 400 lines: the kinds of figures, their two layouts and what they have in common.
+
 from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +50,14 @@ _STYLE = {
     "svg.hashsalt": "recollect",  # the same figure gives the same bytes
 }
 _LEGEND_BELOW = 9  # names of more series than this go below the axes
+NARROW = 4.1
+"""Width of the drawing for narrow screens, in inches."""
+
+_DARK = (
+    "<style>@media (prefers-color-scheme: dark) "
+    "{ svg { filter: invert(0.92) hue-rotate(180deg) } }</style>"
+)
+"""An image of an SVG has the colour scheme of the element that shows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +102,25 @@ class FigureFiles:
         png: raster image, 200 dots per inch.
         svg: vector image without external parts.
         plots: its axes with curves, as data to read values off.
+        narrow: the vector image for narrow screens: panels stacked, legend below.
     """
 
     png: bytes
     svg: str
     plots: tuple[Plot, ...] = ()
+    narrow: str = ""
 
     def save(self, path: str | PathLike[str]) -> tuple[Path, Path]:
-        """Write ``path`` with the endings .png and .svg; returns both paths."""
+        """Write ``path`` with the endings .png, .svg and -narrow.svg.
+
+        Returns:
+            The paths of the first two.
+        """
         stem = Path(path)
         if stem.suffix in (".png", ".svg"):
             stem = stem.with_suffix("")
+        if self.narrow:
+            write_atomic(stem.with_name(stem.name + "-narrow.svg"), self.narrow)
         return (
             write_atomic(stem.with_name(stem.name + ".png"), self.png),
             write_atomic(stem.with_name(stem.name + ".svg"), self.svg),
@@ -364,11 +386,79 @@ def figure_files(canvas: Canvas, drawn: Sequence[Drawn] = ()) -> FigureFiles:
     """The finished canvas as files, the same bytes every time.
 
     Args:
-        canvas: with all that it shall show.
+        canvas: with all that it shall show; its layout is changed.
         drawn: its axes whose curves can be read off.
     """
-    png, svg = io.BytesIO(), io.StringIO()
+    png = io.BytesIO()
     canvas.savefig(png, format="png", dpi=200, metadata={"Software": None})
-    canvas.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    plots = tuple(one.plot() for one in drawn)  # where the page's drawing, the last one, has them
-    return FigureFiles(png=png.getvalue(), svg=svg.getvalue(), plots=plots)
+    svg = _svg(canvas)
+    plots = [one.plot() for one in drawn]  # the last drawing placed the axes
+    _stack(canvas)
+    narrow = _svg(canvas)
+    return FigureFiles(
+        png=png.getvalue(),
+        svg=svg,
+        plots=tuple(
+            replace(plot, narrow_box=one.plot().box) for plot, one in zip(plots, drawn, strict=True)
+        ),
+        narrow=narrow,
+    )
+
+
+def _svg(canvas: Canvas) -> str:
+    """The drawing as SVG that follows the colour scheme of its page."""
+    text = io.StringIO()
+    canvas.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue().replace("<defs>", f"{_DARK}\n <defs>", 1)
+
+
+def _stack(canvas: Canvas) -> None:
+    """Change the layout for narrow screens: axes in one column, legends below, texts wrapped."""
+    from matplotlib.gridspec import GridSpec
+    from matplotlib.ticker import MaxNLocator
+
+    stacked = [axes for axes in canvas.axes if axes.get_subplotspec() is not None]
+    rows = max((axes.get_gridspec().nrows for axes in stacked), default=1)  # type: ignore[union-attr]
+    height = canvas.get_figheight() * len(stacked) / rows
+    for old in list(canvas.legends):
+        labels = [text.get_text() for text in old.get_texts()]
+        columns = max(1, min(len(labels), 48 // (7 + max(map(len, labels)))))
+        canvas.legend(
+            [handle for handle in old.legend_handles if handle is not None],
+            [textwrap.fill(label, 40) for label in labels],
+            loc="outside lower center",
+            ncols=columns,
+            handlelength=old.handlelength,
+            fontsize=9,
+        )
+        old.remove()
+        height += 0.2 * math.ceil(len(labels) / columns)
+    canvas.set_size_inches(NARROW, height)
+    grid = GridSpec(len(stacked), 1, figure=canvas)
+    look: dict[str, Any] = {"fontsize": 9}
+    if len(stacked) == 1:
+        look = {"fontsize": 11, "fontweight": "bold"}
+    for index, axes in enumerate(stacked):
+        axes.set_subplotspec(grid[index])
+        axes.tick_params(labelbottom=True)
+        axes.set_title(_wrapped(axes.get_title("left"), look["fontsize"]), loc="left", **look)
+        repeated = axes is not stacked[-1] and axes.get_xlabel() == stacked[-1].get_xlabel()
+        axes.set_xlabel("" if repeated else _wrapped(axes.get_xlabel(), 10))
+        if axes.get_xscale() == "log":
+            ticks = log_ticks([float(tick) for tick in axes.get_xticks()], room=26)
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        elif isinstance(axes.xaxis.get_major_locator(), MaxNLocator):
+            axes.locator_params(axis="x", nbins=5)
+    title = canvas.get_suptitle()
+    if title:
+        canvas.suptitle(_wrapped(title, 11), x=0.01, ha="left", fontsize=11, fontweight="bold")
+
+
+def _wrapped(text: str, size: float) -> str:
+    """A text in lines that fit the narrow drawing.
+
+    Args:
+        text: of one or several lines.
+        size: of the font, in points.
+    """
+    return textwrap.fill(text, int(0.85 * NARROW * 72 / (0.58 * size)))

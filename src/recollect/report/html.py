@@ -40,6 +40,9 @@ _UNITS = {
 }
 """How much a unit is of the one by which a column is sorted."""
 
+NARROW_SCREEN = "(max-width: 40em)"
+"""Media query of screens that show the narrow drawing; `report.css` and `curves.js` have it too."""
+
 SENTENCE = 40
 """Characters from which a cell of a table is taken for a sentence."""
 
@@ -125,9 +128,8 @@ class Figure:
 
     def render(self) -> str:
         """As HTML; the drawing is an image, so that nothing inside it can act on the page."""
-        data = base64.b64encode(self.files.svg.encode("utf-8")).decode("ascii")
         caption = f"<figcaption>{prose(self.caption)}</figcaption>" if self.caption else ""
-        image = f'<img alt="{_text(self.alt)}" src="data:image/svg+xml;base64,{data}">'
+        image = picture(self.alt, embedded(self.files.svg), embedded(self.files.narrow))
         figure = (
             f'<figure><div class="wide"><div class="drawing">{image}</div></div>{caption}</figure>'
         )
@@ -224,6 +226,30 @@ class Report:
         if path.is_file() and not _is_of_kind(path, self.kind):
             shutil.copy2(path, free_name(path))  # a copy: the new page may not come to be
         return write_atomic(path, self.render())
+
+
+def embedded(svg: str) -> str:
+    """The address of a drawing that is inside the page; empty without one.
+
+    Args:
+        svg: the drawing.
+    """
+    data = base64.b64encode(svg.encode("utf-8")).decode("ascii")
+    return f"data:image/svg+xml;base64,{data}" if svg else ""
+
+
+def picture(alt: str, wide: str, narrow: str = "") -> str:
+    """A drawing as HTML, with another one for narrow screens.
+
+    Args:
+        alt: the content of the drawing, as plain text.
+        wide: address of the drawing.
+        narrow: address of the one for narrow screens.
+    """
+    image = f'<img alt="{_text(alt)}" src="{_text(wide)}">'
+    if not narrow:
+        return image
+    return f'<picture><source media="{NARROW_SCREEN}" srcset="{_text(narrow)}">{image}</picture>'
 
 
 def _is_of_kind(path: Path, kind: str) -> bool:

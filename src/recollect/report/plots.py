@@ -74,6 +74,7 @@ class Plot:
         curves: in the order of the legend.
         levels: horizontal lines by name.
         title: of these axes, where a drawing has several.
+        narrow_box: of the axes in the drawing for narrow screens, as ``box``.
     """
 
     box: tuple[float, float, float, float]
@@ -82,11 +83,13 @@ class Plot:
     curves: Sequence[Curve]
     levels: Mapping[str, float]
     title: str = ""
+    narrow_box: tuple[float, float, float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
             "box": [round(share, 5) for share in self.box],
+            "narrow_box": [round(share, 5) for share in self.narrow_box or self.box],
             "x": self.x.to_dict(),
             "y": self.y.to_dict(),
             "curves": [curve.to_dict() for curve in self.curves],

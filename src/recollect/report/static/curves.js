@@ -63,6 +63,11 @@
     return R.told(one.y) + band;
   };
 
+  // As the page chooses between the two drawings.
+  R.narrow = () => matchMedia("(max-width: 40em)");
+
+  R.box = (plot) => (R.narrow().matches ? plot.narrow_box : plot.box);
+
   function made(name, attributes, ...children) {
     const node = document.createElement(name);
     for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, String(value));
@@ -82,6 +87,7 @@
       this.pointer.addEventListener("pointermove", (event) => this.point(event));
       this.pointer.addEventListener("pointerdown", (event) => this.point(event));
       this.pointer.addEventListener("keydown", (event) => this.press(event));
+      R.narrow().addEventListener("change", () => this.clear());
       this.clear();
     }
 
@@ -103,7 +109,7 @@
       const x = (event.clientX - frame.left) / frame.width;
       const y = (event.clientY - frame.top) / frame.height;
       this.plots.forEach((plot, index) => {
-        const [left, top, width, height] = plot.box;
+        const [left, top, width, height] = R.box(plot);
         const [across, up] = [(x - left) / width, 1 - (y - top) / height];
         if (across < -0.03 || across > 1.03 || up < -0.05 || up > 1.05) return;
         const wide = (width * frame.width) / (height * frame.height);
@@ -135,7 +141,7 @@
     show(index, x, nearest) {
       const plot = this.plots[index];
       const readings = R.readings(plot, x);
-      const [left, top, width, height] = plot.box;
+      const [left, top, width, height] = R.box(plot);
       const across = (at) => 100 * (left + width * R.share(plot.x, at));
       const up = (y) => 100 * (top + height * (1 - R.share(plot.y, y)));
       const at = `left: ${across(x)}%; top: ${100 * top}%; height: ${100 * height}%`;
