@@ -176,7 +176,11 @@ class Retention(Member):
             )
 
     def text(self) -> str:
-        """The link as it is written in an equation; empty for the identity."""
+        """The link as it is written in an equation; empty for the identity.
+
+        The state is ``A_t``, and gates have the index ``_t``: `explain` replaces both, for the
+        weights at which errors are taken.
+        """
         if not self.linked:
             return ""
         fields = (self.field_of(name) for name, _, _ in self._quantities())
