@@ -129,9 +129,9 @@ class GateOptions(Options):
         temperature: > 0; larger values hold a log decay nearer to its upper end.
         init: value at a zero input, in the number's own unit (a logarithm for log decays) or in
             ``unit``, one for all heads or one per head. ``None``: the initial value that the recipe
-            declares. If ``low`` or ``high`` excludes that value, the gate starts inside the range:
-            at a twentieth of the range from that end, or nearer only if the declared value is
-            nearer to its own end.
+            declares. If ``low`` or ``high`` excludes that value or is close to it, the gate starts
+            inside the range: at a twentieth of the range from that end, or nearer only if the
+            declared value is nearer to its own end.
         spread: ≥ 1. Memory times −1/log α of a decay start geometrically spread over the heads
             (over the channels, when per channel), from 1/spread to spread times that of ``init``.
         rank: of the projection; 0 is a full matrix. ``None``: 32 for gates per channel, else full.

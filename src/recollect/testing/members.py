@@ -94,7 +94,8 @@ class MemberReport:
         return tuple(check for check in self.checks if check.skipped is not None)
 
     def __repr__(self) -> str:
-        return f"<MemberReport of {self.member}: {len(self.passed)} passed>"
+        counts = f"{len(self.passed)} passed, {len(self.skipped)} skipped"
+        return f"<MemberReport of {self.member}: {counts}>"
 
     def __str__(self) -> str:
         passed = Counter(check.name for check in self.passed)
