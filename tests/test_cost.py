@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect as rc
+from recollect.benchmarks.suites.registry import measured_recipes
 from recollect.cost import cost
 from recollect.engines.linear.chunked import chunk_length
 from recollect.engines.select import ENGINES
 from recollect.report.units import readable
 
+RESULTS = Path(__file__).parents[1] / "results" / "bench"
 CHUNK = chunk_length(solves=True)
 
 R, algorithm, bias, context = rc.Recipe, rc.algorithm, rc.bias, rc.context
@@ -332,6 +335,23 @@ def test_the_pace_in_words() -> None:
     assert "sequential steps" in str(rc.explain("titans_mac"))
     parts = [cost(PRESETS["titans"]), rc.cost("titans_mac")]
     assert parts[0].sequential_steps < parts[1].sequential_steps
+
+
+@pytest.mark.parametrize("name", ["presets-cpu", "presets-one-head-cpu"])
+def test_estimated_times_against_measured_ones(name: str) -> None:
+    data = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    assert (data["baseline"], data["timer"]) == ("gated_delta_net", "process_time")
+    sizes = {size: data["shape"][size] for size in "BTHKV"}
+    recipes = measured_recipes()
+    errors = sorted(
+        abs(math.log(cost(recipe, method=method, **sizes).relative_time / one["ratio"]))
+        for one in data["timings"]
+        for recipe, method in [recipes[one["name"]]]
+    )
+    assert len(errors) > len(PRESETS)
+    assert math.exp(errors[len(errors) // 2]) < 1.35
+    assert sum(error < math.log(2) for error in errors) > 0.8 * len(errors)
+    assert sum(error < math.log(4) for error in errors) >= len(errors) - 1
 
 
 # -- state ---------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def test_times_of_every_pass_next_to_both_peers() -> None:
     for name in PASSES:
         for peer in COLUMNS[1:]:
             rounds = zip(seconds[f"recipe, {name}"], seconds[f"{peer}, {name}"], strict=True)
-            ratio = statistics.median(own / other for own, other in rounds)
+            ratio = statistics.median(a / b for a, b in rounds)
             assert timed.ratio(name, peer) == ratio
             assert data["ratios"][f"{name}: recipe / {peer}"] == ratio
         assert timed.seconds(name) == statistics.median(seconds[f"recipe, {name}"])

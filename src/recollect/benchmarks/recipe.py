@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ __all__ = ["PASSES", "PEERS", "RecipeBenchmark", "bench"]
 
 PASSES = ("forward", "training", "decode")
 PEERS = ("gated_delta_net", "SDPA")
-_OWN = "recipe"
+_RECIPE = "recipe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class RecipeBenchmark:
     shape: Shape
     result: BenchResult
 
-    def seconds(self, name: str, of: str = _OWN) -> float:
+    def seconds(self, name: str, of: str = _RECIPE) -> float:
         """Median time of a pass.
 
         Args:
@@ -80,19 +80,19 @@ class RecipeBenchmark:
         Raises:
             KeyError: a pass or a peer that was not measured.
         """
-        own, other = (self.result[f"{of}, {name}"].seconds for of in (_OWN, peer))
-        return statistics.median(a / b for a, b in zip(own, other, strict=True))
+        times, peer_times = (self.result[f"{of}, {name}"].seconds for of in (_RECIPE, peer))
+        return statistics.median(a / b for a, b in zip(times, peer_times, strict=True))
 
     def columns(self) -> list[str]:
         """Headings of :meth:`rows`."""
-        return ["pass", _OWN, *PEERS, *(f"× {peer}" for peer in PEERS)]
+        return ["pass", _RECIPE, *PEERS, *(f"× {peer}" for peer in PEERS)]
 
     def rows(self) -> list[list[str]]:
         """The table as text, one row per pass."""
         return [
             [
                 name,
-                *(duration(self.seconds(name, of)) for of in (_OWN, *PEERS)),
+                *(duration(self.seconds(name, of)) for of in (_RECIPE, *PEERS)),
                 *(f"{self.ratio(name, peer):.3g}" for peer in PEERS),
             ]
             for name in PASSES
@@ -104,7 +104,7 @@ class RecipeBenchmark:
         facts = self.result.environment.facts()
         return (
             "training: forward and backward; decode: one token after T",
-            f"×: time of the {_OWN} over the time of a peer",
+            f"×: time of the {_RECIPE} over the time of a peer",
             f"{sizes}, float32; medians over {self.result.rounds} alternating rounds",
             f"{facts['device']}; {facts['software']}; commit {facts['commit']}",
         )
@@ -113,13 +113,13 @@ class RecipeBenchmark:
         """All numbers with the recipe, the sizes, and the environment, ready for JSON."""
         shape = {name: getattr(self.shape, name) for name in "BTHKV"}
         return {
-            "suite": _OWN,
+            "suite": _RECIPE,
             "title": self.title,
             "recipe": self.recipe.to_dict(),
             "shape": {**shape, "dtype": str(self.shape.dtype), "device": self.shape.device},
             **json.loads(self.result.to_json()),
             "ratios": {
-                f"{name}: {_OWN} / {peer}": self.ratio(name, peer)
+                f"{name}: {_RECIPE} / {peer}": self.ratio(name, peer)
                 for name in PASSES
                 for peer in PEERS
             },
@@ -179,15 +179,15 @@ def bench(
         >>> timed.columns()[:4]
         ['pass', 'recipe', 'gated_delta_net', 'SDPA']
     """
-    given = {"K": K, "V": V, "H": H, "T": T, "B": B, "rounds": rounds}
-    *sizes, rounds = (held(name, whole(1), size) for name, size in given.items())
+    numbers = {"K": K, "V": V, "H": H, "T": T, "B": B, "rounds": rounds}
+    *sizes, rounds = (held(name, whole(1), size) for name, size in numbers.items())
     K, V, H, T, B = sizes
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"device={device!r} is not available: use 'cpu', or 'cuda' with a GPU")
     timed = recipe_of(recipe, "bench")
     shape = Shape(B=B, T=T, H=H, K=K, V=V, device=device)
     cases: list[Case] = []
-    for of, one in ((_OWN, timed), (PEERS[0], get(PEERS[0]).recipe)):
+    for of, one in ((_RECIPE, timed), (PEERS[0], get(PEERS[0]).recipe)):
         forward, training, decode = (f"{of}, {name}" for name in PASSES)
         cases.append(recall_case(one, forward, shape))
         cases.append(recall_case(one, training, shape, backward=True))
@@ -213,14 +213,14 @@ def _decode_case(recipe: Recipe, label: str, shape: Shape) -> Case:
 
     @torch.no_grad()
     def make() -> Callable[[], object]:
-        longer = Shape(**{**shape.__dict__, "T": shape.T + 1})
+        longer = replace(shape, T=shape.T + 1)
         q, k, v = tensors(longer, grad=False, n=recipe.associations)
         gates, params = gates_of(recipe, longer, grad=False), params_of(recipe, shape)
         init = init_of(recipe, shape, grad=False)
 
         def part(at: slice, **options: Any) -> Any:
-            own = {name: x[:, at] for name, x in gates.items()}
-            return recall(recipe, q[:, at], k[:, at], v[:, at], own, params=params, **options)
+            taken = {name: x[:, at] for name, x in gates.items()}
+            return recall(recipe, q[:, at], k[:, at], v[:, at], taken, params=params, **options)
 
         _, state = part(slice(shape.T), init=init)
 
@@ -237,7 +237,7 @@ def _sdpa_decode_case(label: str, shape: Shape) -> Case:
     """One query over T + 1 keys and values that are stored already."""
 
     def make() -> Callable[[], object]:
-        longer = Shape(**{**shape.__dict__, "T": shape.T + 1})
+        longer = replace(shape, T=shape.T + 1)
         q, k, v = (x.transpose(1, 2).contiguous() for x in tensors(longer, grad=False))
         query = q[:, :, -1:].contiguous()
 
