@@ -36,7 +36,7 @@ def test_saved_and_loaded_is_the_same_bit_by_bit(
     net = RecollectForCausalLM(model(name).config).eval()
     net.load_state_dict(model(name).state_dict())
     net.to(dtype).save_pretrained(tmp_path)
-    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".safetensors"}  # no code
+    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".md", ".safetensors"}  # no code
     back = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=False)
     assert type(back) is RecollectForCausalLM
     assert back.dtype == dtype

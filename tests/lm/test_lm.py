@@ -111,7 +111,7 @@ def test_padded_rows_and_packed_documents_are_texts_alone(name: str) -> None:
 def test_saved_and_loaded_is_the_same_bit_by_bit(name: str, tmp_path: Path) -> None:
     net, ids = model(HYBRID if name == "hybrid" else name, tie_word_embeddings=True), text()
     net.save_pretrained(tmp_path)
-    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".safetensors"}
+    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".md", ".safetensors"}
     back = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(back) is RecollectForCausalLM
     assert torch.equal(back(ids).logits, net(ids).logits)

@@ -36,7 +36,7 @@ WRITER = "memory.written_by"
 # What says how a model runs or is saved, not what it computes.
 SILENT = (
     *("method", "use_cache", "loss_chunk_size", "dtype", "architectures", "transformers_version"),
-    "_name_or_path",
+    *("_name_or_path", "auto_map"),
 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import transformers
 from torch import nn
@@ -18,6 +18,8 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from recollect.lm.model.checkpoint import AGAIN, CheckpointError, check_attributes
+from recollect.lm.publishing.remote_code import RemoteConfig
+from recollect.recipe.recipe import Recipe
 from recollect.wording import shown
 
 __all__ = ["SWAPPED", "decoder_config", "record", "swapped_type"]
@@ -32,10 +34,10 @@ _INSTEAD = (
     "layers of this decoder were replaced by recollect's: import recollect.lm and load it with "
     "transformers.AutoModelForCausalLM"
 )
-_OUTSIDE = ("architectures", "dtype", "transformers_version")
+_OUTSIDE = ("architectures", "auto_map", "dtype", "transformers_version")
 
 
-class _Swapped:
+class _Swapped(RemoteConfig):
     """What a decoder's configuration has more when layers were replaced.
 
     Attributes:
@@ -43,6 +45,14 @@ class _Swapped:
     """
 
     swaps: list[dict[str, Any]]
+    remote_classes: ClassVar[dict[str, str]] = {"AutoConfig": "SwappedConfig"}
+
+    def all_recipes(self) -> dict[str, Recipe]:
+        """Return the recipes that replaced layers, by the layers' numbers."""
+        return {
+            f"layers {', '.join(map(str, swap['layers']))}": Recipe.from_dict(swap["recipe"])
+            for swap in self.swaps
+        }
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:

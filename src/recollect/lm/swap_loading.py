@@ -23,6 +23,7 @@ from transformers import (
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.checkpoint import CheckpointError
 from recollect.lm.model.pretrained import StrictLoading
+from recollect.lm.publishing.remote_code import RemoteConfig
 from recollect.lm.swap import SwappedAttention, place_layers
 from recollect.lm.swap_config import SWAPPED, decoder_config
 from recollect.recipe.recipe import Recipe
@@ -38,7 +39,7 @@ _HEADS: dict[Any, tuple[str, ...]] = {
 """What begins the names of a head's weights, by transformers' class that finds the model."""
 
 
-class SwappedConfig(PretrainedConfig):
+class SwappedConfig(RemoteConfig, PretrainedConfig):
     """What transformers finds under our model type; it reads as the decoder's own configuration."""
 
     model_type = SWAPPED
@@ -58,17 +59,19 @@ class SwappedConfig(PretrainedConfig):
 @functools.cache
 def _register_models(kind: type[PretrainedConfig]) -> None:
     """Have transformers' automatic classes build decoders of this configuration."""
-    base = kind.__mro__[2]  # after the class itself and what it has more
+    _, base = kind.__bases__
     every = {name for own in _HEADS.values() for name in own}
     for auto, own in _HEADS.items():
         if base in auto._model_mapping:
-            made = _swapped_model(auto._model_mapping[base], kind)
-            made._unread = tuple(sorted(every - {*own})) if "lm_head." not in own else ()
-            made._drawn = own if "lm_head." not in own else ()
-            auto.register(kind, made, exist_ok=True)
+            model_class = _swapped_model(auto, auto._model_mapping[base], kind)
+            model_class._unread = tuple(sorted(every - {*own})) if "lm_head." not in own else ()
+            model_class._drawn = own if "lm_head." not in own else ()
+            auto.register(kind, model_class, exist_ok=True)
 
 
-def _swapped_model(base: type[PreTrainedModel], kind: type[PretrainedConfig]) -> type[Any]:
+def _swapped_model(
+    auto: Any, base: type[PreTrainedModel], kind: type[PretrainedConfig]
+) -> type[Any]:
     """A decoder's class, whose instances have the layers that their configuration names."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -94,12 +97,17 @@ def _swapped_model(base: type[PreTrainedModel], kind: type[PretrainedConfig]) ->
             )
         return found
 
+    def _loads(cls: Any) -> tuple[str, str]:
+        load = f'model = transformers.{auto.__name__}.from_pretrained(".")'
+        return "import recollect.lm, transformers", load
+
     body = {
         "__init__": __init__,
         "__module__": __name__,
         "__doc__": f"{base.__name__} with replaced layers.",
         "config_class": kind,
         "_configured": staticmethod(_configured),
+        "_loads": classmethod(_loads),
     }
     return type(f"Swapped{base.__name__}", (StrictLoading, base), body)
 

@@ -20,6 +20,7 @@ from recollect.fields import as_whole
 from recollect.layer.blocks import mlp_width
 from recollect.layer.options import LayerOptions
 from recollect.lm.model.checkpoint import check_config
+from recollect.lm.publishing.remote_code import RemoteConfig
 from recollect.recipe.recipe import Recipe
 from recollect.wording import nearest, shown, word_for
 from recollect.zoo.preset import Hybrid, Preset, find
@@ -52,7 +53,7 @@ MLP = "mlp"
 """The word that stands for an MLP among the names of a pattern."""
 
 
-class RecollectConfig(PretrainedConfig):
+class RecollectConfig(RemoteConfig, PretrainedConfig):
     """Configuration of a language model whose sequence layers are recipes.
 
     Most easily made by `from_recipes`.
@@ -103,6 +104,12 @@ class RecollectConfig(PretrainedConfig):
     """
 
     model_type = "recollect"
+    remote_classes: ClassVar[dict[str, str]] = {
+        "AutoConfig": "RecollectConfig",
+        "AutoModel": "RecollectModel",
+        "AutoModelForCausalLM": "RecollectForCausalLM",
+        "AutoModelForSequenceClassification": "RecollectForSequenceClassification",
+    }
     # How transformers divides a model that `from_pretrained(distributed_config=...)` loads: FSDP2
     # block by block. Layers are divided by heads by `recollect.lm.sharding` alone.
     base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
@@ -284,6 +291,14 @@ class RecollectConfig(PretrainedConfig):
                 f"..., ...}}, not {shown(given):.200}"
             )
         return read_mixer(entry if composed else {"recipe": {}, **entry})
+
+    def all_recipes(self) -> dict[str, Recipe]:
+        """Return all recipes by name, those of a composition as ``name.part``."""
+        return {
+            f"{name}.{path}".removesuffix("."): leaf.recipe
+            for name in self.recipes
+            for path, leaf in self.mixer(name).leaves.items()
+        }
 
     @property
     def mixed(self) -> list[tuple[Mixer, bool]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recollect.lm.model.checkpoint import CheckpointError, check_json
+from recollect.lm.publishing.card import CARD
 from recollect.report.files import check_regular
 
 __all__ = ["MANIFEST", "check_manifest", "of_model", "write_manifest"]
@@ -41,7 +42,7 @@ def write_manifest(folder: Path, which: Callable[[str], bool] = lambda name: Tru
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
         for name in names
-        if name != MANIFEST and which(name)
+        if name not in (MANIFEST, CARD) and which(name)  # a card is for people, and edited
     }
     text = json.dumps({"schema": SCHEMA, "files": files}, indent=2)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")

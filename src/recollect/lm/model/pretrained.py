@@ -29,6 +29,8 @@ from recollect.lm.model.checkpoint import (
 )
 from recollect.lm.model.config import RecollectConfig
 from recollect.lm.model.manifest import MANIFEST, check_manifest, of_model, write_manifest
+from recollect.lm.publishing.card import write_card
+from recollect.lm.publishing.remote_code import registered_outside, set_remote_code
 
 _MEANT = f"{AGAIN}; if the change is meant, delete {MANIFEST}"
 
@@ -94,13 +96,30 @@ class StrictLoading:
             check_manifest(Path(where), of_model, advice=_MEANT)
         return (model, info) if report else model
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, with a manifest: the checksums of what was written.
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Register a class as transformers does, unless it is of recollect, which is installed."""
+        if registered_outside(cls):
+            super().register_for_auto_class(auto_class)  # type: ignore[misc]
+
+    def save_pretrained(
+        self, save_directory: Any, *args: Any, remote_code: bool | None = None, **kwargs: Any
+    ) -> None:
+        """Save as transformers does, with checksums of the files and a model card.
+
+        The card is ``README.md``, which shows how to load the model. One that you wrote or edited
+        stays.
 
         Args:
             save_directory: the folder.
+            remote_code: whether to add ``modeling_recollect.py``, which imports recollect, so that
+                transformers loads the folder by ``trust_remote_code=True`` without an import of
+                recollect. When omitted, it is added if the model was loaded with it.
             args, kwargs: as in transformers.
         """
+        model: Any = self
+        if remote_code is not None:
+            set_remote_code(model.config, remote_code)
         folder = Path(save_directory)
         single = folder / SINGLE
         before = single.stat().st_mtime_ns if single.exists() else None
@@ -110,6 +129,12 @@ class StrictLoading:
         if before is not None and (folder / INDEX).exists() and single.stat().st_mtime_ns == before:
             single.unlink()  # of an earlier save, and it would be read in place of the parts
         write_manifest(folder, of_model)
+        write_card(folder, model, loads=self._loads(), recipes=model.config.all_recipes())
+
+    @classmethod
+    @abstractmethod
+    def _loads(cls) -> tuple[str, str]:
+        """Two lines of Python that load a model from the folder they run in."""
 
     @staticmethod
     @abstractmethod
@@ -137,14 +162,14 @@ class StrictLoading:
                 f"{folder}: config.json asks for the impossible: {error}"
             ) from None
         partial = bool(kwargs.get("ignore_mismatched_sizes"))
-        saved, own = data.get("architectures") or [], {kind.__name__ for kind in cls.__mro__}
+        classes = {kind.__name__ for kind in cls.__mro__}
         check_folder(
             folder,
             model,
             head=f"{cls.base_model_prefix}.",
             partial=partial,
             unread=cls._unread,
-            drawn=() if own & {*map(str, saved)} else cls._drawn,
+            drawn=() if classes & {*map(str, data.get("architectures") or [])} else cls._drawn,
         )
 
 
@@ -161,6 +186,11 @@ class RecollectPreTrainedModel(StrictLoading, PreTrainedModel):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
+
+    @classmethod
+    def _loads(cls) -> tuple[str, str]:
+        base = next(kind for kind in cls.__mro__ if not registered_outside(kind))
+        return "import recollect as rc", f'model = rc.lm.{base.__name__}.from_pretrained(".")'
 
     @staticmethod
     def _configured(folder: Path, written: dict[str, Any]) -> RecollectConfig:

@@ -28,6 +28,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from recollect.lm.model.checkpoint import CheckpointError, check_json, check_regular_files
 from recollect.lm.model.manifest import MANIFEST, check_manifest, write_manifest
+from recollect.lm.publishing.card import carry_over
 from recollect.lm.sharding.background import Background
 from recollect.lm.sharding.checkpoints import SHARDS, unwrapped
 
@@ -156,6 +157,7 @@ class AtomicTrainer(Trainer):
             if self.args.should_save:
                 # A pickle, which nothing reads back: a saved model is JSON and safetensors.
                 (aside / "training_args.bin").unlink(missing_ok=True)
+                carry_over(folder, aside)
                 write_manifest(aside)
                 place_folder(aside, folder)
         if self.args.should_save:
