@@ -211,6 +211,8 @@ def test_a_checkpoint_of_several_processes_is_exported(tmp_path: Path) -> None:
     one, other = weights(tmp_path / "run/model"), weights(made)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+    cards = [(folder / "README.md").read_text() for folder in (tmp_path / "run/model", made)]
+    assert cards[0] == cards[1] and "| parameters |" in cards[0]
     assert rc.lm.RecollectForCausalLM.from_pretrained(made).config.num_attention_heads == 2
     again = CliRunner().invoke(build(), ["export", str(last), str(made)])
     assert again.exit_code == 2 and "is there already" in again.output
