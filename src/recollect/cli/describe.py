@@ -146,7 +146,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a recipe solves, how it moves, and which engine runs it."""
-    explained = rc.explain(named_or_loaded(name), method=method, precision=precision, full=full)
+    recipe = named_or_loaded(name)
+    explained = rc.explain(recipe, method=method, precision=precision, full=full)
     if as_json:
         print_json(explained.to_dict())
     else:
