@@ -139,6 +139,10 @@ def test_names_of_a_repository_are_dropped_from_remote_code(tmp_path: Path) -> N
     written = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert written["AutoConfig"] == "modeling_recollect.RecollectConfig"
     assert len(written) == 4 and (tmp_path / CODE).exists()
+    for other in ("modeling_recollect.RecollectConfig", {"AutoConfig": None}, {}, None):
+        net.config.auto_map = other
+        net.save_pretrained(tmp_path / "other")
+        assert not (tmp_path / "other" / CODE).exists()
 
 
 class Mine(RecollectForCausalLM):

@@ -129,7 +129,8 @@ class StrictLoading:
         if before is not None and (folder / INDEX).exists() and single.stat().st_mtime_ns == before:
             single.unlink()  # of an earlier save, and it would be read in place of the parts
         write_manifest(folder, of_model)
-        write_card(folder, model, loads=self._loads(), recipes=model.config.all_recipes())
+        if (folder / "config.json").exists():  # an adapter alone has none
+            write_card(folder, model, loads=self._loads(), recipes=model.config.all_recipes())
 
     @classmethod
     @abstractmethod

@@ -6,6 +6,7 @@ It imports recollect and defines nothing. ``auto_map`` in ``config.json`` names 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,9 +52,10 @@ class RemoteConfig:
             save_directory: the folder.
             args, kwargs: as in transformers.
         """
-        # Of a model from the hub, the names begin with that of its repository.
-        named = str((getattr(self, "auto_map", None) or {}).get("AutoConfig", ""))
-        if named.rpartition("--")[2].startswith(f"{_MODULE}."):
+        auto_map = getattr(self, "auto_map", None)
+        name = auto_map.get("AutoConfig") if isinstance(auto_map, Mapping) else None
+        # For a model from the hub, transformers puts the repository before the name.
+        if str(name).rpartition("--")[2].startswith(f"{_MODULE}."):
             set_remote_code(self, True)
             folder = Path(save_directory)
             folder.mkdir(parents=True, exist_ok=True)

@@ -283,10 +283,10 @@ def restoring(checkpoint: str | None) -> Iterator[None]:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise CheckpointError(
             f"{checkpoint} holds the optimizer, schedule or random numbers of another run "
-            f"({type(error).__name__}: {error}): delete the folder to go on from the checkpoint "
-            "before it"
+            f"({reason}): delete the folder to go on from the checkpoint before it"
         ) from error
 
 
