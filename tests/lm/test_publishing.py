@@ -92,7 +92,7 @@ def test_transformers_loads_the_folder_by_its_remote_code(kind: str, tmp_path: P
     net = model() if kind == "ours" else swapped(tmp_path / "llama")
     net.save_pretrained(folder, remote_code=True)
     byte_tokenizer().save_pretrained(folder)
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", LOADS, load_lines(folder)],
         cwd=folder,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(modules)},
@@ -100,13 +100,13 @@ def test_transformers_loads_the_folder_by_its_remote_code(kind: str, tmp_path: P
         text=True,
         check=False,
     )
-    assert found.returncode == 0, found.stderr
-    result = json.loads(found.stdout)
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout)
     assert result["missing"].endswith('not installed: pip install "recollect-layers[lm]"')
     assert result["classes"][1:] == [type(net.config).__name__, type(net).__name__]
     assert result["registered"] and result["ours"] == (kind == "ours")
-    wanted = net.generate(IDS, max_new_tokens=6, do_sample=False).tolist()
-    assert result["generated"] == [wanted, wanted]
+    expected = net.generate(IDS, max_new_tokens=6, do_sample=False).tolist()
+    assert result["generated"] == [expected, expected]
     # Saved again it is the same folder, and no code of the package was copied to it.
     assert {p.name for p in folder.glob("*.py")} == {p.name for p in folder.glob("again/*.py")}
     for name in (CODE, "config.json", "README.md"):
@@ -119,10 +119,10 @@ def test_remote_code_is_opt_in_and_stays_until_it_is_removed(tmp_path: Path) -> 
     assert not list(tmp_path.glob("plain/*.py"))
     assert "auto_map" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     net.save_pretrained(tmp_path / "code", remote_code=True)
-    again = RecollectForCausalLM.from_pretrained(tmp_path / "code")
-    again.config.save_pretrained(tmp_path / "config")
+    loaded = RecollectForCausalLM.from_pretrained(tmp_path / "code")
+    loaded.config.save_pretrained(tmp_path / "config")
     assert (tmp_path / "config" / CODE).exists()
-    again.save_pretrained(tmp_path / "without", remote_code=False)
+    loaded.save_pretrained(tmp_path / "without", remote_code=False)
     assert not list(tmp_path.glob("without/*.py"))
     assert "trust_remote_code" not in (tmp_path / "without" / "README.md").read_text()
     for name in ("config.json", "README.md"):
@@ -136,9 +136,9 @@ def test_names_of_a_repository_are_dropped_from_remote_code(tmp_path: Path) -> N
     net = model()
     net.config.auto_map = {"AutoConfig": "some-org/some--modeling_recollect.RecollectConfig"}
     net.save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())["auto_map"]
-    assert written["AutoConfig"] == "modeling_recollect.RecollectConfig"
-    assert len(written) == 4 and (tmp_path / CODE).exists()
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoConfig"] == "modeling_recollect.RecollectConfig"
+    assert len(auto_map) == 4 and (tmp_path / CODE).exists()
     for other in ("modeling_recollect.RecollectConfig", {"AutoConfig": None}, {}, None):
         net.config.auto_map = other
         net.save_pretrained(tmp_path / "other")
@@ -158,8 +158,8 @@ def test_transformers_copies_the_code_of_others_alone(
     monkeypatch.setattr(Mine, "_auto_class", None, raising=False)
     Mine.register_for_auto_class("AutoModelForCausalLM")
     Mine(model().config).save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())["auto_map"]
-    assert written == {"AutoModelForCausalLM": f"{Mine.__module__.rpartition('.')[2]}.Mine"}
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert auto_map == {"AutoModelForCausalLM": f"{Mine.__module__.rpartition('.')[2]}.Mine"}
     assert {p.name for p in tmp_path.glob("*.py")} == {Path(__file__).name}
     assert load_lines(tmp_path).endswith('rc.lm.RecollectForCausalLM.from_pretrained(".")\n')
 
@@ -190,8 +190,8 @@ def test_a_card_is_written_again_until_it_is_edited(tmp_path: Path) -> None:
     assert "README.md" not in json.loads((tmp_path / MANIFEST).read_text())["files"]
     model().save_pretrained(tmp_path)
     assert "`gated_delta_net`" in card.read_text() and "`gla`" not in card.read_text()
-    for own in (card.read_text().replace("# Recollect", "# My"), "mine", "", b"\xff"):
-        data = own if isinstance(own, bytes) else own.encode()
+    for text in (card.read_text().replace("# Recollect", "# My"), "mine", "", b"\xff"):
+        data = text if isinstance(text, bytes) else text.encode()
         card.write_bytes(data)
         model("gla").save_pretrained(tmp_path)
         assert card.read_bytes() == data

@@ -37,15 +37,15 @@ def write_card(
         write_atomic(folder / CARD, _signed(_text(model, loads, recipes)))
 
 
-def carry_over(before: Path, after: Path) -> None:
+def carry_over(replaced: Path, folder: Path) -> None:
     """Keep the ``README.md`` of a user when one folder of a model replaces another.
 
     Args:
-        before: the folder that is replaced, which may be absent.
-        after: the folder that takes its place.
+        replaced: the old folder, which may be absent.
+        folder: the folder that takes its place.
     """
-    if (before / CARD).is_file() and not _generated(before / CARD):
-        shutil.copy2(before / CARD, after / CARD)
+    if (replaced / CARD).is_file() and not _generated(replaced / CARD):
+        shutil.copy2(replaced / CARD, folder / CARD)
 
 
 def _text(model: Any, loads: Sequence[str], recipes: Mapping[str, Recipe]) -> str:
