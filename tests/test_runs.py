@@ -91,7 +91,7 @@ def test_compare_streams_a_dataset(text: Path, tmp_path: Path) -> None:
         (("--models", "gated_deltanet"), "gated_delta_net"),
         (("--models", ""), "at least one model"),
         (("--models", "gla", "--task", "poetry"), "unknown task 'poetry'"),
-        (("--models", "gla", "--text", "/nowhere.txt"), "no file /nowhere.txt"),
+        (("--models", "gla", "--text", "/nowhere.txt"), "--text: no file matches '/nowhere.txt'"),
         (("--models", "gla", "--text", "a", "--dataset", "b"), "exclude each other"),
         (("--models", "gla", "--steps", "0"), "steps must be a whole number >= 1, not 0"),
         (("--models", "mine.toml"), "no file mine.toml"),

@@ -57,7 +57,7 @@ def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
     """Every engine and the reference: finite, and equal as far as rounding lets the reference be.
 
     MEMORA's W is uniform where A is 0, so that its layer norm divides rounding by its own size:
-    what a change of values and memory by 1e-15 does to the reference is no error.
+    a deviation is an error only above ten times that of the reference under changes of 1e-15.
     """
     expected = all_of(recipe, x, method="reference")
     assert not [name for name, a in expected.items() if not a.isfinite().all()]
@@ -66,10 +66,14 @@ def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
         wrong = {name: generate.error(found[name], a) for name, a in expected.items()}
         if max(wrong.values()) < EXACT:
             continue
-        moved = {n: a + 1e-15 * torch.randn_like(a) for n, a in x.tensors().items() if n[0] in "vi"}
-        near = all_of(recipe, x.put(moved), method="reference")
-        for name, a in expected.items():
-            assert wrong[name] < max(EXACT, 10 * generate.error(near[name], a)), name
+        rounded = {name: EXACT / 10 for name in expected}
+        for _ in range(4):
+            noise = {n: 1e-15 * torch.randn_like(a) for n, a in x.tensors().items() if n[0] in "vi"}
+            moved = x.put({n: x.tensors()[n] + a for n, a in noise.items()})
+            near = all_of(recipe, moved, method="reference")
+            rounded = {n: max(e, generate.error(near[n], expected[n])) for n, e in rounded.items()}
+        for name in expected:
+            assert wrong[name] < 10 * rounded[name], name
     return {n.removeprefix("gradient of "): a for n, a in expected.items() if "gradient" in n}
 
 

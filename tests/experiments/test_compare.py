@@ -209,7 +209,7 @@ def test_a_text_is_read_as_train_reads_it(text: str, tmp_path: Path) -> None:
     by_path, by_folder = (run(["gla"], ["text"], x) for x in (text, two))
     assert by_folder.text["source"] == ", ".join(two)
     assert by_path.runs[0].value == by_folder.runs[0].value
-    with pytest.raises(ValueError, match=r"text: '.*/none' finds no file \(in a folder: \.txt"):
+    with pytest.raises(ValueError, match=r"text: no file matches '.*/none' \(in a folder: \.txt"):
         read_corpus(str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"all.jsonl:1: no field 'text'; its fields are: id, body"):
         read_corpus(lines)
@@ -236,7 +236,7 @@ def test_the_command_takes_several_texts_and_a_column(text: str, tmp_path: Path)
     assert refused.exit_code == 2
     assert "its fields are: body (name one as --column); repair it\n" in refused.stderr
     none = CliRunner().invoke(build(), [*arguments, "--text", "nowhere"])
-    assert "--text: 'nowhere' finds no file" in none.stderr
+    assert "--text: no file matches 'nowhere'" in none.stderr
     column_only = CliRunner().invoke(build(), ["compare", "--models", "gla", "--column", "body"])
     assert "--column names a field of --text or --dataset" in column_only.stderr
 

@@ -194,7 +194,7 @@ def test_every_kind_of_file_gives_its_documents(tmp_path: Path) -> None:
     assert list(source) == wanted
     assert list(source) == wanted  # again, from the beginning
     assert find_files([str(tmp_path / "*.parquet")], key="train") == (shard,)
-    with pytest.raises(ValueError, match=r"\[data\] heldout: .*x\*.txt' finds no file"):
+    with pytest.raises(ValueError, match=r"\[data\] heldout: no file matches .*x\*.txt'"):
         find_files([str(tmp_path / "x*.txt")], key="heldout")
 
 

@@ -75,7 +75,7 @@ PRINTED = {
 def test_the_equation_of_the_source_is_the_printed_one(name: str, pages: dict[str, str]) -> None:
     """The scale ρ of normalised steps and the overlap r are in the computed rule only."""
     section = pages[f"zoo/{name}.md"].partition("## Equation\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"^```text\n(.*?)\n```$", section, re.S | re.M)
+    blocks = re.findall(r"^```{ \.text \.equations }\n(.*?)\n```$", section, re.S | re.M)
     assert blocks[0].splitlines() == list(PRINTED[name])
     assert blocks[1] == rc.zoo.get(name).rule
     assert all("ρ" in block for block in blocks[1:])

@@ -257,8 +257,7 @@ class ValueRobust(Bias):
         e = prediction - value
         size = _norm(e)
         # At e = 0 the gradient of the norm is 0, and so is its derivative.
-        inverse = torch.where(size == 0, 0.0, 1 / torch.where(size == 0, 1.0, size))
-        return e + gates["value_radius"] * inverse * e
+        return e + gates["value_radius"] * e / size.masked_fill(size == 0, torch.inf)
 
     def term(self, prediction: str, value: str) -> Terms:
         e = f"‖{prediction} − {value}‖"

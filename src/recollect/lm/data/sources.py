@@ -179,7 +179,7 @@ def find_files(patterns: Sequence[str], *, key: str) -> tuple[Path, ...]:
             here = sorted(Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
         if not here:
             raise ValueError(
-                f"{word_for(key, f'[data] {key}')}: {pattern!r} finds no file (in a folder: "
+                f"{word_for(key, f'[data] {key}')}: no file matches {pattern!r} (in a folder: "
                 f"{', '.join(_KINDS)})"
             )
         files += here
