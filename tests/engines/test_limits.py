@@ -66,7 +66,7 @@ def agree(recipe: rc.Recipe, x: generate.Inputs) -> dict[str, Tensor]:
         wrong = {name: generate.error(found[name], a) for name, a in expected.items()}
         if max(wrong.values()) < EXACT:
             continue
-        rounded = {name: EXACT / 10 for name in expected}
+        rounded = dict.fromkeys(expected, EXACT / 10)
         for _ in range(4):
             noise = {n: 1e-15 * torch.randn_like(a) for n, a in x.tensors().items() if n[0] in "vi"}
             moved = x.put({n: x.tensors()[n] + a for n, a in noise.items()})
