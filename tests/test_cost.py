@@ -331,7 +331,7 @@ def test_the_pace_in_words() -> None:
     )
     assert all(line in str(rc.explain(WINDOWED)) for line in lines)
     assert cost(PRESETS["softmax_attention"]).pace[0] == "1 sequential step: all tokens at once"
-    assert cost(PRESETS["titans"]).pace[0] == "256 sequential steps: for 4096 tokens"
+    assert cost(PRESETS["titans"]).pace[0] == "256 sequential steps for 4096 tokens"
     assert "sequential steps" in str(rc.explain("titans_mac"))
     parts = [cost(PRESETS["titans"]), rc.cost("titans_mac")]
     assert parts[0].sequential_steps < parts[1].sequential_steps

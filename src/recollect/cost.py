@@ -149,10 +149,10 @@ class Cost:
     def pace(self) -> tuple[str, ...]:
         """Sentences on the sequential steps, the estimated time, and the parallel form."""
         T, steps = self.sizes["T"], self.sequential_steps
-        order = "one token after another" if steps >= T else f"for {T} tokens"
-        order = "all tokens at once" if steps <= 1 else order
+        order = ": one token after another" if steps >= T else f" for {T} tokens"
+        order = ": all tokens at once" if steps <= 1 else order
         lines = [
-            f"{steps} sequential step{'s' * (steps != 1)}: {order}",
+            f"{steps} sequential step{'s' * (steps != 1)}{order}",
             f"{_multiple(self.relative_time)} the time of Gated DeltaNet on a CPU (an estimate)",
         ]
         if self.parallel_form is not None:
