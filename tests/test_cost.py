@@ -316,6 +316,9 @@ def test_parallel_recipes_have_no_change_to_make() -> None:
     for name in ("gated_delta_net", "softmax_attention", "titans", "rls"):
         assert cost(PRESETS[name]).parallel_form is None
     assert cost(HUBER, T=1).parallel_form is None
+    # Its tokens run one after another because of the engine, not because of the recipe.
+    assert cost(R(), method="reference").parallel_form is None
+    assert cost(HUBER, method=cost(HUBER).engine).parallel_form is not None
     assert cost(HUBER, T=0).sequential_steps == 0
 
 

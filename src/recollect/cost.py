@@ -100,7 +100,8 @@ class Cost:
             times are meaningful on another machine.
         relative_time: ``cpu_seconds`` over those of Gated DeltaNet at equal sizes.
         parallel_form: the change that makes a recipe parallel whose tokens run one after another;
-            ``None`` for other recipes, and where no change that is tried does.
+            ``None`` for other recipes, if no change in a short list does, and if ``method`` names
+            another engine than the recipe's own.
         notes: what is dear about this recipe, and what these numbers rest on.
 
     Examples:
@@ -262,7 +263,10 @@ def cost(
     counted = selection.engine.cost(recipe, s)
     baseline = _baseline_seconds(s, dtype_bytes)
     price = _priced(recipe, selection, counted, s, dtype_bytes, baseline)
-    change = fewer_steps(recipe, s) if 1 < T <= counted.steps else None
+    # An engine that the caller named may be slower than the one that the recipe needs.
+    if not 1 < T <= counted.steps or selection.engine is not select(recipe).engine:
+        return price
+    change = fewer_steps(recipe, s)
     if change is None:
         return price
     changed, changes, fewer = change
