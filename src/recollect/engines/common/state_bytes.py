@@ -52,9 +52,9 @@ def _slot(recipe: Recipe, s: Sizes, dtype_bytes: int, state_size: int, normalize
     """Bytes of one association with its numbers, of one row: k, v, every rate, and a mask."""
     numbers = dict.fromkeys(recipe.constants(), 1)
     named = recipe.statics()
-    for asked in (*recipe.params(), *recipe.gates()):
-        if asked.name in named or asked in recipe.gates():
-            numbers[asked.name] = s.numel(asked.axes)
+    for declared in (*recipe.params(), *recipe.gates()):
+        if declared.name in named or declared in recipe.gates():
+            numbers[declared.name] = s.numel(declared.axes)
     if "log_lr" in numbers:
         numbers["lr"] = numbers["log_lr"]
     rates = sum(numbers.values())
