@@ -134,6 +134,8 @@ def test_a_trace_is_a_table_data_and_a_picture() -> None:
     assert data["relative_error"][2][5][1] == pytest.approx(result.relative_error[2, 5, 1].item())
     assert rc.Recipe.from_dict(data["recipe"]) == layer.recipe
     assert "old 2" in result._repr_html_()
+    single = rc.zoo.get("gla").build(d_model=8, heads=1)
+    assert str(rc.trace(single, torch.randn(1, 1, 8))).startswith("1 head, 1 token\n")
 
     pytest.importorskip("matplotlib")
     mean, first = result.figure("words"), result.figure("words", head=0)

@@ -46,8 +46,8 @@ from typing import Any
 
 from recollect.choices.member import RecipeError
 from recollect.choices.retention import Decay
-from recollect.engines.common.kernel_rows_cost import row_bytes
-from recollect.engines.common.sizes import Counted, Sizes, numel_of
+from recollect.engines.common.sizes import Counted, Sizes
+from recollect.engines.common.state_bytes import state_bytes
 from recollect.engines.fewer_steps import fewer_steps
 from recollect.engines.select import ENGINES, Selection, select
 from recollect.fields import held, whole
@@ -102,7 +102,8 @@ class Cost:
             times are meaningful on another machine.
         relative_time: ``cpu_seconds`` over those of Gated DeltaNet at equal sizes.
         parallel_form: the change that makes a recipe parallel whose tokens run one after another;
-            ``None`` for other recipes, and where no change that is tried does.
+            ``None`` for other recipes, if no change in a short list does, and if ``method`` names
+            another engine than the recipe's own.
         notes: what is dear about this recipe, and what these numbers rest on.
 
     Examples:
@@ -151,10 +152,10 @@ class Cost:
     def pace(self) -> tuple[str, ...]:
         """Sentences on the sequential steps, the estimated time, and the parallel form."""
         T, steps = self.sizes["T"], self.sequential_steps
-        order = "one token after another" if steps >= T else f"for {T} tokens"
-        order = "all tokens at once" if steps <= 1 else order
+        order = ": one token after another" if steps >= T else f" for {T} tokens"
+        order = ": all tokens at once" if steps <= 1 else order
         lines = [
-            f"{steps} sequential step{'s' * (steps != 1)}: {order}",
+            f"{steps} sequential step{'s' * (steps != 1)}{order}",
             f"{_multiple(self.relative_time)} the time of Gated DeltaNet on a CPU (an estimate)",
         ]
         if self.parallel_form is not None:
@@ -264,7 +265,10 @@ def cost(
     counted = selection.engine.cost(recipe, s)
     baseline = _baseline_seconds(s, dtype_bytes)
     price = _priced(recipe, selection, counted, s, dtype_bytes, baseline)
-    change = fewer_steps(recipe, s) if 1 < T <= counted.steps else None
+    # An engine that the caller named may be slower than the one that the recipe needs.
+    if not 1 < T <= counted.steps or selection.engine is not select(recipe).engine:
+        return price
+    change = fewer_steps(recipe, s)
     if change is None:
         return price
     changed, changes, fewer = change
@@ -301,7 +305,7 @@ def _priced(
     forward = {"features": lifts * s.T, **counted.forward}
     forward = {name: flops * s.B for name, flops in forward.items() if flops}
     factored = recipe.solves_from_gram and selection.engine.name == "kernel"
-    state, grows = _state(recipe, s, dtype_bytes, state_size, factored=factored)
+    state, grows = state_bytes(recipe, s, dtype_bytes, state_size, factored=factored)
     weights = state.get("memory", 0) + state.get("algorithm", 0)
     gates = sum(s.numel(gate.axes) for gate in recipe.gates())
     inputs = s.B * s.T * s.H * ((s.n + s.G) * (s.K + s.V) + gates)
@@ -377,54 +381,3 @@ def reading(
     s = Sizes.of(recipe, K=K, V=V, H=H, T=T, B=B, G=G)
     lifts = recipe.features.flops(K) * G * H if recipe.features.finite else 0
     return (engine.reading(recipe, s, queries) + lifts * queries) * B
-
-
-# -- state ---------------------------------------------------------------------------------------
-
-
-def _state(
-    recipe: Recipe, s: Sizes, dtype_bytes: int, state_size: int, *, factored: bool
-) -> tuple[dict[str, int], int]:
-    """Bytes by part, and bytes that each further token adds."""
-    rows, heads = s.B, s.B * s.H
-    normalized = recipe.memory.read.normalize != "none" and not recipe.dual
-    ones = s.F if normalized else 0
-    parts = {"memory": heads * s.weights * state_size}
-    # A normalised memory moves together with its memory of ones, one more row.
-    wide = recipe.algorithm.wide(recipe)
-    slots = sum(
-        (numel_of(recipe.algorithm.slot_shape(name, shape)) + ones)
-        * (8 if name in wide else state_size)
-        for name in recipe.algorithm.slots
-        for shape in s.shapes
-    )
-    parts["algorithm"] = heads * slots
-    scale = 1 if recipe.memory.read.normalize == "floor" else 0
-    parts["normaliser"] = heads * (ones + scale) * state_size
-    each = _slot(recipe, s, dtype_bytes, state_size, normalized) * rows
-    span = recipe.span
-    name = "associations" if recipe.nonparametric or span is None else "open tokens"
-    parts[name] = each * (s.T if span is None else span)
-    parts["position"] = 8 * rows
-    if recipe.dual:
-        row, closed = row_bytes(recipe, s, state_size) * rows, s.T - s.T % recipe.algorithm.batch
-        parts["rows"] = row * closed * s.n  # those of the open inner batch are not written yet
-        return {name: size for name, size in parts.items() if size}, row * s.n
-    if factored:
-        # And which recipe's it is.
-        parts["factor"] = heads * (s.T * (s.T + s.V) + 1) * state_size
-        each += heads * (2 * s.T + 1 + s.V) * state_size
-    return {name: size for name, size in parts.items() if size}, each if span is None else 0
-
-
-def _slot(recipe: Recipe, s: Sizes, dtype_bytes: int, state_size: int, normalized: bool) -> int:
-    """Bytes of one association with its numbers, of one row: k, v, every rate, and a mask."""
-    numbers = dict.fromkeys(recipe.constants(), 1)
-    named = recipe.statics()
-    for asked in (*recipe.params(), *recipe.gates()):
-        if asked.name in named or asked in recipe.gates():
-            numbers[asked.name] = s.numel(asked.axes)
-    if "log_lr" in numbers:
-        numbers["lr"] = numbers["log_lr"]
-    rates = sum(numbers.values())
-    return s.H * ((s.K + s.V + normalized) * dtype_bytes + rates * state_size) + 1

@@ -111,7 +111,8 @@ class Trace:
 
     def _title(self) -> str:
         name = f"layer {self.layer}, " if self.layer else ""
-        return f"{name}{self.num_heads} heads, {len(self.tokens)} tokens"
+        heads, tokens = self.num_heads, len(self.tokens)
+        return f"{name}{heads} head{'s' * (heads != 1)}, {tokens} token{'s' * (tokens != 1)}"
 
     def _columns(self) -> dict[str, list[str]]:
         """Each association after its own token and after the last one: means over the heads."""

@@ -1,0 +1,61 @@
+"""Bytes of the state after T tokens, by part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recollect.engines.common.kernel_rows_cost import row_bytes
+from recollect.engines.common.sizes import Sizes, numel_of
+
+if TYPE_CHECKING:
+    from recollect.recipe.recipe import Recipe
+
+__all__ = ["state_bytes"]
+
+
+def state_bytes(
+    recipe: Recipe, s: Sizes, dtype_bytes: int, state_size: int, *, factored: bool
+) -> tuple[dict[str, int], int]:
+    """Bytes by part, and bytes that each further token adds."""
+    rows, heads = s.B, s.B * s.H
+    normalized = recipe.memory.read.normalize != "none" and not recipe.dual
+    ones = s.F if normalized else 0
+    parts = {"memory": heads * s.weights * state_size}
+    # A normalised memory moves together with its memory of ones, one more row.
+    wide = recipe.algorithm.wide(recipe)
+    slots = sum(
+        (numel_of(recipe.algorithm.slot_shape(name, shape)) + ones)
+        * (8 if name in wide else state_size)
+        for name in recipe.algorithm.slots
+        for shape in s.shapes
+    )
+    parts["algorithm"] = heads * slots
+    scale = 1 if recipe.memory.read.normalize == "floor" else 0
+    parts["normaliser"] = heads * (ones + scale) * state_size
+    each = _slot(recipe, s, dtype_bytes, state_size, normalized) * rows
+    span = recipe.span
+    name = "associations" if recipe.nonparametric or span is None else "open tokens"
+    parts[name] = each * (s.T if span is None else span)
+    parts["position"] = 8 * rows
+    if recipe.dual:
+        row, closed = row_bytes(recipe, s, state_size) * rows, s.T - s.T % recipe.algorithm.batch
+        parts["rows"] = row * closed * s.n  # those of the open inner batch are not written yet
+        return {name: size for name, size in parts.items() if size}, row * s.n
+    if factored:
+        # And which recipe's it is.
+        parts["factor"] = heads * (s.T * (s.T + s.V) + 1) * state_size
+        each += heads * (2 * s.T + 1 + s.V) * state_size
+    return {name: size for name, size in parts.items() if size}, each if span is None else 0
+
+
+def _slot(recipe: Recipe, s: Sizes, dtype_bytes: int, state_size: int, normalized: bool) -> int:
+    """Bytes of one association with its numbers, of one row: k, v, every rate, and a mask."""
+    numbers = dict.fromkeys(recipe.constants(), 1)
+    named = recipe.statics()
+    for declared in (*recipe.params(), *recipe.gates()):
+        if declared.name in named or declared in recipe.gates():
+            numbers[declared.name] = s.numel(declared.axes)
+    if "log_lr" in numbers:
+        numbers["lr"] = numbers["log_lr"]
+    rates = sum(numbers.values())
+    return s.H * ((s.K + s.V + normalized) * dtype_bytes + rates * state_size) + 1
