@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -105,8 +105,8 @@ class AtomicTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with restoring(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
-            if self.optimizer is not None:
-                check_moments(self.optimizer)
+            if checkpoint is not None:
+                check_moments(cast(torch.optim.Optimizer, self.optimizer))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with restoring(checkpoint):
