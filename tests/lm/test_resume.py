@@ -21,6 +21,7 @@ pytest.importorskip("datasets")
 
 from tests.lm.runs import assert_same, plan, write_text
 from tests.misuse.sentences import digests, refuses
+from transformers.trainer_pt_utils import safe_globals
 
 from recollect.lm import CheckpointError
 from recollect.lm.data.tokenizers import byte_tokenizer
@@ -135,6 +136,30 @@ def test_a_state_of_others_with_its_checksum_is_refused(
         error=CheckpointError,
     )
     assert not trace.exists() and digests(path.parent) == stored
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
+def test_a_state_of_another_shape_is_refused(
+    name: str, text: Path, tmp_path: Path, two_steps: Path
+) -> None:
+    """A fused step of moments that are too small wrote past their end."""
+    run = tmp_path / "run"
+    shutil.copytree(two_steps, run)
+    path = run / "checkpoint-2" / name
+    with safe_globals():
+        state = torch.load(path, weights_only=True)
+    if name == "optimizer.pt":
+        state["state"][0]["exp_avg"] = torch.zeros(3)
+    else:
+        state["cpu"] = state["cpu"][:3]
+    torch.save(state, path)
+    write_manifest(path.parent)
+    refuses(
+        lambda: train(plan(text, run, optimizer={"steps": 4}), resume=True),
+        "checkpoint-2 holds the optimizer",
+        "exp_avg of a weight of shape" if name == "optimizer.pt" else "RNG state",
+        error=CheckpointError,
+    )
 
 
 def test_a_pipe_in_a_checkpoint_is_refused(text: Path, tmp_path: Path, two_steps: Path) -> None:

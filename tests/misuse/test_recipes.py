@@ -166,6 +166,7 @@ TOML: dict[str, tuple[str, tuple[str, ...]]] = {
     "a key of 50,000 parts": (".".join("a" * 50_000) + " = 1", ("more than 32 dotted parts",)),
     "a table of 50,000 parts": (f"[{'.'.join('a' * 50_000)}]", ("more than 32 dotted parts",)),
     "parts in quotes": ('"a" . ' * 40 + "'a' = 1", ("more than 32 dotted parts",)),
+    "parts behind four quotes": (f'bias = {{b = """x"""", {"a." * 40}a = 1}}', ("more than 32",)),
     "parts in a table in a line": (f"bias = {{{'a.' * 40}a = 1}}", ("more than 32 dotted parts",)),
 }
 
@@ -182,8 +183,10 @@ DOTS = ".".join("a" * 40)
 
 
 @pytest.mark.parametrize("quote", ['"', "'", '"""', "'''"])
-def test_dots_in_toml_strings_and_comments_are_no_keys(quote: str) -> None:
-    text = f"x = {quote}{DOTS}{quote} # {DOTS}\ny.z = [1.5, {', '.join(['0.5'] * 99)}]"
+@pytest.mark.parametrize("quotes", [0, 2])
+def test_dots_in_toml_strings_and_comments_are_no_keys(quote: str, quotes: int) -> None:
+    inside = DOTS + (quote[0] * quotes if len(quote) == 3 else "")
+    text = f"x = {quote}{inside}{quote} # {DOTS}\ny.z = [1.5, {', '.join(['0.5'] * 99)}]"
     assert read_toml(text) == tomllib.loads(text)
 
 

@@ -15,9 +15,10 @@ _MOST_PARTS = 32
 """Parts of a dotted key. `tomllib` takes time quadratic in their number: 13 s for 20,000."""
 
 # Possessive, and up to the end where a string is not closed, so that no text is read twice.
+# A string of several lines may have two quotes before the three that close it.
 _STRING_OR_COMMENT = re.compile(
-    r'"""(?:\\.|[^\\])*?(?:"""|\\?\Z)'
-    r"|'''.*?(?:'''|\Z)"
+    r'"""(?:\\.|[^\\])*?(?:"{3,5}|\\?\Z)'
+    r"|'''.*?(?:'{3,5}|\Z)"
     r'|"(?:\\.|[^"\\\n])*+"?'
     r"|'[^'\n]*+'?"
     r"|#[^\n]*+",

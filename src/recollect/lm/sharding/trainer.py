@@ -35,7 +35,7 @@ from recollect.lm.sharding.heads import Cut, model_cuts
 from recollect.lm.sharding.layout import Layout
 from recollect.lm.sharding.processes import patience
 from recollect.lm.sharding.tensor import check_heads, divide_by_heads
-from recollect.lm.training.atomic_checkpoints import AtomicTrainer, restoring
+from recollect.lm.training.atomic_checkpoints import AtomicTrainer, check_moments, restoring
 from recollect.parallel.context import ContextParallel, context
 from recollect.parallel.models import check_model
 
@@ -210,6 +210,7 @@ class ShardedTrainer(AtomicTrainer):
         scheduler = cast(Any, self.lr_scheduler)
         with restoring(checkpoint):
             load_optimizer(folder, model, optimizer, self.spread.cuts, tensor=tensor)
+            check_moments(optimizer)
             scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
         for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate  # of the next step, as an optimizer's own state has it

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from recollect.lm.sharding.checkpoints import SHARDS, unwrapped
 __all__ = [
     "RECORD",
     "AtomicTrainer",
+    "check_moments",
     "check_resumable",
     "clear_aside",
     "last_checkpoint",
@@ -104,6 +105,8 @@ class AtomicTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with restoring(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None:
+                check_moments(cast(torch.optim.Optimizer, self.optimizer))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with restoring(checkpoint):
@@ -271,6 +274,21 @@ def _check_pickle(path: Path, advice: str) -> None:
         raise CheckpointError(f"{path} holds no state of a run: {advice}")
 
 
+def check_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Check that the moments of an optimizer have the shapes of its weights.
+
+    Neither `load_state_dict` nor a fused step checks them, and a step writes past their end.
+
+    Raises:
+        ValueError: a moment of another shape.
+    """
+    for weight, state in optimizer.state.items():
+        for name, value in state.items():
+            expected = torch.Size() if name == "step" else weight.shape
+            if torch.as_tensor(value).shape != expected:
+                raise ValueError(f"{name} of a weight of shape {tuple(weight.shape)} has another")
+
+
 @contextlib.contextmanager
 def restoring(checkpoint: str | None) -> Iterator[None]:
     """Explain a state that a run cannot continue from.
@@ -280,8 +298,8 @@ def restoring(checkpoint: str | None) -> Iterator[None]:
     """
     try:
         yield
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError | torch.OutOfMemoryError):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise CheckpointError(
