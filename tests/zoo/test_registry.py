@@ -105,8 +105,9 @@ def test_deviations_state_the_rate_that_a_layer_starts_with(name: str) -> None:
     assert torch.allclose(share, torch.tensor(float(start)), atol=1e-4)
 
 
-def test_the_readme_counts_kinds_of_fidelity() -> None:
-    text = " ".join((Path(__file__).parents[2] / "README.md").read_text("utf-8").split())
+@pytest.mark.parametrize("page", ["README.md", "docs/zoo.md"])
+def test_a_page_counts_kinds_of_fidelity(page: str) -> None:
+    text = " ".join((Path(__file__).parents[2] / page).read_text("utf-8").split())
     counts = Counter(rc.zoo.get(name).fidelity.kind for name in rc.zoo.names())
     assert f"{counts['exact']} are exact" in text
     assert f"{counts['reconstruction']} are reconstructions" in text
@@ -286,6 +287,7 @@ def test_a_system_changed_by_one_choice_keeps_the_options_of_its_layer() -> None
         warnings.simplefilter("error")
         mine = titans.but(bias=rc.bias.Huber())
     assert mine.recipe == titans.recipe.but(bias=rc.bias.Huber())
+    assert titans.but() is titans
     layer = mine.build(d_model=16, heads=2)
     assert layer.options == titans.options != rc.MemoryLayer(16, 2, mine.recipe).options
     assert mine.name not in rc.zoo.names() and mine.fidelity.source == "titans"

@@ -60,10 +60,7 @@ def _local(context: Similar) -> Recipe:
     row=1,
     rule="y_t = Σ_(i≤t) softmax_i(q_t·k_i/√K) v_i",
     references=(TTR("eq. 50"), _VASWANI),
-    fidelity=Fidelity(
-        kind="exact",
-        source="TTR eq. 50",
-    ),
+    fidelity=Fidelity(kind="exact", source="TTR eq. 50"),
 )
 def softmax_attention() -> tuple[Recipe, LayerOptions]:
     """The mean of the values, weighed by exp(q·k/√K)."""

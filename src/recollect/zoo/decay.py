@@ -20,7 +20,7 @@ from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions, Tie
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import COMMON_LAYER, MIRAS, TTR
+from recollect.zoo.sources import COMMON_LAYER, FREE_LENGTHS, MIRAS, TTR
 
 __all__ = ["dfw", "gateloop", "gla", "hgrn2", "lightning_attention", "retnet", "retnet_xpos"]
 
@@ -199,7 +199,7 @@ def gateloop() -> tuple[Recipe, LayerOptions]:
         deviations=(
             "MIRAS's table 1 calls the bias L1; it is a dot product with k = 1 − α.",
             "Decays have no lower bounds; HGRN2 shares such bounds between layers.",
-            "The layer is the common one, without unit queries and keys.",
+            FREE_LENGTHS,
         ),
     ),
 )

@@ -14,7 +14,7 @@ from recollect.choices.retention.base import Decay
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import AM, COMMON_LAYER, MIRAS, TTR
+from recollect.zoo.sources import AM, COMMON_LAYER, LOGSIGMOID_DECAY, MIRAS, TTR
 
 __all__ = [
     "delta_net",
@@ -94,7 +94,7 @@ def momentum_delta_net() -> tuple[Recipe, LayerOptions]:
         kind="exact",
         source="TTR eq. 41",
         deviations=(
-            "The decay is log α = logsigmoid(linear(x)) in place of −a softplus(linear(x)).",
+            LOGSIGMOID_DECAY,
             COMMON_LAYER,
         ),
     ),
@@ -135,7 +135,7 @@ def delta_product() -> tuple[Recipe, LayerOptions]:
         kind="exact",
         source="gated DeltaProduct: one decay per token, before its first step",
         deviations=(
-            "The decay is log α = logsigmoid(linear(x)) in place of −a softplus(linear(x)).",
+            LOGSIGMOID_DECAY,
             COMMON_LAYER,
         ),
     ),

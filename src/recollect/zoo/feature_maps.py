@@ -26,7 +26,7 @@ from recollect.choices.memory.maps import Matrix
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import COMMON_LAYER, TTR
+from recollect.zoo.sources import COMMON_LAYER, FREE_LENGTHS, TTR
 
 __all__ = [
     "based",
@@ -42,7 +42,6 @@ __all__ = [
 
 # Lengths of queries and keys carry how sharp a match is, so most of these keep them.
 _FREE = LayerOptions(qk_norm="none")
-_FREE_LENGTHS = "The layer is the common one, without unit queries and keys."
 
 
 def _averaging(features: Features) -> Recipe:
@@ -77,7 +76,7 @@ def _rule(kernel: str) -> str:
         deviations=(
             "The 4K directions are drawn once and not again in training.",
             "The features have no ε.",
-            _FREE_LENGTHS,
+            FREE_LENGTHS,
         ),
     ),
 )
@@ -131,7 +130,7 @@ def rfa() -> tuple[Recipe, LayerOptions]:
                 "M is 2048, where the authors take the length of the sequence; later "
                 "positions count as M."
             ),
-            _FREE_LENGTHS,
+            FREE_LENGTHS,
         ),
     ),
 )
@@ -158,7 +157,7 @@ def cosformer() -> tuple[Recipe, LayerOptions]:
         source="Zhang et al., the Hedgehog feature map, made stable by a softmax over features",
         deviations=(
             "The features are trained from scratch, not distilled from softmax attention.",
-            _FREE_LENGTHS,
+            FREE_LENGTHS,
         ),
     ),
 )
@@ -189,7 +188,7 @@ def hedgehog() -> tuple[Recipe, LayerOptions]:
                 "Queries and keys have as many channels as values; the authors have 16: "
                 "build(..., head_dim=16, value_dim=...)."
             ),
-            _FREE_LENGTHS,
+            FREE_LENGTHS,
         ),
     ),
 )
@@ -216,7 +215,7 @@ def based() -> tuple[Recipe, LayerOptions]:
         source="Aksenov et al. section 4",
         deviations=(
             "Queries and keys have as many channels as values; the authors have 16.",
-            _FREE_LENGTHS,
+            FREE_LENGTHS,
         ),
     ),
 )
@@ -269,7 +268,7 @@ def dijiang() -> tuple[Recipe, LayerOptions]:
     fidelity=Fidelity(
         kind="exact",
         source="Schlag et al. section 4.2, with DPFP-1 (section 5) and sum normalisation",
-        deviations=(_FREE_LENGTHS,),
+        deviations=(FREE_LENGTHS,),
     ),
 )
 def dpfp() -> tuple[Recipe, LayerOptions]:

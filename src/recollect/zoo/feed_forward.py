@@ -47,10 +47,7 @@ def _sum(kernel: Kernel, *within: Bilinear | Blocks) -> Recipe:
     row=65,
     rule="y = W_Vᵀ ReLU(W_K x) = Σ_i v_i ReLU(k_i·x)",
     references=(AM("eq. 14"),),
-    fidelity=Fidelity(
-        kind="exact",
-        source="AM eq. 14",
-    ),
+    fidelity=Fidelity(kind="exact", source="AM eq. 14"),
 )
 def ffn_relu() -> tuple[Recipe, LayerOptions]:
     """A two-layer network: learned keys, learned values, and ReLU as the kernel."""
@@ -62,10 +59,7 @@ def ffn_relu() -> tuple[Recipe, LayerOptions]:
     row=65,
     rule="y = W_Vᵀ (W_G x ⊙ Swish(W_K x)) = Σ_i v_i (g_i·x) Swish(k_i·x)",
     references=(AM("eqs. 28–29"), Reference(paper=_SHAZEER, year=2020, where="eq. 6")),
-    fidelity=Fidelity(
-        kind="exact",
-        source="AM eq. 29",
-    ),
+    fidelity=Fidelity(kind="exact", source="AM eq. 29"),
 )
 def ffn_swiglu() -> tuple[Recipe, LayerOptions]:
     """A network whose pairs pass a second, bilinear gate of the query."""

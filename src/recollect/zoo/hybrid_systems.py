@@ -40,7 +40,7 @@ from recollect.zoo.attention import BARE, sliding_window_attention, softmax_atte
 from recollect.zoo.delta_rule import gated_delta_net
 from recollect.zoo.miras import memora, moneta, yaad
 from recollect.zoo.preset import Fidelity, Reference, hybrid
-from recollect.zoo.sources import ATLAS, MIRAS, TITANS
+from recollect.zoo.sources import ATLAS, LOGSIGMOID_DECAY, MIRAS, TITANS
 from recollect.zoo.state_space import mamba, mamba2
 from recollect.zoo.titans import titans
 
@@ -339,7 +339,7 @@ def memora_h() -> Mapping[str, Any]:
         source="Lai et al., Residual Delta Net: α for both memories, β for M, γ for R",
         deviations=(
             "The layers around the memories are those of gated_delta_net.",
-            "The decay is log α = logsigmoid(linear(x)) in place of −a softplus(linear(x)).",
+            LOGSIGMOID_DECAY,
         ),
     ),
 )

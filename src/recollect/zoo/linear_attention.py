@@ -17,7 +17,7 @@ from recollect.choices.memory.maps import Matrix
 from recollect.layer.options import LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, Reference, preset
-from recollect.zoo.sources import COMMON_LAYER, TTR
+from recollect.zoo.sources import COMMON_LAYER, FREE_LENGTHS, TTR
 
 __all__ = ["linear_attention", "normalized_linear_attention"]
 
@@ -57,7 +57,7 @@ def linear_attention() -> tuple[Recipe, LayerOptions]:
         kind="exact",
         source="Katharopoulos et al. eqs. 18–20 with φ = elu + 1",
         deviations=(
-            "The layer is the common one, without unit queries and keys.",
+            FREE_LENGTHS,
             "Qin et al. norm the output in place of the denominator; linear_attention does so.",
         ),
     ),

@@ -189,6 +189,8 @@ class Preset:
             ('Huber()', True)
             >>> layer = mine.build(d_model=16, heads=2)
         """
+        if not changes:
+            return self
         recipe = self.recipe.but(**changes)
         options, reset = fit_options(recipe, self.options, self.recipe)
         said = ", ".join(f"{name} = {change.brief}" for name, change in changes.items())

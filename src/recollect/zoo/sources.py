@@ -14,9 +14,11 @@ __all__ = [
     "BEYOND",
     "COMMON_LAYER",
     "FORGETFUL",
+    "FREE_LENGTHS",
     "HALF_LOSS",
     "INNER_BATCHES",
     "KEY_OVERLAP",
+    "LOGSIGMOID_DECAY",
     "MIRAS",
     "NEARLY_ALL",
     "NORMALIZED_STEPS",
@@ -91,6 +93,8 @@ COMMON_LAYER = (
     "The layer around the memory is the common one: short convolution, unit queries and keys, "
     "output norm and gate."
 )
+FREE_LENGTHS = "The layer is the common one, without unit queries and keys."
+LOGSIGMOID_DECAY = "The decay is log α = logsigmoid(linear(x)) in place of −a softplus(linear(x))."
 INNER_BATCHES = "Gradients are taken at the start of inner batches of 16 tokens."
 NORMALIZED_STEPS = (
     "Each gradient is scaled by ρ, so that η_t = 1 corrects the error of its association "

@@ -12,7 +12,14 @@ from recollect.choices.memory.maps import MLP
 from recollect.layer.options import GateOptions, LayerOptions
 from recollect.recipe.recipe import Recipe
 from recollect.zoo.preset import Fidelity, preset
-from recollect.zoo.sources import MIRAS, NEARLY_ALL, NORMALIZED_STEPS, TTT, limited_rate
+from recollect.zoo.sources import (
+    FREE_LENGTHS,
+    MIRAS,
+    NEARLY_ALL,
+    NORMALIZED_STEPS,
+    TTT,
+    limited_rate,
+)
 
 __all__ = ["ttt_linear", "ttt_mlp"]
 
@@ -32,7 +39,7 @@ _DEVIATIONS = (
     "τ_t keeps at least a fifth of the mean; the published code lets it reach 0.",
     "Keys have length √K, as in the published code at its start.",
     NORMALIZED_STEPS,
-    "The layer is the common one, without unit queries and keys.",
+    FREE_LENGTHS,
 )
 
 
