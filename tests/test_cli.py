@@ -105,6 +105,9 @@ REFUSED_WITHOUT_TORCH = {
     "eval": "name a model and --tasks",
     "eval folder --tasks x --device tpu": "--device tpu is not here",
     "reproduce": "name one experiment",
+    "compare --models gla --task nope": "--task must be one of text, mqar, capacity, not 'nope'",
+    "compare --models gla --layer-options sme": "must be one of preset, same, not 'sme'",
+    "reproduce ttr-fig2 --scale huge": "--scale must be one of smoke, small, paper",
     "bench --suite nope": "there is no suite",
     "bench --rounds 0": "--rounds must be at least 1",
     "page --systems glaa": "did you mean gla",
@@ -145,6 +148,15 @@ def test_the_stored_sizes_are_those_that_are_counted() -> None:
     assert [row["parameters"] for row in titans] == [
         {"titans": row["parameters"]["titans"]} for row in counted
     ]
+
+
+def test_words_of_the_command_line_are_those_of_the_experiments() -> None:
+    from recollect.cli.compare import TASKS
+    from recollect.cli.reproduce import SCALES
+    from recollect.experiments.comparison import tasks
+    from recollect.experiments.framework import experiment
+
+    assert (TASKS, SCALES) == (tasks.TASKS, experiment.SCALES)
 
 
 def test_names_in_the_source_of_the_zoo_are_those_that_are_registered() -> None:

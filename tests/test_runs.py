@@ -90,7 +90,10 @@ def test_compare_streams_a_dataset(text: Path, tmp_path: Path) -> None:
     [
         (("--models", "gated_deltanet"), "gated_delta_net"),
         (("--models", ""), "at least one model"),
-        (("--models", "gla", "--task", "poetry"), "unknown task 'poetry'"),
+        (
+            ("--models", "gla", "--task", "poetry"),
+            "--task must be one of text, mqar, capacity, not 'poetry'",
+        ),
         (("--models", "gla", "--text", "/nowhere.txt"), "--text: no file matches '/nowhere.txt'"),
         (("--models", "gla", "--text", "a", "--dataset", "b"), "exclude each other"),
         (("--models", "gla", "--steps", "0"), "steps must be a whole number >= 1, not 0"),

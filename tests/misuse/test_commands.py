@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "compare --models , --task mqar": ("at least one model",),
     "compare --models half.json --task mqar": ("half.json is not JSON",),
     "compare --models pipe.toml --task mqar": ("pipe.toml cannot be read: it is a pipe",),
-    "compare --models gla --task nope": ("unknown task 'nope'",),
+    "compare --models gla --task nope": ("--task must be one of text, mqar, capacity, not 'nope'",),
     "compare --models gla --task mqar --steps 0": ("--steps must be", ">= 1"),
     "compare --models gla --task mqar --steps -3": ("--steps must be", "-3"),
     "compare --models gla --task mqar --lr 0": ("--lr must be", "> 0"),

@@ -14,6 +14,7 @@ import typer
 from recollect.cli.console import (
     INTERRUPTED,
     check_models,
+    check_words,
     check_writable,
     console_of_page,
     said,
@@ -37,12 +38,17 @@ SIZES = (
 """Options with which a model or its training may be refused."""
 
 
+TASKS = ("text", "mqar", "capacity")
+
+
 @worded({name.replace("-", "_"): f"--{name}" for name in SIZES})
 def compare(
     models: Annotated[
         str, typer.Option(help="Zoo names or recipe files (.json, .toml), separated by commas.")
     ],
-    task: Annotated[list[str], typer.Option(help="text, mqar, capacity.")] = ["text"],  # noqa: B006
+    task: Annotated[
+        list[str], typer.Option(help="text, mqar, capacity; give it again for more.")
+    ] = ["text"],  # noqa: B006
     text: Annotated[
         list[str] | None,
         typer.Option(
@@ -103,6 +109,8 @@ def compare(
     """Train models at equal parameters and tokens, and report."""
     names = [name.strip() for name in models.split(",") if name.strip()]
     check_models(names)
+    check_words("--task", task, TASKS)
+    check_words("--layer-options", [layer_options], ("preset", "same"))
     import recollect.experiments as experiments
     from recollect.experiments.comparison.results import DEFAULTS
     from recollect.experiments.comparison.tasks import check_text_is_read, read_corpus

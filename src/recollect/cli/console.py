@@ -138,7 +138,7 @@ def stated(name: str) -> Preset | Hybrid | tuple[str, Recipe] | tuple[str, Recip
         raise RecipeError(f"{path}: {error}") from None
 
 
-# The next two checks come before torch is imported, which takes seconds.
+# The next three checks come before torch is imported, which takes seconds.
 
 
 def check_models(names: Iterable[str]) -> None:
@@ -156,6 +156,17 @@ def check_models(names: Iterable[str]) -> None:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(near)}?" if near else "recollect zoo lists all"
             raise RecipeError(f"the zoo has no architecture named {name!r}; {hint}")
+
+
+def check_words(option: str, given: Iterable[str], words: Iterable[str]) -> None:
+    """Refuse a word that an option does not take.
+
+    Raises:
+        ValueError: another word.
+    """
+    for word in given:
+        if word not in words:
+            raise ValueError(f"{option} must be one of {', '.join(words)}, not {word!r}")
 
 
 def check_exists(path: Path) -> None:

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from recollect.cli.console import INTERRUPTED, check_device, check_writable, console_of_page, said
+from recollect.cli.console import (
+    INTERRUPTED,
+    check_device,
+    check_words,
+    check_writable,
+    console_of_page,
+    said,
+)
 from recollect.cli.progress import ReproduceDisplay
 from recollect.report.terminal import Column, TerminalTable
 
@@ -22,11 +29,14 @@ if TYPE_CHECKING:
 
 __all__ = ["reproduce"]
 
+SCALES = ("smoke", "small", "paper")
+
 
 def reproduce(
     name: Annotated[str, typer.Argument(help="An experiment; see --list.")] = "",
     scale: Annotated[
-        str, typer.Option(help="smoke (seconds), small (minutes), or paper: prints its plan.")
+        str,
+        typer.Option(help="smoke (seconds), small (minutes), or paper: prints its plan."),
     ] = "small",
     seeds: Annotated[int | None, typer.Option(help="How many; the scale's own if omitted.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes, one thread each.")] = 1,
@@ -41,6 +51,7 @@ def reproduce(
     """Draw a figure or table of the papers from this library, and judge its claims."""
     if not list_all and every == bool(name):
         raise ValueError("name one experiment, or give --all; --list names them")
+    check_words("--scale", [scale], SCALES)
     check_device(device)
     from recollect.experiments.framework.price import plan
     from recollect.experiments.gallery import save_gallery
@@ -59,7 +70,6 @@ def reproduce(
             _list(console, rows, PLANNED)
         return
     wanted = rows if every else [chosen(name)]
-    _known_scale(scale)
     if scale == "paper" and not launch:
         plans = [
             plan(row, "paper", seeds=seeds, jobs=jobs, device=device, out=str(out))
@@ -98,13 +108,6 @@ def reproduce(
         command = shlex.join(["recollect", *sys.argv[1:]])
         said(f"interrupted: what was measured is kept, and the same command goes on: {command}")
         raise typer.Exit(INTERRUPTED)
-
-
-def _known_scale(scale: str) -> None:
-    from recollect.experiments.framework.experiment import SCALES
-
-    if scale not in SCALES:
-        raise ValueError(f"--scale must be one of {', '.join(SCALES)}, not {scale!r}")
 
 
 def _show(console: Console, run: Run) -> None:

@@ -121,6 +121,8 @@ def read_corpus(
     """
     patterns = [text] if isinstance(text, str | PathLike) else list(text)
     names = [str(pattern) for pattern in patterns]
+    if not names:
+        raise ValueError("read_corpus: text is empty; name a file, a folder or a pattern")
     source = Source(files=find_files(names, key="text"), column=column)
     return split_documents(source, source=", ".join(names))
 
