@@ -36,8 +36,6 @@ The engine states the seconds of a step. The constants fit the processor times o
 three sizes, and ``results/bench/presets*-cpu.json`` checks them. Only ratios of times are shown.
 """
 
-# More than 400 lines: one report of a recipe's cost, and the text of each of its numbers.
-
 from __future__ import annotations
 
 import math

@@ -204,6 +204,8 @@ def test_a_text_is_read_as_train_reads_it(text: str, tmp_path: Path) -> None:
     two = [str(tmp_path / f"{number}.txt") for number in (0, 1)]
     for paths in (text, Path(text), two, str(tmp_path / "?.txt")):
         assert read_corpus(paths).sha256 == one.sha256
+    with pytest.raises(ValueError, match="read_corpus: text is empty"):
+        read_corpus([])
     assert read_corpus(lines, column="body").sha256 == one.sha256
     assert read_corpus([*two, str(lines)], column="body").sha256 == one.sha256, "no paragraph twice"
     by_path, by_folder = (run(["gla"], ["text"], x) for x in (text, two))

@@ -172,7 +172,8 @@ def test_the_card_names_recipes_parameters_and_library(
     net = model("samba")
     net.save_pretrained(tmp_path)
     card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.library_name == "recollect" and card.data.tags == ["recollect"]
+    metadata = card.data.to_dict()
+    assert (metadata["library_name"], metadata["tags"]) == ("recollect", ["recollect"])
     assert f"| parameters | {parameter_count(net.config):,} |" in card.text
     for name in net.config.recipes:
         assert net.config.recipe(name)[0].brief in card.text

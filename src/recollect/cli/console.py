@@ -10,7 +10,7 @@ import os
 import select
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,15 +158,15 @@ def check_models(names: Iterable[str]) -> None:
             raise RecipeError(f"the zoo has no architecture named {name!r}; {hint}")
 
 
-def check_words(option: str, given: Iterable[str], words: Iterable[str]) -> None:
+def check_words(option: str, words: Iterable[str], allowed: Sequence[str]) -> None:
     """Refuse a word that an option does not take.
 
     Raises:
-        ValueError: another word.
+        ValueError: a word that is not allowed.
     """
-    for word in given:
-        if word not in words:
-            raise ValueError(f"{option} must be one of {', '.join(words)}, not {word!r}")
+    for word in words:
+        if word not in allowed:
+            raise ValueError(f"{option} must be one of {', '.join(allowed)}, not {word!r}")
 
 
 def check_exists(path: Path) -> None:

@@ -35,8 +35,7 @@ SCALES = ("smoke", "small", "paper")
 def reproduce(
     name: Annotated[str, typer.Argument(help="An experiment; see --list.")] = "",
     scale: Annotated[
-        str,
-        typer.Option(help="smoke (seconds), small (minutes), or paper: prints its plan."),
+        str, typer.Option(help="smoke (seconds), small (minutes), or paper: prints its plan.")
     ] = "small",
     seeds: Annotated[int | None, typer.Option(help="How many; the scale's own if omitted.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes, one thread each.")] = 1,

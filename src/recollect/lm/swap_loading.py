@@ -65,7 +65,7 @@ def _register_models(kind: type[PretrainedConfig]) -> None:
         if base in auto._model_mapping:
             model_class = _swapped_model(auto, auto._model_mapping[base], kind)
             model_class._unread = tuple(sorted(every - {*own})) if "lm_head." not in own else ()
-            model_class._drawn = own if "lm_head." not in own else ()
+            model_class._optional_weights = own if "lm_head." not in own else ()
             auto.register(kind, model_class, exist_ok=True)
 
 

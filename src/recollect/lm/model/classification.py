@@ -31,4 +31,4 @@ class RecollectForSequenceClassification(
     """
 
     _unread = ("lm_head.",)
-    _drawn = ("score.",)
+    _optional_weights = ("score.",)

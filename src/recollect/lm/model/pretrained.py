@@ -48,7 +48,7 @@ class StrictLoading:
     # Beginnings of names: of weights of another head, which may stay unread, and of a head's own,
     # which begin anew in a folder that was saved with another head.
     _unread: ClassVar[tuple[str, ...]] = ()
-    _drawn: ClassVar[tuple[str, ...]] = ()
+    _optional_weights: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -88,7 +88,7 @@ class StrictLoading:
             raise CheckpointError(f"the weights of {where} cannot be read: {error}") from None
         check_names(
             where,
-            missing=[n for n in info["missing_keys"] if not n.startswith(cls._drawn)],
+            missing=[n for n in info["missing_keys"] if not n.startswith(cls._optional_weights)],
             unexpected=[n for n in info["unexpected_keys"] if not n.startswith(cls._unread)],
         )
         check_finite(where, model.state_dict(keep_vars=True).items())
@@ -170,7 +170,9 @@ class StrictLoading:
             head=f"{cls.base_model_prefix}.",
             partial=partial,
             unread=cls._unread,
-            drawn=() if classes & {*map(str, data.get("architectures") or [])} else cls._drawn,
+            drawn=()
+            if classes & {*map(str, data.get("architectures") or [])}
+            else cls._optional_weights,
         )
 
 
